@@ -1,0 +1,54 @@
+"""The typed errors of specdec_fast.
+
+Every message says what came, what was expected and what to do. Errors that concern one request only derive from
+:class:`RequestError`: the engine puts them on that request's output and goes on with the others. All the rest
+concern the whole call and are raised before any work is done.
+"""
+
+
+class SpecDecError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigError(SpecDecError, ValueError):
+    """A setting of the engine (method, sizes, keyword) is unknown or out of range."""
+
+
+class InvalidParamsError(SpecDecError, ValueError):
+    """A sampling parameter is out of range."""
+
+
+class NotYetSupportedError(SpecDecError, NotImplementedError):
+    """The request is sensible and planned, but this version cannot serve it."""
+
+
+class UnsupportedModelError(SpecDecError):
+    """The model cannot be run on ragged rows and a paged KV cache (not a decoder, exotic layers, other bits)."""
+
+
+class VocabularyMismatchError(SpecDecError, ValueError):
+    """Draft and target do not share a vocabulary, so a draft token would mean another word to the target."""
+
+
+class BackendError(SpecDecError, RuntimeError):
+    """An explicitly requested backend cannot be loaded or has no such op."""
+
+
+class RequestError(SpecDecError):
+    """Something wrong with one request; the others of its batch are not touched."""
+
+
+class InvalidPromptError(RequestError, ValueError):
+    """The prompt is empty, of the wrong type, or holds ids outside the vocabulary."""
+
+
+class PromptTooLongError(RequestError, ValueError):
+    """Prompt plus new tokens need more positions than the model has."""
+
+
+class KVCacheTooSmallError(RequestError):
+    """The request alone needs more KV positions than the whole page pool holds."""
+
+
+class InvalidLogitsError(RequestError, ArithmeticError):
+    """The target produced NaN logits for this request."""

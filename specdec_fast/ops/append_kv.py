@@ -1,0 +1,65 @@
+"""Declaration of ``append_kv_``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
+from specdec_fast.ops.registry import Case, Op
+
+
+def _check(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    device, dtype = key_cache.device, (key_cache.dtype,)
+    expect_tensor("key_cache", key_cache, (None,) * 4, FLOATS, device)
+    expect_tensor("value_cache", value_cache, tuple(key_cache.shape), dtype, device)
+    rows = (key.shape[0], *key_cache.shape[2:])
+    expect_tensor("key", key, rows, dtype, device)
+    expect_tensor("value", value, rows, dtype, device)
+    expect_tensor("slot_mapping", slot_mapping, rows[:1], (torch.int32,), device)
+    expect(key_cache.is_contiguous() and value_cache.is_contiguous(), "key_cache and value_cache must be contiguous.")
+
+
+def _make(
+    rows: int, shape: tuple[int, int, int], generator: torch.Generator, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    page_size, heads, head_dim = shape
+    num_pages = rows // page_size + 3
+    caches = torch.randn(2, num_pages, page_size, heads, head_dim, generator=generator).to(dtype)
+    new = torch.randn(2, heads, rows, head_dim, generator=generator).to(dtype)  # as a model hands them over
+    slots = torch.randperm((num_pages - 1) * page_size, generator=generator)[:rows] + page_size  # page 0 is scratch
+    return {
+        "key_cache": caches[0].to(device),
+        "value_cache": caches[1].to(device),
+        "key": new[0].transpose(0, 1).to(device),
+        "value": new[1].transpose(0, 1).to(device),
+        "slot_mapping": slots.to(torch.int32).to(device),
+    }
+
+
+def _cases() -> Iterator[Case]:
+    grid = (
+        ("one_row", "plain decoding of one sequence", 1, (16, 2, 32)),
+        ("verify", "rows of several sequences, scattered pages", 48, (16, 2, 32)),
+        ("prefill", "many pages, odd sizes", 301, (8, 3, 20)),
+        ("page_of_one", "every position its own page", 7, (1, 1, 16)),
+        ("no_rows", "an empty batch", 0, (16, 2, 32)),
+    )
+    for name, why, rows, shape in grid:
+        yield Case(name, why, lambda g, t, d, a=(rows, shape): _make(*a, g, t, d))  # type: ignore[misc]
+
+
+def _bytes_moved(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> int:
+    return 2 * (key.numel() + value.numel()) * key.element_size()  # each row is read and written
+
+
+OP = Op(
+    name="append_kv_",
+    implementations={"torch": "specdec_fast.oracle.ops.append_kv:append_kv_"},
+    check=_check,
+    cases=_cases,
+    bytes_moved=_bytes_moved,
+)

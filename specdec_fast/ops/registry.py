@@ -1,0 +1,195 @@
+"""The only door to a kernel: ops are declared once and implemented per backend.
+
+An :class:`Op` names its implementations as import paths, so nothing is imported before it is chosen. ``resolve``
+chooses once, by device or by an explicit name; no other module compares a backend's name. Tests and benchmarks
+sweep ``all_ops()``: an implementation added to a declaration is tested and timed without writing either.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.errors import BackendError, ConfigError
+
+AUTO = "auto"
+_DECLARATIONS = ("append_kv", "paged_attention", "verify_chain")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to run ops.
+
+    Attributes:
+        name: what ``EngineConfig.backend`` and ``specdec-fast doctor`` call it.
+        device_types: the ``torch.device`` types it serves.
+        why_unavailable: returns None if it can run here, else the reason and the remedy.
+
+    """
+
+    name: str
+    device_types: tuple[str, ...]
+    why_unavailable: Callable[[], str | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of arguments for tests and benchmarks.
+
+    Attributes:
+        name: id of the test.
+        why: what this case would catch.
+        make: builds the keyword arguments from a seeded generator, a dtype and a device.
+
+    """
+
+    name: str
+    why: str
+    make: Callable[[torch.Generator, torch.dtype, torch.device], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op, whatever runs it.
+
+    Attributes:
+        name: the public name; a trailing underscore says that arguments are changed in place.
+        implementations: backend name to ``"module:function"``; all share the oracle's signature.
+        check: raises on arguments outside the contract; called before every implementation.
+        cases: argument sets that every implementation must serve as the oracle does.
+        bytes_moved: bytes that must be read or written at least, for given arguments.
+        exact: whether implementations must agree bit for bit (integers, copies) or within rounding.
+
+    """
+
+    name: str
+    implementations: Mapping[str, str]
+    check: Callable[..., None]
+    cases: Callable[[], Iterable[Case]]
+    bytes_moved: Callable[..., int]
+    exact: bool = True
+
+    def load(self, backend: str) -> Callable[..., Any]:
+        """Import the backend's implementation and put the argument check before it.
+
+        Raises:
+            BackendError: there is no such implementation, or it cannot run here; the message says why.
+
+        """
+        reason = self.why_unavailable(backend)
+        if reason is not None:
+            raise BackendError(f"backend {backend!r} cannot serve {self.name}: {reason}")
+        module, function = self.implementations[backend].split(":")
+        implementation = getattr(importlib.import_module(module), function)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self.check(*args, **kwargs)
+            return implementation(*args, **kwargs)
+
+        return checked
+
+    def why_unavailable(self, backend: str) -> str | None:
+        """Return None if ``backend`` can run this op here, else the reason."""
+        if backend not in self.implementations:
+            return f"it has no implementation of this op (there are: {', '.join(self.implementations)})"
+        return BACKENDS[backend].why_unavailable()
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The implementations chosen for one device.
+
+    Attributes:
+        chosen: op name to backend name.
+        functions: op name to the checked callable.
+
+    """
+
+    chosen: Mapping[str, str]
+    functions: Mapping[str, Callable[..., Any]] = field(repr=False)
+
+    def append_kv_(self, *args: Any) -> None:
+        """Write new K/V rows into pages; see ``oracle/ops/append_kv.py``."""
+        self.functions["append_kv_"](*args)
+
+    def paged_attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Causal ragged attention over pages; see ``oracle/ops/paged_attention.py``."""
+        return self.functions["paged_attention"](*args, **kwargs)
+
+    def verify_chain(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Batched acceptance; see ``oracle/ops/verify_chain.py``."""
+        return self.functions["verify_chain"](*args)
+
+
+@cache
+def _compiled_extension_problem() -> str | None:
+    try:
+        importlib.import_module("specdec_fast._C")
+    except ImportError as error:
+        return (
+            f"the C++ extension is not importable ({error}); reinstall with a C++17 compiler "
+            "and without SPECDEC_NO_CPP=1"
+        )
+    return None
+
+
+# In order of preference: the first available one that serves the device is chosen.
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("cpp", ("cpu",), _compiled_extension_problem),
+        Backend("torch", ("cpu", "cuda", "xpu", "mps"), lambda: None),
+    )
+}
+
+
+@lru_cache(maxsize=1)
+def all_ops() -> dict[str, Op]:
+    """Return every declared op by name."""
+    modules = (importlib.import_module(f"specdec_fast.ops.{name}") for name in _DECLARATIONS)
+    return {module.OP.name: module.OP for module in modules}
+
+
+def resolve(device: torch.device, backend: str = AUTO) -> Ops:
+    """Choose an implementation of every op for ``device``.
+
+    Args:
+        device: where the tensors live.
+        backend: ``"auto"`` takes per op the best that runs here; a name takes that one for all ops.
+
+    Raises:
+        ConfigError: no such backend.
+        BackendError: the named backend cannot run here, or lacks an op; the message says why.
+
+    """
+    if backend != AUTO and backend not in BACKENDS:
+        raise ConfigError(f"backend={backend!r}: expected one of {', '.join([AUTO, *BACKENDS])}.")
+    chosen = {}
+    for op in all_ops().values():
+        chosen[op.name] = _best(op, device) if backend == AUTO else backend
+        served = BACKENDS[chosen[op.name]].device_types
+        if device.type not in served:
+            raise BackendError(
+                f"backend {backend!r} serves {', '.join(served)}, not {device.type}; pass backend='{AUTO}'."
+            )
+    return Ops(chosen, {name: all_ops()[name].load(choice) for name, choice in chosen.items()})
+
+
+def _best(op: Op, device: torch.device) -> str:
+    usable = (
+        name
+        for name, backend in BACKENDS.items()
+        if device.type in backend.device_types and op.why_unavailable(name) is None
+    )
+    return next(usable, "torch")
+
+
+def availability() -> list[tuple[str, str, str | None]]:
+    """Return (op, backend, reason) for every pair; the reason is None where the backend can run the op here."""
+    return [(op.name, name, op.why_unavailable(name)) for op in all_ops().values() for name in BACKENDS]

@@ -1,0 +1,148 @@
+"""How one request is to be decoded: :class:`SamplingParams`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdec_fast.errors import InvalidParamsError, NotYetSupportedError
+
+# GenerationConfig fields with a counterpart here. Any other field that was set is an error, never dropped.
+_FROM_GENERATION_CONFIG = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Fields that say nothing about which tokens come out (or that the target's own config already answers).
+_NEUTRAL_GENERATION_FIELDS = {
+    "bos_token_id", "pad_token_id", "eos_token_id", "do_sample", "use_cache", "transformers_version",
+    "output_attentions", "output_hidden_states", "return_dict_in_generate", "_from_model_config",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the tokens of one request and when to stop.
+
+    Attributes:
+        max_new_tokens: tokens to emit at most, at least 1. The EOS token counts and is part of the output.
+        temperature: 0 is greedy: the target's most likely token, the lowest id among equals.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens with this much probability; 1 keeps all.
+        min_p: drop tokens less likely than this share of the best one's probability; 0 keeps all.
+        repetition_penalty: divide the logits of tokens already seen; 1 leaves them.
+        seed: of the request's own noise; None draws a fresh one.
+        stop: strings that end the text.
+        stop_token_ids: ids that end the request as EOS does.
+        ignore_eos: go on after the target's EOS (``stop_token_ids`` still end the request).
+        logprobs: also return the log-probability of every emitted token.
+
+    Raises:
+        InvalidParamsError: a value is out of range; the message names it.
+        NotYetSupportedError: the value asks for sampling, stop strings or log-probabilities, which this version
+            does not serve. The filters of sampling (``top_k``, ``top_p``, ``min_p``, ``seed``) are without effect
+            in greedy decoding and therefore accepted.
+
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._check_ranges()
+        self._check_supported()
+
+    def _check_ranges(self) -> None:
+        checks = (
+            ("max_new_tokens", _is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "an integer >= 1"),
+            ("temperature", _is_real(self.temperature) and self.temperature >= 0, "0 (greedy) or a number > 0"),
+            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 keeps all tokens)"),
+            ("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("min_p", _is_real(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]"),
+            (
+                "repetition_penalty",
+                _is_real(self.repetition_penalty) and self.repetition_penalty > 0,
+                "a number > 0 (1 changes nothing)",
+            ),
+            ("seed", self.seed is None or _is_int(self.seed), "an integer or None"),
+            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
+        )
+        for name, ok, expected in checks:
+            if not ok:
+                raise InvalidParamsError(f"{name}={getattr(self, name)!r}: expected {expected}.")
+
+    def _check_supported(self) -> None:
+        if self.temperature > 0:
+            raise NotYetSupportedError(
+                f"temperature={self.temperature}: this version decodes greedily only; pass temperature=0."
+            )
+        if self.repetition_penalty != 1:
+            raise NotYetSupportedError(
+                f"repetition_penalty={self.repetition_penalty}: not served yet; pass 1.0 (no penalty)."
+            )
+        if self.stop:
+            raise NotYetSupportedError(
+                f"stop={self.stop!r}: stop strings are not served yet; pass stop_token_ids, or cut the text."
+            )
+        if self.logprobs:
+            raise NotYetSupportedError("logprobs=True: log-probabilities are not returned yet; pass False.")
+
+    @classmethod
+    def from_generation_config(cls, config: Any) -> SamplingParams:
+        """Translate a ``transformers.GenerationConfig``.
+
+        ``do_sample=False`` (or unset) means greedy, whatever the temperature says, as in transformers. An
+        ``eos_token_id`` set there replaces the target's own, as in transformers.
+
+        Raises:
+            NotYetSupportedError: the config sets a field that has no counterpart here.
+
+        """
+        given = {k: v for k, v in config.to_diff_dict().items() if v is not None}
+        unknown = sorted(set(given) - set(_FROM_GENERATION_CONFIG) - _NEUTRAL_GENERATION_FIELDS)
+        if unknown:
+            raise NotYetSupportedError(
+                f"GenerationConfig sets {', '.join(unknown)}, which specdec_fast has no counterpart for; "
+                f"unset them. Understood: {', '.join(_FROM_GENERATION_CONFIG)}, eos_token_id, do_sample."
+            )
+        values = {name: given[name] for name in _FROM_GENERATION_CONFIG if name in given}
+        if not given.get("do_sample", False):
+            values["temperature"] = 0.0
+        else:
+            values.setdefault("temperature", 1.0)
+        eos = given.get("eos_token_id")
+        if eos is not None:
+            values["stop_token_ids"] = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+            values["ignore_eos"] = True
+        return cls(**values)
+
+
+def as_sampling_params(value: Any) -> SamplingParams:
+    """Accept SamplingParams, a transformers GenerationConfig, or None for the defaults."""
+    if value is None:
+        return SamplingParams()
+    if isinstance(value, SamplingParams):
+        return value
+    if hasattr(value, "to_diff_dict"):
+        return SamplingParams.from_generation_config(value)
+    raise InvalidParamsError(
+        f"params is a {type(value).__name__}; expected SamplingParams, transformers.GenerationConfig or None."
+    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    # a NaN compares false with everything, so every range check above rejects it
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

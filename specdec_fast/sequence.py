@@ -1,0 +1,78 @@
+"""The state of one request while it is being decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specdec_fast.emission import cut_emission
+from specdec_fast.errors import RequestError
+from specdec_fast.params import SamplingParams
+from specdec_fast.types import DecodingStats, FinishReason
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Committed tokens of one request, and how far its KV has come.
+
+    Attributes:
+        index: position of the prompt in the call.
+        token_ids: committed ids: the prompt, then what was emitted.
+        prompt_length: how many of them are the prompt.
+        params: the request's sampling parameters.
+        stop_ids: ids that end the request.
+        target_kv_length: positions whose KV entries in the target's pool are those of committed tokens.
+        passed_over: steps since the sequence last took part in one (the scheduler's counter).
+
+    """
+
+    index: int
+    token_ids: list[int]
+    prompt_length: int
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    target_kv_length: int = 0
+    passed_over: int = 0
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+    stats: DecodingStats = field(default_factory=DecodingStats)
+
+    @property
+    def length(self) -> int:
+        """Committed tokens: prompt plus emitted."""
+        return len(self.token_ids)
+
+    @property
+    def max_length(self) -> int:
+        """Committed tokens when ``max_new_tokens`` have been emitted."""
+        return self.prompt_length + self.params.max_new_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens the sequence may still emit."""
+        return self.max_length - self.length
+
+    @property
+    def emitted_ids(self) -> list[int]:
+        """The ids emitted so far."""
+        return self.token_ids[self.prompt_length :]
+
+    def commit(self, num_draft_tokens: int, emission: list[int]) -> list[int]:
+        """Append one step's ``accepted + 1`` tokens, cut where the request ends.
+
+        The target's KV then covers every committed token but the newest (invariant I3); the entries of rejected
+        draft tokens lie beyond it and are overwritten by the next step (I4).
+
+        Returns:
+            The tokens committed, at least one.
+
+        """
+        tokens, reason = cut_emission(emission, self.stop_ids, self.num_remaining)
+        self.token_ids.extend(tokens)
+        self.target_kv_length = self.length - 1
+        self.finish_reason = reason  # type: ignore[assignment]
+        self.stats.record(num_draft_tokens, len(emission) - 1, len(tokens))
+        return tokens
+
+    def fail(self, error: RequestError) -> None:
+        """End the request with an error; what it emitted before stays."""
+        self.finish_reason, self.error = "error", error

@@ -1,0 +1,143 @@
+"""The values that cross the public border: outputs, stream chunks and their statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal
+
+from specdec_fast.errors import RequestError
+
+FinishReason = Literal["stop", "length", "error"]
+
+STAGES = ("prefill", "draft", "verify", "accept", "commit")
+
+
+@dataclass
+class DecodingStats:
+    """Counts of one sequence, or of a whole run when summed.
+
+    Attributes:
+        num_drafts: verifications that carried at least one draft token.
+        num_draft_tokens: draft tokens verified.
+        num_accepted_tokens: draft tokens accepted.
+        num_steps: steps the sequence took part in (verifications, with or without draft tokens).
+        num_emitted_tokens: tokens emitted, cut at EOS and ``max_new_tokens``.
+        accepted_per_position: at index i, how often draft token i (0-based) was accepted.
+
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_steps: int = 0
+    num_emitted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens emitted per step, counted before the cut at EOS: accepted + 1 on average."""
+        return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of draft tokens that were accepted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    def record(self, num_draft_tokens: int, num_accepted: int, num_emitted: int) -> None:
+        """Count one step of one sequence."""
+        self.num_steps += 1
+        self.num_drafts += num_draft_tokens > 0
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted
+        self.num_emitted_tokens += num_emitted
+        missing = num_draft_tokens - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * missing)
+        for i in range(num_accepted):
+            self.accepted_per_position[i] += 1
+
+    def add(self, other: DecodingStats) -> None:
+        """Add the counts of ``other`` to these."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_steps += other.num_steps
+        self.num_emitted_tokens += other.num_emitted_tokens
+        missing = len(other.accepted_per_position) - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * missing)
+        for i, count in enumerate(other.accepted_per_position):
+            self.accepted_per_position[i] += count
+
+
+class StageTimer:
+    """Wall-clock seconds per stage of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Add the time spent inside the ``with`` block to ``stage``."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + perf_counter() - start
+
+    def shares(self) -> dict[str, float]:
+        """Return each stage's share of the time measured so far (they sum to 1)."""
+        total = sum(self.seconds.values())
+        return {stage: seconds / total for stage, seconds in self.seconds.items()} if total else {}
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """What came out of one prompt.
+
+    Attributes:
+        index: position of the prompt in the call; outputs are returned in this order.
+        prompt_ids: the token ids the target was given.
+        token_ids: emitted ids, the EOS or stop id that ended them included.
+        text: the emitted ids decoded without special tokens; None when no tokenizer is known.
+        finish_reason: ``"stop"`` (EOS or a stop id), ``"length"`` (``max_new_tokens``) or ``"error"``.
+        stats: acceptance counts of this sequence.
+        error: why ``finish_reason`` is ``"error"``; None otherwise. Tokens emitted before the fault are kept.
+
+    """
+
+    index: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    stats: DecodingStats
+    error: RequestError | None = None
+
+    def raise_for_error(self) -> GenerationOutput:
+        """Return self, or raise the error that ended this request."""
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """The tokens one step added to one sequence.
+
+    Attributes:
+        index: position of the prompt in the call.
+        token_ids: ids emitted by this step; several when draft tokens were accepted.
+        text: text that became certain with them (a character split over tokens is held back); None when no
+            tokenizer is known. The concatenation over a sequence is its ``GenerationOutput.text``.
+        finish_reason: None until the sequence's last chunk.
+        error: set on the last chunk of a request that failed.
+
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None

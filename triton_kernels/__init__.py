@@ -1,0 +1,1 @@
+"""Triton kernels, one file per op; imported as ``specdec_fast.triton_kernels``."""
