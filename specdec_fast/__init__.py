@@ -1,0 +1,70 @@
+"""specdec_fast: exact, fast, batched speculative decoding of Hugging Face language models.
+
+    import specdec_fast as sd
+    outputs = sd.generate("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", prompts, sd.SamplingParams(max_new_tokens=128))
+
+Words, the same everywhere in this library:
+
+=================  ===================================================================================
+target, draft      the model whose output is wanted; the small model that proposes
+draft tokens, K    what the drafter proposes for one sequence in one step (``num_draft_tokens``)
+verify             one target forward over [last committed token, draft tokens] of every sequence
+accepted           draft tokens equal to what the target itself would have emitted
+next token         the target's own token after the accepted ones: a correction, or a bonus
+committed          prompt plus emitted tokens of a sequence; their number is its ``length``
+step               draft, verify, accept, commit, for one batch of sequences
+acceptance length  tokens emitted per sequence and step: accepted + 1
+ragged             different per sequence; flat rows plus ``cu_seqlens``, never padded
+page, block table  a fixed number of KV positions; the map from a sequence's positions to pages
+=================  ===================================================================================
+"""
+
+from specdec_fast.api import generate
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import Draft, Drafter
+from specdec_fast.engine import Engine, RunStats
+from specdec_fast.errors import (
+    BackendError,
+    ConfigError,
+    EngineBusyError,
+    InvalidLogitsError,
+    InvalidParamsError,
+    InvalidPromptError,
+    KVCacheTooSmallError,
+    NotYetSupportedError,
+    PromptTooLongError,
+    RequestError,
+    SpecDecError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+)
+from specdec_fast.params import SamplingParams
+from specdec_fast.types import DecodingStats, GenerationOutput, StreamChunk
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "ConfigError",
+    "DecodingStats",
+    "Draft",
+    "Drafter",
+    "Engine",
+    "EngineBusyError",
+    "EngineConfig",
+    "GenerationOutput",
+    "InvalidLogitsError",
+    "InvalidParamsError",
+    "InvalidPromptError",
+    "KVCacheTooSmallError",
+    "NotYetSupportedError",
+    "PromptTooLongError",
+    "RequestError",
+    "RunStats",
+    "SamplingParams",
+    "SpecDecError",
+    "StreamChunk",
+    "UnsupportedModelError",
+    "VocabularyMismatchError",
+    "generate",
+]

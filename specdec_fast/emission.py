@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from specdec_fast.types import FinishReason
+
 
 def cut_emission(
     tokens: Sequence[int], stop_ids: Collection[int], max_tokens: int
-) -> tuple[list[int], str | None]:
+) -> tuple[list[int], FinishReason | None]:
     """Cut one step's tokens at the first stop id (kept) or at ``max_tokens``.
 
     Args:

@@ -34,6 +34,10 @@ class BackendError(SpecDecError, RuntimeError):
     """An explicitly requested backend cannot be loaded or has no such op."""
 
 
+class EngineBusyError(SpecDecError, RuntimeError):
+    """A call reached an engine that is still serving another."""
+
+
 class RequestError(SpecDecError):
     """Something wrong with one request; the others of its batch are not touched."""
 

@@ -18,6 +18,7 @@ class Sequence:
         index: position of the prompt in the call.
         token_ids: committed ids: the prompt, then what was emitted.
         prompt_length: how many of them are the prompt.
+        max_length: committed tokens at which the request ends: ``max_new_tokens`` emitted, or no position left.
         params: the request's sampling parameters.
         stop_ids: ids that end the request.
         target_kv_length: positions whose KV entries in the target's pool are those of committed tokens.
@@ -28,6 +29,7 @@ class Sequence:
     index: int
     token_ids: list[int]
     prompt_length: int
+    max_length: int
     params: SamplingParams
     stop_ids: frozenset[int]
     target_kv_length: int = 0
@@ -42,11 +44,6 @@ class Sequence:
         return len(self.token_ids)
 
     @property
-    def max_length(self) -> int:
-        """Committed tokens when ``max_new_tokens`` have been emitted."""
-        return self.prompt_length + self.params.max_new_tokens
-
-    @property
     def num_remaining(self) -> int:
         """Tokens the sequence may still emit."""
         return self.max_length - self.length
@@ -56,21 +53,20 @@ class Sequence:
         """The ids emitted so far."""
         return self.token_ids[self.prompt_length :]
 
-    def commit(self, num_draft_tokens: int, emission: list[int]) -> list[int]:
-        """Append one step's ``accepted + 1`` tokens, cut where the request ends.
+    def commit(self, num_draft_tokens: int, num_accepted: int, emission: list[int]) -> list[int]:
+        """Append one step's tokens (``num_accepted + 1``, unless the last was no token), cut where the request ends.
 
         The target's KV then covers every committed token but the newest (invariant I3); the entries of rejected
         draft tokens lie beyond it and are overwritten by the next step (I4).
 
         Returns:
-            The tokens committed, at least one.
+            The tokens committed.
 
         """
-        tokens, reason = cut_emission(emission, self.stop_ids, self.num_remaining)
+        tokens, self.finish_reason = cut_emission(emission, self.stop_ids, self.num_remaining)
         self.token_ids.extend(tokens)
         self.target_kv_length = self.length - 1
-        self.finish_reason = reason  # type: ignore[assignment]
-        self.stats.record(num_draft_tokens, len(emission) - 1, len(tokens))
+        self.stats.record(num_draft_tokens, num_accepted, len(tokens))
         return tokens
 
     def fail(self, error: RequestError) -> None:

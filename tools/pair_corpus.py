@@ -1,7 +1,7 @@
 """From a text file to what training needs: documents, a tokenizer, a token stream, held-out prompts.
 
 Everything here is decided by the text and a seed, before any model exists. The order matters: documents are
-held out *first*, so that neither the tokenizer nor a model has ever seen the text that the report measures on.
+held out *first*, so neither the tokenizer nor a model has ever seen the text that the report measures on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TokenStream:
     """All training documents as one row of token ids, and the places where a training window may begin.
 
     A window begins at a document's first token, so that position 0 holds bos as it will in use; inside a
-    document longer than the window it may also begin every `window` tokens, else the rest would never be seen.
+    document longer than the window it may also begin every `window` tokens, or the rest would go unseen.
     """
 
     ids: torch.Tensor  # [num_tokens + window], int64; the head is repeated at the end so every window is full
@@ -59,7 +59,7 @@ def read_text(path: Path) -> str:
 
 
 def split_documents(text: str, separator: str | None) -> list[str]:
-    """Cut the text at `separator`; without one, merge paragraphs into documents of `MERGED_CHARACTERS` or more.
+    """Cut the text at `separator`, or by default merge paragraphs until they have `MERGED_CHARACTERS`.
 
     A paragraph alone makes a poor document: most are shorter than a prompt, and a model trained on them ends
     everything after a sentence or two. The first paragraph to reach the length closes its document.
@@ -80,8 +80,8 @@ def split_documents(text: str, separator: str | None) -> list[str]:
 def hold_out(documents: list[str], share: float, seed: int) -> tuple[list[str], list[str]]:
     """Split documents at random into training and held-out text, refusing what is too little to train on.
 
-    At least `MIN_HELD_OUT` documents are held out, so that prompts do not all continue the same page; training
-    documents that repeat a held-out one word for word are dropped.
+    At least `MIN_HELD_OUT` documents are held out, so that prompts do not all continue the same page.
+    Training documents that repeat a held-out one word for word are dropped.
     """
     if (characters := sum(map(len, documents))) < MIN_CHARACTERS:
         raise InputError(f"the text is too short to train on: {characters:,} characters, "
@@ -177,7 +177,7 @@ def choose_prompts(tokenizer: Tokenizer, held_out: list[str], count: int, task: 
         index = min(fitting, key=lambda i: (uses[i], rng.random()))
         document, encoding = encodings[index]
         text = document[: encoding.offsets[wanted - 1][1]].rstrip()
-        # Cut inside a word, a text can be tokenized otherwise than the whole: count what the prompt really has.
+        # Cut inside a word, a text can be tokenized otherwise than the whole: count what it really has.
         n_tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
         if SHORTEST_PROMPT <= n_tokens <= LONGEST_PROMPT and text not in prompts:
             uses[index] += 1

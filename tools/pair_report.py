@@ -46,19 +46,20 @@ class Models:
         def read(name: str, dtype: torch.dtype) -> PreTrainedModel:
             return AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype).eval()
 
-        return cls(read("target", torch.float32), read("draft", torch.float32), read("target", torch.bfloat16))
+        fp32, bf16 = torch.float32, torch.bfloat16
+        return cls(read("target", fp32), read("draft", fp32), read("target", bf16))
 
 
 def walk_rounds(agreement: Sequence[bool], num_draft_tokens: int) -> list[int]:
     """Accepted draft tokens in each round of greedy speculative decoding.
 
-    `agreement[i]` says whether the draft's argmax at position i of the target's own greedy text is that token.
-    No speculative decoder has to run: as long as its draft tokens are accepted the drafter sees the target's own
-    text, and the first one that differs ends the round. The round then emits its accepted tokens and the target's
-    next token, whatever the draft thought of that one, so the walk moves on by accepted + 1.
+    `agreement[i]` says whether the draft's argmax at position i of the target's own greedy text is that very
+    token. No speculative decoder has to run: while its draft tokens are accepted the draft sees the target's
+    own text, and the first one that differs ends the round. The round then emits its accepted tokens and the
+    target's next token, whatever the draft thought of that one, so the walk moves on by accepted + 1.
 
-    The last token of the text is always counted as a next token. So each token is counted once, and the mean of
-    accepted + 1 is exactly tokens divided by rounds.
+    The last token of the text is always counted as a next token. So each token is counted once, and the mean
+    of accepted + 1 is exactly tokens divided by rounds.
     """
     rounds, position = [], 0
     while position < len(agreement):
@@ -128,8 +129,8 @@ def measure_greedy(models: Models, prompts: Iterable[torch.Tensor], protocol: Pr
 def measure_sampled(models: Models, prompts: Iterable[torch.Tensor], protocol: Protocol) -> dict:
     """Overlap of the two distributions over text that the target samples at temperature 1.
 
-    The sum over the vocabulary of min(target_probs, draft_probs) is the chance that standard rejection sampling
-    accepts a draft token there.
+    The sum over the vocabulary of min(target_probs, draft_probs) is the chance that standard rejection
+    sampling accepts a draft token there.
     """
     overlaps = []
     for index, prompt_ids in enumerate(prompts):
@@ -204,36 +205,36 @@ def table(measured: dict) -> str:
 
 def model_card(report: dict) -> str:
     """A short README.md of the pair, from the report alone: nothing in it that was not measured."""
-    source, measured = report["source"], report["measured"]
-    rows = [f"| {name} | {model['parameters']:,} | {model['hidden']} | {model['layers']} | "
-            f"{model['heads']} / {model['kv_heads']} | {model['ffn']} | "
-            f"{model['seconds']:.0f} s, {model['tokens'] / 1e6:.2f} M tokens |"
-            for name, model in (("target", report["target"]), ("draft", report["draft"]))]
-    return "\n".join([
-        f"# Demo pair trained on `{source['file']}`",
-        "",
-        f"`target/` and `draft/`: `LlamaForCausalLM`, bf16 safetensors, tied embeddings, context {CONTEXT}, one "
-        f"byte-level BPE tokenizer of {report['vocab_size']:,} tokens (bos 0, which the tokenizer adds; eos 1; "
-        f"pad 2), {report['megabytes']:.1f} MB together.",
-        "",
-        "| | parameters | hidden | layers | heads / KV heads | FFN | trained |",
-        "|---|---|---|---|---|---|---|",
-        *rows,
-        "",
-        f"Text: {source['characters']:,} characters, {source['training_tokens']:,} training tokens in "
-        f"{source['training_documents']:,} documents closed by eos; {source['held_out_documents']:,} more documents "
-        f"held out before the tokenizer was trained. The target learnt by cross-entropy and saw each training token "
-        f"about {report['target']['passes']:.1f} times; the draft was distilled from the target. "
-        f"{report['optimizer']}, bf16 autocast, {report['threads']} CPU thread(s), seed {report['seed']}.",
-        "",
-        f"Measured in fp32 on {measured['prompts']} held-out prompts, {measured['max_new_tokens']} tokens at most "
-        f"(torch {report['versions']['torch']}, transformers {report['versions']['transformers']}):",
-        "",
-        "| figure | value |",
-        "|---|---|",
-        *(f"| {what} | {value} |" for what, value in figures(measured)),
-        "",
-        "`prompts.jsonl`: the prompts (`prompt`, `task`, `n_tokens` without bos). The models are for trying out "
-        "and testing decoders, not for reading; whether they may be passed on depends on the rights to the text.",
-        "",
-    ])
+    source, measured, versions = report["source"], report["measured"], report["versions"]
+    models = "\n".join(
+        f"| {name} | {model['parameters']:,} | {model['hidden']} | {model['layers']} | "
+        f"{model['heads']} / {model['kv_heads']} | {model['ffn']} | "
+        f"{model['seconds']:.0f} s, {model['tokens'] / 1e6:.2f} M tokens |"
+        for name, model in (("target", report["target"]), ("draft", report["draft"])))
+    values = "\n".join(f"| {what} | {value} |" for what, value in figures(measured))
+    return f"""# Demo pair trained on `{source['file']}`
+
+`target/` and `draft/`: `LlamaForCausalLM`, bf16 safetensors, tied embeddings, context {CONTEXT}, one
+byte-level BPE tokenizer of {report['vocab_size']:,} tokens (bos 0, which the tokenizer adds; eos 1; pad 2),
+{report['megabytes']:.2f} MB together.
+
+| | parameters | hidden | layers | heads / KV heads | FFN | trained |
+|---|---|---|---|---|---|---|
+{models}
+
+Text: {source['characters']:,} characters; {source['training_tokens']:,} training tokens in
+{source['training_documents']:,} documents closed by eos, and {source['held_out_documents']:,} documents held
+out before the tokenizer was trained. The target learnt by cross-entropy and saw each training token about
+{report['target']['passes']:.1f} times; the draft was distilled from it. {report['optimizer']}, bf16 autocast,
+CPU threads: {report['threads']}, seed {report['seed']}.
+
+Measured in fp32 on {measured['prompts']} held-out prompts, {measured['max_new_tokens']} tokens at most, with
+torch {versions['torch']} and transformers {versions['transformers']}:
+
+| figure | value |
+|---|---|
+{values}
+
+`prompts.jsonl`: those prompts (`prompt`, `task`, `n_tokens` without bos). The models are for trying and
+testing decoders, not for their prose; whether they may be passed on depends on the rights to the text.
+"""

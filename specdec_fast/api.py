@@ -1,0 +1,44 @@
+"""The one-call door: :func:`generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import Drafter
+from specdec_fast.engine import Engine
+from specdec_fast.types import GenerationOutput
+
+
+def generate(
+    target: str | nn.Module,
+    draft: str | nn.Module | Drafter | None,
+    prompts: Any,
+    params: Any = None,
+    *,
+    tokenizer: Any | None = None,
+    progress: bool | None = None,
+    **config: Any,
+) -> list[GenerationOutput]:
+    """Decode ``prompts`` with ``target``, sped up by ``draft``; the tokens are those of plain decoding.
+
+    Args:
+        target: name, folder or loaded Hugging Face causal model.
+        draft: the same for a small model with the target's vocabulary; ``"ngram"``; a Drafter; None for none.
+        prompts: strings or lists of token ids.
+        params: SamplingParams or a transformers GenerationConfig, one for all or one each; None is greedy.
+        tokenizer: the target's; None loads the one beside the model.
+        progress: show a progress bar; None shows it on a terminal.
+        **config: fields of EngineConfig, such as ``method``, ``max_batch_size``, ``num_draft_tokens``.
+
+    Returns:
+        One GenerationOutput per prompt, in input order; see ``Engine.generate`` for requests that fail.
+
+    Raises:
+        SpecDecError: a subclass that says what is wrong, before any decoding; see ``Engine``.
+
+    """
+    engine = Engine(target, draft, EngineConfig.from_keywords(config), tokenizer=tokenizer)
+    return engine.generate(prompts, params, progress=progress)

@@ -1,0 +1,113 @@
+"""Settings of an engine: :class:`EngineConfig`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from specdec_fast.errors import ConfigError, NotYetSupportedError
+
+_DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32,
+    "float16": torch.float16, "fp16": torch.float16,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine decodes. Nothing here changes which tokens come out.
+
+    Attributes:
+        method: scheduler: ``"exspec"`` (sliding window of sequences, refilled as they end) or ``"eqspec"`` (fixed
+            batches in lockstep).
+        max_batch_size: sequences in one step at most.
+        num_draft_tokens: K, draft tokens per sequence and step; 0 decodes plainly.
+        window_size: sequences that exspec keeps resident; None takes twice ``max_batch_size``.
+        max_wait_steps: how many steps in a row exspec may pass a resident sequence over.
+        kv_cache_tokens: KV positions in the pool (the draft model's pool gets as many); None makes room for a full
+            window of each call's largest requests.
+        page_size: KV positions per page.
+        dtype: of the weights (a torch dtype or its name); None takes the checkpoint's.
+        device: where to run; None takes CUDA where there is one, else the CPU.
+        backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
+        deterministic: pad forwards so that bf16 and fp16 tokens match bit for bit as well. Not served yet.
+
+    Raises:
+        ConfigError: a value is out of range; the message names it.
+        NotYetSupportedError: ``deterministic=True``.
+
+    """
+
+    method: str = "exspec"
+    max_batch_size: int = 8
+    num_draft_tokens: int = 5
+    window_size: int | None = None
+    max_wait_steps: int = 4
+    kv_cache_tokens: int | None = None
+    page_size: int = 16
+    dtype: torch.dtype | str | None = None
+    device: torch.device | str | None = None
+    backend: str = "auto"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("max_batch_size", 1), ("num_draft_tokens", 0), ("max_wait_steps", 0), ("page_size", 1)):
+            _expect_at_least(name, getattr(self, name), smallest)
+        if self.kv_cache_tokens is not None:
+            _expect_at_least("kv_cache_tokens", self.kv_cache_tokens, 1)
+        if self.window_size is None:
+            # with max_wait_steps=0 every resident sequence takes part in every step
+            window = self.max_batch_size * min(2, self.max_wait_steps + 1)
+            object.__setattr__(self, "window_size", window)
+        self._check_window()
+        object.__setattr__(self, "dtype", _as_dtype(self.dtype))
+        if isinstance(self.device, str):
+            object.__setattr__(self, "device", torch.device(self.device))
+        if self.deterministic:
+            raise NotYetSupportedError(
+                "deterministic=True: row-count invariance is not built yet; pass False. fp32 outputs equal plain "
+                "decoding as it is; `specdec-fast verify` reports on your models."
+            )
+
+    def _check_window(self) -> None:
+        largest = self.max_batch_size * (self.max_wait_steps + 1)
+        window = self.window_size
+        if not isinstance(window, int) or not self.max_batch_size <= window <= largest:
+            raise ConfigError(
+                f"window_size={window!r}: expected {self.max_batch_size} (max_batch_size) to {largest}; in a larger "
+                f"window some sequence would have to wait more than max_wait_steps={self.max_wait_steps} steps."
+            )
+
+    @classmethod
+    def from_keywords(cls, keywords: Mapping[str, Any]) -> EngineConfig:
+        """Build a config from keyword arguments.
+
+        Raises:
+            ConfigError: a keyword is unknown; the message lists the known ones.
+
+        """
+        known = [f.name for f in fields(cls)]
+        for name in keywords:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {close[0]}?" if close else ""
+                raise ConfigError(f"unknown keyword {name!r}.{hint} Known: {', '.join(known)}.")
+        return cls(**keywords)
+
+
+def _expect_at_least(name: str, value: Any, smallest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+        raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}.")
+
+
+def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or dtype in set(_DTYPES.values()):
+        return dtype  # type: ignore[return-value]
+    if isinstance(dtype, str) and dtype in _DTYPES:
+        return _DTYPES[dtype]
+    raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}, a torch dtype of these, or None.")

@@ -1,0 +1,73 @@
+"""Drafters: what proposes the tokens that the target verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import device, nn
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters.base import Draft, Drafter
+from specdec_fast.drafters.model import ModelDrafter
+from specdec_fast.drafters.ngram import NgramDrafter
+from specdec_fast.drafters.none import NoDrafter
+from specdec_fast.errors import ConfigError, VocabularyMismatchError
+from specdec_fast.models import RaggedModel, load_model
+from specdec_fast.ops import Ops
+from specdec_fast.text import load_tokenizer, same_vocabulary
+
+# Drafters without a model of their own; any other string is the name or folder of a draft model.
+NAMED_DRAFTERS: dict[str, Callable[[device], Drafter]] = {"ngram": NgramDrafter}
+
+__all__ = ["NAMED_DRAFTERS", "Draft", "Drafter", "make_drafter"]
+
+
+def make_drafter(
+    draft: str | nn.Module | Drafter | None, target: RaggedModel, config: EngineConfig, ops: Ops, tokenizer: Any | None
+) -> Drafter:
+    """Build what ``draft`` asks for.
+
+    Args:
+        draft: a drafter's name, a model's name or folder, a loaded model, a Drafter, or None for plain decoding.
+        target: what it drafts for.
+        config: dtype of a model loaded here.
+        ops: implementations for a draft model.
+        tokenizer: the target's, if known; a draft model's own is compared with it.
+
+    Raises:
+        VocabularyMismatchError: the draft model's tokens are not the target's.
+
+    """
+    if isinstance(draft, Drafter):
+        return draft
+    if draft is None:
+        return NoDrafter(target.layout.device)
+    if isinstance(draft, str) and draft in NAMED_DRAFTERS:
+        return NAMED_DRAFTERS[draft](target.layout.device)
+    if not isinstance(draft, (str, nn.Module)):
+        raise ConfigError(
+            f"draft is a {type(draft).__name__}; expected a model, its name or folder, "
+            f"{', '.join(map(repr, NAMED_DRAFTERS))}, a Drafter, or None."
+        )
+    loaded = isinstance(draft, nn.Module)
+    module = load_model(draft, None if loaded else config.dtype, target.layout.device)  # type: ignore[arg-type]
+    model = RaggedModel(module, ops)
+    _check_vocabulary(model, target, tokenizer)
+    return ModelDrafter(model, target.vocab_size)
+
+
+def _check_vocabulary(draft: RaggedModel, target: RaggedModel, target_tokenizer: Any | None) -> None:
+    draft_tokenizer = load_tokenizer(getattr(draft.model.config, "_name_or_path", None))
+    if draft_tokenizer is not None and target_tokenizer is not None:
+        if same_vocabulary(draft_tokenizer, target_tokenizer):
+            return
+        reason = "their tokenizers give different ids to the same words"
+    elif draft.vocab_size == target.vocab_size:
+        return
+    else:
+        reason = "and no tokenizers are known that would show the extra ids to be padding"
+    raise VocabularyMismatchError(
+        f"draft {draft.name} has {draft.vocab_size} ids, target {target.name} has {target.vocab_size}, {reason}; "
+        "pass a draft of the same family, or draft='ngram'."
+    )

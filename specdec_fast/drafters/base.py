@@ -1,0 +1,55 @@
+"""The drafter's contract. To add one: copy ``ngram.py``, and name it in ``drafters/__init__.py``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec_fast.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a drafter proposes for one step.
+
+    Attributes:
+        token_ids: ``[sum(num_draft_tokens)]`` int64, sequence after sequence, on the target's device.
+        num_draft_tokens: per sequence, in batch order; 0 is allowed.
+
+    """
+
+    token_ids: Tensor
+    num_draft_tokens: list[int]
+
+
+class Drafter(ABC):
+    """Proposes tokens. A poor proposal costs time, never a wrong token: the target verifies every one.
+
+    The engine calls ``prepare`` when a run begins, ``admit`` when sequences join, then per step ``propose`` and,
+    once the target's tokens are committed, ``commit``; ``release`` when a sequence leaves, for whatever reason.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What reports call it."""
+
+    @abstractmethod
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
+        """Propose up to ``limits[i]`` tokens to follow ``sequences[i].token_ids``."""
+
+    # The hooks below do nothing for a drafter that keeps no state of its own.
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:  # noqa: B027
+        """Make room for ``num_tokens`` KV positions in all, in pages of ``page_size``."""
+
+    def admit(self, sequences: list[Sequence]) -> None:  # noqa: B027
+        """Take in sequences that join, each of at most ``max_length`` tokens; prefill their prompts."""
+
+    def commit(self, sequences: list[Sequence]) -> None:  # noqa: B027
+        """Learn that ``token_ids`` of these have grown by what the target emitted."""
+
+    def release(self, sequence: Sequence) -> None:  # noqa: B027
+        """Forget a sequence; called once for each that was admitted."""

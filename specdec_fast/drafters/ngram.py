@@ -1,0 +1,33 @@
+"""The ``"ngram"`` drafter: prompt lookup, no second model."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_fast.drafters.base import Draft, Drafter
+from specdec_fast.oracle.prompt_lookup import prompt_lookup
+from specdec_fast.sequence import Sequence
+
+
+class NgramDrafter(Drafter):
+    """Proposes what followed the latest earlier copy of a sequence's last tokens; nothing where there is none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return "ngram"
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
+        """Look every sequence's ending up in its own committed tokens."""
+        proposals = [
+            prompt_lookup(sequence.token_ids, limit) if limit else []
+            for sequence, limit in zip(sequences, limits, strict=True)
+        ]
+        token_ids = [token for proposal in proposals for token in proposal]
+        return Draft(
+            torch.tensor(token_ids, dtype=torch.int64, device=self._device),
+            [len(proposal) for proposal in proposals],
+        )

@@ -1,0 +1,24 @@
+"""No drafter: plain decoding in the same engine."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_fast.drafters.base import Draft, Drafter
+from specdec_fast.sequence import Sequence
+
+
+class NoDrafter(Drafter):
+    """Proposes nothing, so that every step emits the one token the target chooses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._nothing = torch.empty(0, dtype=torch.int64, device=device)
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return "none"
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
+        """Propose no token for anybody."""
+        return Draft(self._nothing, [0] * len(sequences))

@@ -1,0 +1,289 @@
+"""The engine: plan -> draft -> verify -> commit, on ragged rows and a paged KV cache.
+
+Nothing is padded and nothing is realigned. A step feeds every sequence its last committed token and its draft
+tokens; the target's own choice at each row decides how many are accepted; rejecting only lowers a length.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import Draft, Drafter, make_drafter
+from specdec_fast.errors import ConfigError, EngineBusyError, InvalidLogitsError, KVCacheTooSmallError
+from specdec_fast.kv_cache import PagePool, Rows
+from specdec_fast.models import RaggedModel, load_model, prefill
+from specdec_fast.ops import resolve
+from specdec_fast.oracle.ops.verify_chain import INVALID_TOKEN
+from specdec_fast.progress import Progress
+from specdec_fast.requests import RequestBuilder, as_params_list, as_prompt_list
+from specdec_fast.schedulers import make_scheduler
+from specdec_fast.sequence import Sequence
+from specdec_fast.text import Detokenizer, load_tokenizer
+from specdec_fast.types import DecodingStats, GenerationOutput, StageTimer, StreamChunk
+
+
+@dataclass
+class RunStats:
+    """What one call of ``generate`` or ``stream`` did.
+
+    Attributes:
+        num_steps: steps of the engine (one verification each).
+        num_sequence_steps: sequences summed over the steps.
+        seconds: wall-clock time of the call so far; stages add up to less, the rest is host work between them.
+        timer: seconds per stage: prefill, draft, verify, accept, commit.
+        decoding: acceptance counts, summed over all sequences.
+
+    """
+
+    num_steps: int = 0
+    num_sequence_steps: int = 0
+    seconds: float = 0.0
+    timer: StageTimer = field(default_factory=StageTimer)
+    decoding: DecodingStats = field(default_factory=DecodingStats)
+
+
+class Engine:
+    """A target, a drafter and their KV pools, loaded once and used for any number of calls.
+
+    One call at a time: an engine is not shared between threads, and a stream must be finished or closed before the
+    next call. The models are the caller's and may be used elsewhere between calls.
+
+    Args:
+        target: name, folder or loaded Hugging Face causal model.
+        draft: the same for a draft model; ``"ngram"``; a Drafter; or None for plain decoding.
+        config: an EngineConfig; its fields may be given as keywords instead.
+        tokenizer: the target's; None loads the one beside the model, if there is one.
+
+    Raises:
+        ConfigError: unknown method, keyword or backend, or a value out of range.
+        UnsupportedModelError: a model cannot be run on a paged KV cache.
+        VocabularyMismatchError: the draft's tokens are not the target's.
+        BackendError: the backend asked for cannot run here.
+
+    """
+
+    def __init__(
+        self,
+        target: str | nn.Module,
+        draft: str | nn.Module | Drafter | None,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Any | None = None,
+        **keywords: Any,
+    ) -> None:
+        if config is not None and keywords:
+            raise ConfigError("pass either an EngineConfig or keywords, not both.")
+        self.config = config if config is not None else EngineConfig.from_keywords(keywords)
+        self.scheduler = make_scheduler(self.config)
+        model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
+        self._ops = resolve(next(model.parameters()).device, self.config.backend)
+        self.target = RaggedModel(model, self._ops)
+        self.tokenizer = tokenizer or load_tokenizer(getattr(model.config, "_name_or_path", None))
+        self.drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
+        self.pool: PagePool | None = None
+        self.last_run = RunStats()
+        self._busy = False
+
+    def generate(self, prompts: Any, params: Any = None, *, progress: bool | None = None) -> list[GenerationOutput]:
+        """Decode every prompt.
+
+        Args:
+            prompts: strings or lists of token ids (or one of them).
+            params: SamplingParams or a transformers GenerationConfig, one for all or one each; None is greedy.
+            progress: show a progress bar; None shows it on a terminal.
+
+        Returns:
+            One output per prompt, in input order. A request that could not be served has ``finish_reason="error"``
+            and the typed error in ``.error``; the others are not touched.
+
+        Raises:
+            InvalidParamsError, NotYetSupportedError, ConfigError: before any work, for arguments that are wrong as
+                a whole.
+            EngineBusyError: a stream of this engine is still open.
+
+        """
+        sequences = self._build(prompts, params)
+        with Progress(len(sequences), progress) as bar:
+            for sequence, tokens in self._decode(sequences):
+                bar.update(len(tokens), sequence.finish_reason is not None)
+        return [self._output(sequence) for sequence in sequences]
+
+    def stream(self, prompts: Any, params: Any = None) -> Iterator[StreamChunk]:
+        """Decode every prompt and yield tokens as steps emit them.
+
+        Takes and raises what ``generate`` does. Chunks of different prompts interleave; the chunks of one prompt add
+        up to its ``generate`` output. Close the iterator to stop early: its KV pages return at once.
+        """
+        sequences = self._build(prompts, params)
+        return self._chunks(sequences)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what this engine runs: models, scheduler, backends, KV pool."""
+        return {
+            "target": self.target.name,
+            "drafter": self.drafter.name,
+            "method": self.config.method,
+            "max_batch_size": self.config.max_batch_size,
+            "num_draft_tokens": self.config.num_draft_tokens,
+            "dtype": str(self.target.layout.dtype).removeprefix("torch."),
+            "device": str(self.target.layout.device),
+            "ops": dict(self._ops.chosen),
+            "kv_bytes_per_token": self.target.layout.bytes_per_token,
+            "kv_pages": self.pool.num_pages if self.pool else 0,
+        }
+
+    def _build(self, prompts: Any, params: Any) -> list[Sequence]:
+        items = as_prompt_list(prompts)
+        builder = RequestBuilder(self.target, self.tokenizer)
+        pairs = zip(items, as_params_list(params, len(items)), strict=True)
+        return [builder.build(index, prompt, p) for index, (prompt, p) in enumerate(pairs)]
+
+    def _output(self, sequence: Sequence) -> GenerationOutput:
+        text = Detokenizer(self.tokenizer).add(sequence.emitted_ids, last=True) if self.tokenizer else None
+        return GenerationOutput(
+            sequence.index,
+            sequence.token_ids[: sequence.prompt_length],
+            sequence.emitted_ids,
+            text,
+            sequence.finish_reason or "length",
+            sequence.stats,
+            sequence.error,
+        )
+
+    def _chunks(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
+        detokenizers = [Detokenizer(self.tokenizer) if self.tokenizer else None for _ in sequences]
+        for sequence, tokens in self._decode(sequences):
+            detokenizer = detokenizers[sequence.index]
+            reason = sequence.finish_reason
+            text = detokenizer.add(tokens, last=reason is not None) if detokenizer else None
+            yield StreamChunk(sequence.index, tokens, text, reason, sequence.error)
+
+    def _decode(self, sequences: list[Sequence]) -> Iterator[tuple[Sequence, list[int]]]:
+        """Run to the end; yield (sequence, tokens) for each sequence that a step served or that failed."""
+        if self._busy:
+            raise EngineBusyError("a stream of this engine is still open; finish or close() it first.")
+        self._busy, self.last_run, started = True, RunStats(), perf_counter()
+        resident: list[Sequence] = []
+        try:
+            self._prepare([s for s in sequences if s.finish_reason is None])
+            waiting = deque(s for s in sequences if s.finish_reason is None)
+            yield from ((s, []) for s in sequences if s.finish_reason is not None)
+            while waiting or resident:
+                self._admit(waiting, resident)
+                for sequence, tokens in self._step(self.scheduler.plan(resident)):
+                    if sequence.finish_reason is not None:
+                        resident.remove(sequence)
+                        self._release(sequence)
+                    self.last_run.seconds = perf_counter() - started
+                    yield sequence, tokens
+        finally:
+            for sequence in resident:
+                self._release(sequence)
+            self._busy = False
+
+    def _prepare(self, sequences: list[Sequence]) -> None:
+        """Make room for a full window of the largest sequences, or for what the user allowed."""
+        page_size = self.config.page_size
+        needs = sorted((-(-(s.max_length - 1) // page_size) * page_size for s in sequences), reverse=True)
+        num_tokens = self.config.kv_cache_tokens or sum(needs[: self.scheduler.max_resident])
+        if self.pool is None or self.pool.num_pages * page_size < num_tokens:
+            self.pool = None  # give the old one back before asking for more
+            self.pool = PagePool(self.target.layout, num_tokens, page_size)
+        self.drafter.prepare(self.pool.num_pages * page_size, page_size)
+        for sequence in sequences:
+            if not self.pool.can_ever_fit(sequence.max_length - 1):
+                sequence.fail(
+                    KVCacheTooSmallError(
+                        f"the request needs {sequence.max_length - 1} KV positions (prompt {sequence.prompt_length}, "
+                        f"the rest new tokens), the whole pool has {self.pool.num_pages * page_size}; raise "
+                        "kv_cache_tokens, or lower max_new_tokens."
+                    )
+                )
+
+    def _admit(self, waiting: deque[Sequence], resident: list[Sequence]) -> None:
+        """Let the queue's first sequences join, as many as the scheduler wants and the pool can promise pages to."""
+        pool = self._pool()
+        joining: list[Sequence] = []
+        places = self.scheduler.num_to_admit(len(resident))
+        while waiting and len(joining) < places and pool.fits(waiting[0].max_length - 1):
+            sequence = waiting.popleft()
+            pool.open(sequence, sequence.max_length - 1)
+            joining.append(sequence)
+        if not joining:
+            return
+        resident += joining
+        with self.last_run.timer("prefill"):
+            # The last prompt token is left for the first verification, as in every later step (I3).
+            prefill(self.target, pool, {s: s.token_ids[:-1] for s in joining})
+            for sequence in joining:
+                sequence.target_kv_length = sequence.length - 1
+            self.drafter.admit(joining)
+
+    def _step(self, batch: list[Sequence]) -> list[tuple[Sequence, list[int]]]:
+        """Draft, verify, accept and commit for one batch; return what each sequence emitted."""
+        timer, num_draft_tokens = self.last_run.timer, self.config.num_draft_tokens
+        with timer("draft"):
+            # One token comes from the target itself, so drafting more than the others that may still come is waste.
+            draft = self.drafter.propose(batch, [min(num_draft_tokens, s.num_remaining - 1) for s in batch])
+        with timer("verify"):
+            token_ids, rows = self._verify_rows(batch, draft)
+            ragged = self._pool().batch(rows, token_ids)
+            logits = self.target.forward(ragged, self._pool())
+        with timer("accept"):
+            results = self._ops.verify_chain(logits, token_ids, ragged.cu_seqlens_q)
+            target_tokens, num_accepted, next_tokens = (result.tolist() for result in results)
+        with timer("commit"):
+            emitted = []
+            first_row = 0
+            for sequence, span, accepted, next_token in zip(batch, rows, num_accepted, next_tokens, strict=True):
+                emission = target_tokens[first_row : first_row + accepted]
+                first_row += span.count
+                emitted.append((sequence, self._commit(sequence, span.count - 1, emission, next_token)))
+            self.drafter.commit([s for s in batch if s.finish_reason is None])
+        self.last_run.num_steps += 1
+        self.last_run.num_sequence_steps += len(batch)
+        return emitted
+
+    def _verify_rows(self, batch: list[Sequence], draft: Draft) -> tuple[Tensor, list[Rows]]:
+        """Interleave each sequence's last committed token with its draft tokens: ``[T]`` ids, and their spans."""
+        pieces: list[Tensor] = []
+        rows: list[Rows] = []
+        last = torch.tensor([s.token_ids[-1] for s in batch], device=draft.token_ids.device)
+        start = 0
+        for i, (sequence, count) in enumerate(zip(batch, draft.num_draft_tokens, strict=True)):
+            pieces += [last[i : i + 1], draft.token_ids[start : start + count]]
+            rows.append(Rows(sequence, sequence.target_kv_length, count + 1))
+            start += count
+        return torch.cat(pieces), rows
+
+    def _commit(self, sequence: Sequence, num_draft: int, accepted_tokens: list[int], next_token: int) -> list[int]:
+        """Commit one sequence's tokens; a row of NaN logits ends the request after the tokens before it."""
+        valid = next_token != INVALID_TOKEN
+        emission = [*accepted_tokens, next_token] if valid else accepted_tokens
+        tokens = sequence.commit(num_draft, len(accepted_tokens), emission) if emission else []
+        if not valid and sequence.finish_reason is None:
+            sequence.fail(
+                InvalidLogitsError(
+                    f"the target's logits after {sequence.length} tokens hold a NaN, so no token can be chosen; check "
+                    "its weights, or load it in a wider dtype."
+                )
+            )
+        return tokens
+
+    def _release(self, sequence: Sequence) -> None:
+        self._pool().close(sequence)
+        self.drafter.release(sequence)
+        self.last_run.decoding.add(sequence.stats)
+
+    def _pool(self) -> PagePool:
+        if self.pool is None:
+            raise RuntimeError("the engine has no page pool before its first call.")
+        return self.pool

@@ -1,0 +1,224 @@
+"""The paged KV cache: a pool of pages, block tables, and the adapter that Hugging Face models write through.
+
+One allocation per model, ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``. Page 0 is scratch:
+padding rows may write there and nobody reads it. Rejecting draft tokens never touches the pool: the owner of the
+pages just counts fewer positions as its own, and the stale entries are overwritten (invariant I4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from specdec_fast.errors import KVCacheTooSmallError
+from specdec_fast.ops import Ops
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What one model keeps per position: ``num_layers x 2 x num_kv_heads x head_dim`` numbers of ``dtype``."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV of one position over all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive positions of one owner that a forward computes: ``start`` to ``start + count - 1``."""
+
+    owner: Hashable
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """The rows of one forward, sequence after sequence, never padded.
+
+    Attributes:
+        token_ids: ``[T]`` int64.
+        positions: ``[T]`` int64, each token's index in its own sequence (I1).
+        cu_seqlens_q: ``[B + 1]`` int32, where each sequence's rows begin.
+        seqused_k: ``[B]`` int32, KV entries of each sequence once this forward has written its own.
+        block_table: ``[B, max_pages]`` int32, pages in order of position; unused places hold the scratch page.
+        slot_mapping: ``[T]`` int32, where each row's KV entry goes.
+
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    cu_seqlens_q: Tensor
+    seqused_k: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+
+
+class PagePool:
+    """Pages of one model's KV cache, handed out on demand and taken back when their owner ends.
+
+    An owner reserves what it may come to need before it gets its first page, so a running sequence never finds
+    the pool empty: whoever does not fit waits, or is told that it never will.
+    """
+
+    def __init__(self, layout: KVLayout, num_tokens: int, page_size: int) -> None:
+        self.layout = layout
+        self.page_size = page_size
+        self.num_pages = -(-num_tokens // page_size)  # page 0, the scratch page, comes on top
+        self.tensor = torch.zeros(
+            (layout.num_layers, 2, self.num_pages + 1, page_size, layout.num_kv_heads, layout.head_dim),
+            dtype=layout.dtype,
+            device=layout.device,
+        )
+        self._free = list(range(self.num_pages, 0, -1))
+        self._tables: dict[Hashable, list[int]] = {}
+        self._reserved: dict[Hashable, int] = {}
+        self._num_reserved = 0
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages nobody holds."""
+        return len(self._free)
+
+    def block_table(self, owner: Hashable) -> list[int]:
+        """Return the pages ``owner`` holds, in order of position."""
+        return self._tables[owner]
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Tell whether an empty pool could hold one owner of ``num_tokens`` positions."""
+        return self._pages(num_tokens) <= self.num_pages
+
+    def fits(self, num_tokens: int) -> bool:
+        """Tell whether a new owner of up to ``num_tokens`` positions can be promised its pages now."""
+        return self._num_reserved + self._pages(num_tokens) <= self.num_pages
+
+    def open(self, owner: Hashable, num_tokens: int) -> None:
+        """Reserve pages for up to ``num_tokens`` positions of a new owner; none is handed out yet.
+
+        Raises:
+            KVCacheTooSmallError: they are not to be had now; ask ``fits`` first.
+
+        """
+        pages = self._pages(num_tokens)
+        if not self.fits(num_tokens):
+            raise KVCacheTooSmallError(
+                f"{num_tokens} KV positions need {pages} pages; {self.num_pages - self._num_reserved} of "
+                f"{self.num_pages} are unreserved. Raise kv_cache_tokens, or lower max_new_tokens."
+            )
+        self._reserved[owner] = pages
+        self._num_reserved += pages
+        self._tables[owner] = []
+
+    def close(self, owner: Hashable) -> None:
+        """Take back every page and the reservation of ``owner``."""
+        self._free.extend(reversed(self._tables.pop(owner)))
+        self._num_reserved -= self._reserved.pop(owner)
+
+    def batch(self, rows: Sequence[Rows], token_ids: Tensor) -> RaggedBatch:
+        """Lay out one forward, handing out the pages that its new positions need.
+
+        Args:
+            rows: the spans of each sequence, in batch order.
+            token_ids: ``[T]`` int64 on the layout's device, the spans' tokens one after the other.
+
+        Raises:
+            KVCacheTooSmallError: a span goes beyond what its owner has reserved.
+
+        """
+        for span in rows:
+            self._hand_out(span)
+        starts = np.fromiter((span.start for span in rows), np.int64, len(rows))
+        counts = np.fromiter((span.count for span in rows), np.int64, len(rows))
+        cu_seqlens = np.concatenate(([0], counts.cumsum()))
+        table = self._table_of([span.owner for span in rows])
+        sequence = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - starts, counts)
+        slots = table[sequence, positions // self.page_size] * self.page_size + positions % self.page_size
+        return RaggedBatch(
+            token_ids,
+            self._to_device(positions),
+            self._to_device(cu_seqlens.astype(np.int32)),
+            self._to_device((starts + counts).astype(np.int32)),
+            self._to_device(table),
+            self._to_device(slots.astype(np.int32)),
+        )
+
+    def _pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _hand_out(self, span: Rows) -> None:
+        table = self._tables[span.owner]
+        needed = self._pages(span.start + span.count)
+        if needed > self._reserved[span.owner]:
+            raise KVCacheTooSmallError(
+                f"position {span.start + span.count - 1} lies beyond the {self._reserved[span.owner]} pages reserved."
+            )
+        while len(table) < needed:
+            table.append(self._free.pop())
+
+    def _table_of(self, owners: Iterable[Hashable]) -> np.ndarray:
+        tables = [self._tables[owner] for owner in owners]
+        table = np.zeros((len(tables), max(map(len, tables), default=1) or 1), np.int32)
+        for row, pages in zip(table, tables, strict=True):
+            row[: len(pages)] = pages
+        return table
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.layout.device, non_blocking=True)
+
+
+class PagedCache(Cache):
+    """What a Hugging Face model takes for its KV cache during one forward over a ragged batch.
+
+    ``update`` writes the new rows into pages and hands the rows themselves back; the attention hook reads the pages.
+    """
+
+    def __init__(self, pool: PagePool, batch: RaggedBatch, ops: Ops) -> None:
+        super().__init__(layers=[])
+        self.pool, self.batch, self.ops = pool, batch, ops
+        self.num_attended = 0  # calls of attend: one per layer, if the model goes through the hook
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``[1, num_kv_heads, T, head_dim]`` keys and values of one layer through ``slot_mapping``."""
+        keys, values = self.pool.tensor[layer_idx]
+        rows = (key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))  # [T, num_kv_heads, head_dim]
+        self.ops.append_kv_(keys, values, *rows, self.batch.slot_mapping)
+        return key_states, value_states
+
+    def attend(
+        self, query: Tensor, layer_idx: int, scale: float, sliding_window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Attend from ``[1, num_heads, T, head_dim]`` queries; return ``[1, T, num_heads, head_dim]``."""
+        self.num_attended += 1
+        keys, values = self.pool.tensor[layer_idx]
+        batch = self.batch
+        out = self.ops.paged_attention(
+            query[0].transpose(0, 1),
+            (keys, values),
+            batch.block_table,
+            batch.cu_seqlens_q,
+            batch.seqused_k,
+            scale,
+            sliding_window,
+            softcap,
+        )
+        return out[None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions are passed to the model explicitly, so nothing may be inferred from a length."""
+        return 0

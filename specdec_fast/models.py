@@ -1,0 +1,273 @@
+"""Hugging Face models, run unmodified on ragged rows and a paged KV cache.
+
+An attention function registered with ``transformers.AttentionInterface`` reads the pages, a ``Cache`` subclass
+writes them, positions are passed explicitly, and logits are computed for the rows that need them only. There is no
+code for any particular architecture; whether a model really goes through these hooks is checked when it is loaded,
+by comparing its ragged logits with its own dense ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+
+from specdec_fast.errors import ConfigError, SpecDecError, UnsupportedModelError
+from specdec_fast.kv_cache import KVLayout, PagedCache, PagePool, RaggedBatch, Rows
+from specdec_fast.ops import Ops
+
+_ATTENTION = "specdec_paged"
+_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
+_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# The cache of the forward under way. Not every architecture hands unknown keyword arguments down to its attention,
+# so the hook finds its batch here.
+_active_cache: ContextVar[PagedCache] = ContextVar("active_cache")
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Serve ``transformers``' attention call from the pages; its keys, values and mask are not needed."""
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer_types = getattr(module.config, "layer_types", None)
+    if layer_types and layer_types[layer] == "sliding_attention" and sliding_window is None:
+        raise UnsupportedModelError(f"layer {layer} slides its window through the mask alone, which pages have not.")
+    if kwargs.get("s_aux") is not None:
+        raise UnsupportedModelError(f"layer {layer} uses attention sinks, which paged_attention does not serve.")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _active_cache.get().attend(query, layer, scale, sliding_window, softcap), None
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+
+
+class RaggedModel:
+    """A causal language model that computes any rows of any sequences in one forward.
+
+    Attributes:
+        model: the Hugging Face model, as given; only its attention function is exchanged, and only during a forward.
+        layout: what one position of its KV cache is made of.
+        vocab_size: width of its logits.
+        max_positions: positions it can serve; None if it does not say.
+        eos_token_ids: ids that end a text, from its generation config.
+
+    """
+
+    def __init__(self, model: nn.Module, ops: Ops) -> None:
+        _check_decoder(model)
+        self.model, self.ops = model, ops
+        self.config = model.config.get_text_config(decoder=True)
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        probe = torch.arange(8, device=_device_of(model)) % self.config.vocab_size
+        logits, self.layout = _probe_dense(model, probe)
+        self.vocab_size = logits.shape[-1]
+        self.max_positions = _max_positions(self.config)
+        self.eos_token_ids = _eos_token_ids(model)
+        try:
+            _check_reproduces(self, probe, logits)
+        except SpecDecError:
+            raise
+        except Exception as error:  # whatever code of the model's own stumbles over an absent mask or dense cache
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot run on a paged KV cache: {type(error).__name__}: {error}"
+            ) from error
+
+    @property
+    def name(self) -> str:
+        """The name or folder the model was loaded from, or its class."""
+        return getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None = None) -> Tensor:
+        """Compute the batch's rows, writing their KV entries into ``pool``.
+
+        Args:
+            batch: ``T`` rows.
+            pool: this model's pages.
+            logit_rows: ``[R]`` int64 row indices whose logits are wanted; None wants all.
+
+        Returns:
+            Logits ``[R, vocab_size]`` (``[T, vocab_size]`` without ``logit_rows``) in the model's dtype.
+
+        """
+        cache = PagedCache(pool, batch, self.ops)
+        keep = {"logits_to_keep": logit_rows} if logit_rows is not None and self._keeps_rows else {}
+        with self._paged_attention(cache):
+            logits = self.model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                past_key_values=cache,
+                use_cache=True,
+                **keep,
+            ).logits[0]
+        if cache.num_attended != self.layout.num_layers:
+            raise UnsupportedModelError(
+                f"{cache.num_attended} of {self.layout.num_layers} layers of {type(self.model).__name__} attend through "
+                "transformers' AttentionInterface; the others would not see the paged KV cache."
+            )
+        return logits if logit_rows is None or self._keeps_rows else logits[logit_rows]
+
+    @contextmanager
+    def _paged_attention(self, cache: PagedCache) -> Iterator[None]:
+        """Exchange the model's attention function for the duration of one forward; the model is the user's."""
+        previous = self.config._attn_implementation
+        token = _active_cache.set(cache)
+        self.config._attn_implementation = _ATTENTION
+        try:
+            yield
+        finally:
+            self.config._attn_implementation = previous
+            _active_cache.reset(token)
+
+
+def prefill(model: RaggedModel, pool: PagePool, prompts: Mapping[Hashable, list[int]]) -> None:
+    """Compute the KV entries of whole prompts, several in one forward, at most ``MAX_PREFILL_ROWS`` rows each.
+
+    Args:
+        model: whose KV entries.
+        pool: where each key of ``prompts`` is an owner that has reserved enough pages.
+        prompts: token ids from position 0 on; an empty one needs nothing.
+
+    """
+    for rows, token_ids in _prefill_forwards(prompts):
+        batch = pool.batch(rows, torch.tensor(token_ids, device=model.layout.device))
+        model.forward(batch, pool, batch.cu_seqlens_q[-1:].long() - 1)  # one row: nobody wants these logits
+
+
+def _prefill_forwards(prompts: Mapping[Hashable, list[int]]) -> Iterator[tuple[list[Rows], list[int]]]:
+    rows: list[Rows] = []
+    token_ids: list[int] = []
+    for owner, prompt in prompts.items():
+        start = 0
+        while start < len(prompt):
+            count = min(len(prompt) - start, MAX_PREFILL_ROWS - len(token_ids))
+            rows.append(Rows(owner, start, count))
+            token_ids += prompt[start : start + count]
+            start += count
+            if len(token_ids) == MAX_PREFILL_ROWS:
+                yield rows, token_ids
+                rows, token_ids = [], []
+    if rows:
+        yield rows, token_ids
+
+
+def load_model(source: str | nn.Module, dtype: torch.dtype | None, device: torch.device | None) -> nn.Module:
+    """Load a Hugging Face model by name or folder, or take a loaded one as it is.
+
+    Args:
+        source: what ``AutoModelForCausalLM.from_pretrained`` takes, or a loaded model.
+        dtype: of the weights; None takes the checkpoint's.
+        device: None takes CUDA where there is one, else the CPU.
+
+    Raises:
+        ConfigError: a loaded model has another dtype or device than asked for, or is in training mode.
+
+    """
+    if isinstance(source, nn.Module):
+        _check_loaded(source, dtype, device)
+        return source
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto").to(device).eval()
+
+
+def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.device | None) -> None:
+    name = type(model).__name__
+    if model.training:
+        raise ConfigError(f"{name} is in training mode, so dropout would change its output; call model.eval() first.")
+    has = next(model.parameters())
+    if dtype is not None and has.dtype != dtype:
+        raise ConfigError(f"dtype={dtype}, but the loaded {name} is {has.dtype}; load it so, or leave dtype out.")
+    if device is not None and has.device.type != torch.device(device).type:
+        raise ConfigError(f"device={device}, but the loaded {name} is on {has.device}; move it, or leave device out.")
+
+
+def _check_decoder(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass one, or its name.")
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; only decoders are supported.")
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
+    exotic = sorted(set(layer_types) - _SERVED_LAYER_TYPES)
+    if exotic:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers of type {', '.join(exotic)}; "
+            f"only {', '.join(sorted(_SERVED_LAYER_TYPES))} can be paged."
+        )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+@torch.inference_mode()
+def _probe_dense(model: nn.Module, token_ids: Tensor) -> tuple[Tensor, KVLayout]:
+    """Run the model as it is on one short sequence; read its logits ``[n, vocab_size]`` and its KV shapes."""
+    cache = DynamicCache()
+    logits = model(input_ids=token_ids[None], past_key_values=cache, use_cache=True).logits[0]
+    shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers}
+    if len(shapes) != 1 or len(set(shapes.copy().pop())) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps keys and values of several shapes ({sorted(shapes)}); "
+            "a page pool needs one shape for all layers."
+        )
+    key = cache.layers[0].keys  # [1, num_kv_heads, n, head_dim]
+    return logits, KVLayout(len(cache.layers), key.shape[1], key.shape[3], key.dtype, key.device)
+
+
+def _check_reproduces(model: RaggedModel, token_ids: Tensor, dense_logits: Tensor) -> None:
+    """Compare ragged logits (two sequences, two forwards) with the model's own dense ones.
+
+    The bound is the square root of the dtype's rounding unit, on the relative L2 distance: far above rounding, far
+    below what a wrong position, mask or cache entry does.
+    """
+    pool = PagePool(model.layout, 4 * len(token_ids), page_size=2)
+    pieces = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)]]
+    for owner in "ab":
+        pool.open(owner, len(token_ids))
+    for rows in pieces:
+        positions = torch.cat([torch.arange(r.start, r.start + r.count, device=token_ids.device) for r in rows])
+        ragged = model.forward(pool.batch(rows, token_ids[positions]), pool).float()
+        dense = dense_logits[positions].float()
+        distance = float((ragged - dense).norm() / dense.norm())
+        bound = torch.finfo(model.layout.dtype).eps ** 0.5
+        if not distance <= bound:
+            raise UnsupportedModelError(
+                f"{type(model.model).__name__} does not reproduce its own logits on a paged KV cache (relative "
+                f"distance {distance:.1e}, bound {bound:.1e}): it does not attend through transformers' "
+                "AttentionInterface, or adds terms of its own to the scores."
+            )
+
+
+def _max_positions(config: Any) -> int | None:
+    """Positions the model serves. Two kinds of RoPE change their frequencies, for the whole batch, with its longest
+    sequence; outputs would then depend on the neighbours (I6), so such models are held to their original length.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and rope.get("original_max_position_embeddings"):
+        return int(rope["original_max_position_embeddings"])
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _eos_token_ids(model: nn.Module) -> frozenset[int]:
+    generation_config = getattr(model, "generation_config", None)
+    eos = getattr(generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = model.config.eos_token_id
+    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)

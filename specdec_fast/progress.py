@@ -1,0 +1,33 @@
+"""The progress bar of a call: requests done, tokens so far."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from tqdm.auto import tqdm
+
+
+class Progress:
+    """A tqdm bar over requests, with tokens per second beside it; silent where it is not wanted."""
+
+    def __init__(self, num_requests: int, show: bool | None) -> None:
+        shown = sys.stderr.isatty() if show is None else show
+        self._bar = tqdm(total=num_requests, desc="generate", unit="request", disable=not shown)
+        self._num_tokens = 0
+
+    def update(self, num_tokens: int, finished: bool) -> None:
+        """Count tokens of one sequence, and the sequence itself when it has ended."""
+        self._num_tokens += num_tokens
+        if finished and not self._bar.disable:
+            elapsed = self._bar.format_dict["elapsed"]
+            self._bar.set_postfix_str(f"{self._num_tokens / max(elapsed, 1e-9):.0f} tokens/s", refresh=False)
+            self._bar.update()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()

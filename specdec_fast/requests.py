@@ -1,0 +1,102 @@
+"""From what the caller passes to sequences ready to be decoded; faults of one request stay with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from specdec_fast.errors import ConfigError, InvalidPromptError, PromptTooLongError, RequestError
+from specdec_fast.models import RaggedModel
+from specdec_fast.params import SamplingParams, as_sampling_params
+from specdec_fast.sequence import Sequence
+
+Prompt = str | Seq[int]
+
+
+def as_prompt_list(prompts: Any) -> list[Any]:
+    """Accept a list of prompts, or one prompt (a string or a flat list of ids) for a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        items = list(prompts)
+    except TypeError:
+        raise ConfigError(
+            f"prompts is a {type(prompts).__name__}; expected a list of strings or of lists of token ids."
+        ) from None
+    if items and all(isinstance(item, int) for item in items):
+        return [items]
+    return items
+
+
+def as_params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
+    """Accept one SamplingParams for all prompts, or one each."""
+    if not isinstance(params, (list, tuple)):
+        return [as_sampling_params(params)] * num_prompts
+    if len(params) != num_prompts:
+        raise ConfigError(f"{len(params)} params for {num_prompts} prompts; pass one for all, or one each.")
+    return [as_sampling_params(p) for p in params]
+
+
+class RequestBuilder:
+    """Checks prompts against one target and encodes them."""
+
+    def __init__(self, target: RaggedModel, tokenizer: Any | None) -> None:
+        self._target = target
+        self._tokenizer = tokenizer
+
+    def build(self, index: int, prompt: Any, params: SamplingParams) -> Sequence:
+        """Make the sequence of one request; one that cannot be served comes back ended, with its error."""
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self._target.eos_token_ids
+        try:
+            token_ids = self._encode(prompt)
+            max_length = self._max_length(len(token_ids), params)
+        except RequestError as error:
+            sequence = Sequence(index, [], 0, 0, params, stop_ids)
+            sequence.fail(error)
+            return sequence
+        return Sequence(index, token_ids, len(token_ids), max_length, params, stop_ids)
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidPromptError("the prompt is an empty string; pass at least one character.")
+            if self._tokenizer is None:
+                raise InvalidPromptError(
+                    "the prompt is a string, but no tokenizer is known for this target; pass tokenizer=..., "
+                    "or token ids."
+                )
+            token_ids = list(self._tokenizer(prompt).input_ids)
+        else:
+            token_ids = _as_ids(prompt)
+        if not token_ids:
+            raise InvalidPromptError("the prompt has no tokens; pass at least one.")
+        wrong = next((token for token in token_ids if not 0 <= token < self._target.vocab_size), None)
+        if wrong is not None:
+            raise InvalidPromptError(
+                f"token id {wrong} is outside the target's vocabulary; expected 0 to {self._target.vocab_size - 1}."
+            )
+        return token_ids
+
+    def _max_length(self, num_tokens: int, params: SamplingParams) -> int:
+        limit = self._target.max_positions
+        wanted = num_tokens + params.max_new_tokens
+        if limit is None:
+            return wanted
+        if num_tokens >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens, which leaves no room in the target's {limit} positions; "
+                f"shorten it to at most {limit - 1}."
+            )
+        return min(wanted, limit)
+
+
+def _as_ids(prompt: Any) -> list[int]:
+    if hasattr(prompt, "tolist"):  # a tensor or an array
+        prompt = prompt.tolist()
+    is_list = isinstance(prompt, (list, tuple))
+    if not is_list or not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        kind = type(prompt).__name__
+        raise InvalidPromptError(f"the prompt is a {kind} that is neither a string nor a flat list of token ids.")
+    return list(prompt)

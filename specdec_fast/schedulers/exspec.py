@@ -1,0 +1,50 @@
+"""exspec: a sliding window of sequences, equal lengths together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from specdec_fast.schedulers.base import Scheduler
+from specdec_fast.sequence import Sequence
+
+
+class ExspecScheduler(Scheduler):
+    """Keeps a window of sequences resident, steps up to a batch of them, and refills the moment one ends.
+
+    Sequences of equal length are stepped together, so that the attention work of a batch is balanced. Nobody is
+    passed over more than ``max_wait_steps`` times in a row.
+    """
+
+    @property
+    def max_resident(self) -> int:
+        """The window."""
+        return self.window_size
+
+    def num_to_admit(self, num_resident: int) -> int:
+        """Return the free places of the window."""
+        return self.window_size - num_resident
+
+    def select(self, resident: list[Sequence]) -> list[Sequence]:
+        """Choose whoever must not wait, then the largest groups of equal length, longest waiting first."""
+        by_wait = sorted(resident, key=lambda sequence: -sequence.passed_over)  # stable: ties keep their order
+        num_due = self._num_due(by_wait)
+        chosen, rest = by_wait[:num_due], by_wait[num_due:]
+        groups: dict[int, list[Sequence]] = defaultdict(list)
+        for sequence in rest:
+            groups[sequence.length].append(sequence)
+        for group in sorted(groups.values(), key=lambda g: (-len(g), -g[0].passed_over)):
+            chosen += group[: self.max_batch_size - len(chosen)]
+        return chosen
+
+    def _num_due(self, by_wait: list[Sequence]) -> int:
+        """Count who must be taken now, longest waiting first, so that all can be taken in time.
+
+        Of the sequences that may be passed over at most j more times, this step and the next j can take
+        ``(j + 1) * max_batch_size``; whatever exceeds what the next j steps can take is due now. The window is
+        at most ``max_batch_size * (max_wait_steps + 1)`` (EngineConfig), so this never exceeds a batch.
+        """
+        due = 0
+        for rank, sequence in enumerate(by_wait, start=1):
+            may_wait = self.max_wait_steps - sequence.passed_over
+            due = max(due, rank - self.max_batch_size * may_wait)
+        return due
