@@ -6,13 +6,14 @@ leaves it out: every op then runs in PyTorch.
 
 import os
 import sys
+from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 from setuptools.errors import CompileError
 
-SOURCES = ["csrc/bindings.cpp", "csrc/verify_chain.cpp"]
-HEADERS = ["csrc/multiversion.h", "csrc/verify_chain.h"]
+SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
+HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
 
 
 class BuildExtension(build_ext):

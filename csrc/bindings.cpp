@@ -1,9 +1,13 @@
 // The only file that knows pybind11. No torch headers: addresses and sizes cross the border, the Python side
 // (specdec_fast/ops/cpp.py) has checked shapes, dtypes and contiguity before, and the GIL is released meanwhile.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
 
+#include "append_kv.h"
+#include "paged_attention.h"
 #include "verify_chain.h"
 
 namespace py = pybind11;
@@ -32,9 +36,50 @@ void verify_chain(std::uintptr_t logits, int dtype, std::int64_t num_rows, std::
                                pointer<std::int64_t>(next_tokens)});
 }
 
+void append_kv(std::uintptr_t key_cache, std::uintptr_t value_cache, std::int64_t num_slots,
+               std::array<std::int64_t, 3> key, std::array<std::int64_t, 3> value, std::uintptr_t slot_mapping,
+               std::array<std::int64_t, 3> sizes) {
+  const auto rows = [](const std::array<std::int64_t, 3>& address_and_strides) {
+    return specdec::NewRows{pointer<const char>(static_cast<std::uintptr_t>(address_and_strides[0])),
+                            address_and_strides[1], address_and_strides[2]};
+  };
+  specdec::append_kv({pointer<char>(key_cache), pointer<char>(value_cache), num_slots, rows(key), rows(value),
+                      pointer<const std::int32_t>(slot_mapping), sizes[0], sizes[1], sizes[2]});
+}
+
+void paged_attention(int dtype, std::array<std::int64_t, 3> query, std::array<std::uintptr_t, 2> caches,
+                     std::array<std::int64_t, 5> shape, std::array<std::uintptr_t, 3> indices,
+                     std::array<std::int64_t, 2> batch, std::array<double, 3> scores, std::uintptr_t out,
+                     int num_threads) {
+  specdec::paged_attention({static_cast<specdec::DType>(dtype),
+                            pointer<const void>(static_cast<std::uintptr_t>(query[0])),
+                            query[1],
+                            query[2],
+                            pointer<const void>(caches[0]),
+                            pointer<const void>(caches[1]),
+                            shape[0],
+                            shape[1],
+                            shape[2],
+                            shape[3],
+                            shape[4],
+                            pointer<const std::int32_t>(indices[0]),
+                            batch[1],
+                            pointer<const std::int32_t>(indices[1]),
+                            pointer<const std::int32_t>(indices[2]),
+                            batch[0],
+                            static_cast<float>(scores[0]),
+                            static_cast<std::int64_t>(scores[1]),
+                            static_cast<float>(scores[2]),
+                            pointer<void>(out),
+                            num_threads});
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled ops of specdec_fast; call them through specdec_fast.ops.";
-  m.def("verify_chain", &verify_chain, py::call_guard<py::gil_scoped_release>());
+  using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  m.def("append_kv", &append_kv, ReleaseGil());
+  m.def("paged_attention", &paged_attention, ReleaseGil());
+  m.def("verify_chain", &verify_chain, ReleaseGil());
 }

@@ -27,9 +27,9 @@ struct Ordered {
     return magnitude(bits) == 0 ? Int{0} : flipped;
   }
 };
-using Float32 = Ordered<std::int32_t, 0x7f800000>;
-using Float16 = Ordered<std::int16_t, 0x7c00>;
-using BFloat16 = Ordered<std::int16_t, 0x7f80>;
+using OrderedFloat32 = Ordered<std::int32_t, 0x7f800000>;
+using OrderedFloat16 = Ordered<std::int16_t, 0x7c00>;
+using OrderedBFloat16 = Ordered<std::int16_t, 0x7f80>;
 
 template <typename Format>
 inline __attribute__((always_inline)) std::int64_t argmax(const typename Format::Bits* row, std::int64_t size) {
@@ -58,13 +58,19 @@ inline __attribute__((always_inline)) std::int64_t argmax(const typename Format:
 }
 
 SPECDEC_MULTIVERSION
-std::int64_t argmax_float32(const std::int32_t* row, std::int64_t size) { return argmax<Float32>(row, size); }
+std::int64_t argmax_float32(const std::int32_t* row, std::int64_t size) {
+  return argmax<OrderedFloat32>(row, size);
+}
 
 SPECDEC_MULTIVERSION
-std::int64_t argmax_float16(const std::int16_t* row, std::int64_t size) { return argmax<Float16>(row, size); }
+std::int64_t argmax_float16(const std::int16_t* row, std::int64_t size) {
+  return argmax<OrderedFloat16>(row, size);
+}
 
 SPECDEC_MULTIVERSION
-std::int64_t argmax_bfloat16(const std::int16_t* row, std::int64_t size) { return argmax<BFloat16>(row, size); }
+std::int64_t argmax_bfloat16(const std::int16_t* row, std::int64_t size) {
+  return argmax<OrderedBFloat16>(row, size);
+}
 
 std::int64_t argmax_row(const VerifyChainArgs& args, std::int64_t row) {
   const std::int64_t offset = row * args.row_stride;

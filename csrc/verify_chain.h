@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-namespace specdec {
+#include "dtype.h"
 
-enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+namespace specdec {
 
 struct VerifyChainArgs {
   const void* logits;         // [num_rows, vocab_size], rows `row_stride` elements apart

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"  # ids 0, 1, 2: the trainer numbers special tokens first, in this order
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 CONTEXT = 512
+SHORT_WINDOW = 256  # what training begins with; see `pair_training.train`
 SHORTEST_PROMPT, LONGEST_PROMPT = 7, 200
 
 MIN_CHARACTERS = 20_000  # less text than this cannot fill a useful vocabulary, let alone train a model
@@ -34,18 +35,17 @@ class TokenStream:
     """All training documents as one row of token ids, and the places where a training window may begin.
 
     A window begins at a document's first token, so that position 0 holds bos as it will in use; inside a
-    document longer than the window it may also begin every `window` tokens, or the rest would go unseen.
+    longer document it may also begin every `SHORT_WINDOW` tokens, or the rest would go unseen.
     """
 
-    ids: torch.Tensor  # [num_tokens + window], int64; the head is repeated at the end so every window is full
+    ids: torch.Tensor  # [num_tokens + CONTEXT], int64; the head again at the end, so every window is full
     starts: torch.Tensor  # [num_starts], int64
-    window: int
     num_tokens: int
 
-    def batch(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
-        """Windows drawn uniformly from the starts, `[batch_size, window]`."""
+    def batch(self, batch_size: int, window: int, generator: torch.Generator) -> torch.Tensor:
+        """Windows that begin at places drawn uniformly from the starts, `[batch_size, window]`."""
         chosen = torch.randint(len(self.starts), (batch_size,), generator=generator)
-        return self.ids[self.starts[chosen][:, None] + torch.arange(self.window)]
+        return self.ids[self.starts[chosen][:, None] + torch.arange(window)]
 
 
 def read_text(path: Path) -> str:
@@ -147,14 +147,14 @@ def encode_documents(tokenizer: Tokenizer, documents: list[str]) -> list[list[in
     return encoded
 
 
-def token_stream(tokenizer: Tokenizer, documents: list[str], window: int = CONTEXT) -> TokenStream:
+def token_stream(tokenizer: Tokenizer, documents: list[str]) -> TokenStream:
     """Lay all documents end to end and note where windows may begin."""
     ids: list[int] = []
     starts: list[int] = []
     for document_ids in encode_documents(tokenizer, documents):
-        starts.extend(range(len(ids), len(ids) + len(document_ids), window))
+        starts.extend(range(len(ids), len(ids) + len(document_ids), SHORT_WINDOW))
         ids.extend(document_ids)
-    return TokenStream(torch.tensor(ids + ids[:window]), torch.tensor(starts), window, len(ids))
+    return TokenStream(torch.tensor(ids + ids[:CONTEXT]), torch.tensor(starts), len(ids))
 
 
 def choose_prompts(tokenizer: Tokenizer, held_out: list[str], count: int, task: str, seed: int) -> list[dict]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pair_corpus import BOS_ID, CONTEXT, EOS_ID, PAD_ID, InputError, TokenStream
+from pair_corpus import BOS_ID, CONTEXT, EOS_ID, PAD_ID, SHORT_WINDOW, InputError, TokenStream
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -23,6 +23,7 @@ ROPE_THETA = 10_000.0
 MATRIX_LEARNING_RATE = 0.02  # Muon's updates have unit scale, so one rate fits every matrix
 OTHER_LEARNING_RATE = 0.004
 WARMUP_SHARE = 0.02  # of the budget
+SHORT_WINDOW_SHARE = 0.7  # of the budget
 CROSS_ENTROPY_SHARE = 0.1  # in the draft's loss: a little of the text itself steadies an early draft
 
 LossFunction = Callable[[PreTrainedModel, torch.Tensor], torch.Tensor]
@@ -68,7 +69,7 @@ DRAFT_SIZE = ModelSize(hidden=64, layers=1, heads=2, kv_heads=1, ffn=176)
 
 @dataclass(frozen=True)
 class Budget:
-    """How long one model trains, on how many windows at a time, in which order."""
+    """How long one model trains, on how many windows of `CONTEXT` tokens at a time, in which order."""
 
     minutes: float
     batch_size: int
@@ -115,19 +116,26 @@ def learning_rate_factor(progress: float) -> float:
 
 
 def train(model: PreTrainedModel, loss_function: LossFunction, stream: TokenStream, budget: Budget) -> dict:
-    """Train until the budget is spent and return what happened; the bar counts the budget's seconds."""
+    """Train until the budget is spent and return what happened; the bar counts the budget's seconds.
+
+    Most of the budget goes to twice as many windows of half the length: attention is quadratic, so more
+    tokens fit in the time. The last part runs at full length, for positions never trained do not work. (36 s
+    on 9.5 MB of text, one thread: held-out cross-entropy 3.07 this way, 3.46 at full length throughout.)
+    """
     generator = torch.Generator().manual_seed(budget.seed)
     optimizers = make_optimizers(model)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    seconds, steps, smoothed_loss, elapsed = budget.minutes * 60, 0, 0.0, 0.0
+    seconds, elapsed, steps, tokens, smoothed_loss = budget.minutes * 60, 0.0, 0, 0, 0.0
     model.train()
     began = time.perf_counter()
     with tqdm(total=seconds, bar_format="  {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s{postfix}") as bar:
         while elapsed < seconds:
             for optimizer, peak in zip(optimizers, peaks, strict=True):
                 optimizer.param_groups[0]["lr"] = peak * learning_rate_factor(elapsed / seconds)
+            window = SHORT_WINDOW if elapsed < SHORT_WINDOW_SHARE * seconds else CONTEXT
+            ids = stream.batch(budget.batch_size * CONTEXT // window, window, generator)
             with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_function(model, stream.batch(budget.batch_size, generator))
+                loss = loss_function(model, ids)
             if not math.isfinite(value := loss.item()):
                 raise InputError(f"the loss became {value} after {steps} steps; try other sizes or seeds")
             loss.backward()
@@ -135,13 +143,12 @@ def train(model: PreTrainedModel, loss_function: LossFunction, stream: TokenStre
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            steps += 1
+            steps, tokens = steps + 1, tokens + ids.numel()
             smoothed_loss = value if steps == 1 else 0.98 * smoothed_loss + 0.02 * value
             before, elapsed = elapsed, time.perf_counter() - began
             bar.set_postfix_str(f"step {steps}, loss {smoothed_loss:.3f}", refresh=False)
             bar.update(min(elapsed, seconds) - before)
     model.eval()
-    tokens = steps * budget.batch_size * stream.window
     return {"seconds": elapsed, "steps": steps, "tokens": tokens, "final_loss": smoothed_loss}
 
 
@@ -154,6 +161,7 @@ def new_model(size: ModelSize, vocab_size: int, seed: int) -> LlamaForCausalLM:
 def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Write the model in bf16, with a config.json that transformers 4 reads as well as transformers 5."""
     model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600, which a bundled file must not be
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     # The names that release 4 looks for; release 5 writes `rope_parameters` and `dtype` in their place.

@@ -58,7 +58,10 @@ def _bytes_moved(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Ten
 
 OP = Op(
     name="append_kv_",
-    implementations={"torch": "specdec_fast.oracle.ops.append_kv:append_kv_"},
+    implementations={
+        "torch": "specdec_fast.oracle.ops.append_kv:append_kv_",
+        "cpp": "specdec_fast.ops.cpp:append_kv_",
+    },
     check=_check,
     cases=_cases,
     bytes_moved=_bytes_moved,

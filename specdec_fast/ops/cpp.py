@@ -7,7 +7,51 @@ from torch import Tensor
 
 from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
 
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/verify_chain.h
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/dtype.h
+
+
+def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    """Run ``csrc/append_kv.cpp``; the contract is the oracle's."""
+    num_pages, page_size, num_kv_heads, head_dim = key_cache.shape
+    item = key_cache.element_size()
+    new_rows = [rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (key, value)]
+    _C.append_kv(
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        num_pages * page_size,
+        *((rows.data_ptr(), rows.stride(0) * item, rows.stride(1) * item) for rows in new_rows),
+        slot_mapping.data_ptr(),
+        (key.shape[0], num_kv_heads, head_dim * item),
+    )
+
+
+def paged_attention(
+    query: Tensor,
+    kv: tuple[Tensor, Tensor],
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Run ``csrc/paged_attention.cpp``; the contract is the oracle's."""
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    out = torch.empty(query.shape, dtype=query.dtype)
+    num_pages, page_size, num_kv_heads, head_dim = kv[0].shape
+    _C.paged_attention(
+        _DTYPE_CODES[query.dtype],
+        (query.data_ptr(), query.stride(0), query.stride(1)),
+        (kv[0].data_ptr(), kv[1].data_ptr()),
+        (num_pages, page_size, query.shape[1], num_kv_heads, head_dim),
+        (block_table.data_ptr(), cu_seqlens_q.data_ptr(), seqused_k.data_ptr()),
+        tuple(block_table.shape),
+        (scale, sliding_window or 0, softcap or 0.0),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
 
 
 def verify_chain(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,6 +32,10 @@ def _check(
     expect_tensor("block_table", block_table, (batch_size, None), (torch.int32,), device)
     expect_tensor("cu_seqlens_q", cu_seqlens_q, (batch_size + 1,), (torch.int32,), device)
     expect_tensor("seqused_k", seqused_k, (batch_size,), (torch.int32,), device)
+    expect(
+        all(x.is_contiguous() for x in (*kv, block_table, cu_seqlens_q, seqused_k)),
+        "the caches, block_table, cu_seqlens_q and seqused_k must be contiguous.",
+    )
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     expect(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads.")
     expect(sliding_window is None or sliding_window > 0, f"sliding_window={sliding_window}; expected None or > 0.")
@@ -110,7 +114,10 @@ def _bytes_moved(
 
 OP = Op(
     name="paged_attention",
-    implementations={"torch": "specdec_fast.oracle.ops.paged_attention:paged_attention"},
+    implementations={
+        "torch": "specdec_fast.oracle.ops.paged_attention:paged_attention",
+        "cpp": "specdec_fast.ops.cpp:paged_attention",
+    },
     check=_check,
     cases=_cases,
     bytes_moved=_bytes_moved,

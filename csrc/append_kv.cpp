@@ -1,0 +1,35 @@
+#include "append_kv.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace specdec {
+namespace {
+
+void write_row(char* cache, const NewRows& rows, std::int64_t row, const AppendKVArgs& args) {
+  const std::int64_t slot = args.slot_mapping[row];
+  char* destination = cache + slot * args.num_kv_heads * args.head_bytes;
+  const char* source = rows.data + row * rows.stride_row;
+  for (std::int64_t head = 0; head < args.num_kv_heads; ++head) {
+    std::memcpy(destination + head * args.head_bytes, source + head * rows.stride_head, args.head_bytes);
+  }
+}
+
+}  // namespace
+
+void append_kv(const AppendKVArgs& args) {
+  for (std::int64_t row = 0; row < args.num_rows; ++row) {
+    if (args.slot_mapping[row] < 0 || args.slot_mapping[row] >= args.num_slots) {
+      throw std::out_of_range("slot_mapping[" + std::to_string(row) + "] is " +
+                              std::to_string(args.slot_mapping[row]) + "; the cache has " +
+                              std::to_string(args.num_slots) + " slots");
+    }
+  }
+  for (std::int64_t row = 0; row < args.num_rows; ++row) {
+    write_row(args.key_cache, args.key, row, args);
+    write_row(args.value_cache, args.value, row, args);
+  }
+}
+
+}  // namespace specdec

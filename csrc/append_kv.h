@@ -1,0 +1,30 @@
+// append_kv_: write new K/V rows into pages. The contract stands in specdec_fast/oracle/ops/append_kv.py.
+#pragma once
+
+#include <cstdint>
+
+namespace specdec {
+
+// Rows of one forward, [num_rows, num_kv_heads, head_dim]; strides in bytes, the last axis is contiguous.
+struct NewRows {
+  const char* data;
+  std::int64_t stride_row;
+  std::int64_t stride_head;
+};
+
+struct AppendKVArgs {
+  char* key_cache;  // [num_slots, num_kv_heads, head_dim], contiguous
+  char* value_cache;
+  std::int64_t num_slots;
+  NewRows key;
+  NewRows value;
+  const std::int32_t* slot_mapping;  // [num_rows]
+  std::int64_t num_rows;
+  std::int64_t num_kv_heads;
+  std::int64_t head_bytes;  // head_dim * element size
+};
+
+// Throws std::out_of_range, with nothing written, if a slot lies outside the cache.
+void append_kv(const AppendKVArgs& args);
+
+}  // namespace specdec

@@ -1,0 +1,42 @@
+// paged_attention: causal attention of ragged query rows over a paged KV cache.
+// The contract stands in specdec_fast/oracle/ops/paged_attention.py.
+//
+// A query row is reduced over absolute tiles of kTile positions in ascending order, from its own first visible
+// position to its own. So its bits depend on its own context alone: not on how many rows are computed beside it, nor
+// on the batch, the thread or whether it is prefill or verification.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace specdec {
+
+struct PagedAttentionArgs {
+  DType dtype;
+  const void* query;  // [num_rows, num_heads, head_dim], strides in elements, last axis contiguous
+  std::int64_t stride_query_row;
+  std::int64_t stride_query_head;
+  const void* key_cache;  // [num_pages, page_size, num_kv_heads, head_dim], contiguous
+  const void* value_cache;
+  std::int64_t num_pages;
+  std::int64_t page_size;
+  std::int64_t num_heads;
+  std::int64_t num_kv_heads;
+  std::int64_t head_dim;
+  const std::int32_t* block_table;  // [batch_size, max_pages]
+  std::int64_t max_pages;
+  const std::int32_t* cu_seqlens_q;  // [batch_size + 1]
+  const std::int32_t* seqused_k;     // [batch_size]
+  std::int64_t batch_size;
+  float scale;
+  std::int64_t sliding_window;  // 0: none
+  float softcap;                // 0: none
+  void* out;                    // [num_rows, num_heads, head_dim], contiguous
+  int num_threads;
+};
+
+// Throws std::out_of_range, with nothing written, if a sequence reaches outside its block table or the cache.
+void paged_attention(const PagedAttentionArgs& args);
+
+}  // namespace specdec

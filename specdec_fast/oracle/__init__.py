@@ -1,0 +1,13 @@
+"""The oracle: the two published algorithms in plain PyTorch on stock Hugging Face models.
+
+Dense, right-aligned tensors and ``DynamicCache``; Python loops; written to be read beside the paper ("Batch
+Speculative Decoding Done Right"). It is the truth of the tests and the baseline without custom kernels of every
+benchmark. It imports nothing of the engine.
+"""
+
+from specdec_fast.oracle.autoregressive import autoregressive
+from specdec_fast.oracle.eqspec import eqspec
+from specdec_fast.oracle.exspec import exspec
+from specdec_fast.oracle.step import Limits, OracleRun, StepRecord
+
+__all__ = ["Limits", "OracleRun", "StepRecord", "autoregressive", "eqspec", "exspec"]

@@ -1,0 +1,44 @@
+"""Plain greedy decoding, one prompt at a time: the definition of the right answer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from specdec_fast.emission import cut_emission
+
+
+@torch.inference_mode()
+def autoregressive(
+    target: nn.Module, prompt_ids: list[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """Emit the target's most likely token after token, the lowest id among equals.
+
+    Args:
+        target: a stock Hugging Face causal model.
+        prompt_ids: at least one token id.
+        max_new_tokens: at least 1.
+        stop_ids: ids that end the text (and belong to it).
+
+    Returns:
+        The emitted ids.
+
+    """
+    device = next(target.parameters()).device
+    cache = DynamicCache()
+    emitted: list[int] = []
+    fed, position = prompt_ids, 0
+    while True:
+        logits = target(
+            input_ids=torch.tensor([fed], device=device),
+            position_ids=torch.arange(position, position + len(fed), device=device)[None],
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+        position += len(fed)
+        tokens, reason = cut_emission([int(logits[0, -1].argmax())], stop_ids, max_new_tokens - len(emitted))
+        emitted += tokens
+        if reason is not None:
+            return emitted
+        fed = tokens

@@ -1,0 +1,60 @@
+"""The oracle's two ways to propose tokens for the rows of a dense batch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from specdec_fast.oracle.dense import DenseModel
+from specdec_fast.oracle.prompt_lookup import prompt_lookup
+
+_FILLER = 0  # stands where a row proposes fewer tokens than its neighbours; known by counting, never by value
+
+
+class DenseDrafter(Protocol):
+    """Proposes up to K tokens per row; keeps KV of its own in ``model``, or has none."""
+
+    model: DenseModel | None
+
+    def draft(self, rows: list[list[int]], padding: Tensor, num_draft_tokens: int) -> tuple[Tensor, list[int]]:
+        """Return draft tokens ``[B, K]`` and, per row, how many of them are proposals."""
+
+
+class DenseModelDrafter:
+    """Greedy continuation by a draft model.
+
+    It is fed the last two columns of every row, then one column per further draft token. A row that consists of its
+    newest token alone has nothing in the first of the two columns, which the mask hides.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = DenseModel(model, lag=2)
+
+    def draft(self, rows: list[list[int]], padding: Tensor, num_draft_tokens: int) -> tuple[Tensor, list[int]]:
+        """Run the draft model ``num_draft_tokens`` times."""
+        num_fed = max(map(len, rows)) - self.model.num_columns
+        fed = torch.tensor([([_FILLER] * num_fed + row)[-num_fed:] for row in rows], device=self.model.device)
+        drafted = []
+        for _ in range(num_draft_tokens):
+            fed = self.model.feed(fed, padding)[:, -1:].argmax(dim=-1)  # [B, 1]
+            drafted.append(fed)
+        return torch.cat(drafted, dim=1), [num_draft_tokens] * len(rows)
+
+
+class DenseNgramDrafter:
+    """Prompt lookup: no model, so nothing of its own to realign."""
+
+    model = None
+
+    def draft(self, rows: list[list[int]], padding: Tensor, num_draft_tokens: int) -> tuple[Tensor, list[int]]:
+        """Look every row's ending up in the row itself."""
+        proposals = [prompt_lookup(row, num_draft_tokens) for row in rows]
+        filled = [proposal + [_FILLER] * (num_draft_tokens - len(proposal)) for proposal in proposals]
+        return torch.tensor(filled, device=padding.device), [len(proposal) for proposal in proposals]
+
+
+def make_dense_drafter(draft: nn.Module | None) -> DenseDrafter:
+    """Draft with ``draft``, or by prompt lookup where it is None."""
+    return DenseNgramDrafter() if draft is None else DenseModelDrafter(draft)

@@ -1,0 +1,53 @@
+"""EQSPEC: one fixed batch; every step drafts, verifies once, then unpads, appends and repads every row."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from specdec_fast.oracle.dense import DenseModel, Repad, repad_in_python
+from specdec_fast.oracle.drafting import make_dense_drafter
+from specdec_fast.oracle.step import Limits, OracleRun, StepRecord, make_rows, paddings, prefill, speculative_step
+
+
+def eqspec(
+    target: nn.Module,
+    draft: nn.Module | None,
+    prompts: list[list[int]],
+    limits: Limits,
+    num_draft_tokens: int = 5,
+    repad: Repad = repad_in_python,
+) -> OracleRun:
+    """Decode all prompts as one batch until the last has ended.
+
+    Finished rows stay in the batch, as the algorithm has it: they are fed, and emit nothing.
+
+    Args:
+        target: a stock Hugging Face causal model.
+        draft: a draft model with the same vocabulary; None drafts by prompt lookup.
+        prompts: token ids; the batch is all of them.
+        limits: where requests end.
+        num_draft_tokens: K, at least 1.
+        repad: what moves KV entries when rows emitted unequally: Python loops, or a fused op.
+
+    Returns:
+        Outputs in input order, equal to ``autoregressive`` of every prompt, and per-step statistics.
+
+    """
+    run = OracleRun()
+    rows = make_rows(prompts, limits)
+    target_rows, drafter = DenseModel(target, lag=1), make_dense_drafter(draft)
+    models = [target_rows] + ([drafter.model] if drafter.model else [])
+    with run.timer("prefill"):
+        for model in models:
+            prefill(model, rows)
+    while not all(row.finished for row in rows):
+        padding = paddings(rows)
+        accepted, emitted = speculative_step(rows, target_rows, drafter, num_draft_tokens, run)
+        with run.timer("realign"):
+            new_length = max(len(row.token_ids) for row in rows)
+            # padding_new - padding_old, that is (L_new - L_old) - emitted
+            shifts = [new - old for new, old in zip(paddings(rows), padding, strict=True)]
+            moved = sum(model.realign(padding, shifts, new_length, repad) for model in models)
+        run.steps.append(StepRecord(accepted, emitted, moved, not any(padding)))
+    run.outputs = [row.emitted_ids for row in rows]
+    return run

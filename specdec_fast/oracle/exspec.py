@@ -1,0 +1,116 @@
+"""EXSPEC: a window of sequences, each with its own KV; a step takes sequences of equal length if it can."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import torch
+from torch import nn
+
+from specdec_fast.oracle.dense import DenseModel, LayerKV, Repad, repad_in_python
+from specdec_fast.oracle.drafting import make_dense_drafter
+from specdec_fast.oracle.step import (
+    Limits, OracleRun, Row, StepRecord, make_rows, paddings, prefill, speculative_step,
+)  # fmt: skip
+
+OwnKV = dict[Row, list[LayerKV]]  # each tensor [1, num_kv_heads, entries, head_dim]
+
+
+def exspec(
+    target: nn.Module,
+    draft: nn.Module | None,
+    prompts: list[list[int]],
+    limits: Limits,
+    num_draft_tokens: int = 5,
+    batch_size: int = 8,
+    window_size: int | None = None,
+    repad: Repad = repad_in_python,
+) -> OracleRun:
+    """Decode all prompts through a sliding window; finished sequences leave at once and others take their place.
+
+    Args:
+        target: a stock Hugging Face causal model.
+        draft: a draft model with the same vocabulary; None drafts by prompt lookup.
+        prompts: token ids, any number.
+        limits: where requests end.
+        num_draft_tokens: K, at least 1.
+        batch_size: B, sequences per step at most.
+        window_size: W >= B, sequences that hold KV; None takes 2 B.
+        repad: what aligns a group of unequal lengths: Python loops, or a fused op.
+
+    Returns:
+        Outputs in input order, equal to ``autoregressive`` of every prompt, and per-step statistics.
+
+    """
+    run = OracleRun()
+    rows = make_rows(prompts, limits)
+    target_rows, drafter = DenseModel(target, lag=1), make_dense_drafter(draft)
+    models = [target_rows] + ([drafter.model] if drafter.model else [])
+    stores: list[OwnKV] = [{} for _ in models]
+    waiting, window = deque(rows), []
+    while waiting or window:
+        while waiting and len(window) < (window_size or 2 * batch_size):
+            window.append(waiting.popleft())
+            with run.timer("prefill"):
+                for model, own in zip(models, stores, strict=True):
+                    model.load([])
+                    prefill(model, window[-1:])
+                    own[window[-1]] = model.layers
+        group = choose_group(window, batch_size)
+        padding = paddings(group)
+        with run.timer("assemble"):
+            for model, own in zip(models, stores, strict=True):
+                model.load(_stack([own[row] for row in group]))
+        with run.timer("realign"):
+            longest = max(len(row.token_ids) for row in group)
+            unaligned = [0] * len(group)
+            moved = sum(model.realign(unaligned, padding, longest, repad) for model in models)
+        accepted, emitted = speculative_step(group, target_rows, drafter, num_draft_tokens, run)
+        with run.timer("assemble"):
+            for model, own in zip(models, stores, strict=True):
+                own.update(_split(model, group, padding))
+                for row in group:
+                    if row.finished:
+                        del own[row]
+        window = [row for row in window if not row.finished]
+        run.steps.append(StepRecord(accepted, emitted, moved, not any(padding)))
+    run.outputs = [row.emitted_ids for row in rows]
+    return run
+
+
+def choose_group(window: list[Row], batch_size: int) -> list[Row]:
+    """Take ``batch_size`` sequences of equal length if the window has them, else its first ``batch_size``."""
+    by_length: dict[int, list[Row]] = defaultdict(list)
+    for row in window:
+        by_length[len(row.token_ids)].append(row)
+        if len(by_length[len(row.token_ids)]) == batch_size:
+            return by_length[len(row.token_ids)]
+    return window[:batch_size]
+
+
+def _stack(owned: list[list[LayerKV]]) -> list[LayerKV]:
+    """Stack the KV of several sequences, every row beginning in column 0, zeros behind the shorter ones."""
+    filled = [layers for layers in owned if layers]
+    if not filled:  # nobody has an entry yet: prompts of a token or two
+        return []
+    num_columns = max(layers[0][0].shape[2] for layers in filled)
+
+    def stack(layer: int, which: int) -> torch.Tensor:
+        sample = filled[0][layer][which]
+        out = sample.new_zeros(len(owned), sample.shape[1], num_columns, sample.shape[3])
+        for row, layers in enumerate(owned):
+            if layers:
+                entries = layers[layer][which]
+                out[row, :, : entries.shape[2]] = entries[0]
+        return out
+
+    return [(stack(layer, 0), stack(layer, 1)) for layer in range(len(filled[0]))]
+
+
+def _split(model: DenseModel, group: list[Row], padding: list[int]) -> OwnKV:
+    """Give every sequence back its own entries, those of rejected tokens left out."""
+    own = {}
+    for i, (row, start) in enumerate(zip(group, padding, strict=True)):
+        stop = start + max(0, len(row.token_ids) - model.lag)
+        own[row] = [(k[i : i + 1, :, start:stop], v[i : i + 1, :, start:stop]) for k, v in model.layers]
+    return own
