@@ -104,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
                "minutes by default, on one CPU thread. Megabytes of text are best; a short one the target "
                "begins to recite. Files of the same names in FOLDER are overwritten.")
     add = partial(parser.add_argument, metavar="N")
-    size: dict[str, Any] = {"type": int, "nargs": 5, "metavar": ("HIDDEN", "LAYERS", "HEADS", "KV_HEADS", "FFN")}
+    size: dict[str, Any] = {
+        "type": int, "nargs": 5, "metavar": ("HIDDEN", "LAYERS", "HEADS", "KV_HEADS", "FFN")}
     add("--text", type=Path, required=True, metavar="FILE", help="the text to learn, UTF-8")
     add("--output", type=Path, required=True, metavar="FOLDER", help="where the pair goes")
     add("--minutes-target", type=positive, default=9.0, help="training time of the target (%(default)g)")

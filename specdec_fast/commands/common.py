@@ -1,0 +1,85 @@
+"""What several commands share: engine options, prompt files, tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec_fast.ops import AUTO, BACKENDS
+from specdec_fast.schedulers import SCHEDULERS
+
+NO_DRAFT = "none"
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that make an EngineConfig."""
+    parser.add_argument("--method", choices=list(SCHEDULERS), default="exspec", help="scheduler (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences per step (default: 8)")
+    parser.add_argument("--num-draft-tokens", type=int, default=5, metavar="K", help="per step (default: 5)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
+    add_backend_options(parser)
+
+
+def add_backend_options(parser: argparse.ArgumentParser) -> None:
+    """Add --device and --backend."""
+    parser.add_argument("--device", default=None, help="cpu, cuda, ... (default: CUDA where there is one)")
+    parser.add_argument("--backend", choices=[AUTO, *BACKENDS], default=AUTO, help="implementation of the ops")
+
+
+def add_pair_options(parser: argparse.ArgumentParser) -> None:
+    """Add --target, --draft and --prompts."""
+    parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
+    parser.add_argument("--draft", required=True, help=f"the same for the draft; or ngram; or {NO_DRAFT}")
+    parser.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="one JSON object per line")
+
+
+def draft_of(name: str) -> str | None:
+    """Return what --draft names, None for plain decoding."""
+    return None if name == NO_DRAFT else name
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """One line of a prompt file: a prompt, or why it is none."""
+
+    number: int
+    prompt: str | list[int] | None
+    problem: str | None = None
+
+
+def read_prompts(path: Path) -> list[PromptLine]:
+    """Read ``{"prompt": TEXT}`` or ``{"prompt_ids": [IDS]}`` per line; blank lines at the end do not count."""
+    lines = path.read_text(encoding="utf-8").rstrip().split("\n")
+    return [_parse_line(number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _parse_line(number: int, line: str) -> PromptLine:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        return PromptLine(number, None, f"not JSON ({error.msg} at column {error.colno})")
+    fields = [name for name in ("prompt", "prompt_ids") if isinstance(record, dict) and name in record]
+    if len(fields) != 1:
+        return PromptLine(number, None, 'expected an object with either "prompt" or "prompt_ids"')
+    value = record[fields[0]]
+    if fields[0] == "prompt" and not isinstance(value, str):
+        return PromptLine(number, None, f'"prompt" is a {type(value).__name__}; expected a string')
+    if fields[0] == "prompt_ids" and not (isinstance(value, list) and all(type(token) is int for token in value)):
+        return PromptLine(number, None, '"prompt_ids" is not a list of integers')
+    return PromptLine(number, value)
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Lay out a table in plain text: the first column to the left, the others to the right."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        first, *rest = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        return "  ".join([first, *rest]).rstrip()
+
+    return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])

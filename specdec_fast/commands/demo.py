@@ -1,0 +1,105 @@
+"""Decode bundled prompts with the bundled pair, and prove every token against plain decoding."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib.resources import files
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from specdec_fast.commands.common import add_engine_options, format_table
+from specdec_fast.config import EngineConfig
+from specdec_fast.engine import Engine
+from specdec_fast.equivalence import transformers_greedy
+from specdec_fast.params import SamplingParams
+from specdec_fast.types import GenerationOutput
+
+_WARM_UP_TOKENS = 8  # the first calls of a process set up thread pools and kernels
+
+
+def demo_pair() -> Path:
+    """Return the folder of the bundled pair: ``target/``, ``draft/``, ``prompts.jsonl`` and its model card."""
+    return Path(str(files("specdec_fast") / "assets" / "demo_pair"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_engine_options(parser)
+    parser.add_argument("--num-prompts", type=int, default=16, metavar="N", help="of the 32 bundled (default: 16)")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show texts, table and verdict. Exit status 1 if a token differs."""
+    lines = (demo_pair() / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines][: args.num_prompts]
+    config = EngineConfig(
+        method=args.method, max_batch_size=args.batch_size, num_draft_tokens=args.num_draft_tokens,
+        dtype="float32", device=args.device, backend=args.backend,
+    )  # fmt: skip
+    params = SamplingParams(max_new_tokens=args.max_new_tokens)
+    engine = Engine(str(demo_pair() / "target"), str(demo_pair() / "draft"), config)
+    plain = Engine(engine.target.model, None, config, tokenizer=engine.tokenizer)
+
+    for warm in (engine, plain):
+        warm.generate(prompts[:2], SamplingParams(max_new_tokens=_WARM_UP_TOKENS), progress=False)
+    outputs = engine.generate(prompts, params, progress=False)
+    plain.generate(prompts, params, progress=False)
+    started = perf_counter()
+    expected = [transformers_greedy(engine.target.model, o.prompt_ids, params.max_new_tokens) for o in outputs]
+    autoregressive_seconds = perf_counter() - started
+
+    _print_texts(prompts, outputs)
+    equal = sum(o.token_ids == e for o, e in zip(outputs, expected, strict=True))
+    report = _report(args, engine, plain, outputs, equal)
+    report["autoregressive_tokens_per_second"] = round(report["tokens"] / autoregressive_seconds, 1)
+    _print_table(args, engine, report)
+    print(f"\nequal to plain decoding (transformers, batch 1), every token: {equal} of {len(prompts)} prompts")
+    if args.json:
+        print(json.dumps(report))
+    return 0 if equal == len(prompts) else 1
+
+
+def _report(
+    args: argparse.Namespace, engine: Engine, plain: Engine, outputs: list[GenerationOutput], equal: int
+) -> dict[str, Any]:
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    run_stats = engine.last_run
+    return {
+        "method": args.method,
+        "batch_size": args.batch_size,
+        "num_draft_tokens": args.num_draft_tokens,
+        "prompts": len(outputs),
+        "tokens": num_tokens,
+        "tokens_per_second": round(num_tokens / run_stats.seconds, 1),
+        "plain_tokens_per_second": round(num_tokens / plain.last_run.seconds, 1),
+        "mean_acceptance_length": round(run_stats.decoding.mean_acceptance_length, 3),
+        "stage_shares": {stage: round(share, 3) for stage, share in run_stats.timer.shares().items()},
+        "exact_match": equal / len(outputs),
+    }
+
+
+def _print_texts(prompts: list[str], outputs: list[GenerationOutput]) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        head = prompt if len(prompt) <= 100 else f"{prompt[:60]} [...] {prompt[-35:]}"
+        stats = output.stats
+        print(
+            f"[{output.index}] {len(output.prompt_ids)} prompt tokens, {len(output.token_ids)} new in "
+            f"{stats.num_steps} steps, {output.finish_reason}"
+        )
+        print(f"    {head!r}\n -> {output.text!r}\n")
+
+
+def _print_table(args: argparse.Namespace, engine: Engine, report: dict[str, Any]) -> None:
+    base = report["autoregressive_tokens_per_second"]
+    speeds = (
+        ("transformers generate(), batch 1", base),
+        (f"plain decoding in the engine, batch {args.batch_size}", report["plain_tokens_per_second"]),
+        (f"{args.method}, batch {args.batch_size}, K {args.num_draft_tokens}", report["tokens_per_second"]),
+    )
+    rows = [(name, f"{speed:.0f}", f"{speed / base:.2f}x") for name, speed in speeds]
+    print(format_table(("one run, fp32", "tokens/s", "speed-up"), rows))
+    print(f"\nacceptance length {report['mean_acceptance_length']:.2f}; share of time per stage: ", end="")
+    print(", ".join(f"{stage} {share:.0%}" for stage, share in report["stage_shares"].items()))

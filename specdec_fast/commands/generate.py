@@ -1,0 +1,56 @@
+"""Decode the prompts of a JSON-lines file into another one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from specdec_fast.commands.common import add_engine_options, add_pair_options, draft_of, read_prompts
+from specdec_fast.config import EngineConfig
+from specdec_fast.engine import Engine
+from specdec_fast.params import SamplingParams
+from specdec_fast.types import GenerationOutput
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_pair_options(parser)
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE.jsonl", help="one result per input line")
+    parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Decode every good line; report every bad one by its number. Exit status 1 if there was one."""
+    lines = read_prompts(args.prompts)
+    config = EngineConfig(
+        method=args.method, max_batch_size=args.batch_size, num_draft_tokens=args.num_draft_tokens,
+        dtype=args.dtype, device=args.device, backend=args.backend,
+    )  # fmt: skip
+    params = SamplingParams(max_new_tokens=args.max_new_tokens)
+    with args.output.open("w", encoding="utf-8") as sink:  # before the models: an unwritable path should cost nothing
+        good = [line for line in lines if line.problem is None]
+        outputs = iter(Engine(args.target, draft_of(args.draft), config).generate([g.prompt for g in good], params))
+        num_bad = 0
+        for line in lines:
+            record = {"error": line.problem} if line.problem else _record(next(outputs))
+            if "error" in record:
+                num_bad += 1
+                print(f"{args.prompts.name}, line {line.number}: {record['error']}", file=sys.stderr)
+            sink.write(json.dumps({"line": line.number, **record}, ensure_ascii=False) + "\n")
+    return 1 if num_bad else 0
+
+
+def _record(output: GenerationOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "mean_acceptance_length": round(output.stats.mean_acceptance_length, 3),
+    }
+    if output.error is not None:
+        record["error"] = str(output.error)
+    return record

@@ -1,0 +1,130 @@
+"""Report whether every token equals plain decoding, on your own models."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from specdec_fast.commands.common import (
+    add_backend_options, add_pair_options, draft_of, format_table, read_prompts,
+)  # fmt: skip
+from specdec_fast.config import EngineConfig
+from specdec_fast.engine import Engine
+from specdec_fast.equivalence import Comparison, compare, transformers_greedy, transformers_greedy_batch
+from specdec_fast.errors import ConfigError
+from specdec_fast.models import load_model
+from specdec_fast.params import SamplingParams
+from specdec_fast.schedulers import SCHEDULERS
+from specdec_fast.text import load_tokenizer
+
+_PLAIN = "autoregressive"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_pair_options(parser)
+    methods = [_PLAIN, *SCHEDULERS]
+    parser.add_argument("--methods", nargs="+", choices=methods, default=methods, help="default: all")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4, 8], metavar="N", help="default: 1 4 8")
+    parser.add_argument("--num-draft-tokens", nargs="+", type=int, default=[5], metavar="K", help="default: 5")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
+    parser.add_argument("--dtype", default="float32", help="of both models (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
+    add_backend_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report. Exit status 1 if an output of the engine differs from ``transformers`` at batch 1."""
+    base = EngineConfig(dtype=args.dtype, device=args.device, backend=args.backend)
+    target = load_model(args.target, base.dtype, base.device)  # type: ignore[arg-type]
+    prompts = _encode(args)
+    expected = [transformers_greedy(target, prompt, args.max_new_tokens) for prompt in prompts]
+    comparisons = [
+        _run_engine(args, target, setting, prompts, expected)
+        for setting in _settings(args.methods, args.batch_sizes, args.num_draft_tokens)
+    ]
+    noise = [_noise_floor(args, target, batch_size, prompts, expected) for batch_size in args.batch_sizes]
+    _print_report(args, comparisons, noise, len(prompts))
+    if args.json:
+        args.json.write_text(json.dumps(_as_json(args, comparisons, noise, len(prompts)), indent=1) + "\n")
+    return 0 if all(c.exact_match == 1 for c in comparisons) else 1
+
+
+def _settings(methods: list[str], batch_sizes: list[int], ks: list[int]) -> list[tuple[str, int, int | None]]:
+    return [
+        (method, batch_size, k)
+        for method in methods
+        for batch_size in batch_sizes
+        for k in ([None] if method == _PLAIN else ks)
+    ]
+
+
+def _encode(args: argparse.Namespace) -> list[list[int]]:
+    lines = read_prompts(args.prompts)
+    bad = next((line for line in lines if line.problem), None)
+    if bad is not None:
+        raise ConfigError(f"{args.prompts.name}, line {bad.number}: {bad.problem}")
+    tokenizer = load_tokenizer(args.target)
+    if tokenizer is None and any(isinstance(line.prompt, str) for line in lines):
+        raise ConfigError(f"{args.target} has no tokenizer; give prompt_ids instead of prompt.")
+    return [tokenizer(line.prompt).input_ids if isinstance(line.prompt, str) else line.prompt for line in lines]
+
+
+def _run_engine(
+    args: argparse.Namespace, target: nn.Module, setting: tuple[str, int, int | None],
+    prompts: list[list[int]], expected: list[list[int]],
+) -> Comparison:  # fmt: skip
+    method, batch_size, k = setting
+    plain = method == _PLAIN
+    config = EngineConfig(
+        method="eqspec" if plain else method, max_batch_size=batch_size, num_draft_tokens=k or 0,
+        dtype=args.dtype, backend=args.backend,
+    )  # fmt: skip
+    engine = Engine(target, None if plain else draft_of(args.draft), config)
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=args.max_new_tokens))
+    for output in outputs:
+        output.raise_for_error()
+    return compare(setting, target, prompts, [output.token_ids for output in outputs], expected)
+
+
+def _noise_floor(
+    args: argparse.Namespace, target: nn.Module, batch_size: int, prompts: list[list[int]], expected: list[list[int]]
+) -> Comparison:
+    """Compare plain *batched* decoding in transformers with its own batch 1."""
+    outputs: list[list[int]] = []
+    for start in range(0, len(prompts), batch_size):
+        outputs += transformers_greedy_batch(target, prompts[start : start + batch_size], args.max_new_tokens)
+    return compare(("transformers", batch_size, None), target, prompts, outputs, expected)
+
+
+def _print_report(
+    args: argparse.Namespace, comparisons: list[Comparison], noise: list[Comparison], num_prompts: int
+) -> None:
+    print(f"{num_prompts} prompts, {args.max_new_tokens} new tokens at most, {args.dtype}; ", end="")
+    print("reference: transformers generate(), batch 1\n")
+    rows = []
+    for c in [*comparisons, *noise]:
+        first = min(c.divergences, key=lambda d: d.position, default=None)
+        where = f"prompt {first.index}, token {first.position}, gap {first.gap:.1e}" if first else "-"
+        k = "-" if c.num_draft_tokens is None else c.num_draft_tokens
+        rows.append((c.method, c.batch_size, k, f"{c.exact_match:.1%}", where))
+    print(format_table(("method", "batch", "K", "exact match", "earliest divergence"), rows))
+    print("\n'transformers' is the noise floor: plain batched generate(), no speculation, against its own batch 1.")
+
+
+def _as_json(
+    args: argparse.Namespace, comparisons: list[Comparison], noise: list[Comparison], num_prompts: int
+) -> dict[str, Any]:
+    return {
+        "target": args.target,
+        "draft": args.draft,
+        "dtype": args.dtype,
+        "prompts": num_prompts,
+        "max_new_tokens": args.max_new_tokens,
+        "comparisons": [comparison.as_dict() for comparison in comparisons],
+        "noise_floor": [comparison.as_dict() for comparison in noise],
+    }
