@@ -52,4 +52,4 @@ class Drafter(ABC):
         """Learn that ``token_ids`` of these have grown by what the target emitted."""
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
-        """Forget a sequence; called once for each that was admitted."""
+        """Forget a sequence. It may be unknown, when an error came between joining and ``admit``."""

@@ -73,8 +73,8 @@ class ModelDrafter(Drafter):
 
     def release(self, sequence: Sequence) -> None:
         """Return the sequence's pages."""
-        del self.draft_kv_length[sequence]
-        self._pool().close(sequence)
+        if self.draft_kv_length.pop(sequence, None) is not None:
+            self._pool().close(sequence)
 
     def _pool(self) -> PagePool:
         if self.pool is None:

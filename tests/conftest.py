@@ -1,0 +1,69 @@
+"""Fixtures: the bundled pair in fp32, its prompts, and what ``transformers`` makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a hub
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from specdec_fast.commands.demo import demo_pair
+from specdec_fast.equivalence import transformers_greedy
+
+MAX_NEW_TOKENS = 40
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _torch_settings():
+    """One thread: these models are tiny, and spinning threads on a busy machine cost a hundredfold.
+
+    Uninitialised memory is poisoned (NaN, largest integers), so reading any shows.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(scope="session")
+def target():
+    return AutoModelForCausalLM.from_pretrained(demo_pair() / "target", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def draft():
+    return AutoModelForCausalLM.from_pretrained(demo_pair() / "draft", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(demo_pair() / "target")
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """The 32 bundled prompts, 7 to 200 tokens, as text."""
+    return [json.loads(line)["prompt"] for line in (demo_pair() / "prompts.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def prompt_ids(prompts, tokenizer):
+    """Sixteen prompts as ids: of one and of two tokens, two of equal length, and bundled ones of 9 to 201 tokens.
+
+    Nine of them end by EOS, after 10 to 38 tokens; the rest run to MAX_NEW_TOKENS.
+    """
+    encoded = [tokenizer(prompt).input_ids for prompt in prompts]
+    chosen = [encoded[i] for i in (3, 7, 8, 2, 5, 19, 21, 23, 24, 26, 29, 6)]
+    return [*chosen[:4], [0], [0, 70], encoded[7][:90], encoded[1][:90], *chosen[4:]]
+
+
+@pytest.fixture(scope="session")
+def expected(target, prompt_ids):
+    """What ``transformers.generate`` emits for each of ``prompt_ids`` at batch 1, greedily."""
+    return [transformers_greedy(target, ids, MAX_NEW_TOKENS) for ids in prompt_ids]

@@ -1,0 +1,142 @@
+"""The invariants of the design, checked on a running engine after every step."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from transformers import DynamicCache
+
+from specdec_fast.oracle import autoregressive
+
+TOLERANCE = 1e-4  # on fp32 KV entries of unit size recomputed in another order; a wrong entry is off by about 1
+
+
+@torch.inference_mode()
+def dense_kv(model, token_ids):
+    """Recompute the KV of a prefix: ``[num_layers, 2, n, num_kv_heads, head_dim]``."""
+    cache = DynamicCache()
+    model(torch.tensor([token_ids]), past_key_values=cache, use_cache=True)
+    return torch.stack([torch.stack([layer.keys[0], layer.values[0]]).transpose(1, 2) for layer in cache.layers])
+
+
+def slots_of(pool, owner, num_positions):
+    table = pool.block_table(owner)
+    return [table[p // pool.page_size] * pool.page_size + p % pool.page_size for p in range(num_positions)]
+
+
+class CheckedEngine:
+    """Wraps an engine so that every step of ``generate`` asserts I1 to I6.
+
+    Before each step all KV memory that no committed token owns is filled with NaN: whoever reads it shows.
+    """
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.expected = {}
+        self.num_checked = 0
+        self._step, engine._step = engine._step, self.step
+        self._forward, engine.target.forward = engine.target.forward, self.forward
+        self._before = {}
+
+    def generate(self, prompts, params):
+        self.params = params
+        return self.engine.generate(prompts, params)
+
+    @property
+    def _pools(self):
+        """(pool, model, committed KV length per owner) of the target, and of the drafter if it has one."""
+        pools = [(self.engine.pool, self.engine.target.model, lambda s: s.target_kv_length)]
+        drafter = self.engine.drafter
+        if getattr(drafter, "pool", None) is not None:
+            pools.append((drafter.pool, drafter.model.model, lambda s: drafter.draft_kv_length[s]))
+        return pools
+
+    def step(self, batch):
+        self._poison()
+        self._before = {s: (s.length, s.stats.num_accepted_tokens) for s in batch}
+        emitted = self._step(batch)
+        for sequence, tokens in emitted:
+            self._check_emission(sequence, tokens)
+        for pool, model, kv_length in self._pools:
+            self._check_pages(pool)
+            for sequence in pool._tables:
+                if sequence.finish_reason is None:
+                    self._check_cache(pool, model, sequence, kv_length(sequence))
+        self._check_lag(emitted)
+        self.num_checked += len(emitted)
+        return emitted
+
+    def forward(self, batch, pool, logit_rows=None):
+        """I1: every row's position is its index in its own sequence, and the rows of a sequence are its last ones."""
+        bounds = batch.cu_seqlens_q.tolist()
+        owners = list(pool._tables)
+        for i, used in enumerate(batch.seqused_k.tolist()):
+            rows = slice(bounds[i], bounds[i + 1])
+            positions = batch.positions[rows].tolist()
+            assert positions == list(range(used - len(positions), used)), "I1: positions"
+            owner = next(s for s in owners if pool._tables[s] and pool._tables[s][0] == int(batch.block_table[i, 0]))
+            committed = owner.token_ids[positions[0] :]
+            fed = batch.token_ids[rows].tolist()[: len(committed)]
+            assert fed == committed[: len(fed)], "I1: the token fed at a position is the committed one"
+        return self._forward(batch, pool, logit_rows)
+
+    def _poison(self):
+        for pool, _, kv_length in self._pools:
+            owned = [slot for s in pool._tables for slot in slots_of(pool, s, kv_length(s))]
+            flat = pool.tensor.flatten(2, 3)  # [num_layers, 2, slots, heads, head_dim]
+            keep = torch.zeros(flat.shape[2], dtype=torch.bool)
+            keep[owned] = True
+            flat[:, :, ~keep] = float("nan")
+
+    def _check_cache(self, pool, model, sequence, kv_length):
+        """I2: the entry at position i is the one computed for committed token i."""
+        assert kv_length <= sequence.length - 1, "I3: the newest committed token has no KV"
+        if not kv_length:
+            return
+        cached = pool.tensor.flatten(2, 3)[:, :, slots_of(pool, sequence, kv_length)]
+        recomputed = dense_kv(model, sequence.token_ids[:kv_length])
+        difference = (cached - recomputed).abs().max()
+        assert difference < TOLERANCE, f"I2: KV off by {difference}"
+
+    def _check_lag(self, emitted):
+        """I3: the target lacks the newest token; the draft lacks one more after a full acceptance, never more."""
+        for sequence, _ in emitted:
+            if sequence.finish_reason is None:
+                assert sequence.target_kv_length == sequence.length - 1, "I3: target lag"
+                lengths = getattr(self.engine.drafter, "draft_kv_length", {})
+                assert lengths.get(sequence, sequence.length - 2) >= sequence.length - 2, "I3: draft lag"
+
+    def _check_pages(self, pool):
+        """I4: rejection hands out and takes back nothing; no page has two owners, nobody owns the scratch page."""
+        owned = [page for table in pool._tables.values() for page in table]
+        assert 0 not in owned
+        assert len(owned) == len(set(owned)), "I4: a page has two owners"
+        assert sorted(owned + pool._free) == list(range(1, pool.num_pages + 1)), "I4: a page was lost"
+
+    def _check_emission(self, sequence, tokens):
+        """I5 and I6: the tokens are plain decoding's; accepted + 1 of them, unless the request ended."""
+        key = (tuple(sequence.token_ids[: sequence.prompt_length]), sequence.params.max_new_tokens)
+        if key not in self.expected:
+            model, new_tokens = self.engine.target.model, sequence.params.max_new_tokens
+            self.expected[key] = autoregressive(model, list(key[0]), new_tokens, sequence.stop_ids)
+        emitted = sequence.emitted_ids
+        assert emitted == self.expected[key][: len(emitted)], "I5/I6: a token differs from plain decoding"
+        length_before, accepted_before = self._before[sequence]
+        assert sequence.length == length_before + len(tokens)
+        if sequence.finish_reason is None:
+            accepted = sequence.stats.num_accepted_tokens - accepted_before
+            assert len(tokens) == accepted + 1, "I5: accepted + 1 tokens per step"
+        else:
+            assert emitted == self.expected[key], "I5: the request ended early"
+
+
+@contextlib.contextmanager
+def patched(owner, name, replacement):
+    """Replace a method for the duration of a block; the replacement gets the original first."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -1,0 +1,54 @@
+"""Tiny random models of many architectures, and drafts cut out of them."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import (
+    AutoModelForCausalLM, Gemma2Config, Glm4Config, GPT2Config, GPTNeoXConfig, LlamaConfig, MistralConfig, Phi3Config,
+    PreTrainedConfig, Qwen3Config,
+)  # fmt: skip
+
+VOCAB_SIZE = 97
+MAX_POSITIONS = 160
+_NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+# Wide weights, so that texts vary and the best logit leads by far more than rounding.
+_COMMON = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": MAX_POSITIONS, "initializer_range": 0.3, "tie_word_embeddings": False, **_NO_SPECIAL,
+}  # fmt: skip
+_GROUPED = {**_COMMON, "num_key_value_heads": 2}
+_GPT2 = {
+    "vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITIONS,
+    "initializer_range": 0.3, "tie_word_embeddings": False, **_NO_SPECIAL,
+}  # fmt: skip
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_GROUPED),
+    "qwen3": Qwen3Config(**_GROUPED, head_dim=16),
+    "glm4": Glm4Config(**_GROUPED, head_dim=16),
+    "mistral-window": MistralConfig(**_GROUPED, sliding_window=7, head_dim=8),
+    "gemma2": Gemma2Config(**_GROUPED, sliding_window=5, head_dim=16, attn_logit_softcapping=5.0),
+    "phi3": Phi3Config(**_GROUPED),
+    "gpt2": GPT2Config(**_GPT2),
+    "gpt-neox": GPTNeoXConfig(**_COMMON),
+}
+
+
+def tiny_model(architecture: str, seed: int = 0) -> torch.nn.Module:
+    """Build a random fp32 model of three layers."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIGS[architecture], dtype=torch.float32).eval()
+
+
+def truncated_copy(model: torch.nn.Module, num_layers: int) -> torch.nn.Module:
+    """Build a draft from a target's first layers: it agrees often, not always, so acceptance is ragged."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+    short = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    missing = short.load_state_dict(model.state_dict(), strict=False).missing_keys
+    assert not missing, missing
+    return short

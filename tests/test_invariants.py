@@ -1,0 +1,158 @@
+"""Random schedules under the invariant checks, and one deliberately broken step per invariant that they must catch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from invariants import CheckedEngine, patched
+from models import VOCAB_SIZE, tiny_model, truncated_copy
+
+import specdec_fast as sd
+from specdec_fast.drafters.model import ModelDrafter
+from specdec_fast.kv_cache import PagePool
+from specdec_fast.sequence import Sequence
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_model("llama")
+    return target, truncated_copy(target, 2)
+
+
+def checked(pair, draft="model", **config):
+    target, draft_model = pair
+    return CheckedEngine(sd.Engine(target, draft_model if draft == "model" else draft, page_size=4, **config))
+
+
+def random_prompts(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
+
+
+schedules = st.fixed_dictionaries(
+    {
+        "requests": st.lists(st.tuples(st.integers(1, 30), st.integers(1, 14)), min_size=1, max_size=7),
+        "method": st.sampled_from(["eqspec", "exspec"]),
+        "draft": st.sampled_from(["model", "ngram"]),
+        "max_batch_size": st.integers(1, 4),
+        "num_draft_tokens": st.integers(0, 6),
+        "max_wait_steps": st.integers(0, 3),
+        "stop_id": st.integers(0, VOCAB_SIZE - 1),
+        "spare_pages": st.integers(0, 8),
+        "seed": st.integers(0, 1000),
+    }
+)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(schedule=schedules)
+def test_invariants_hold_over_random_schedules(pair, schedule):
+    requests = schedule["requests"]
+    largest = max(prompt + new for prompt, new in requests)
+    engine = checked(
+        pair,
+        schedule["draft"],
+        method=schedule["method"],
+        max_batch_size=schedule["max_batch_size"],
+        num_draft_tokens=schedule["num_draft_tokens"],
+        max_wait_steps=schedule["max_wait_steps"],
+        kv_cache_tokens=largest + 4 * schedule["spare_pages"],  # from one sequence at a time upwards
+    )
+    params = [sd.SamplingParams(max_new_tokens=new, stop_token_ids=(schedule["stop_id"],)) for _, new in requests]
+    outputs = engine.generate(random_prompts([n for n, _ in requests], schedule["seed"]), params)
+    assert [output.index for output in outputs] == list(range(len(requests)))
+    assert all(output.error is None for output in outputs)
+    assert engine.num_checked == sum(output.stats.num_steps for output in outputs)
+    assert engine.engine.pool.num_free_pages == engine.engine.pool.num_pages
+
+
+def run(engine):
+    engine.generate(random_prompts([9, 5, 14]), sd.SamplingParams(max_new_tokens=20))
+
+
+def stale_position(original, pool, rows, token_ids):
+    """I1: a sequence's rows are placed one position too early."""
+    batch = original(pool, rows, token_ids)
+    return dataclasses.replace(batch, positions=(batch.positions - 1).clamp_min(0))
+
+
+def unrejected_entry(original, sequence, num_draft, num_accepted, emission):
+    """I2: the entry of the first rejected draft token is kept as if it were committed."""
+    tokens = original(sequence, num_draft, num_accepted, emission)
+    if num_accepted < num_draft and sequence.finish_reason is None:
+        sequence.token_ids.insert(-1, sequence.token_ids[-1])
+        sequence.target_kv_length += 1
+        del sequence.token_ids[-2]
+    return tokens
+
+
+def no_lag(original, sequence, num_draft, num_accepted, emission):
+    """I3: the newest token is taken for cached."""
+    tokens = original(sequence, num_draft, num_accepted, emission)
+    sequence.target_kv_length += 1
+    return tokens
+
+
+def no_rollback(original, drafter, sequences):
+    """I4: the draft model keeps the entries of rejected tokens."""
+
+
+def shared_page(original, pool, owner):
+    """I4: pages are returned while still held by somebody else."""
+    pool._free.append(next(iter(pool._tables.values()))[0])
+    original(pool, owner)
+
+
+def lost_bonus(original, sequence, num_draft, num_accepted, emission):
+    """I5: nothing is emitted after a full acceptance but the drafts themselves."""
+    if num_accepted == num_draft and num_accepted:
+        emission = emission[:-1]
+    return original(sequence, num_draft, num_accepted, emission)
+
+
+def draft_bonus_token(original, sequence, num_draft, num_accepted, emission):
+    """I5: another token than the target's stands after the accepted ones."""
+    return original(sequence, num_draft, num_accepted, [*emission[:-1], (emission[-1] + 1) % VOCAB_SIZE])
+
+
+def neighbours_pages(original, pool, rows, token_ids):
+    """I6: a sequence reads the KV of the one beside it."""
+    batch = original(pool, rows, token_ids)
+    return dataclasses.replace(batch, block_table=batch.block_table.roll(1, dims=0))
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "mutation"),
+    [
+        (PagePool, "batch", stale_position),
+        (Sequence, "commit", unrejected_entry),
+        (Sequence, "commit", no_lag),
+        (ModelDrafter, "commit", no_rollback),
+        (PagePool, "close", shared_page),
+        (Sequence, "commit", lost_bonus),
+        (Sequence, "commit", draft_bonus_token),
+        (PagePool, "batch", neighbours_pages),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_broken_step_is_caught(pair, owner, method, mutation):
+    whole, broken = (checked(pair, max_batch_size=3, method="eqspec") for _ in range(2))
+    run(whole)
+    with patched(owner, method, mutation), pytest.raises(AssertionError):
+        run(broken)
+
+
+def test_kv_beyond_the_context_is_poisoned_and_never_read(pair):
+    """The poisoning itself must be able to fail: reading one entry too many brings a NaN into the logits."""
+
+    def one_too_many(original, pool, rows, token_ids):
+        batch = original(pool, rows, token_ids)
+        return dataclasses.replace(batch, seqused_k=batch.seqused_k + 1)
+
+    engine = checked(pair, "ngram", max_batch_size=2)
+    with patched(PagePool, "batch", one_too_many), pytest.raises((AssertionError, IndexError)):
+        engine.generate(random_prompts([9, 6]), sd.SamplingParams(max_new_tokens=8))
