@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
@@ -13,8 +13,8 @@ from specdec_fast.types import GenerationOutput
 
 
 def generate(
-    target: str | nn.Module,
-    draft: str | nn.Module | Drafter | None,
+    target: str | PreTrainedModel,
+    draft: str | PreTrainedModel | Drafter | None,
     prompts: Any,
     params: Any = None,
     *,

@@ -12,10 +12,13 @@ import torch
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 
 _DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32,
-    "float16": torch.float16, "fp16": torch.float16,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-}  # fmt: skip
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def _expect_at_least(name: str, value: Any, smallest: int) -> None:
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None or dtype in set(_DTYPES.values()):
-        return dtype  # type: ignore[return-value]
+        return dtype
     if isinstance(dtype, str) and dtype in _DTYPES:
         return _DTYPES[dtype]
     raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}, a torch dtype of these, or None.")

@@ -13,7 +13,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Draft, Drafter, make_drafter
@@ -72,8 +73,8 @@ class Engine:
 
     def __init__(
         self,
-        target: str | nn.Module,
-        draft: str | nn.Module | Drafter | None,
+        target: str | PreTrainedModel,
+        draft: str | PreTrainedModel | Drafter | None,
         config: EngineConfig | None = None,
         *,
         tokenizer: Any | None = None,

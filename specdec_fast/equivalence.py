@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from specdec_fast.emission import cut_emission
 
@@ -52,13 +52,13 @@ class Comparison:
 
 
 @torch.inference_mode()
-def transformers_greedy(model: nn.Module, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
+def transformers_greedy(model: PreTrainedModel, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
     """Decode one prompt with ``transformers``' own ``generate()``, greedily; return the emitted ids."""
     return transformers_greedy_batch(model, [prompt_ids], max_new_tokens)[0]
 
 
 @torch.inference_mode()
-def transformers_greedy_batch(model: nn.Module, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+def transformers_greedy_batch(model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
     """Decode prompts together with ``generate()``, left-padded as its users do; return each one's emitted ids."""
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
@@ -69,17 +69,28 @@ def transformers_greedy_batch(model: nn.Module, prompts: list[list[int]], max_ne
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
     # The model's own sampling defaults are overridden: what is compared is the argmax of the logits.
     sequences = model.generate(
-        token_ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
-        repetition_penalty=1.0, temperature=None, top_k=None, top_p=None, pad_token_id=pad,
-    )  # fmt: skip
+        token_ids,
+        attention_mask=mask,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        temperature=None,
+        top_k=None,
+        top_p=None,
+        pad_token_id=pad,
+    )
     emitted = sequences[:, longest:].tolist()
     return [cut_emission(tokens, stop_ids, max_new_tokens)[0] for tokens in emitted]
 
 
 def compare(
-    setting: tuple[str, int, int | None], model: nn.Module, prompts: list[list[int]],
-    outputs: list[list[int]], expected: list[list[int]],
-) -> Comparison:  # fmt: skip
+    setting: tuple[str, int, int | None],
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    outputs: list[list[int]],
+    expected: list[list[int]],
+) -> Comparison:
     """Compare outputs with the reference; look up the two best logits where they part.
 
     Args:
@@ -100,7 +111,7 @@ def compare(
 
 
 @torch.inference_mode()
-def logit_gap(model: nn.Module, token_ids: list[int]) -> float:
+def logit_gap(model: PreTrainedModel, token_ids: list[int]) -> float:
     """Return the difference of the two best logits after ``token_ids``."""
     logits = model(torch.tensor([token_ids], device=next(model.parameters()).device)).logits[0, -1].float()
     best, second = logits.topk(2).values.tolist()

@@ -83,6 +83,8 @@ class PagePool:
             dtype=layout.dtype,
             device=layout.device,
         )
+        # per layer: keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim]
+        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.tensor]
         self._free = list(range(self.num_pages, 0, -1))
         self._tables: dict[Hashable, list[int]] = {}
         self._reserved: dict[Hashable, int] = {}
@@ -186,18 +188,19 @@ class PagedCache(Cache):
     ``update`` writes the new rows into pages and hands the rows themselves back; the attention hook reads the pages.
     """
 
-    def __init__(self, pool: PagePool, batch: RaggedBatch, ops: Ops) -> None:
+    def __init__(self, pool: PagePool, batch: RaggedBatch, ops: Ops, sliding_layers: frozenset[int]) -> None:
         super().__init__(layers=[])
-        self.pool, self.batch, self.ops = pool, batch, ops
+        self.pool, self.batch, self._ops = pool, batch, ops
+        self.sliding_layers = sliding_layers  # layers that must tell their window with every call
         self.num_attended = 0  # calls of attend: one per layer, if the model goes through the hook
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write ``[1, num_kv_heads, T, head_dim]`` keys and values of one layer through ``slot_mapping``."""
-        keys, values = self.pool.tensor[layer_idx]
+        keys, values = self.pool.layers[layer_idx]
         rows = (key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))  # [T, num_kv_heads, head_dim]
-        self.ops.append_kv_(keys, values, *rows, self.batch.slot_mapping)
+        self._ops_of(layer_idx).append_kv_(keys, values, *rows, self.batch.slot_mapping)
         return key_states, value_states
 
     def attend(
@@ -205,11 +208,10 @@ class PagedCache(Cache):
     ) -> Tensor:
         """Attend from ``[1, num_heads, T, head_dim]`` queries; return ``[1, T, num_heads, head_dim]``."""
         self.num_attended += 1
-        keys, values = self.pool.tensor[layer_idx]
         batch = self.batch
-        out = self.ops.paged_attention(
+        out = self._ops_of(layer_idx).paged_attention(
             query[0].transpose(0, 1),
-            (keys, values),
+            self.pool.layers[layer_idx],
             batch.block_table,
             batch.cu_seqlens_q,
             batch.seqused_k,
@@ -218,6 +220,10 @@ class PagedCache(Cache):
             softcap,
         )
         return out[None]
+
+    def _ops_of(self, layer_idx: int) -> Ops:
+        """Check the arguments at the first layer; the others differ in their numbers only, never in a shape."""
+        return self._ops if layer_idx == 0 else self._ops.unchecked or self._ops
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions are passed to the model explicitly, so nothing may be inferred from a length."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from specdec_fast.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec_fast.kv_cache import KVLayout, PagedCache, PagePool, RaggedBatch, Rows
@@ -44,13 +44,13 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Serve ``transformers``' attention call from the pages; its keys, values and mask are not needed."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    layer_types = getattr(module.config, "layer_types", None)
-    if layer_types and layer_types[layer] == "sliding_attention" and sliding_window is None:
-        raise UnsupportedModelError(f"layer {layer} slides its window through the mask alone, which pages have not.")
     if kwargs.get("s_aux") is not None:
         raise UnsupportedModelError(f"layer {layer} uses attention sinks, which paged_attention does not serve.")
+    cache = _active_cache.get()
+    if sliding_window is None and layer in cache.sliding_layers:
+        raise UnsupportedModelError(f"layer {layer} slides its window through the mask alone, which pages have not.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _active_cache.get().attend(query, layer, scale, sliding_window, softcap), None
+    return cache.attend(query, layer, scale, sliding_window, softcap), None
 
 
 AttentionInterface.register(_ATTENTION, _attend)
@@ -68,10 +68,12 @@ class RaggedModel:
 
     """
 
-    def __init__(self, model: nn.Module, ops: Ops) -> None:
+    def __init__(self, model: PreTrainedModel, ops: Ops) -> None:
         _check_decoder(model)
         self.model, self.ops = model, ops
         self.config = model.config.get_text_config(decoder=True)
+        layer_types = getattr(self.config, "layer_types", None) or []
+        self._sliding_layers = frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = torch.arange(8, device=_device_of(model)) % self.config.vocab_size
         logits, self.layout = _probe_dense(model, probe)
@@ -105,7 +107,7 @@ class RaggedModel:
             Logits ``[R, vocab_size]`` (``[T, vocab_size]`` without ``logit_rows``) in the model's dtype.
 
         """
-        cache = PagedCache(pool, batch, self.ops)
+        cache = PagedCache(pool, batch, self.ops, self._sliding_layers)
         keep = {"logits_to_keep": logit_rows} if logit_rows is not None and self._keeps_rows else {}
         with self._paged_attention(cache):
             logits = self.model(
@@ -117,8 +119,8 @@ class RaggedModel:
             ).logits[0]
         if cache.num_attended != self.layout.num_layers:
             raise UnsupportedModelError(
-                f"{cache.num_attended} of {self.layout.num_layers} layers of {type(self.model).__name__} attend through "
-                "transformers' AttentionInterface; the others would not see the paged KV cache."
+                f"{cache.num_attended} of {self.layout.num_layers} layers of {type(self.model).__name__} attend "
+                "through transformers' AttentionInterface; the others would not see the paged KV cache."
             )
         return logits if logit_rows is None or self._keeps_rows else logits[logit_rows]
 
@@ -166,7 +168,9 @@ def _prefill_forwards(prompts: Mapping[Hashable, list[int]]) -> Iterator[tuple[l
         yield rows, token_ids
 
 
-def load_model(source: str | nn.Module, dtype: torch.dtype | None, device: torch.device | None) -> nn.Module:
+def load_model(
+    source: str | PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None
+) -> PreTrainedModel:
     """Load a Hugging Face model by name or folder, or take a loaded one as it is.
 
     Args:
@@ -178,7 +182,7 @@ def load_model(source: str | nn.Module, dtype: torch.dtype | None, device: torch
         ConfigError: a loaded model has another dtype or device than asked for, or is in training mode.
 
     """
-    if isinstance(source, nn.Module):
+    if isinstance(source, nn.Module):  # one that is no Hugging Face model is told so by RaggedModel
         _check_loaded(source, dtype, device)
         return source
     if device is None:
@@ -186,7 +190,7 @@ def load_model(source: str | nn.Module, dtype: torch.dtype | None, device: torch
     return AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto").to(device).eval()
 
 
-def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.device | None) -> None:
+def _check_loaded(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None) -> None:
     name = type(model).__name__
     if model.training:
         raise ConfigError(f"{name} is in training mode, so dropout would change its output; call model.eval() first.")
@@ -197,7 +201,7 @@ def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.dev
         raise ConfigError(f"device={device}, but the loaded {name} is on {has.device}; move it, or leave device out.")
 
 
-def _check_decoder(model: nn.Module) -> None:
+def _check_decoder(model: PreTrainedModel) -> None:
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass one, or its name.")
@@ -212,12 +216,12 @@ def _check_decoder(model: nn.Module) -> None:
         )
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def _device_of(model: PreTrainedModel) -> torch.device:
     return next(model.parameters()).device
 
 
 @torch.inference_mode()
-def _probe_dense(model: nn.Module, token_ids: Tensor) -> tuple[Tensor, KVLayout]:
+def _probe_dense(model: PreTrainedModel, token_ids: Tensor) -> tuple[Tensor, KVLayout]:
     """Run the model as it is on one short sequence; read its logits ``[n, vocab_size]`` and its KV shapes."""
     cache = DynamicCache()
     logits = model(input_ids=token_ids[None], past_key_values=cache, use_cache=True).logits[0]
@@ -265,7 +269,7 @@ def _max_positions(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def _eos_token_ids(model: nn.Module) -> frozenset[int]:
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     generation_config = getattr(model, "generation_config", None)
     eos = getattr(generation_config, "eos_token_id", None)
     if eos is None:

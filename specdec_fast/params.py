@@ -11,9 +11,17 @@ from specdec_fast.errors import InvalidParamsError, NotYetSupportedError
 _FROM_GENERATION_CONFIG = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Fields that say nothing about which tokens come out (or that the target's own config already answers).
 _NEUTRAL_GENERATION_FIELDS = {
-    "bos_token_id", "pad_token_id", "eos_token_id", "do_sample", "use_cache", "transformers_version",
-    "output_attentions", "output_hidden_states", "return_dict_in_generate", "_from_model_config",
-}  # fmt: skip
+    "bos_token_id",
+    "pad_token_id",
+    "eos_token_id",
+    "do_sample",
+    "use_cache",
+    "transformers_version",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict_in_generate",
+    "_from_model_config",
+}
 
 
 @dataclass(frozen=True)

@@ -6,23 +6,44 @@ import copy
 
 import torch
 from transformers import (
-    AutoModelForCausalLM, Gemma2Config, Glm4Config, GPT2Config, GPTNeoXConfig, LlamaConfig, MistralConfig, Phi3Config,
-    PreTrainedConfig, Qwen3Config,
-)  # fmt: skip
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Glm4Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 VOCAB_SIZE = 97
 MAX_POSITIONS = 160
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 # Wide weights, so that texts vary and the best logit leads by far more than rounding.
 _COMMON = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "max_position_embeddings": MAX_POSITIONS, "initializer_range": 0.3, "tie_word_embeddings": False, **_NO_SPECIAL,
-}  # fmt: skip
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    **_NO_SPECIAL,
+}
 _GROUPED = {**_COMMON, "num_key_value_heads": 2}
 _GPT2 = {
-    "vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITIONS,
-    "initializer_range": 0.3, "tie_word_embeddings": False, **_NO_SPECIAL,
-}  # fmt: skip
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": MAX_POSITIONS,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    **_NO_SPECIAL,
+}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_GROUPED),

@@ -147,7 +147,9 @@ class TestOneBadRequest:
         engine = sd.Engine(target, draft, kv_cache_tokens=96)
         outputs = engine.generate([prompt_ids[4], prompt_ids[1], prompt_ids[5]], PARAMS)
         assert [outputs[i].token_ids for i in (0, 2)] == expected[4:6]
-        with pytest.raises(sd.KVCacheTooSmallError, match=r"needs 240 KV positions.*whole pool has 96.*kv_cache_tokens"):
+        with pytest.raises(
+            sd.KVCacheTooSmallError, match=r"needs 240 KV positions.*whole pool has 96.*kv_cache_tokens"
+        ):
             outputs[1].raise_for_error()
 
     @pytest.mark.parametrize("draft_name", ["model", "ngram"])
@@ -240,13 +242,20 @@ class TestBadCalls:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)),
-             "0 of 2 layers"),
-            (lambda: T5Model(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=97)), "encoder-decoder"),
+            (
+                lambda: AutoModelForCausalLM.from_config(
+                    BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+                ),
+                "0 of 2 layers",
+            ),
+            (
+                lambda: T5Model(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=97)),
+                "encoder-decoder",
+            ),
             (lambda: torch.nn.Linear(2, 2), "not a Hugging Face model"),
         ],
         ids=["own attention", "encoder-decoder", "no language model"],
-    )  # fmt: skip
+    )
     def test_unsupported_model(self, make, message):
         with pytest.raises(sd.UnsupportedModelError, match=message):
             sd.Engine(make().eval(), None)
@@ -255,9 +264,12 @@ class TestBadCalls:
 def test_generate_with_names_and_a_generation_config(prompts):
     """The README's way in: folders or names, strings, a transformers GenerationConfig."""
     outputs = sd.generate(
-        str(demo_pair() / "target"), str(demo_pair() / "draft"), prompts[:2],
-        GenerationConfig(max_new_tokens=6, do_sample=False), dtype="float32",
-    )  # fmt: skip
+        str(demo_pair() / "target"),
+        str(demo_pair() / "draft"),
+        prompts[:2],
+        GenerationConfig(max_new_tokens=6, do_sample=False),
+        dtype="float32",
+    )
     assert [len(o.token_ids) for o in outputs] == [6, 6]
     assert all(isinstance(o.text, str) and o.text for o in outputs)
 
@@ -276,7 +288,7 @@ def test_padded_vocabularies_of_one_family(target, draft, prompt_ids, expected):
     """The draft's logits may be narrower or wider than the target's, if the tokenizers agree."""
     wide = copy.deepcopy(draft)
     wide.resize_token_embeddings(1040, mean_resizing=False)
-    assert wide.config._name_or_path and target.config._name_or_path  # where their tokenizers are found
+    assert all(model.config._name_or_path for model in (wide, target))  # where their tokenizers are found
     engine = sd.Engine(target, wide, max_batch_size=4)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
 
@@ -284,9 +296,15 @@ def test_padded_vocabularies_of_one_family(target, draft, prompt_ids, expected):
 def test_rope_that_depends_on_the_longest_sequence_is_held_to_its_original_length():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
     config = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=128, rope_parameters=rope, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        rope_parameters=rope,
+        eos_token_id=None,
+    )
     engine = sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
     assert engine.target.max_positions == 32
     assert isinstance(engine.generate([[5] * 40])[0].error, sd.PromptTooLongError)

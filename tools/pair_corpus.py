@@ -84,11 +84,14 @@ def hold_out(documents: list[str], share: float, seed: int) -> tuple[list[str], 
     Training documents that repeat a held-out one word for word are dropped.
     """
     if (characters := sum(map(len, documents))) < MIN_CHARACTERS:
-        raise InputError(f"the text is too short to train on: {characters:,} characters, "
-                         f"at least {MIN_CHARACTERS:,} needed")
+        raise InputError(
+            f"the text is too short to train on: {characters:,} characters, at least {MIN_CHARACTERS:,} needed"
+        )
     if len(documents) < MIN_DOCUMENTS:
-        raise InputError(f"the text splits into {len(documents)} documents, at least {MIN_DOCUMENTS} needed; "
-                         "give the --separator that stands between its documents")
+        raise InputError(
+            f"the text splits into {len(documents)} documents, at least {MIN_DOCUMENTS} needed; "
+            "give the --separator that stands between its documents"
+        )
     count = max(MIN_HELD_OUT, round(share * len(documents)))
     shuffled = random.Random(seed).sample(documents, len(documents))
     held_out = shuffled[:count]
@@ -104,17 +107,23 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(documents, trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[BOS, EOS, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes: no text is unknown
-        show_progress=False,
-    ))
+    tokenizer.train_from_iterator(
+        documents,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[BOS, EOS, PAD],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes: no text is unknown
+            show_progress=False,
+        ),
+    )
     if tokenizer.get_vocab_size() != vocab_size:
-        raise InputError(f"the text is too uniform to train on: only {tokenizer.get_vocab_size()} "
-                         f"of {vocab_size} tokens could be learnt from it")
+        raise InputError(
+            f"the text is too uniform to train on: only {tokenizer.get_vocab_size()} "
+            f"of {vocab_size} tokens could be learnt from it"
+        )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)])
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
+    )
     return tokenizer
 
 
@@ -164,8 +173,11 @@ def choose_prompts(tokenizer: Tokenizer, held_out: list[str], count: int, task: 
     `n_tokens` does not count bos. Documents serve in turn, the longest prompts choosing first.
     """
     rng = random.Random(seed)
-    encodings = [(document, tokenizer.encode(document, add_special_tokens=False)) for document in held_out
-                 if not any(token in document for token in (BOS, EOS, PAD))]
+    encodings = [
+        (document, tokenizer.encode(document, add_special_tokens=False))
+        for document in held_out
+        if not any(token in document for token in (BOS, EOS, PAD))
+    ]
     uses = [0] * len(encodings)
     ratio = LONGEST_PROMPT / SHORTEST_PROMPT
     prompts: dict[str, dict] = {}

@@ -70,16 +70,23 @@ def walk_rounds(agreement: Sequence[bool], num_draft_tokens: int) -> list[int]:
     return rounds
 
 
-def continue_text(model: PreTrainedModel, prompt_ids: torch.Tensor, max_new_tokens: int,
-                  seed: int | None = None) -> torch.Tensor:
+def continue_text(
+    model: PreTrainedModel, prompt_ids: torch.Tensor, max_new_tokens: int, seed: int | None = None
+) -> torch.Tensor:
     """Prompt and continuation `[num_tokens]`: greedy, or sampled at temperature 1 when a seed is given."""
-    sampling = {"do_sample": False} if seed is None else {
-        "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    sampling = (
+        {"do_sample": False} if seed is None else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    )
     with torch.random.fork_rng(devices=[]):
         if seed is not None:
             torch.manual_seed(seed)
-        return model.generate(prompt_ids[None], attention_mask=torch.ones_like(prompt_ids)[None],
-                              max_new_tokens=max_new_tokens, pad_token_id=PAD_ID, **sampling)[0]
+        return model.generate(
+            prompt_ids[None],
+            attention_mask=torch.ones_like(prompt_ids)[None],
+            max_new_tokens=max_new_tokens,
+            pad_token_id=PAD_ID,
+            **sampling,
+        )[0]
 
 
 def predicting_logits(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int) -> torch.Tensor:
@@ -97,7 +104,7 @@ def measure_greedy(models: Models, prompts: Iterable[torch.Tensor], protocol: Pr
     bf16_differs = 0
     for prompt_ids in prompts:
         ids = continue_text(models.target, prompt_ids, protocol.max_new_tokens)
-        new_ids = ids[len(prompt_ids):]
+        new_ids = ids[len(prompt_ids) :]
         target_logits = predicting_logits(models.target, ids, len(prompt_ids))
         draft_logits = predicting_logits(models.draft, ids, len(prompt_ids))
         bf16_logits = predicting_logits(models.target_bf16, ids, len(prompt_ids))
@@ -119,8 +126,9 @@ def measure_greedy(models: Models, prompts: Iterable[torch.Tensor], protocol: Pr
         "accepted_per_round": [rounds.count(n) / len(rounds) for n in range(protocol.num_draft_tokens + 1)],
         "median_new_tokens": statistics.median(lengths),
         "ended_by_eos": len(eos_lengths),
-        "eos_after_tokens": {"min": min(eos_lengths), "median": statistics.median(eos_lengths),
-                             "max": max(eos_lengths)} if eos_lengths else None,
+        "eos_after_tokens": {"min": min(eos_lengths), "median": statistics.median(eos_lengths), "max": max(eos_lengths)}
+        if eos_lengths
+        else None,
         "positions_with_gap_below": {f"{gap:.0e}": int((all_gaps < gap).sum()) for gap in GAPS},
         "bf16_argmax_differs": bf16_differs / len(agreement),
     }
@@ -183,16 +191,20 @@ def figures(measured: dict) -> list[tuple[str, str]]:
     return [
         ("greedy agreement per token", f"{measured['greedy_agreement']:.3f}"),
         (f"tokens per round, K = {measured['num_draft_tokens']}", f"{measured['tokens_per_round']:.2f}"),
-        (f"rounds by accepted drafts 0..{measured['num_draft_tokens']}",
-         " ".join(f"{share:.2f}" for share in measured["accepted_per_round"])),
+        (
+            f"rounds by accepted drafts 0..{measured['num_draft_tokens']}",
+            " ".join(f"{share:.2f}" for share in measured["accepted_per_round"]),
+        ),
         ("ended by eos", f"{measured['ended_by_eos']} of {measured['prompts']}{ends}"),
         ("median new tokens", f"{measured['median_new_tokens']:g}"),
         ("sum of min(target, draft) probabilities", f"{measured['sampled_overlap']:.3f}"),
         (f"gap of the two best logits below, of {measured['positions']:,} positions", gaps),
         ("bf16 argmax differs from fp32", f"{measured['bf16_argmax_differs']:.1%} of positions"),
-        ("held-out cross-entropy, nats per token",
-         f"target {measured['target_held_out_cross_entropy']:.2f}, "
-         f"draft {measured['draft_held_out_cross_entropy']:.2f}"),
+        (
+            "held-out cross-entropy, nats per token",
+            f"target {measured['target_held_out_cross_entropy']:.2f}, "
+            f"draft {measured['draft_held_out_cross_entropy']:.2f}",
+        ),
     ]
 
 
@@ -210,26 +222,27 @@ def model_card(report: dict) -> str:
         f"| {name} | {model['parameters']:,} | {model['hidden']} | {model['layers']} | "
         f"{model['heads']} / {model['kv_heads']} | {model['ffn']} | "
         f"{model['seconds']:.0f} s, {model['tokens'] / 1e6:.2f} M tokens |"
-        for name, model in (("target", report["target"]), ("draft", report["draft"])))
+        for name, model in (("target", report["target"]), ("draft", report["draft"]))
+    )
     values = "\n".join(f"| {what} | {value} |" for what, value in figures(measured))
-    return f"""# Demo pair trained on `{source['file']}`
+    return f"""# Demo pair trained on `{source["file"]}`
 
 `target/` and `draft/`: `LlamaForCausalLM`, bf16 safetensors, tied embeddings, context {CONTEXT}, one
-byte-level BPE tokenizer of {report['vocab_size']:,} tokens (bos 0, which the tokenizer adds; eos 1; pad 2),
-{report['megabytes']:.2f} MB together.
+byte-level BPE tokenizer of {report["vocab_size"]:,} tokens (bos 0, which the tokenizer adds; eos 1; pad 2),
+{report["megabytes"]:.2f} MB together.
 
 | | parameters | hidden | layers | heads / KV heads | FFN | trained |
 |---|---|---|---|---|---|---|
 {models}
 
-Text: {source['characters']:,} characters; {source['training_tokens']:,} training tokens in
-{source['training_documents']:,} documents closed by eos, and {source['held_out_documents']:,} documents held
+Text: {source["characters"]:,} characters; {source["training_tokens"]:,} training tokens in
+{source["training_documents"]:,} documents closed by eos, and {source["held_out_documents"]:,} documents held
 out before the tokenizer was trained. The target learnt by cross-entropy and saw each training token about
-{report['target']['passes']:.1f} times; the draft was distilled from it. {report['optimizer']}, bf16 autocast,
-CPU threads: {report['threads']}, seed {report['seed']}.
+{report["target"]["passes"]:.1f} times; the draft was distilled from it. {report["optimizer"]}, bf16 autocast,
+CPU threads: {report["threads"]}, seed {report["seed"]}.
 
-Measured in fp32 on {measured['prompts']} held-out prompts, {measured['max_new_tokens']} tokens at most, with
-torch {versions['torch']} and transformers {versions['transformers']}:
+Measured in fp32 on {measured["prompts"]} held-out prompts, {measured["max_new_tokens"]} tokens at most, with
+torch {versions["torch"]} and transformers {versions["transformers"]}:
 
 | figure | value |
 |---|---|

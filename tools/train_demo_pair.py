@@ -101,26 +101,34 @@ def build_parser() -> argparse.ArgumentParser:
         prog="train_demo_pair",
         description="Train a small target and a draft distilled from it, from any UTF-8 text file.",
         epilog="Takes the two budgets plus about half a minute for the tokenizer and the measurements: 14 "
-               "minutes by default, on one CPU thread. Megabytes of text are best; a short one the target "
-               "begins to recite. Files of the same names in FOLDER are overwritten.")
+        "minutes by default, on one CPU thread. Megabytes of text are best; a short one the target "
+        "begins to recite. Files of the same names in FOLDER are overwritten.",
+    )
     add = partial(parser.add_argument, metavar="N")
-    size: dict[str, Any] = {
-        "type": int, "nargs": 5, "metavar": ("HIDDEN", "LAYERS", "HEADS", "KV_HEADS", "FFN")}
+    size: dict[str, Any] = {"type": int, "nargs": 5, "metavar": ("HIDDEN", "LAYERS", "HEADS", "KV_HEADS", "FFN")}
     add("--text", type=Path, required=True, metavar="FILE", help="the text to learn, UTF-8")
     add("--output", type=Path, required=True, metavar="FOLDER", help="where the pair goes")
     add("--minutes-target", type=positive, default=9.0, help="training time of the target (%(default)g)")
     add("--minutes-draft", type=positive, default=4.0, help="training time of the draft (%(default)g)")
-    add("--separator", type=separator, metavar="TEXT", help=r"what stands between documents, \n and \t "
-        "allowed (default: paragraphs are merged into documents of 700 characters or more)")
-    add("--held-out", type=share, default=0.02, help="share of the documents that is never trained on, at "
-        "least 8 of them (%(default)g)")
+    add(
+        "--separator",
+        type=separator,
+        metavar="TEXT",
+        help=r"what stands between documents, \n and \t "
+        "allowed (default: paragraphs are merged into documents of 700 characters or more)",
+    )
+    add(
+        "--held-out",
+        type=share,
+        default=0.02,
+        help="share of the documents that is never trained on, at least 8 of them (%(default)g)",
+    )
     add("--seed", type=int, default=0, help="of everything random (%(default)s)")
     add("--threads", type=positive_int, default=1, help="CPU threads (%(default)s)")
     add("--vocab-size", type=int, default=1024, help="tokens of the tokenizer (%(default)s)")
     add("--target-size", default=astuple(TARGET_SIZE), help=f"{astuple(TARGET_SIZE)}", **size)
     add("--draft-size", default=astuple(DRAFT_SIZE), help=f"{astuple(DRAFT_SIZE)}", **size)
-    add("--batch-size", type=positive_int, default=4,
-        help=f"windows of {CONTEXT} tokens per step (%(default)s)")
+    add("--batch-size", type=positive_int, default=4, help=f"windows of {CONTEXT} tokens per step (%(default)s)")
     add("--prompts", type=positive_int, default=32, help="how many to write and measure (%(default)s)")
     add("--num-draft-tokens", type=positive_int, default=5, help="K of the measurements (%(default)s)")
     add("--max-new-tokens", type=positive_int, default=200, help="measured per prompt (%(default)s)")
@@ -135,31 +143,40 @@ def check_sizes(args: argparse.Namespace) -> None:
     if args.max_new_tokens > longest:
         raise InputError(f"--max-new-tokens must be at most {longest}, not {args.max_new_tokens}")
     with torch.device("meta"):
-        parameters = sum(new_model(size, args.vocab_size, args.seed).num_parameters()
-                         for size in (ModelSize(*args.target_size), ModelSize(*args.draft_size)))
+        parameters = sum(
+            new_model(size, args.vocab_size, args.seed).num_parameters()
+            for size in (ModelSize(*args.target_size), ModelSize(*args.draft_size))
+        )
     if 2 * parameters > MAX_WEIGHT_BYTES:  # bf16: two bytes each
-        raise InputError(f"the models would take {2 * parameters / 1e6:.1f} MB, at most "
-                         f"{MAX_WEIGHT_BYTES / 1e6:.1f} MB allowed; choose smaller sizes")
+        raise InputError(
+            f"the models would take {2 * parameters / 1e6:.1f} MB, at most "
+            f"{MAX_WEIGHT_BYTES / 1e6:.1f} MB allowed; choose smaller sizes"
+        )
 
 
 def train_pair(args: argparse.Namespace, tokenizer: Tokenizer, stream: TokenStream) -> dict[str, dict]:
     """Train and save the target, then the draft; returns what the report says of each."""
     records: dict[str, dict] = {}
     loss_function = next_token_loss
-    for name, minutes, numbers in (("target", args.minutes_target, args.target_size),
-                                   ("draft", args.minutes_draft, args.draft_size)):
+    for name, minutes, numbers in (
+        ("target", args.minutes_target, args.target_size),
+        ("draft", args.minutes_draft, args.draft_size),
+    ):
         size, folder = ModelSize(*numbers), args.output / name
         model = new_model(size, args.vocab_size, args.seed)
         print(f"{name}: {model.num_parameters():,} parameters, {minutes:g} min", flush=True)
         record = train(model, loss_function, stream, Budget(minutes, args.batch_size, args.seed))
         save_model(model, folder)
         save_tokenizer(tokenizer, folder)
-        records[name] = {"parameters": model.num_parameters(), **asdict(size), **record,
-                         "passes": record["tokens"] / stream.num_tokens}
+        records[name] = {
+            "parameters": model.num_parameters(),
+            **asdict(size),
+            **record,
+            "passes": record["tokens"] / stream.num_tokens,
+        }
         if name == "target":
             # The draft learns from the target that is shipped, already rounded to bf16.
-            target = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager")
+            target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
             loss_function = partial(distillation_loss, target=target.eval())
     return records
 
@@ -174,23 +191,34 @@ def run(args: argparse.Namespace) -> None:
         args.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write to {args.output}: {error.strerror}") from error
-    print(f"This takes about {args.minutes_target + args.minutes_draft + OTHER_MINUTES:.1f} minutes: "
-          f"target {args.minutes_target:g}, draft {args.minutes_draft:g}, the rest about {OTHER_MINUTES:g}.")
+    print(
+        f"This takes about {args.minutes_target + args.minutes_draft + OTHER_MINUTES:.1f} minutes: "
+        f"target {args.minutes_target:g}, draft {args.minutes_draft:g}, the rest about {OTHER_MINUTES:g}."
+    )
     tokenizer = train_tokenizer(training, args.vocab_size)
     stream = token_stream(tokenizer, training)
     rows = choose_prompts(tokenizer, held_out, args.prompts, args.text.stem, args.seed)
     (args.output / "prompts.jsonl").write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    print(f"text: {len(text):,} characters, {len(training):,} training documents, {stream.num_tokens:,} "
-          f"tokens; {len(held_out):,} documents held out; {len(rows)} prompts", flush=True)
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
+    print(
+        f"text: {len(text):,} characters, {len(training):,} training documents, {stream.num_tokens:,} "
+        f"tokens; {len(held_out):,} documents held out; {len(rows)} prompts",
+        flush=True,
+    )
 
     records = train_pair(args, tokenizer, stream)
     protocol = Protocol(args.num_draft_tokens, args.max_new_tokens, args.seed)
     measured = measure_pair(args.output, encode_documents(tokenizer, held_out), protocol)
     megabytes = sum(f.stat().st_size for name in records for f in (args.output / name).iterdir()) / 1e6
     report = {
-        "source": {"file": args.text.name, "characters": len(text), "training_documents": len(training),
-                   "training_tokens": stream.num_tokens, "held_out_documents": len(held_out)},
+        "source": {
+            "file": args.text.name,
+            "characters": len(text),
+            "training_documents": len(training),
+            "training_tokens": stream.num_tokens,
+            "held_out_documents": len(held_out),
+        },
         "vocab_size": args.vocab_size,
         "megabytes": megabytes,
         **records,
@@ -204,9 +232,11 @@ def run(args: argparse.Namespace) -> None:
     (args.output / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (args.output / "README.md").write_text(model_card(report), encoding="utf-8")
     print(f"\nMeasured on {measured['prompts']} held-out prompts, fp32:\n{table(measured)}")
-    print(f"Seconds: target {records['target']['seconds']:.0f}, draft {records['draft']['seconds']:.0f}, "
-          f"measurements {measured['seconds']:.0f}, in all {report['seconds']:.0f}. "
-          f"{megabytes:.2f} MB in {args.output}")
+    print(
+        f"Seconds: target {records['target']['seconds']:.0f}, draft {records['draft']['seconds']:.0f}, "
+        f"measurements {measured['seconds']:.0f}, in all {report['seconds']:.0f}. "
+        f"{megabytes:.2f} MB in {args.output}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -79,7 +79,7 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
-        first, *rest = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-        return "  ".join([first, *rest]).rstrip()
+        aligned = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        return "  ".join([row[0].ljust(widths[0]), *aligned[1:]]).rstrip()
 
     return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])

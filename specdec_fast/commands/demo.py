@@ -36,9 +36,13 @@ def run(args: argparse.Namespace) -> int:
     lines = (demo_pair() / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines][: args.num_prompts]
     config = EngineConfig(
-        method=args.method, max_batch_size=args.batch_size, num_draft_tokens=args.num_draft_tokens,
-        dtype="float32", device=args.device, backend=args.backend,
-    )  # fmt: skip
+        method=args.method,
+        max_batch_size=args.batch_size,
+        num_draft_tokens=args.num_draft_tokens,
+        dtype="float32",
+        device=args.device,
+        backend=args.backend,
+    )
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     engine = Engine(str(demo_pair() / "target"), str(demo_pair() / "draft"), config)
     plain = Engine(engine.target.model, None, config, tokenizer=engine.tokenizer)

@@ -27,9 +27,13 @@ def run(args: argparse.Namespace) -> int:
     """Decode every good line; report every bad one by its number. Exit status 1 if there was one."""
     lines = read_prompts(args.prompts)
     config = EngineConfig(
-        method=args.method, max_batch_size=args.batch_size, num_draft_tokens=args.num_draft_tokens,
-        dtype=args.dtype, device=args.device, backend=args.backend,
-    )  # fmt: skip
+        method=args.method,
+        max_batch_size=args.batch_size,
+        num_draft_tokens=args.num_draft_tokens,
+        dtype=args.dtype,
+        device=args.device,
+        backend=args.backend,
+    )
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     with args.output.open("w", encoding="utf-8") as sink:  # before the models: an unwritable path should cost nothing
         good = [line for line in lines if line.problem is None]

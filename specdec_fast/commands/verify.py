@@ -7,11 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from specdec_fast.commands.common import (
-    add_backend_options, add_pair_options, draft_of, format_table, read_prompts,
-)  # fmt: skip
+    add_backend_options,
+    add_pair_options,
+    draft_of,
+    format_table,
+    read_prompts,
+)
 from specdec_fast.config import EngineConfig
 from specdec_fast.engine import Engine
 from specdec_fast.equivalence import Comparison, compare, transformers_greedy, transformers_greedy_batch
@@ -69,21 +73,33 @@ def _encode(args: argparse.Namespace) -> list[list[int]]:
     if bad is not None:
         raise ConfigError(f"{args.prompts.name}, line {bad.number}: {bad.problem}")
     tokenizer = load_tokenizer(args.target)
-    if tokenizer is None and any(isinstance(line.prompt, str) for line in lines):
-        raise ConfigError(f"{args.target} has no tokenizer; give prompt_ids instead of prompt.")
-    return [tokenizer(line.prompt).input_ids if isinstance(line.prompt, str) else line.prompt for line in lines]
+    encoded = []
+    for line in lines:
+        if isinstance(line.prompt, str):
+            if tokenizer is None:
+                raise ConfigError(f"{args.target} has no tokenizer; give prompt_ids instead of prompt.")
+            encoded.append(list(tokenizer(line.prompt).input_ids))
+        else:
+            encoded.append(line.prompt or [])
+    return encoded
 
 
 def _run_engine(
-    args: argparse.Namespace, target: nn.Module, setting: tuple[str, int, int | None],
-    prompts: list[list[int]], expected: list[list[int]],
-) -> Comparison:  # fmt: skip
+    args: argparse.Namespace,
+    target: PreTrainedModel,
+    setting: tuple[str, int, int | None],
+    prompts: list[list[int]],
+    expected: list[list[int]],
+) -> Comparison:
     method, batch_size, k = setting
     plain = method == _PLAIN
     config = EngineConfig(
-        method="eqspec" if plain else method, max_batch_size=batch_size, num_draft_tokens=k or 0,
-        dtype=args.dtype, backend=args.backend,
-    )  # fmt: skip
+        method="eqspec" if plain else method,
+        max_batch_size=batch_size,
+        num_draft_tokens=k or 0,
+        dtype=args.dtype,
+        backend=args.backend,
+    )
     engine = Engine(target, None if plain else draft_of(args.draft), config)
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=args.max_new_tokens))
     for output in outputs:
@@ -92,7 +108,11 @@ def _run_engine(
 
 
 def _noise_floor(
-    args: argparse.Namespace, target: nn.Module, batch_size: int, prompts: list[list[int]], expected: list[list[int]]
+    args: argparse.Namespace,
+    target: PreTrainedModel,
+    batch_size: int,
+    prompts: list[list[int]],
+    expected: list[list[int]],
 ) -> Comparison:
     """Compare plain *batched* decoding in transformers with its own batch 1."""
     outputs: list[list[int]] = []

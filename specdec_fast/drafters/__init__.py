@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import device, nn
+from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters.base import Draft, Drafter
@@ -24,7 +25,11 @@ __all__ = ["NAMED_DRAFTERS", "Draft", "Drafter", "make_drafter"]
 
 
 def make_drafter(
-    draft: str | nn.Module | Drafter | None, target: RaggedModel, config: EngineConfig, ops: Ops, tokenizer: Any | None
+    draft: str | PreTrainedModel | Drafter | None,
+    target: RaggedModel,
+    config: EngineConfig,
+    ops: Ops,
+    tokenizer: Any | None,
 ) -> Drafter:
     """Build what ``draft`` asks for.
 

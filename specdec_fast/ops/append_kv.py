@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def _cases() -> Iterator[Case]:
         ("no_rows", "an empty batch", 0, (16, 2, 32)),
     )
     for name, why, rows, shape in grid:
-        yield Case(name, why, lambda g, t, d, a=(rows, shape): _make(*a, g, t, d))  # type: ignore[misc]
+        yield Case(name, why, partial(_make, rows, shape))
 
 
 def _bytes_moved(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
+from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/dtype.h
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,13 +100,19 @@ def _cases() -> Iterator[Case]:
         ("empty", "no sequences", _Shape((), ())),
     )
     for name, why, shape in grid:
-        yield Case(name, why, lambda g, t, d, shape=shape: _make(shape, g, t, d))  # type: ignore[misc]
+        yield Case(name, why, partial(_make, shape))
 
 
 def _bytes_moved(
-    query: Tensor, kv: tuple[Tensor, Tensor], block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
-    scale: float, sliding_window: int | None = None, softcap: float | None = None,
-) -> int:  # fmt: skip
+    query: Tensor,
+    kv: tuple[Tensor, Tensor],
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> int:
     rows = cu_seqlens_q.diff()
     entries = seqused_k if sliding_window is None else seqused_k.minimum(sliding_window + rows - 1)
     per_entry = 2 * kv[0].shape[2] * kv[0].shape[3] * kv[0].element_size()

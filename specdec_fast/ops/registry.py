@@ -75,8 +75,8 @@ class Op:
     bytes_moved: Callable[..., int]
     exact: bool = True
 
-    def load(self, backend: str) -> Callable[..., Any]:
-        """Import the backend's implementation and put the argument check before it.
+    def load(self, backend: str, check: bool = True) -> Callable[..., Any]:
+        """Import the backend's implementation and put the argument check before it, unless told not to.
 
         Raises:
             BackendError: there is no such implementation, or it cannot run here; the message says why.
@@ -87,6 +87,8 @@ class Op:
             raise BackendError(f"backend {backend!r} cannot serve {self.name}: {reason}")
         module, function = self.implementations[backend].split(":")
         implementation = getattr(importlib.import_module(module), function)
+        if not check:
+            return implementation
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             self.check(*args, **kwargs)
@@ -107,24 +109,19 @@ class Ops:
 
     Attributes:
         chosen: op name to backend name.
-        functions: op name to the checked callable.
+        append_kv_: write new K/V rows into pages; see ``oracle/ops/append_kv.py``.
+        paged_attention: causal ragged attention over pages; see ``oracle/ops/paged_attention.py``.
+        verify_chain: batched acceptance; see ``oracle/ops/verify_chain.py``.
+        unchecked: the same ops without the argument check, for a caller that repeats a checked call on tensors of
+            the same shapes (the layers of one forward).
 
     """
 
     chosen: Mapping[str, str]
-    functions: Mapping[str, Callable[..., Any]] = field(repr=False)
-
-    def append_kv_(self, *args: Any) -> None:
-        """Write new K/V rows into pages; see ``oracle/ops/append_kv.py``."""
-        self.functions["append_kv_"](*args)
-
-    def paged_attention(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Causal ragged attention over pages; see ``oracle/ops/paged_attention.py``."""
-        return self.functions["paged_attention"](*args, **kwargs)
-
-    def verify_chain(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Batched acceptance; see ``oracle/ops/verify_chain.py``."""
-        return self.functions["verify_chain"](*args)
+    append_kv_: Callable[..., None] = field(repr=False)
+    paged_attention: Callable[..., Tensor] = field(repr=False)
+    verify_chain: Callable[..., tuple[Tensor, Tensor, Tensor]] = field(repr=False)
+    unchecked: Ops | None = field(repr=False, default=None)
 
 
 @cache
@@ -178,7 +175,12 @@ def resolve(device: torch.device, backend: str = AUTO) -> Ops:
             raise BackendError(
                 f"backend {backend!r} serves {', '.join(served)}, not {device.type}; pass backend='{AUTO}'."
             )
-    return Ops(chosen, {name: all_ops()[name].load(choice) for name, choice in chosen.items()})
+    return _load(chosen, check=True, unchecked=_load(chosen, check=False, unchecked=None))
+
+
+def _load(chosen: Mapping[str, str], check: bool, unchecked: Ops | None) -> Ops:
+    functions: dict[str, Any] = {name: all_ops()[name].load(choice, check) for name, choice in chosen.items()}
+    return Ops(chosen, unchecked=unchecked, **functions)
 
 
 def _best(op: Op, device: torch.device) -> str:

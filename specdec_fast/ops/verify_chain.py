@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ def _check(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> None:
     expect(token_ids.is_contiguous() and cu_seqlens.is_contiguous(), "token_ids and cu_seqlens must be contiguous.")
     if device.type == "cpu":  # elsewhere reading it would wait for the device
         bounds = cu_seqlens.tolist()
-        increasing = all(a < b for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+        increasing = all(a < b for a, b in pairwise(bounds))
         expect(
             len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == rows and increasing,
             f"cu_seqlens is {bounds}; expected offsets that rise from 0 to the {rows} rows of logits.",
@@ -29,9 +31,13 @@ def _check(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _make(
-    counts: list[int], vocab_size: int, special: float | None, generator: torch.Generator, dtype: torch.dtype,
+    counts: list[int],
+    vocab_size: int,
+    special: float | None,
+    generator: torch.Generator,
+    dtype: torch.dtype,
     device: torch.device,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Random logits whose rows partly agree with what is fed; ``special`` is scattered over one in 64."""
     rows = sum(counts)
     # few distinct values, so that ties at the maximum are the rule
@@ -51,7 +57,7 @@ def _make(
 
 
 def _cases() -> Iterator[Case]:
-    grid = (
+    grid: tuple[tuple[str, str, list[int], int, float | None], ...] = (
         ("plain_decoding", "one row per sequence, nothing to accept", [1] * 8, 1000, None),
         ("ragged", "a different number of draft tokens per sequence", [1, 6, 2, 9, 4], 1024, None),
         ("no_sequences", "an empty batch", [], 1024, None),
@@ -64,7 +70,7 @@ def _cases() -> Iterator[Case]:
         ("negative_zero", "-0 and +0 are equal", [5, 5], 130, -0.0),
     )
     for name, why, counts, vocab_size, special in grid:
-        yield Case(name, why, lambda g, t, d, a=(counts, vocab_size, special): _make(*a, g, t, d))  # type: ignore[misc]
+        yield Case(name, why, partial(_make, counts, vocab_size, special))
 
 
 def _bytes_moved(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> int:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from specdec_fast.emission import cut_emission
 
 
 @torch.inference_mode()
 def autoregressive(
-    target: nn.Module, prompt_ids: list[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
+    target: PreTrainedModel, prompt_ids: list[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
     """Emit the target's most likely token after token, the lowest id among equals.
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 LayerKV = tuple[Tensor, Tensor]  # keys, values: each [B, num_kv_heads, columns, head_dim]
 
@@ -68,7 +68,7 @@ class DenseModel:
 
     """
 
-    def __init__(self, model: nn.Module, lag: int) -> None:
+    def __init__(self, model: PreTrainedModel, lag: int) -> None:
         self.model, self.lag = model, lag
         self._cache = DynamicCache()
         self._max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

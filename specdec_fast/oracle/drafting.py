@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from specdec_fast.oracle.dense import DenseModel
 from specdec_fast.oracle.prompt_lookup import prompt_lookup
@@ -16,7 +17,9 @@ _FILLER = 0  # stands where a row proposes fewer tokens than its neighbours; kno
 class DenseDrafter(Protocol):
     """Proposes up to K tokens per row; keeps KV of its own in ``model``, or has none."""
 
-    model: DenseModel | None
+    @property
+    def model(self) -> DenseModel | None:
+        """The draft model's dense KV, if it has one."""
 
     def draft(self, rows: list[list[int]], padding: Tensor, num_draft_tokens: int) -> tuple[Tensor, list[int]]:
         """Return draft tokens ``[B, K]`` and, per row, how many of them are proposals."""
@@ -29,7 +32,7 @@ class DenseModelDrafter:
     newest token alone has nothing in the first of the two columns, which the mask hides.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = DenseModel(model, lag=2)
 
     def draft(self, rows: list[list[int]], padding: Tensor, num_draft_tokens: int) -> tuple[Tensor, list[int]]:
@@ -55,6 +58,6 @@ class DenseNgramDrafter:
         return torch.tensor(filled, device=padding.device), [len(proposal) for proposal in proposals]
 
 
-def make_dense_drafter(draft: nn.Module | None) -> DenseDrafter:
+def make_dense_drafter(draft: PreTrainedModel | None) -> DenseDrafter:
     """Draft with ``draft``, or by prompt lookup where it is None."""
     return DenseNgramDrafter() if draft is None else DenseModelDrafter(draft)

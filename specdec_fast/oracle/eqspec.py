@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from specdec_fast.oracle.dense import DenseModel, Repad, repad_in_python
 from specdec_fast.oracle.drafting import make_dense_drafter
@@ -10,8 +10,8 @@ from specdec_fast.oracle.step import Limits, OracleRun, StepRecord, make_rows, p
 
 
 def eqspec(
-    target: nn.Module,
-    draft: nn.Module | None,
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
     prompts: list[list[int]],
     limits: Limits,
     num_draft_tokens: int = 5,

@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from specdec_fast.oracle.dense import DenseModel, LayerKV, Repad, repad_in_python
 from specdec_fast.oracle.drafting import make_dense_drafter
 from specdec_fast.oracle.step import (
-    Limits, OracleRun, Row, StepRecord, make_rows, paddings, prefill, speculative_step,
-)  # fmt: skip
+    Limits,
+    OracleRun,
+    Row,
+    StepRecord,
+    make_rows,
+    paddings,
+    prefill,
+    speculative_step,
+)
 
 OwnKV = dict[Row, list[LayerKV]]  # each tensor [1, num_kv_heads, entries, head_dim]
 
 
 def exspec(
-    target: nn.Module,
-    draft: nn.Module | None,
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
     prompts: list[list[int]],
     limits: Limits,
     num_draft_tokens: int = 5,
@@ -47,7 +54,8 @@ def exspec(
     target_rows, drafter = DenseModel(target, lag=1), make_dense_drafter(draft)
     models = [target_rows] + ([drafter.model] if drafter.model else [])
     stores: list[OwnKV] = [{} for _ in models]
-    waiting, window = deque(rows), []
+    waiting: deque[Row] = deque(rows)
+    window: list[Row] = []
     while waiting or window:
         while waiting and len(window) < (window_size or 2 * batch_size):
             window.append(waiting.popleft())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def verify_chain(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple
     target_tokens = torch.where(logits.isnan().any(dim=-1), INVALID_TOKEN, best)
     fed, wanted, starts = token_ids.tolist(), target_tokens.tolist(), cu_seqlens.tolist()
     num_accepted = []
-    for start, stop in zip(starts[:-1], starts[1:], strict=True):
+    for start, stop in pairwise(starts):
         accepted = 0
         while start + accepted + 1 < stop and fed[start + accepted + 1] == wanted[start + accepted]:
             accepted += 1

@@ -1,0 +1,44 @@
+# Everything a checkout needs: make demo, make test. See README.md.
+VENV ?= .venv
+PYTHON ?= python3
+PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+BUILD_INPUTS := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/specdec-fast demo
+
+test: $(VENV)/.installed-test
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+# The table of bench/README.md; takes some minutes, and wants the machine for itself.
+bench: $(VENV)/.installed
+	$(VENV)/bin/python -m bench.engine
+
+# One stamp per set of extras: a second run installs nothing, a changed C++ file builds again.
+$(VENV)/.installed: $(BUILD_INPUTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "specdec_fast needs Python >= 3.10; $(PYTHON) is $$($(PYTHON) --version 2>&1). Set PYTHON=..." >&2; exit 1; }
+	@test "$(SPECDEC_NO_CPP)" = 1 || \
+	  cxx="$${CXX:-$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("CXX") or "c++")')}"; \
+	  test "$(SPECDEC_NO_CPP)" = 1 || command -v $${cxx%% *} >/dev/null || \
+	  { echo "specdec_fast needs a C++17 compiler; $$cxx was not found. Install one (apt-get install g++), or set SPECDEC_NO_CPP=1." >&2; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info specdec_fast/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

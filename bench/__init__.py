@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m bench.engine``. Figures and how they were made stand in bench/README.md."""

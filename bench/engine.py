@@ -1,0 +1,248 @@
+"""Whole decoding runs, all in one process: transformers, plain decoding, the oracle, the engine.
+
+Repeats are interleaved (every contender once, then every contender again), and what is reported are medians and
+medians of ratios within a repeat: a lone absolute time on a shared machine says little. No speed is reported when an
+output differs from ``transformers`` at batch 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers.utils import logging
+
+from specdec_fast import Engine, EngineConfig, SamplingParams, oracle
+from specdec_fast.commands.common import format_table, read_prompts
+from specdec_fast.commands.demo import demo_pair
+from specdec_fast.equivalence import transformers_greedy
+from specdec_fast.models import load_model
+from specdec_fast.text import load_tokenizer
+
+REALIGNMENT = ("realign", "assemble")  # stages that exist only because the oracle's layout is dense
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One run of one contender over all prompts."""
+
+    outputs: list[list[int]]
+    seconds: float
+    stage_seconds: dict[str, float]
+    moved_bytes: int
+    mean_acceptance_length: float
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that decodes all prompts."""
+
+    name: str
+    batch_size: int
+    run: Callable[[], Measurement]
+
+
+class Bench:
+    """The models and prompts of one benchmark, and its contenders."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.target = load_model(args.target, EngineConfig(dtype=args.dtype).dtype, None)
+        self.draft = load_model(args.draft, EngineConfig(dtype=args.dtype).dtype, None)
+        tokenizer = load_tokenizer(args.target)
+        prompts = [line.prompt for line in read_prompts(args.prompts)]
+        self.prompts = [tokenizer(p).input_ids if isinstance(p, str) else p for p in prompts]
+        eos = self.target.generation_config.eos_token_id
+        self.stop_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+
+    def contenders(self) -> Iterator[Contender]:
+        """Yield every method at every batch size; the first is the reference."""
+        yield Contender("transformers", 1, self.run_transformers)
+        for batch_size in self.args.batch_sizes:
+            yield Contender("plain", batch_size, self._engine_runner(batch_size, "eqspec", None))
+            yield Contender("oracle-eqspec", batch_size, lambda b=batch_size: self.run_oracle_eqspec(b))
+            yield Contender("oracle-exspec", batch_size, lambda b=batch_size: self.run_oracle_exspec(b))
+            for method in ("eqspec", "exspec"):
+                yield Contender(method, batch_size, self._engine_runner(batch_size, method, self.draft))
+
+    def run_transformers(self) -> Measurement:
+        """``generate()``, one prompt at a time."""
+        started = perf_counter()
+        outputs = [transformers_greedy(self.target, prompt, self.args.max_new_tokens) for prompt in self.prompts]
+        return Measurement(outputs, perf_counter() - started, {}, 0, 1.0)
+
+    def run_oracle_eqspec(self, batch_size: int) -> Measurement:
+        """Fixed batches of prompts, one after the other."""
+        started = perf_counter()
+        limits = oracle.Limits(self.args.max_new_tokens, self.stop_ids)
+        starts = range(0, len(self.prompts), batch_size)
+        batches = [self.prompts[start : start + batch_size] for start in starts]
+        runs = [oracle.eqspec(self.target, self.draft, b, limits, self.args.num_draft_tokens) for b in batches]
+        return self._oracle_measurement(runs, perf_counter() - started)
+
+    def run_oracle_exspec(self, batch_size: int) -> Measurement:
+        """A sliding window over all prompts."""
+        started = perf_counter()
+        limits = oracle.Limits(self.args.max_new_tokens, self.stop_ids)
+        run = oracle.exspec(
+            self.target, self.draft, self.prompts, limits, self.args.num_draft_tokens, batch_size=batch_size
+        )
+        return self._oracle_measurement([run], perf_counter() - started)
+
+    def _oracle_measurement(self, runs: list[oracle.OracleRun], seconds: float) -> Measurement:
+        stages: dict[str, float] = {}
+        for run in runs:
+            for stage, spent in run.timer.seconds.items():
+                stages[stage] = stages.get(stage, 0.0) + spent
+        outputs = [tokens for run in runs for tokens in run.outputs]
+        accepted = sum(run.decoding.num_accepted_tokens for run in runs)
+        steps = sum(run.decoding.num_steps for run in runs)
+        return Measurement(outputs, seconds, stages, sum(run.moved_bytes for run in runs), 1 + accepted / steps)
+
+    def _engine_runner(self, batch_size: int, method: str, draft: Any) -> Callable[[], Measurement]:
+        engine = Engine(
+            self.target,
+            draft,
+            method=method,
+            max_batch_size=batch_size,
+            num_draft_tokens=self.args.num_draft_tokens,
+        )
+        params = SamplingParams(max_new_tokens=self.args.max_new_tokens)
+
+        def run() -> Measurement:
+            outputs = [o.raise_for_error().token_ids for o in engine.generate(self.prompts, params, progress=False)]
+            stats = engine.last_run
+            return Measurement(outputs, stats.seconds, stats.timer.seconds, 0, stats.decoding.mean_acceptance_length)
+
+        return run
+
+
+def measure(contenders: list[Contender], repeats: int) -> dict[Contender, list[Measurement]]:
+    """Run every contender once unmeasured, then ``repeats`` times in turn; exit if any output differs."""
+    runs: dict[Contender, list[Measurement]] = {contender: [] for contender in contenders}
+    expected: list[list[int]] | None = None
+    rounds = [contender for _ in range(repeats + 1) for contender in contenders]
+    for i, contender in enumerate(tqdm(rounds, disable=not sys.stderr.isatty())):
+        measurement = contender.run()
+        expected = measurement.outputs if expected is None else expected
+        if measurement.outputs != expected:
+            differing = sum(a != b for a, b in zip(measurement.outputs, expected, strict=True))
+            sys.exit(
+                f"{contender.name} at batch {contender.batch_size}: {differing} outputs differ from "
+                "transformers at batch 1; no speed is reported."
+            )
+        if i >= len(contenders):
+            runs[contender].append(measurement)
+    return runs
+
+
+def summarise(runs: dict[Contender, list[Measurement]]) -> list[dict[str, Any]]:
+    """Reduce repeats to medians; ratios are taken within a repeat."""
+    by_key = {(c.name, c.batch_size): measurements for c, measurements in runs.items()}
+    reference = by_key["transformers", 1]
+    rows = []
+    for (name, batch_size), measurements in by_key.items():
+        num_tokens = sum(map(len, measurements[0].outputs))
+        oracle_runs = by_key.get((f"oracle-{name}", batch_size))
+        rows.append(
+            {
+                "method": name,
+                "batch_size": batch_size,
+                "tokens_per_second": round(median(num_tokens / m.seconds for m in measurements), 1),
+                "speedup_over_transformers": _median_ratio(reference, measurements),
+                "speedup_over_oracle": _median_ratio(oracle_runs, measurements) if oracle_runs else None,
+                "realignment_share": round(median(_realignment(m) / m.seconds for m in measurements), 4),
+                "moved_megabytes": round(measurements[0].moved_bytes / 1e6, 1),
+                "mean_acceptance_length": round(measurements[0].mean_acceptance_length, 3),
+            }
+        )
+    return rows
+
+
+def _median_ratio(base: list[Measurement], measurements: list[Measurement]) -> float:
+    return round(median(b.seconds / m.seconds for b, m in zip(base, measurements, strict=True)), 3)
+
+
+def _realignment(measurement: Measurement) -> float:
+    return sum(measurement.stage_seconds.get(stage, 0.0) for stage in REALIGNMENT)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Print one line per method and batch size."""
+    header = (
+        "method",
+        "batch",
+        "tokens/s",
+        "x transformers",
+        "x same oracle",
+        "realignment",
+        "MB moved",
+        "acc. length",
+    )
+    print(
+        format_table(
+            header,
+            [
+                (
+                    row["method"],
+                    row["batch_size"],
+                    f"{row['tokens_per_second']:.0f}",
+                    f"{row['speedup_over_transformers']:.2f}",
+                    "-" if row["speedup_over_oracle"] is None else f"{row['speedup_over_oracle']:.2f}",
+                    f"{row['realignment_share']:.1%}",
+                    row["moved_megabytes"],
+                    f"{row['mean_acceptance_length']:.2f}",
+                )
+                for row in rows
+            ],
+        )
+    )
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; the defaults are the bundled pair and its 32 prompts."""
+    pair = demo_pair()
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--target", default=str(pair / "target"))
+    parser.add_argument("--draft", default=str(pair / "draft"))
+    parser.add_argument("--prompts", type=Path, default=pair / "prompts.jsonl")
+    parser.add_argument("--batch-sizes", type=lambda text: [int(b) for b in text.split(",")], default=[1, 4, 8, 16])
+    parser.add_argument("--num-draft-tokens", type=int, default=5)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the result there as well")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print the table, end in one JSON line."""
+    args = parse_args(argv)
+    logging.disable_progress_bar()
+    bench = Bench(args)
+    contenders = list(bench.contenders())
+    runs = measure(contenders, args.repeats)
+    rows = summarise(runs)
+    print(
+        f"{len(bench.prompts)} prompts, {sum(map(len, runs[contenders[0]][0].outputs))} new tokens, {args.dtype}, "
+        f"K {args.num_draft_tokens}, {args.repeats} interleaved repeats, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} threads; every output equals transformers at batch 1\n"
+    )
+    print_table(rows)
+    report = {"num_draft_tokens": args.num_draft_tokens, "dtype": args.dtype, "repeats": args.repeats, "rows": rows}
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The page pool: who holds which page, what is promised to whom, and how one forward is laid out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from specdec_fast.errors import KVCacheTooSmallError
+from specdec_fast.kv_cache import KVLayout, PagePool, RaggedBatch, Rows
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, dtype=torch.float16, device=torch.device("cpu"))
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    return len(range(0, num_tokens, page_size))
+
+
+def rows_of(*spans: tuple[str, int, int]) -> tuple[list[Rows], torch.Tensor]:
+    rows = [Rows(*span) for span in spans]
+    return rows, torch.arange(sum(span.count for span in rows))
+
+
+def assert_pages_sound(pool: PagePool, promised: dict[object, int], reached: dict[object, int]) -> None:
+    """Every page is free or held by one owner; nobody holds the scratch page, or more than what it has reached."""
+    held = [page for owner in promised for page in pool.block_table(owner)]
+    assert len(set(held)) == len(held), "a page with two owners"
+    assert all(1 <= page <= pool.num_pages for page in held), "the scratch page, or one that does not exist"
+    assert pool.num_free_pages + len(held) == pool.num_pages, "a page was lost"
+    for owner, num_tokens in reached.items():
+        assert len(pool.block_table(owner)) == pages_for(num_tokens, pool.page_size), "handed out on demand only"
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of joining, growing, rolling back and leaving, beside a model that only counts."""
+
+    owners = Bundle("owners")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(LAYOUT, num_tokens=40, page_size=3)  # 14 pages, so that it is often full
+        self.promised: dict[object, int] = {}
+        self.reached: dict[object, int] = {}
+
+    def unpromised_pages(self) -> int:
+        return 14 - sum(pages_for(n, 3) for n in self.promised.values())
+
+    @rule(target=owners, num_tokens=st.integers(0, 50))
+    def join(self, num_tokens):
+        assert self.pool.can_ever_fit(num_tokens) == (pages_for(num_tokens, 3) <= 14)
+        fits = pages_for(num_tokens, 3) <= self.unpromised_pages()
+        assert self.pool.fits(num_tokens) == fits
+        owner = object()
+        if not fits:
+            with pytest.raises(KVCacheTooSmallError):
+                self.pool.open(owner, num_tokens)
+            return multiple()
+        self.pool.open(owner, num_tokens)
+        self.promised[owner], self.reached[owner] = num_tokens, 0
+        return owner
+
+    @rule(owner=owners, start=st.integers(0, 50), count=st.integers(1, 10))
+    def compute(self, owner, start, count):
+        start = min(start, self.reached[owner])  # below what it has reached: a rollback, which costs no page
+        rows, token_ids = rows_of((owner, start, count))
+        if pages_for(start + count, 3) > pages_for(self.promised[owner], 3):
+            with pytest.raises(KVCacheTooSmallError, match=f"position {start + count - 1} lies beyond"):
+                self.pool.batch(rows, token_ids)
+            return
+        before = list(self.pool.block_table(owner))
+        self.pool.batch(rows, token_ids)
+        self.reached[owner] = max(self.reached[owner], start + count)
+        assert self.pool.block_table(owner)[: len(before)] == before, "pages change owner or place"
+
+    @rule(owner=consumes(owners))
+    def leave(self, owner):
+        self.pool.close(owner)
+        del self.promised[owner], self.reached[owner]
+
+    @invariant()
+    def pages_are_sound(self):
+        assert_pages_sound(self.pool, self.promised, self.reached)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+test_pool_keeps_its_books = PoolMachine.TestCase
+
+
+# Each is one way to corrupt a pool; the check above must see it.
+@pytest.mark.parametrize("fault", ["scratch page", "page twice", "page lost", "page too early"])
+def test_book_check_rejects(fault):
+    pool = PagePool(LAYOUT, 20, page_size=4)
+    pool.open("a", 8)
+    pool.open("b", 8)
+    pool.batch(*rows_of(("a", 0, 5), ("b", 0, 3)))
+    promised, reached = {"a": 8, "b": 8}, {"a": 5, "b": 3}
+    assert_pages_sound(pool, promised, reached)
+    if fault == "scratch page":
+        pool.block_table("b")[0] = 0
+    elif fault == "page twice":
+        pool.block_table("b")[0] = pool.block_table("a")[0]
+    elif fault == "page lost":
+        pool._free.pop()
+    else:
+        pool.block_table("b").append(pool._free.pop())
+    with pytest.raises(AssertionError):
+        assert_pages_sound(pool, promised, reached)
+
+
+def layout_by_hand(pool: PagePool, rows: list[Rows]) -> dict[str, list]:
+    """Everything of RaggedBatch but the tokens, one number at a time."""
+    positions, slots, cu_seqlens, used = [], [], [0], []
+    for span in rows:
+        for position in range(span.start, span.start + span.count):
+            page = pool.block_table(span.owner)[position // pool.page_size]
+            positions.append(position)
+            slots.append(page * pool.page_size + position % pool.page_size)
+        cu_seqlens.append(len(positions))
+        used.append(span.start + span.count)
+    width = max([1, *(len(pool.block_table(span.owner)) for span in rows)])
+    table = [pool.block_table(s.owner) + [0] * (width - len(pool.block_table(s.owner))) for s in rows]
+    return {
+        "positions": positions, "slot_mapping": slots, "cu_seqlens_q": cu_seqlens, "seqused_k": used,
+        "block_table": table,
+    }  # fmt: skip
+
+
+def assert_laid_out(batch: RaggedBatch, wanted: dict[str, list]) -> None:
+    for name, values in wanted.items():
+        tensor = getattr(batch, name)
+        assert tensor.tolist() == values, name
+        assert tensor.dtype == (torch.int64 if name == "positions" else torch.int32), name
+        assert tensor.is_contiguous(), name
+
+
+spans = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), max_size=6)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(page_size=st.integers(1, 9), forwards=st.lists(spans, min_size=1, max_size=3))
+def test_batch_against_its_definition(page_size, forwards):
+    pool = PagePool(LAYOUT, 6 * 40, page_size)
+    for owner in range(6):
+        pool.open(owner, 32)
+    for forward in forwards:  # the second finds pages handed out by the first, in whatever order
+        rows, token_ids = rows_of(*((owner, *span) for owner, span in reversed(list(enumerate(forward)))))
+        batch = pool.batch(rows, token_ids)
+        assert_laid_out(batch, layout_by_hand(pool, rows))
+        assert batch.token_ids is token_ids
+
+
+@pytest.mark.parametrize("name", ["positions", "slot_mapping", "cu_seqlens_q", "seqused_k", "block_table"])
+def test_definition_rejects_another_layout(name):
+    pool = PagePool(LAYOUT, 40, page_size=4)
+    for owner in "ab":
+        pool.open(owner, 12)
+    rows, token_ids = rows_of(("a", 2, 5), ("b", 0, 9))
+    batch = pool.batch(rows, token_ids)
+    assert_laid_out(batch, layout_by_hand(pool, rows))
+    getattr(batch, name)[-1] += 1
+    with pytest.raises(AssertionError):
+        assert_laid_out(batch, layout_by_hand(pool, rows))
+
+
+def test_one_owner_twice_in_a_forward():
+    # a prompt that is split over forwards may end and begin in the same one
+    pool = PagePool(LAYOUT, 40, page_size=4)
+    pool.open("a", 20)
+    rows, token_ids = rows_of(("a", 0, 6), ("a", 6, 7))
+    assert_laid_out(pool.batch(rows, token_ids), layout_by_hand(pool, rows))
+
+
+def test_empty_forward():
+    batch = PagePool(LAYOUT, 8, page_size=4).batch([], torch.empty(0, dtype=torch.int64))
+    assert_laid_out(batch, {"positions": [], "slot_mapping": [], "cu_seqlens_q": [0], "seqused_k": []})
+    assert batch.block_table.shape == (0, 1)
+
+
+# A whole page, one position more, one less, and a page larger than all that is asked for.
+@pytest.mark.parametrize(("num_tokens", "page_size", "num_pages"), [(8, 4, 2), (9, 4, 3), (7, 4, 2), (3, 16, 1)])
+def test_size_of_the_pool(num_tokens, page_size, num_pages):
+    pool = PagePool(LAYOUT, num_tokens, page_size)
+    assert (pool.num_pages, pool.num_free_pages) == (num_pages, num_pages)
+    assert pool.tensor.shape == (2, 2, num_pages + 1, page_size, 3, 4)  # the scratch page comes on top
+    assert pool.tensor.dtype == torch.float16
+    assert not pool.tensor.any(), "a page that was never written must not hold a NaN"
+    assert pool.can_ever_fit(num_pages * page_size)
+    assert not pool.can_ever_fit(num_pages * page_size + 1)
+
+
+def test_bytes_per_token():
+    assert LAYOUT.bytes_per_token == 2 * 2 * 3 * 4 * 2  # layers, key and value, heads, head_dim, two bytes each
+
+
+def test_full_pool_says_what_is_missing_and_what_to_do():
+    pool = PagePool(LAYOUT, 20, page_size=4)
+    pool.open("a", 9)
+    with pytest.raises(
+        KVCacheTooSmallError, match=r"12 KV positions need 3 pages; 2 of 5 are unreserved.*kv_cache_tokens"
+    ):
+        pool.open("b", 12)
+    pool.open("b", 8)  # the refusal left nothing behind
+    assert not pool.fits(1)
+    assert pool.can_ever_fit(20)
+    pool.close("a")
+    assert pool.fits(12)
+
+
+def test_refused_forward_hands_out_nothing_beyond_the_reservation():
+    pool = PagePool(LAYOUT, 20, page_size=4)
+    pool.open("a", 6)
+    with pytest.raises(KVCacheTooSmallError, match="position 8 lies beyond the 2 pages reserved"):
+        pool.batch(*rows_of(("a", 0, 9)))
+    assert pool.block_table("a") == []
+    pool.batch(*rows_of(("a", 0, 8)))  # reservations are whole pages
+
+
+def test_stranger_is_an_error():
+    pool = PagePool(LAYOUT, 20, page_size=4)
+    for call in (pool.close, pool.block_table, lambda owner: pool.batch(*rows_of((owner, 0, 1)))):
+        with pytest.raises(KeyError):
+            call("nobody")

@@ -1,0 +1,224 @@
+"""The rules of the source tree that matter: who imports whom, who compares backends, how large things may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec_fast.drafters import NAMED_DRAFTERS
+from specdec_fast.ops import AUTO, BACKENDS
+
+ROOT = Path(__file__).parents[1]
+# Layers of the package, lowest first. A unit (a module or a subpackage) imports lower layers and itself, nothing else;
+# a new one has to be named here.
+LAYERS = (
+    {"errors"},
+    {"types"},
+    {"emission", "params", "config"},
+    {"sequence"},
+    {"oracle", "triton_kernels", "_C"},
+    {"ops"},
+    {"kv_cache", "text"},
+    {"models"},
+    {"drafters", "schedulers", "requests", "progress", "equivalence"},
+    {"engine"},
+    {"api"},
+    {"__init__"},
+    {"commands"},
+    {"cli"},
+    {"__main__"},
+)
+RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
+VALUES = {"errors", "types", "emission", "params", "config", "sequence"}  # plain values, no tensors
+# Narrower than their layer: what these may import of the package besides themselves.
+NARROW = {"oracle": VALUES, "triton_kernels": VALUES, "schedulers": VALUES}
+LARGEST = {"lines of the file": 300, "lines of a function": 60, "parameters": 8}
+
+PACKAGE = sorted((ROOT / "specdec_fast").rglob("*.py")) + sorted((ROOT / "triton_kernels").rglob("*.py"))
+SOURCES = PACKAGE + sorted((ROOT / "bench").rglob("*.py")) + sorted((ROOT / "tools").rglob("*.py"))
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def unit_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[0] if parts[0] == "triton_kernels" else parts[1]
+
+
+UNITS = {unit_of(path) for path in PACKAGE} | {"_C"}
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    """Every module a file names: in import statements, in functions too, and in strings that are imported later."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (f"{alias.name}." for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not used here"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"^specdec_fast(?:\.\w+)+", node.value)
+
+
+def layer_faults(unit: str, tree: ast.AST) -> list[str]:
+    names = [name.split(".") for name in imports_of(tree)]
+    units = {name[1] if name[1] in UNITS else "__init__" for name in names if name[0] == "specdec_fast"}
+    allowed = NARROW.get(unit, {lower for lower in RANK if RANK[lower] < RANK[unit]})
+    return [f"{unit} imports {imported}" for imported in sorted(units - allowed - {unit})]
+
+
+def test_every_unit_has_its_layer():
+    assert set(RANK) == UNITS
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=shown)
+def test_imports_go_one_way(path):
+    assert not layer_faults(unit_of(path), ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("unit", "source"),
+    [("ops", "from specdec_fast.engine import Engine"), ("schedulers", "import specdec_fast.ops"),
+     ("oracle", "def f():\n from specdec_fast.ops import resolve"), ("models", "from specdec_fast import generate"),
+     ("config", "from specdec_fast import _C"), ("engine", "from specdec_fast import cli"),
+     ("oracle", "NAME = 'specdec_fast.engine:Engine'"), ("drafters", "import specdec_fast.schedulers.base")],
+)  # fmt: skip
+def test_layer_check_rejects(unit, source):
+    assert layer_faults(unit, ast.parse(source))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "specdec_fast/schedulers").glob("*.py")), ids=shown)
+def test_schedulers_see_no_tensors(path):
+    roots = {name.split(".")[0] for name in imports_of(ast.parse(path.read_text()))}
+    assert not roots & {"torch", "numpy", "transformers"}
+
+
+def backend_comparisons(tree: ast.AST) -> list[int]:
+    """Lines where something is compared with a backend's name, by an operator or by a ``case``."""
+    names = {*BACKENDS, AUTO, "triton", "flash"}
+    compared = [n for n in ast.walk(tree) if isinstance(n, (ast.Compare, ast.MatchValue))]
+    constants = ((n.lineno, c.value) for n in compared for c in ast.walk(n) if isinstance(c, ast.Constant))
+    return [line for line, value in constants if value in names]
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=shown)
+def test_only_the_registry_compares_backends(path):
+    if path == ROOT / "specdec_fast/ops/registry.py":
+        pytest.skip("the one that may")
+    assert not backend_comparisons(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "source", ["if b == 'cpp': pass", "x = b in ('torch', 'cpp')", "match b:\n case 'triton': pass", "'auto' != b"]
+)
+def test_backend_check_rejects(source):
+    assert backend_comparisons(ast.parse(source))
+
+
+def concrete_drafters(tree: ast.AST) -> set[str]:
+    """Drafters named in a file: their modules, their classes, or the strings that ask for them."""
+    found = {name for name in imports_of(tree) if re.match(r"specdec_fast\.drafters\.(?!base)[a-z]\w*\.", name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and re.fullmatch(r"\w+Drafter", node.id):
+            found.add(node.id)
+        if isinstance(node, ast.Constant) and node.value in NAMED_DRAFTERS:
+            found.add(node.value)
+    return found
+
+
+def test_engine_names_no_concrete_drafter():
+    assert not concrete_drafters(ast.parse((ROOT / "specdec_fast/engine.py").read_text()))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from specdec_fast.drafters.model import ModelDrafter", "isinstance(d, NgramDrafter)", "d == 'ngram'"],
+)
+def test_drafter_check_rejects(source):
+    assert concrete_drafters(ast.parse(source))
+
+
+def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Triton kernels take pointers and strides one by one: no dataclass crosses into a kernel."""
+    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def size_faults(source: str) -> list[str]:
+    functions = list(functions_of(ast.parse(source)))
+    sizes = [("lines of the file", "", len(source.splitlines()))]
+    sizes += [("lines of a function", f.name, (f.end_lineno or 0) - f.lineno + 1) for f in functions]
+    sizes += [("parameters", f.name, num_parameters(f)) for f in functions if not is_kernel(f)]
+    return [f"{size} {kind} {name}" for kind, name, size in sizes if size > LARGEST[kind]]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=shown)
+def test_nothing_is_too_large(path):
+    assert not size_faults(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["x = 1\n" * 301, "def f():\n" + " x = 1\n" * 60, "def f(a, b, c, d, e, f, g, h, i): pass",
+     "class C:\n def f(self, a, b, c, d, e, f, g, h, *, i): pass"],
+    ids=["file", "function", "parameters", "method"],
+)  # fmt: skip
+def test_size_check_rejects(source):
+    assert size_faults(source)
+
+
+def test_size_check_takes_the_limits_themselves():
+    fits = ("x = 1\n" * 300, "def f():\n" + " x = 1\n" * 59, "def f(self, a, b, c, d, e, f, g, h, **k): pass")
+    assert not any(size_faults(source) for source in fits)
+
+
+def undocumented(tree: ast.Module) -> list[str]:
+    """The module, public classes and functions without a docstring; what stands inside a function is not public."""
+    missing = [] if ast.get_docstring(tree) else ["the module"]
+    scopes: list[ast.Module | ast.ClassDef] = [tree]
+    while scopes:
+        for node in scopes.pop().body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                missing += [] if ast.get_docstring(node) else [node.name]
+                scopes += [node] if isinstance(node, ast.ClassDef) else []
+    return missing
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=shown)
+def test_everything_public_has_a_docstring(path):
+    assert not undocumented(ast.parse(path.read_text()))
+
+
+def test_docstring_check_rejects():
+    source = '"""A."""\nclass C:\n """B."""\n def f(self): pass\n def _g(self): pass\ndef h(): pass'
+    assert undocumented(ast.parse(source)) == ["h", "f"]
+
+
+def tracked_files() -> list[Path]:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_no_path_of_the_machine_it_was_written_on():
+    machine = re.compile(rb"(?<![\w.])/" + rb"work/")
+    named = [shown(path) for path in tracked_files() if machine.search(path.read_bytes())]
+    assert not named
+    assert machine.search(b"cd /" + b"work/main"), "the pattern finds what it is for"

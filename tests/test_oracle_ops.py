@@ -1,0 +1,283 @@
+"""The ops' contract: what the oracle computes, against plain loops; and what arguments no backend takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec_fast.ops import all_ops
+
+CPU = torch.device("cpu")
+CASES = {(op.name, case.name): case for op in all_ops().values() for case in op.cases()}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+
+
+def each_case(op: str) -> pytest.MarkDecorator:
+    """All declared cases of one op: each names what it would catch."""
+    return pytest.mark.parametrize("case", [case for name, case in CASES if name == op])
+
+
+def make(op: str, case: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
+    return CASES[op, case].make(torch.Generator().manual_seed(seed), dtype, CPU)
+
+
+def attention_by_hand(
+    query, kv, block_table, cu_seqlens_q, seqused_k, scale, sliding_window=None, softcap=None
+) -> Tensor:
+    """Softmax attention in fp64, position by position, every KV entry looked up through the block table."""
+    queries, keys, values = (x.cpu().double().numpy() for x in (query, *kv))
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    starts, pages, page_size = cu_seqlens_q.tolist(), block_table.tolist(), keys.shape[1]
+    for b, context in enumerate(seqused_k.tolist()):
+        for row in range(starts[b], starts[b + 1]):
+            position = context - (starts[b + 1] - row)
+            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            for head in range(queries.shape[1]):
+                kv_head = head // (queries.shape[1] // keys.shape[2])
+                places = [(pages[b][i // page_size], i % page_size, kv_head) for i in range(first, position + 1)]
+                scores = [queries[row, head] @ keys[place] * scale for place in places]
+                if softcap is not None:
+                    scores = [softcap * math.tanh(score / softcap) for score in scores]
+                weights = [math.exp(score - max(scores)) for score in scores]
+                for place, weight in zip(places, weights, strict=True):
+                    out[row, head] += torch.from_numpy(values[place]) * (weight / sum(weights))
+    return out
+
+
+def verify_by_hand(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple[list[int], ...]:
+    targets = []
+    for row in logits.tolist():
+        best = 0
+        for token, logit in enumerate(row):
+            if logit > row[best]:  # strictly, so the lowest id among equals stays
+                best = token
+        targets.append(-1 if any(map(math.isnan, row)) else best)
+    num_accepted, next_tokens, fed = [], [], token_ids.tolist()
+    for start, stop in zip(cu_seqlens.tolist()[:-1], cu_seqlens.tolist()[1:], strict=True):
+        accepted = 0
+        for row in range(start + 1, stop):
+            if fed[row] != targets[row - 1]:
+                break
+            accepted += 1
+        num_accepted.append(accepted)
+        next_tokens.append(targets[start + accepted])
+    return targets, num_accepted, next_tokens
+
+
+def append_by_hand(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    for row, slot in enumerate(slot_mapping.tolist()):
+        page, offset = divmod(slot, key_cache.shape[1])
+        for head in range(key.shape[1]):
+            for i in range(key.shape[2]):
+                key_cache[page, offset, head, i] = key[row, head, i]
+                value_cache[page, offset, head, i] = value[row, head, i]
+
+
+@each_dtype
+@each_case("paged_attention")
+def test_attention(case, dtype):
+    args = make("paged_attention", case, dtype)
+    got, truth = all_ops()["paged_attention"].load("torch")(**args), attention_by_hand(**args)
+    assert (got.dtype, got.shape) == (dtype, truth.shape)
+    # The inputs are exact in fp64. A sum of n terms in fp32 is off by n units at most; a narrower dtype rounds the
+    # weights and the output once each.
+    largest = float(args["kv"][1].nan_to_num().abs().max())
+    terms = max(args["seqused_k"].tolist(), default=0)
+    bound = largest * (torch.finfo(dtype).eps + (terms + got.shape[2]) * torch.finfo(torch.float32).eps)
+    assert float((got.double() - truth).abs().max() if got.numel() else 0) <= bound
+
+
+# The parameters a backend could forget: without any one of them the same check must fail.
+@pytest.mark.parametrize(
+    ("case", "forgotten"),
+    [("window", "sliding_window"), ("window_decode", "sliding_window"), ("softcap", "softcap"),
+     ("window_softcap", "sliding_window"), ("window_softcap", "softcap")],
+)
+def test_attention_check_sees_a_forgotten_parameter(case, forgotten):
+    args = make("paged_attention", case)
+    wrong = attention_by_hand(**{**args, forgotten: None})
+    assert float((wrong - attention_by_hand(**args)).abs().max()) > 1e-3
+
+
+@each_dtype
+@pytest.mark.parametrize("seed", range(3))
+@each_case("verify_chain")
+def test_verify_chain(case, seed, dtype):
+    if case == "large_vocabulary":
+        pytest.skip("nothing here depends on the width, and a Python loop over 7 million logits takes long")
+    args = make("verify_chain", case, dtype, seed)
+    got = all_ops()["verify_chain"].load("torch")(**args)
+    assert tuple(x.tolist() for x in got) == verify_by_hand(**args)
+    assert [x.dtype for x in got] == [torch.int64, torch.int32, torch.int64]
+
+
+def test_verify_chain_cases_accept_some_none_and_all():
+    # else the comparisons above would say little
+    counts = [make("verify_chain", "ragged", seed=seed) for seed in range(8)]
+    outcomes = set()
+    for args in counts:
+        drafted = args["cu_seqlens"].diff() - 1
+        for accepted, most in zip(verify_by_hand(**args)[1], drafted.tolist(), strict=True):
+            outcomes.add("all" if accepted == most else "none" if accepted == 0 else "some")
+    assert outcomes == {"none", "some", "all"}
+
+
+@each_dtype
+@each_case("append_kv_")
+def test_append(case, dtype):
+    got, want = make("append_kv_", case, dtype), make("append_kv_", case, dtype)
+    before = got["key_cache"].clone()
+    assert all_ops()["append_kv_"].load("torch")(**got) is None
+    append_by_hand(**want)
+    assert torch.equal(got["key_cache"], want["key_cache"])
+    assert torch.equal(got["value_cache"], want["value_cache"])
+    assert torch.equal(before, want["key_cache"]) == (case == "no_rows")
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.stack([x, x], dim=-1)[..., 0]
+
+
+def offsets(*values: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.tensor(values, dtype=torch.int32)
+
+
+def both(change: Callable[[Tensor], Tensor]) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    return lambda kv: (change(kv[0]), change(kv[1]))
+
+
+# Every argument of every op, wrong in each way that would lead a kernel outside its buffers or to another's entries.
+BAD = {
+    "verify_chain": {  # 22 rows of 5 sequences
+        "logits_rank": ("logits", lambda x: x[0], r"logits has shape \[1024\]; expected \[any, any\]"),
+        "logits_dtype": ("logits", Tensor.double, "logits is torch.float64; expected float32 or float16"),
+        "no_vocabulary": ("logits", lambda x: x[:, :0], "empty vocabulary"),
+        "ids_dtype": ("token_ids", Tensor.int, "token_ids is torch.int32; expected int64"),
+        "ids_short": ("token_ids", lambda x: x[1:], r"token_ids has shape \[21\]; expected \[22\]"),
+        "ids_strided": ("token_ids", strided, "contiguous"),
+        "cu_dtype": ("cu_seqlens", Tensor.long, "cu_seqlens is torch.int64; expected int32"),
+        "cu_strided": ("cu_seqlens", strided, "contiguous"),
+        "cu_falls": ("cu_seqlens", offsets(0, 7, 1, 22), "rise from 0 to the 22 rows"),
+        "cu_stands_still": ("cu_seqlens", offsets(0, 7, 7, 22), "rise from 0 to the 22 rows"),
+        "cu_starts_late": ("cu_seqlens", offsets(1, 7, 22), "rise from 0 to the 22 rows"),
+        "cu_ends_early": ("cu_seqlens", offsets(0, 7, 21), "rise from 0 to the 22 rows"),
+        "cu_ends_beyond": ("cu_seqlens", offsets(0, 7, 23), "rise from 0 to the 22 rows"),
+        "cu_empty": ("cu_seqlens", offsets(), "rise from 0 to the 22 rows"),
+    },
+    "append_kv_": {  # 48 rows of 2 heads of 32 numbers
+        "key_cache_rank": ("key_cache", lambda x: x.flatten(0, 1), "key_cache has shape"),
+        "value_cache_shape": ("value_cache", lambda x: x[:-1], "value_cache has shape"),
+        "value_cache_dtype": ("value_cache", Tensor.half, "value_cache is torch.float16; expected float32"),
+        "key_cache_strided": ("key_cache", strided, "contiguous"),
+        "key_dtype": ("key", Tensor.bfloat16, "key is torch.bfloat16; expected float32"),
+        "key_heads": ("key", lambda x: x[:, :1], r"key has shape \[48, 1, 32\]; expected \[48, 2, 32\]"),
+        "value_rows": ("value", lambda x: x[1:], r"value has shape \[47, 2, 32\]; expected \[48, 2, 32\]"),
+        "slots_dtype": ("slot_mapping", Tensor.long, "slot_mapping is torch.int64; expected int32"),
+        "slots_short": ("slot_mapping", lambda x: x[1:], r"slot_mapping has shape \[47\]; expected \[48\]"),
+        "slots_strided": ("slot_mapping", strided, "contiguous"),
+    },
+    "paged_attention": {  # 16 rows of 4 sequences
+        "query_rank": ("query", lambda x: x.flatten(1), "query has shape"),
+        "query_dtype": ("query", Tensor.double, "query is torch.float64; expected float32 or float16"),
+        "query_heads": ("query", lambda x: x[:, :3], "3 query heads are not a multiple of 2 KV heads"),
+        "kv_dtype": ("kv", both(Tensor.half), "key cache is torch.float16; expected float32"),
+        "kv_head_dim": ("kv", both(lambda x: x[..., :16]), "key cache has shape"),
+        "kv_unequal": ("kv", lambda kv: (kv[0], kv[1][1:]), "value cache has shape"),
+        "kv_strided": ("kv", both(strided), "contiguous"),
+        "table_dtype": ("block_table", Tensor.long, "block_table is torch.int64; expected int32"),
+        "table_rows": ("block_table", lambda x: x[:3], r"block_table has shape \[3, 9\]; expected \[4, any\]"),
+        "table_strided": ("block_table", strided, "contiguous"),
+        "used_dtype": ("seqused_k", Tensor.long, "seqused_k is torch.int64; expected int32"),
+        "cu_length": ("cu_seqlens_q", lambda x: x[1:], r"cu_seqlens_q has shape \[4\]; expected \[5\]"),
+        "cu_falls": ("cu_seqlens_q", offsets(0, 6, 5, 15, 16), "cu_seqlens_q"),
+        "cu_starts_late": ("cu_seqlens_q", offsets(1, 6, 12, 15, 16), "cu_seqlens_q"),
+        "cu_ends_early": ("cu_seqlens_q", offsets(0, 6, 12, 14, 15), "cu_seqlens_q"),
+        "cu_ends_beyond": ("cu_seqlens_q", offsets(0, 6, 12, 15, 17), "cu_seqlens_q"),
+        "window_zero": ("sliding_window", lambda _: 0, "sliding_window=0; expected None or > 0"),
+        "softcap_zero": ("softcap", lambda _: 0.0, r"softcap=0\.0; expected None or > 0"),
+    },
+}
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, bad in BAD.items() for name in bad])
+def test_bad_argument_is_refused(op, name):
+    argument, spoil, message = BAD[op][name]
+    args = make(op, "ragged" if op == "verify_chain" else "verify")
+    all_ops()[op].check(**args)
+    args[argument] = spoil(args[argument])
+    with pytest.raises(ValueError, match=message):  # the check alone: a kernel that ran would corrupt memory
+        all_ops()[op].check(**args)
+
+
+IMPLEMENTATIONS = [(op, backend) for op in all_ops().values() for backend in op.implementations]
+
+
+@pytest.mark.parametrize(("op", "backend"), IMPLEMENTATIONS, ids=[f"{op.name}-{b}" for op, b in IMPLEMENTATIONS])
+def test_every_implementation_is_checked_first(op, backend):
+    if op.why_unavailable(backend) is not None:
+        pytest.skip(op.why_unavailable(backend))
+
+    def refuse(**args: Any) -> None:
+        raise ValueError("refused")
+
+    with pytest.raises(ValueError, match="refused"):
+        replace(op, check=refuse).load(backend)(**make(op.name, next(iter(op.cases())).name))
+
+
+def load_cpp(op: str) -> Callable[..., Any]:
+    reason = all_ops()[op].why_unavailable("cpp")
+    return pytest.skip(reason) if reason else all_ops()[op].load("cpp")
+
+
+def surrounded(op: str, case: str) -> tuple[Tensor, dict[str, Any]]:
+    """The case's arguments, their caches standing inside a larger buffer whose rim must keep its value."""
+    args = make(op, case)
+    caches = args["kv"] if op == "paged_attention" else (args["key_cache"], args["value_cache"])
+    buffer = torch.full((2, len(caches[0]) + 2, *caches[0].shape[1:]), 7.0)
+    key, value = buffer[:, 1:-1]
+    key.copy_(caches[0].nan_to_num(3.0))
+    value.copy_(caches[1].nan_to_num(3.0))
+    inside = {"kv": (key, value)} if op == "paged_attention" else {"key_cache": key, "value_cache": value}
+    return buffer, {**args, **inside}
+
+
+# One below, one above, and far outside; in the last row, when all rows before it are in order.
+@pytest.mark.parametrize("outside", [-1, 96, 2**31 - 1], ids=["negative", "one_too_many", "huge"])
+def test_cpp_append_refuses_a_slot_outside_and_writes_nothing(outside):
+    buffer, args = surrounded("append_kv_", "verify")
+    assert args["key_cache"].flatten(0, 1).shape[0] == 96
+    before = buffer.clone()
+    args["slot_mapping"][-1] = outside
+    with pytest.raises(IndexError, match=rf"slot_mapping\[47\] is {outside}; the cache has 96 slots"):
+        load_cpp("append_kv_")(**args)
+    assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize("outside", [-1, 16, 2**31 - 1], ids=["negative", "one_too_many", "huge"])
+def test_cpp_attention_refuses_a_page_outside(outside):
+    buffer, args = surrounded("paged_attention", "verify")
+    assert len(args["kv"][0]) == 16
+    before, attention = buffer.clone(), load_cpp("paged_attention")
+    within = attention(**args)
+    args["block_table"][0, 1:] = outside  # beyond the first sequence's 6 entries: nobody looks there
+    assert torch.equal(attention(**args), within)
+    args["block_table"][2, 8] = outside  # position 128, the last of the third sequence
+    with pytest.raises(IndexError, match=rf"block_table\[2, 8\] is {outside}; the cache has 16 pages"):
+        attention(**args)
+    assert torch.equal(buffer, before)
+
+
+# More entries than the block table has places for, and fewer than there are rows.
+@pytest.mark.parametrize("context", [145, 2])
+def test_cpp_attention_refuses_a_context_that_cannot_be(context):
+    args = make("paged_attention", "verify")
+    args["seqused_k"][2] = context
+    with pytest.raises(IndexError, match=f"sequence 2 has 3 rows and {context} KV entries"):
+        load_cpp("paged_attention")(**args)

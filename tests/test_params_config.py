@@ -1,0 +1,207 @@
+"""Sampling parameters and engine settings: what is taken, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from transformers import GenerationConfig, GPT2Config
+
+import specdec_fast as sd
+from specdec_fast.errors import ConfigError, InvalidParamsError, NotYetSupportedError
+from specdec_fast.params import as_sampling_params
+from specdec_fast.requests import RequestBuilder
+
+NAN = math.nan
+# Per field: just outside its range, and the types that a comparison would let slip through (bool, NaN, text).
+OUT_OF_RANGE = [
+    ("max_new_tokens", 0), ("max_new_tokens", -3), ("max_new_tokens", 1.5), ("max_new_tokens", True),
+    ("max_new_tokens", "8"), ("max_new_tokens", None), ("temperature", -0.1), ("temperature", NAN),
+    ("temperature", "0"), ("temperature", False), ("top_k", -1), ("top_k", 2.0), ("top_k", True), ("top_p", 0),
+    ("top_p", 1.01), ("top_p", NAN), ("top_p", None), ("min_p", -0.01), ("min_p", 1.5), ("min_p", NAN),
+    ("repetition_penalty", 0), ("repetition_penalty", -1.0), ("repetition_penalty", NAN), ("seed", 1.0),
+    ("seed", True), ("seed", "7"), ("stop", ("",)), ("stop", ("a", 3)), ("stop", 5),
+    ("stop_token_ids", (-1,)), ("stop_token_ids", (1.0,)), ("stop_token_ids", ("</s>",)),
+    ("stop_token_ids", (True,)), ("stop_token_ids", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE, ids=[f"{n}-{v!r}" for n, v in OUT_OF_RANGE])
+def test_params_out_of_range(name, value):
+    with pytest.raises(InvalidParamsError) as caught:
+        sd.SamplingParams(**{name: value})
+    assert name in str(caught.value), "which field"
+    assert repr(value) in str(caught.value), "what came"
+    assert "expected" in str(caught.value), "what would do"
+
+
+# The ends of every range, which are inside.
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_new_tokens": 1}, {"temperature": 0}, {"top_k": 0}, {"top_k": 50}, {"top_p": 1}, {"top_p": 1e-9},
+        {"min_p": 0}, {"min_p": 1.0}, {"repetition_penalty": 1}, {"seed": -1}, {"seed": None},
+        {"stop_token_ids": [0, 5]}, {"stop_token_ids": range(3)}, {"ignore_eos": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_params_in_range(values):
+    params = sd.SamplingParams(**values)
+    assert all(getattr(params, name) == value for name, value in values.items() if name != "stop_token_ids")
+    assert isinstance(params.stop_token_ids, tuple), "frozen, whatever came"
+
+
+# What is planned must be refused until it is served: silently decoding greedily would be a wrong answer.
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", 0.7), ("repetition_penalty", 1.1), ("stop", "END"), ("logprobs", True)]
+)
+def test_params_not_yet_served(name, value):
+    with pytest.raises(NotYetSupportedError, match=rf"^{name}=.*pass ") as caught:
+        sd.SamplingParams(**{name: value})
+    assert isinstance(caught.value, NotImplementedError)
+
+
+def test_greedy_generation_config():
+    given = GenerationConfig(max_new_tokens=7, do_sample=False)
+    assert sd.SamplingParams.from_generation_config(given) == sd.SamplingParams(max_new_tokens=7)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers doubts settings of sampling in a greedy config
+def test_greedy_generation_config_ignores_the_temperature():
+    given = GenerationConfig(do_sample=False, temperature=0.7, top_k=50, top_p=0.9)
+    params = sd.SamplingParams.from_generation_config(given)
+    assert (params.temperature, params.top_k, params.top_p) == (0.0, 50, 0.9)
+
+
+def test_sampling_generation_config_is_not_decoded_greedily():
+    for given in (GenerationConfig(do_sample=True), GenerationConfig(do_sample=True, temperature=0.7)):
+        with pytest.raises(NotYetSupportedError, match="temperature="):
+            sd.SamplingParams.from_generation_config(given)
+
+
+class TargetOfTwenty:
+    vocab_size, max_positions, eos_token_ids = 20, None, frozenset({19})
+
+
+@pytest.mark.parametrize(("eos", "stop_ids"), [(None, {19}), (3, {3}), ([3, 4], {3, 4})], ids=str)
+def test_eos_of_a_generation_config_replaces_the_targets(eos, stop_ids):
+    params = sd.SamplingParams.from_generation_config(GenerationConfig(eos_token_id=eos, do_sample=False))
+    assert RequestBuilder(TargetOfTwenty(), None).build(0, [1, 2], params).stop_ids == stop_ids
+
+
+# `stop_token_ids` come on top of the target's EOS, unless that is to be ignored.
+@pytest.mark.parametrize(("ignore_eos", "stop_ids"), [(False, {5, 19}), (True, {5})])
+def test_stop_token_ids_add_to_eos(ignore_eos, stop_ids):
+    params = sd.SamplingParams(stop_token_ids=(5,), ignore_eos=ignore_eos)
+    assert RequestBuilder(TargetOfTwenty(), None).build(0, [1, 2], params).stop_ids == stop_ids
+
+
+# Each changes which tokens come out, and has no counterpart here.
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_beams", 4), ("max_length", 30), ("min_new_tokens", 3), ("no_repeat_ngram_size", 2),
+     ("bad_words_ids", [[4]]), ("stop_strings", ["END"]), ("sequence_bias", {(4,): 1.0})],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_generation_config_with_a_field_unknown_here_is_refused(name, value):
+    with pytest.raises(NotYetSupportedError, match=f"GenerationConfig sets .*{name}.*unset"):
+        sd.SamplingParams.from_generation_config(GenerationConfig(**{name: value}))
+
+
+def test_generation_config_of_a_model_is_understood():
+    # ids of special tokens and the like say nothing about which tokens come out
+    given = GenerationConfig.from_model_config(GPT2Config())
+    assert sd.SamplingParams.from_generation_config(given).stop_token_ids == (GPT2Config().eos_token_id,)
+
+
+def test_params_from_what_callers_pass():
+    params = sd.SamplingParams(max_new_tokens=3)
+    assert as_sampling_params(params) is params
+    assert as_sampling_params(None) == sd.SamplingParams()
+    assert as_sampling_params(GenerationConfig(max_new_tokens=3)) == params
+    with pytest.raises(InvalidParamsError, match=r"params is a dict; expected SamplingParams, .* or None"):
+        as_sampling_params({"max_new_tokens": 3})
+
+
+# Just outside each range, and the types that a comparison would let slip through.
+BAD_CONFIG = [
+    ("max_batch_size", 0), ("max_batch_size", 2.0), ("max_batch_size", True), ("max_batch_size", None),
+    ("num_draft_tokens", -1), ("num_draft_tokens", "5"), ("num_draft_tokens", NAN), ("max_wait_steps", -1),
+    ("page_size", 0), ("page_size", True), ("kv_cache_tokens", 0), ("kv_cache_tokens", 1e6),
+    ("window_size", 7), ("window_size", 41), ("window_size", 16.0), ("window_size", "16"), ("dtype", "int8"),
+    ("dtype", torch.int8), ("dtype", torch.float64), ("dtype", "torch.float32"), ("device", "warp-drive"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_CONFIG, ids=[f"{n}-{v!r}" for n, v in BAD_CONFIG])
+def test_config_out_of_range(name, value):
+    with pytest.raises(ConfigError) as caught:
+        sd.EngineConfig(**{name: value})
+    assert name in str(caught.value)
+    assert repr(value) in str(caught.value)
+    assert "expected" in str(caught.value).lower()
+
+
+# The ends of every range, which are inside: for a batch of 8 and 4 steps of waiting a window of 8 to 40.
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_batch_size", 1), ("num_draft_tokens", 0), ("max_wait_steps", 0), ("page_size", 1),
+     ("kv_cache_tokens", 1), ("window_size", 8), ("window_size", 40)],
+)  # fmt: skip
+def test_config_in_range(name, value):
+    assert getattr(sd.EngineConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [("float32", torch.float32), ("fp32", torch.float32), ("float16", torch.float16), ("fp16", torch.float16),
+     ("bfloat16", torch.bfloat16), ("bf16", torch.bfloat16), (torch.bfloat16, torch.bfloat16), (None, None)],
+    ids=str,
+)  # fmt: skip
+def test_dtype_names(given, dtype):
+    assert sd.EngineConfig(dtype=given).dtype is dtype
+
+
+def test_unknown_dtype_lists_the_known():
+    with pytest.raises(ConfigError, match=r"dtype='fp8': expected one of float32, fp32, .*bf16"):
+        sd.EngineConfig(dtype="fp8")
+
+
+def test_device_by_name_or_object():
+    assert sd.EngineConfig(device="cpu").device == sd.EngineConfig(device=torch.device("cpu")).device
+
+
+def test_deterministic_is_not_promised_before_it_is_kept():
+    with pytest.raises(NotYetSupportedError, match=r"deterministic=True.*pass False"):
+        sd.EngineConfig(deterministic=True)
+
+
+def test_keywords_make_the_same_config():
+    keywords = {"method": "eqspec", "max_batch_size": 3, "dtype": "bf16"}
+    assert sd.EngineConfig.from_keywords(keywords) == sd.EngineConfig(**keywords)
+    assert sd.EngineConfig.from_keywords({}) == sd.EngineConfig()
+
+
+# One letter off, another library's word for it, and nothing like any.
+@pytest.mark.parametrize(
+    ("keyword", "suggestion"),
+    [("num_draft_token", "num_draft_tokens"), ("batch_size", "max_batch_size"), ("xyzzy", None)],
+)
+def test_unknown_keyword_is_an_error_and_suggests(keyword, suggestion):
+    with pytest.raises(ConfigError) as caught:
+        sd.EngineConfig.from_keywords({keyword: 4})
+    message = str(caught.value)
+    assert f"unknown keyword {keyword!r}" in message
+    assert (f"Did you mean {suggestion}?" in message) if suggestion else ("Did you mean" not in message)
+    assert all(field.name in message for field in fields(sd.EngineConfig)), "lists the known"
+
+
+def test_public_calls_refuse_unknown_keywords_before_loading_anything():
+    for call in (lambda: sd.generate("no/such-model", None, ["Hi"], num_draft=4),
+                 lambda: sd.Engine("no/such-model", None, num_draft=4)):  # fmt: skip
+        with pytest.raises(ConfigError, match="unknown keyword 'num_draft'"):
+            call()
+    with pytest.raises(ConfigError, match="either an EngineConfig or keywords"):
+        sd.Engine("no/such-model", None, sd.EngineConfig(), num_draft_tokens=4)
