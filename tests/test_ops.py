@@ -102,8 +102,11 @@ def window_too_long(attention: Callable[..., Tensor], **args: Any) -> Tensor:
 @each_dtype
 @pytest.mark.parametrize(
     ("name", "case", "wrong"),
-    [("append_kv_", "verify", swapped), ("verify_chain", "tiny_vocabulary", last_of_equals),
-     ("paged_attention", "window", window_too_long)],
+    [
+        ("append_kv_", "verify", swapped),
+        ("verify_chain", "tiny_vocabulary", last_of_equals),
+        ("paged_attention", "window", window_too_long),
+    ],
 )
 def test_comparison_rejects(name, case, wrong, dtype):
     op, args, oracle_args = all_ops()[name], make(name, case, dtype), make(name, case, dtype)

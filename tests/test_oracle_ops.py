@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec_fast.ops import all_ops
+from specdec_fast.ops import all_ops, resolve
 
 CPU = torch.device("cpu")
 CASES = {(op.name, case.name): case for op in all_ops().values() for case in op.cases()}
@@ -41,7 +41,9 @@ def attention_by_hand(
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
             for head in range(queries.shape[1]):
                 kv_head = head // (queries.shape[1] // keys.shape[2])
-                places = [(pages[b][i // page_size], i % page_size, kv_head) for i in range(first, position + 1)]
+                places = [
+                    (pages[b][i // page_size], i % page_size, kv_head) for i in range(first, position + 1)
+                ]
                 scores = [queries[row, head] @ keys[place] * scale for place in places]
                 if softcap is not None:
                     scores = [softcap * math.tanh(score / softcap) for score in scores]
@@ -71,7 +73,9 @@ def verify_by_hand(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tup
     return targets, num_accepted, next_tokens
 
 
-def append_by_hand(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+def append_by_hand(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor
+) -> None:
     for row, slot in enumerate(slot_mapping.tolist()):
         page, offset = divmod(slot, key_cache.shape[1])
         for head in range(key.shape[1]):
@@ -97,8 +101,13 @@ def test_attention(case, dtype):
 # The parameters a backend could forget: without any one of them the same check must fail.
 @pytest.mark.parametrize(
     ("case", "forgotten"),
-    [("window", "sliding_window"), ("window_decode", "sliding_window"), ("softcap", "softcap"),
-     ("window_softcap", "sliding_window"), ("window_softcap", "softcap")],
+    [
+        ("window", "sliding_window"),
+        ("window_decode", "sliding_window"),
+        ("softcap", "softcap"),
+        ("window_softcap", "sliding_window"),
+        ("window_softcap", "softcap"),
+    ],
 )
 def test_attention_check_sees_a_forgotten_parameter(case, forgotten):
     args = make("paged_attention", case)
@@ -192,7 +201,11 @@ BAD = {
         "kv_unequal": ("kv", lambda kv: (kv[0], kv[1][1:]), "value cache has shape"),
         "kv_strided": ("kv", both(strided), "contiguous"),
         "table_dtype": ("block_table", Tensor.long, "block_table is torch.int64; expected int32"),
-        "table_rows": ("block_table", lambda x: x[:3], r"block_table has shape \[3, 9\]; expected \[4, any\]"),
+        "table_rows": (
+            "block_table",
+            lambda x: x[:3],
+            r"block_table has shape \[3, 9\]; expected \[4, any\]",
+        ),
         "table_strided": ("block_table", strided, "contiguous"),
         "used_dtype": ("seqused_k", Tensor.long, "seqused_k is torch.int64; expected int32"),
         "cu_length": ("cu_seqlens_q", lambda x: x[1:], r"cu_seqlens_q has shape \[4\]; expected \[5\]"),
@@ -219,7 +232,9 @@ def test_bad_argument_is_refused(op, name):
 IMPLEMENTATIONS = [(op, backend) for op in all_ops().values() for backend in op.implementations]
 
 
-@pytest.mark.parametrize(("op", "backend"), IMPLEMENTATIONS, ids=[f"{op.name}-{b}" for op, b in IMPLEMENTATIONS])
+@pytest.mark.parametrize(
+    ("op", "backend"), IMPLEMENTATIONS, ids=[f"{op.name}-{b}" for op, b in IMPLEMENTATIONS]
+)
 def test_every_implementation_is_checked_first(op, backend):
     if op.why_unavailable(backend) is not None:
         pytest.skip(op.why_unavailable(backend))
@@ -229,6 +244,14 @@ def test_every_implementation_is_checked_first(op, backend):
 
     with pytest.raises(ValueError, match="refused"):
         replace(op, check=refuse).load(backend)(**make(op.name, next(iter(op.cases())).name))
+
+
+def test_resolved_ops_are_checked_unless_asked_for_unchecked():
+    ops, args = resolve(CPU, "torch"), make("verify_chain", "ragged")
+    args["token_ids"] = args["token_ids"].int()
+    with pytest.raises(ValueError, match="token_ids"):
+        ops.verify_chain(**args)
+    ops.unchecked.verify_chain(**args)
 
 
 def load_cpp(op: str) -> Callable[..., Any]:

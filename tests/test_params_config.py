@@ -55,7 +55,8 @@ def test_params_in_range(values):
 
 # What is planned must be refused until it is served: silently decoding greedily would be a wrong answer.
 @pytest.mark.parametrize(
-    ("name", "value"), [("temperature", 0.7), ("repetition_penalty", 1.1), ("stop", "END"), ("logprobs", True)]
+    ("name", "value"),
+    [("temperature", 0.7), ("repetition_penalty", 1.1), ("stop", "END"), ("logprobs", True)],
 )
 def test_params_not_yet_served(name, value):
     with pytest.raises(NotYetSupportedError, match=rf"^{name}=.*pass ") as caught:

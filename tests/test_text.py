@@ -58,7 +58,10 @@ def test_texts_do_split_characters():
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=30).filter(lambda t: INCOMPLETE not in t)), cuts=cuts)
+@given(
+    text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=30).filter(lambda t: INCOMPLETE not in t)),
+    cuts=cuts,
+)
 def test_pieces_of_a_text_add_up(text, cuts):
     token_ids = ids_of(text)
     pieces = pieces_of(token_ids, cuts)
@@ -86,7 +89,11 @@ def test_last_piece_gives_out_what_was_held_back():
 def test_special_tokens_are_no_text():
     detokenizer = Detokenizer(TOKENIZER)
     eos = TOKENIZER.eos_token_id
-    assert [detokenizer.add([eos]), detokenizer.add(ids_of("Hi")), detokenizer.add([eos], last=True)] == ["", "Hi", ""]
+    assert [detokenizer.add([eos]), detokenizer.add(ids_of("Hi")), detokenizer.add([eos], last=True)] == [
+        "",
+        "Hi",
+        "",
+    ]
 
 
 class CountingTokenizer:

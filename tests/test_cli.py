@@ -1,0 +1,266 @@
+"""The command line, run in this process on the bundled pair: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import specdec_fast as sd
+from specdec_fast.cli import main
+from specdec_fast.commands import demo, verify
+from specdec_fast.engine import Engine
+from specdec_fast.equivalence import logit_gap, transformers_greedy
+from specdec_fast.ops import BACKENDS, all_ops, registry
+
+TARGET, DRAFT = (str(demo.demo_pair() / which) for which in ("target", "draft"))
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_lines(path: Path, *lines: object) -> str:
+    """Write a prompt file: objects as JSON, strings as they are."""
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def options_of(values: dict[str, object]) -> list[str]:
+    return [word for name, value in values.items() for word in (f"--{name}", *str(value).split())]
+
+
+def generate(path: str, draft: str = DRAFT, **options: object) -> tuple[int, list[dict]]:
+    """Run ``generate``; return its exit status and the records it wrote."""
+    values = {"target": TARGET, "draft": draft, "prompts": path, "output": "out.jsonl", "max-new-tokens": 5}
+    status = main(["generate", *options_of({**values, "dtype": "float32", **options})])
+    return status, [json.loads(line) for line in Path("out.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+# Both schedulers, with and without drafting, more prompts than a batch holds, each backend of a CPU.
+@pytest.mark.parametrize(
+    ("method", "batch_size", "k", "backend"),
+    [("exspec", 8, 5, "auto"), ("eqspec", 2, 3, "torch"), ("exspec", 1, 0, "auto")],
+)
+def test_demo_ends_in_one_json_line(capsys, method, batch_size, k, backend):
+    options = {"method": method, "batch-size": batch_size, "num-draft-tokens": k, "backend": backend}
+    assert main(["demo", "--json", "--num-prompts", "3", "--max-new-tokens", "6", *options_of(options)]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    report = json.loads(last)
+    assert report["exact_match"] == 1.0
+    asked = {"method": method, "batch_size": batch_size, "num_draft_tokens": k, "prompts": 3}
+    assert asked.items() <= report.items()
+    assert 3 <= report["tokens"] <= 18
+    assert 1 <= report["mean_acceptance_length"] <= k + 1
+    assert min(report["tokens_per_second"], report["autoregressive_tokens_per_second"]) > 0
+    assert text[-1].endswith("every token: 3 of 3 prompts")
+
+
+def test_demo_without_json_prints_none(capsys):
+    assert main(["demo", "--num-prompts", "1", "--max-new-tokens", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("every token: 1 of 1 prompts")
+
+
+def test_demo_fails_when_a_token_differs(capsys, monkeypatch):
+    def other_last_token(model, prompt_ids, max_new_tokens):
+        tokens = transformers_greedy(model, prompt_ids, max_new_tokens)
+        return tokens if len(prompt_ids) % 2 else [*tokens[:-1], tokens[-1] ^ 1]
+
+    monkeypatch.setattr(demo, "transformers_greedy", other_last_token)
+    assert main(["demo", "--json", "--num-prompts", "4", "--max-new-tokens", "4"]) == 1
+    assert 0 < json.loads(capsys.readouterr().out.splitlines()[-1])["exact_match"] < 1
+
+
+def test_generate(in_folder, capsys, prompts, prompt_ids, target, tokenizer):
+    ids = [tokenizer(prompts[0]).input_ids, prompt_ids[1], prompt_ids[2]]
+    lines = [{"prompt": prompts[0], "id": 7}, *({"prompt_ids": i} for i in ids[1:]), "", ""]
+    path = write_lines(in_folder / "in.jsonl", *lines)  # blank lines at the end do not count
+    # one at a time, so that the order of the output is not the order of a batch by chance
+    status, records = generate(path, **{"batch-size": 1, "method": "exspec"})
+    assert status == 0
+    expected = [transformers_greedy(target, i, 5) for i in ids]
+    assert [record["token_ids"] for record in records] == expected
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in expected]
+    assert [record["text"] for record in records] == texts
+    assert [record["line"] for record in records] == [1, 2, 3]
+    assert not any("error" in record for record in records)
+    assert {record["finish_reason"] for record in records} <= {"length", "stop"}
+    assert capsys.readouterr().err == ""
+
+
+# Every kind of bad line; the good ones around them must come out as if alone.
+BAD_LINES = [
+    ("{not json", "not JSON"),
+    ("[1, 2]", "expected an object"),
+    ('"text"', "expected an object"),
+    ({"text": "Hi"}, "expected an object"),
+    ({"prompt": "Hi", "prompt_ids": [1]}, "expected an object with either"),
+    ({"prompt": 5}, '"prompt" is a int'),
+    ({"prompt": ["Hi"]}, '"prompt" is a list'),
+    ({"prompt": ""}, "empty string"),
+    ({"prompt_ids": "5 6"}, '"prompt_ids" is not a list of integers'),
+    ({"prompt_ids": [5, 6.0]}, '"prompt_ids" is not a list of integers'),
+    ({"prompt_ids": [True]}, '"prompt_ids" is not a list of integers'),
+    ({"prompt_ids": []}, "no tokens"),
+    ({"prompt_ids": [5, 1024]}, "1024 is outside the target's vocabulary; expected 0 to 1023"),
+    ({"prompt_ids": [-1]}, "-1 is outside the target's vocabulary"),
+    ({"prompt_ids": [5] * 600}, "600 tokens"),
+    ("", "not JSON"),
+]
+
+
+def test_generate_reports_bad_lines_and_serves_the_others(in_folder, capsys, target):
+    good = {2: [41, 84], 9: [5, 6, 7], len(BAD_LINES) + 3: [70]}  # by line
+    lines: list[object] = [line for line, _ in BAD_LINES]
+    for number, ids in good.items():
+        lines.insert(number - 1, {"prompt_ids": ids})
+    status, records = generate(write_lines(in_folder / "in.jsonl", *lines))
+    errors = capsys.readouterr().err.splitlines()
+    assert status == 1
+    assert [record["line"] for record in records] == list(range(1, len(lines) + 1))
+    for number, ids in good.items():
+        assert "error" not in records[number - 1]
+        assert records[number - 1]["token_ids"] == transformers_greedy(target, ids, 5)
+    bad = [record for record in records if record["line"] not in good]
+    assert len(errors) == len(bad) == len(BAD_LINES)
+    for record, (_, reason), error in zip(bad, BAD_LINES, errors, strict=True):
+        assert reason in record["error"]
+        assert error == f"in.jsonl, line {record['line']}: {record['error']}"
+
+
+def test_generate_survives_text_that_no_tokenizer_takes(in_folder, capsys):
+    # half of a surrogate pair is valid JSON, but no Unicode character
+    lines = ({"prompt_ids": [5]}, '{"prompt": "\\ud800"}', {"prompt_ids": [6]})
+    path = write_lines(in_folder / "in.jsonl", *lines)
+    status, records = generate(path)
+    assert status == 1
+    assert ["error" in record for record in records] == [False, True, False]
+
+
+@pytest.mark.parametrize("draft", ["ngram", "none"])
+def test_draft_without_a_model(in_folder, target, draft):
+    _, records = generate(write_lines(in_folder / "in.jsonl", {"prompt_ids": [41, 84]}), draft)
+    assert records[0]["token_ids"] == transformers_greedy(target, [41, 84], 5)
+
+
+def run_verify(folder: Path, prompts: list[list[int]], **options: object) -> tuple[int, dict]:
+    path = write_lines(folder / "in.jsonl", *({"prompt_ids": ids} for ids in prompts))
+    values = {"target": TARGET, "draft": DRAFT, "prompts": path, "json": "report.json", "max-new-tokens": 6}
+    status = main(["verify", *options_of({**values, **options})])
+    return status, json.loads(Path("report.json").read_text())
+
+
+def test_verify_reports_every_setting_and_the_noise_floor(in_folder, capsys, prompt_ids):
+    options = {"batch-sizes": "1 2", "num-draft-tokens": "2 4"}
+    status, report = run_verify(in_folder, prompt_ids[1:4], **options)
+    assert status == 0
+    header = {"target": TARGET, "draft": DRAFT, "dtype": "float32", "prompts": 3, "max_new_tokens": 6}
+    assert header.items() <= report.items()
+    settings = [(c["method"], c["batch_size"], c["num_draft_tokens"]) for c in report["comparisons"]]
+    drafting = [(method, batch, k) for method in ("eqspec", "exspec") for batch in (1, 2) for k in (2, 4)]
+    assert settings == [("autoregressive", 1, None), ("autoregressive", 2, None), *drafting]
+    assert all(c["exact_match"] == 1.0 and c["divergences"] == [] for c in report["comparisons"])
+    assert [c["batch_size"] for c in report["noise_floor"]] == [1, 2]
+    assert report["noise_floor"][0]["exact_match"] == 1.0, "batch 1 against batch 1"
+    printed = capsys.readouterr().out
+    assert "noise floor" in printed
+    assert printed.count("100.0%") >= len(settings)
+
+
+def test_verify_fails_and_shows_where_a_token_differs(in_folder, capsys, monkeypatch, prompt_ids, target):
+    class Lying(Engine):
+        def generate(self, *args, **kwargs):
+            outputs = super().generate(*args, **kwargs)
+            outputs[1].token_ids[3] ^= 1
+            return outputs
+
+    monkeypatch.setattr(verify, "Engine", Lying)
+    prompts = prompt_ids[1:4]
+    status, report = run_verify(in_folder, prompts, **{"batch-sizes": 2, "methods": "eqspec"})
+    assert status == 1
+    (comparison,) = report["comparisons"]
+    assert comparison["exact_match"] == pytest.approx(2 / 3)
+    (divergence,) = comparison["divergences"]
+    gap = logit_gap(target, prompts[1] + transformers_greedy(target, prompts[1], 6)[:3])
+    assert divergence == {"index": 1, "position": 3, "gap": pytest.approx(gap)}
+    assert f"66.7%  prompt 1, token 3, gap {gap:.1e}" in capsys.readouterr().out
+
+
+def test_doctor_shows_every_op_on_every_backend(capsys, monkeypatch):
+    broken = replace(BACKENDS["cpp"], why_unavailable=lambda: "no compiler here; install one")
+    monkeypatch.setitem(registry.BACKENDS, "cpp", broken)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line.split() for line in lines]
+    assert ["op", *BACKENDS] in table
+    for op in all_ops().values():
+        assert [op.name, *("no" if op.why_unavailable(b) else "yes" for b in BACKENDS)] in table
+        assert f"no: {op.name} x cpp: no compiler here; install one" in lines
+    assert any(line.startswith("chosen on cpu:") and "verify_chain torch" in line for line in lines)
+    assert any(f"specdec-fast {sd.__version__}" in line for line in lines)
+
+
+# What a user may get wrong, one each: the model, the prompt file, the place of the output, a number, a device.
+COMMON = {"target": TARGET, "draft": "none", "prompts": "good.jsonl", "max-new-tokens": 2}
+OK = {**COMMON, "output": "o.jsonl"}
+VERIFY = {**COMMON, "methods": "eqspec", "batch-sizes": 1}
+UNUSABLE = {
+    "absolute-folder": ("generate", {**OK, "target": "/no/such/folder"}),
+    "relative-folder": ("generate", {**OK, "target": "no-such-folder"}),
+    "draft-folder": ("generate", {**OK, "draft": "no/such-folder"}),
+    "folder-without-model": ("generate", {**OK, "target": "empty"}),
+    "no-prompt-file": ("generate", {**OK, "prompts": "none.jsonl"}),
+    "prompts-not-utf8": ("generate", {**OK, "prompts": "latin1.jsonl"}),
+    "output-nowhere": ("generate", {**OK, "output": "no/such/folder/o.jsonl"}),
+    "dtype": ("generate", {**OK, "dtype": "int8"}),
+    "device-unknown": ("generate", {**OK, "device": "abacus"}),
+    "batch-size": ("generate", {**OK, "batch-size": 0}),
+    "no-new-tokens": ("generate", {**OK, "max-new-tokens": 0}),
+    "verify-folder": ("verify", {**VERIFY, "target": "no/such-folder"}),
+    "verify-bad-line": ("verify", {**VERIFY, "prompts": "bad.jsonl"}),
+    "verify-empty-prompt": ("verify", {**VERIFY, "prompts": "empty-prompt.jsonl"}),
+    "verify-outside-vocabulary": ("verify", {**VERIFY, "prompts": "outside.jsonl"}),
+    "verify-no-new-tokens": ("verify", {**VERIFY, "max-new-tokens": 0}),
+    "demo-no-prompts": ("demo", {"num-prompts": 0, "max-new-tokens": 2}),
+}
+
+
+@pytest.mark.parametrize(("command", "options"), UNUSABLE.values(), ids=UNUSABLE.keys())
+def test_unusable_arguments_end_in_one_line(in_folder, capsys, command, options):
+    (in_folder / "empty").mkdir()
+    (in_folder / "latin1.jsonl").write_bytes(b'{"prompt": "Gr\xfc\xdfe"}\n')
+    write_lines(in_folder / "good.jsonl", {"prompt_ids": [5, 6]})
+    write_lines(in_folder / "bad.jsonl", {"prompt_ids": [5, 6]}, "{bad")
+    write_lines(in_folder / "empty-prompt.jsonl", {"prompt_ids": []})
+    write_lines(in_folder / "outside.jsonl", {"prompt_ids": [5000]})
+    assert main([command, *options_of(options)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"specdec-fast {command}: ")
+    assert len(captured.err.splitlines()) == 1, captured.err
+    assert captured.out == ""
+
+
+# No command, an unknown one, an unknown choice, a missing argument, no number.
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["serve"], ["demo", "--method", "fifo"], ["generate"], ["demo", "--batch-size", "x"]],
+    ids=str,
+)
+def test_wrong_usage_is_explained(capsys, argv):
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: specdec-fast")
+
+
+def test_runs_as_a_module():
+    command = [sys.executable, "-m", "specdec_fast", "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, f"specdec-fast {sd.__version__}\n"), ended.stderr
