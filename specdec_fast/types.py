@@ -76,6 +76,7 @@ class StageTimer:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._at_last_lap: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -85,6 +86,11 @@ class StageTimer:
             yield
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + perf_counter() - start
+
+    def lap(self) -> dict[str, float]:
+        """Return the seconds per stage since the last lap (or the beginning)."""
+        before, self._at_last_lap = self._at_last_lap, dict(self.seconds)
+        return {stage: total - before.get(stage, 0.0) for stage, total in self.seconds.items()}
 
     def shares(self) -> dict[str, float]:
         """Return each stage's share of the time measured so far (they sum to 1)."""

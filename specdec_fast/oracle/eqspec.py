@@ -1,4 +1,13 @@
-"""EQSPEC: one fixed batch; every step drafts, verifies once, then unpads, appends and repads every row."""
+"""EQSPEC: one fixed batch, realigned after every step.
+
+prefill all prompts, right-aligned
+until every row has ended:
+    draft     K tokens per row
+    verify    one forward over [newest token, K draft tokens] of every row
+    accept    per row, the drafts before the first that differs from the target's own token, and that token
+    realign   unpad, append, repad: tokens, positions, mask and KV of every row that emitted more or less
+              than the longest row grew by
+"""
 
 from __future__ import annotations
 
@@ -48,6 +57,6 @@ def eqspec(
             # padding_new - padding_old, that is (L_new - L_old) - emitted
             shifts = [new - old for new, old in zip(paddings(rows), padding, strict=True)]
             moved = sum(model.realign(padding, shifts, new_length, repad) for model in models)
-        run.steps.append(StepRecord(accepted, emitted, moved, not any(padding)))
+        run.steps.append(StepRecord(accepted, emitted, moved, not any(padding), run.timer.lap()))
     run.outputs = [row.emitted_ids for row in rows]
     return run

@@ -1,4 +1,12 @@
-"""EXSPEC: a window of sequences, each with its own KV; a step takes sequences of equal length if it can."""
+"""EXSPEC: a window of sequences, each with its own KV; equal lengths are stepped together.
+
+until the queue and the window are empty:
+    fill      the window with up to W sequences, each prefilled alone
+    group     B sequences of equal length if the window has them (nothing to realign), else its first B
+    assemble  stack the group's KV; realign it by eqspec's repad if the lengths differ
+    step      draft, verify, accept, as eqspec does
+    split     every sequence takes its own KV back; finished ones leave
+"""
 
 from __future__ import annotations
 
@@ -81,7 +89,7 @@ def exspec(
                     if row.finished:
                         del own[row]
         window = [row for row in window if not row.finished]
-        run.steps.append(StepRecord(accepted, emitted, moved, not any(padding)))
+        run.steps.append(StepRecord(accepted, emitted, moved, not any(padding), run.timer.lap()))
     run.outputs = [row.emitted_ids for row in rows]
     return run
 

@@ -48,12 +48,22 @@ class Row:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step did: per row accepted and emitted tokens; bytes of KV moved to realign; whether rows were equal."""
+    """What one step did.
+
+    Attributes:
+        num_accepted: draft tokens accepted, per row.
+        num_emitted: tokens emitted, per row; 0 for a row that had finished before.
+        moved_bytes: KV moved to realign rows.
+        equal_length: whether all rows had the same length before the step.
+        seconds: per stage; the first step's include the prefill.
+
+    """
 
     num_accepted: list[int]
     num_emitted: list[int]
     moved_bytes: int
     equal_length: bool
+    seconds: dict[str, float]
 
 
 @dataclass
