@@ -47,11 +47,12 @@ void append_kv(std::uintptr_t key_cache, std::uintptr_t value_cache, std::int64_
                       pointer<const std::int32_t>(slot_mapping), sizes[0], sizes[1], sizes[2]});
 }
 
-void paged_attention(int dtype, std::array<std::int64_t, 3> query, std::array<std::uintptr_t, 2> caches,
+void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<std::uintptr_t, 2> caches,
                      std::array<std::int64_t, 5> shape, std::array<std::uintptr_t, 3> indices,
                      std::array<std::int64_t, 2> batch, std::array<double, 3> scores, std::uintptr_t out,
                      int num_threads) {
   specdec::paged_attention({static_cast<specdec::DType>(dtype),
+                            query[3],
                             pointer<const void>(static_cast<std::uintptr_t>(query[0])),
                             query[1],
                             query[2],

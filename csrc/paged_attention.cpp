@@ -195,6 +195,11 @@ void run(const PagedAttentionArgs& args, Scratch& scratch, const Task& task) {
 }
 
 void check(const PagedAttentionArgs& args) {
+  if (args.cu_seqlens_q[0] != 0 || args.cu_seqlens_q[args.batch_size] > args.num_rows) {
+    throw std::out_of_range("cu_seqlens_q goes from " + std::to_string(args.cu_seqlens_q[0]) + " to " +
+                            std::to_string(args.cu_seqlens_q[args.batch_size]) + "; there are " +
+                            std::to_string(args.num_rows) + " rows");
+  }
   for (std::int64_t b = 0; b < args.batch_size; ++b) {
     const std::int64_t context = args.seqused_k[b];
     const std::int64_t rows = args.cu_seqlens_q[b + 1] - args.cu_seqlens_q[b];

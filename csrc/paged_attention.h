@@ -14,6 +14,7 @@ namespace specdec {
 
 struct PagedAttentionArgs {
   DType dtype;
+  std::int64_t num_rows;
   const void* query;  // [num_rows, num_heads, head_dim], strides in elements, last axis contiguous
   std::int64_t stride_query_row;
   std::int64_t stride_query_head;
@@ -36,7 +37,7 @@ struct PagedAttentionArgs {
   int num_threads;
 };
 
-// Throws std::out_of_range, with nothing written, if a sequence reaches outside its block table or the cache.
+// Throws std::out_of_range, with nothing written, if a sequence reaches outside its rows, its block table or the cache.
 void paged_attention(const PagedAttentionArgs& args);
 
 }  // namespace specdec

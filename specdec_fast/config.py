@@ -69,8 +69,7 @@ class EngineConfig:
             object.__setattr__(self, "window_size", window)
         self._check_window()
         object.__setattr__(self, "dtype", _as_dtype(self.dtype))
-        if isinstance(self.device, str):
-            object.__setattr__(self, "device", torch.device(self.device))
+        object.__setattr__(self, "device", _as_device(self.device))
         if self.deterministic:
             raise NotYetSupportedError(
                 "deterministic=True: row-count invariance is not built yet; pass False. fp32 outputs equal plain "
@@ -114,3 +113,10 @@ def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if isinstance(dtype, str) and dtype in _DTYPES:
         return _DTYPES[dtype]
     raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}, a torch dtype of these, or None.")
+
+
+def _as_device(device: torch.device | str | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r}: expected cpu, cuda, cuda:1 or the like ({error}).") from None

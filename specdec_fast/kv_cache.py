@@ -114,6 +114,8 @@ class PagePool:
             KVCacheTooSmallError: they are not to be had now; ask ``fits`` first.
 
         """
+        if owner in self._tables:
+            raise ValueError(f"{owner!r} already holds pages; close it first.")
         pages = self._pages(num_tokens)
         if not self.fits(num_tokens):
             raise KVCacheTooSmallError(

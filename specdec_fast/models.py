@@ -179,7 +179,8 @@ def load_model(
         device: None takes CUDA where there is one, else the CPU.
 
     Raises:
-        ConfigError: a loaded model has another dtype or device than asked for, or is in training mode.
+        ConfigError: there is no such model or device; or a loaded model has another dtype or device than asked for,
+            or is in training mode.
 
     """
     if isinstance(source, nn.Module):  # one that is no Hugging Face model is told so by RaggedModel
@@ -187,7 +188,11 @@ def load_model(
         return source
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto").to(device).eval()
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto").to(device).eval()
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # no such model or device, not a causal model
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot load {source!r} onto {device}: {reason}") from error
 
 
 def _check_loaded(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,23 @@ _NEUTRAL_GENERATION_FIELDS = {
     "output_hidden_states",
     "return_dict_in_generate",
     "_from_model_config",
+}
+# Fields that older generation configs spell out at the value that does nothing.
+_NEUTRAL_VALUES = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "num_beam_groups": 1,
+    "length_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "early_stopping": False,
+    "remove_invalid_values": False,
+    "renormalize_logits": False,
 }
 
 
@@ -62,9 +80,13 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                value = (value,)
+            if not isinstance(value, Iterable):
+                raise InvalidParamsError(f"{name}={value!r}: expected a list, here of one element: [{value!r}].")
+            object.__setattr__(self, name, tuple(value))
         self._check_ranges()
         self._check_supported()
 
@@ -116,6 +138,7 @@ class SamplingParams:
 
         """
         given = {k: v for k, v in config.to_diff_dict().items() if v is not None}
+        given = {k: v for k, v in given.items() if _NEUTRAL_VALUES.get(k) != v}
         unknown = sorted(set(given) - set(_FROM_GENERATION_CONFIG) - _NEUTRAL_GENERATION_FIELDS)
         if unknown:
             raise NotYetSupportedError(

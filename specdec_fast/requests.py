@@ -67,7 +67,10 @@ class RequestBuilder:
                     "the prompt is a string, but no tokenizer is known for this target; pass tokenizer=..., "
                     "or token ids."
                 )
-            token_ids = list(self._tokenizer(prompt).input_ids)
+            try:
+                token_ids = list(self._tokenizer(prompt).input_ids)
+            except (TypeError, ValueError) as error:  # what tokenizers raise for text that is not valid Unicode
+                raise InvalidPromptError(f"the tokenizer cannot encode the prompt: {error}") from error
         else:
             token_ids = _as_ids(prompt)
         if not token_ids:

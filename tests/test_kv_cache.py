@@ -30,9 +30,7 @@ def assert_pages_sound(pool: PagePool, promised: dict[object, int], reached: dic
     assert all(1 <= page <= pool.num_pages for page in held), "the scratch page, or one that does not exist"
     assert pool.num_free_pages + len(held) == pool.num_pages, "a page was lost"
     for owner, num_tokens in reached.items():
-        assert len(pool.block_table(owner)) == pages_for(num_tokens, pool.page_size), (
-            "handed out on demand only"
-        )
+        assert len(pool.block_table(owner)) == pages_for(num_tokens, pool.page_size), "handed out on demand only"
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -86,9 +84,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert_pages_sound(self.pool, self.promised, self.reached)
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
-)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
 test_pool_keeps_its_books = PoolMachine.TestCase
 
 
@@ -183,9 +179,7 @@ def test_empty_forward():
 
 
 # A whole page, one position more, one less, and a page larger than all that is asked for.
-@pytest.mark.parametrize(
-    ("num_tokens", "page_size", "num_pages"), [(8, 4, 2), (9, 4, 3), (7, 4, 2), (3, 16, 1)]
-)
+@pytest.mark.parametrize(("num_tokens", "page_size", "num_pages"), [(8, 4, 2), (9, 4, 3), (7, 4, 2), (3, 16, 1)])
 def test_size_of_the_pool(num_tokens, page_size, num_pages):
     pool = PagePool(LAYOUT, num_tokens, page_size)
     assert (pool.num_pages, pool.num_free_pages) == (num_pages, num_pages)
@@ -197,9 +191,7 @@ def test_size_of_the_pool(num_tokens, page_size, num_pages):
 
 
 def test_bytes_per_token():
-    assert (
-        LAYOUT.bytes_per_token == 2 * 2 * 3 * 4 * 2
-    )  # layers, key and value, heads, head_dim, two bytes each
+    assert LAYOUT.bytes_per_token == 2 * 2 * 3 * 4 * 2  # layers, key and value, heads, head_dim, two bytes each
 
 
 def test_full_pool_says_what_is_missing_and_what_to_do():

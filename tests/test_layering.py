@@ -125,9 +125,7 @@ def test_backend_check_rejects(source):
 
 def concrete_drafters(tree: ast.AST) -> set[str]:
     """Drafters named in a file: their modules, their classes, or the strings that ask for them."""
-    found = {
-        name for name in imports_of(tree) if re.match(r"specdec_fast\.drafters\.(?!base)[a-z]\w*\.", name)
-    }
+    found = {name for name in imports_of(tree) if re.match(r"specdec_fast\.drafters\.(?!base)[a-z]\w*\.", name)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and re.fullmatch(r"\w+Drafter", node.id):
             found.add(node.id)

@@ -57,9 +57,7 @@ class Simulation:
         indices = [sequence.index for sequence in chosen]
         assert len(set(indices)) == len(indices), "twice in one batch"
         assert set(indices) <= {sequence.index for sequence in self.resident}
-        assert len(chosen) == min(self.scheduler.max_batch_size, len(self.resident)), (
-            "an idle place, or one too many"
-        )
+        assert len(chosen) == min(self.scheduler.max_batch_size, len(self.resident)), "an idle place, or one too many"
         for sequence in self.resident:
             self.waited[sequence.index] = 0 if sequence.index in indices else self.waited[sequence.index] + 1
             assert sequence.passed_over == self.waited[sequence.index]
@@ -124,9 +122,7 @@ def test_wait_bound_is_due_to_num_due():
 def test_exspec_takes_as_few_lengths_as_it_can(batch, wait, data):
     # batch * wait residents that have not waited: none is due yet, so lengths alone decide
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=batch * wait))
-    scheduler = make_scheduler(
-        EngineConfig(max_batch_size=batch, max_wait_steps=wait, window_size=batch * wait)
-    )
+    scheduler = make_scheduler(EngineConfig(max_batch_size=batch, max_wait_steps=wait, window_size=batch * wait))
     chosen = scheduler.plan([sequence_of(length, i) for i, length in enumerate(lengths)])
     places, fewest = min(batch, len(lengths)), 0
     for _, count in Counter(lengths).most_common():
@@ -165,9 +161,7 @@ def test_exspec_refills_and_eqspec_does_not():
 # The largest window is what all waits together can serve: batch * (wait + 1); the smallest is a batch.
 @pytest.mark.parametrize(("batch", "wait", "window"), [(4, 1, 9), (4, 0, 5), (1, 3, 5), (4, 4, 3), (8, 4, 0)])
 def test_window_that_breaks_the_bound_is_refused(batch, wait, window):
-    with pytest.raises(
-        ConfigError, match=f"window_size={window}: expected {batch} .* to {batch * (wait + 1)}"
-    ):
+    with pytest.raises(ConfigError, match=f"window_size={window}: expected {batch} .* to {batch * (wait + 1)}"):
         EngineConfig(max_batch_size=batch, max_wait_steps=wait, window_size=window)
 
 

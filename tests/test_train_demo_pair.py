@@ -22,21 +22,53 @@ from train_demo_pair import main  # noqa: E402
 
 TINY = ["--target-size", "32", "2", "2", "1", "64", "--draft-size", "16", "1", "1", "1", "32"]
 BRIEF = ["--minutes-target", "0.07", "--minutes-draft", "0.04", "--prompts", "6", "--max-new-tokens", "24"]
-MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-               "tokenizer_config.json"}
-REPORT_KEYS = {"source", "vocab_size", "megabytes", "target", "draft", "measured", "optimizer", "threads",
-               "seed", "versions", "seconds"}
+MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+REPORT_KEYS = {
+    "source",
+    "vocab_size",
+    "megabytes",
+    "target",
+    "draft",
+    "measured",
+    "optimizer",
+    "threads",
+    "seed",
+    "versions",
+    "seconds",
+}
 MEASURED_KEYS = {
-    "prompts", "num_draft_tokens", "max_new_tokens", "positions", "greedy_agreement", "rounds",
-    "tokens_per_round", "accepted_per_round", "median_new_tokens", "ended_by_eos", "eos_after_tokens",
-    "positions_with_gap_below", "bf16_argmax_differs", "sampled_positions", "sampled_overlap",
-    "target_held_out_cross_entropy", "draft_held_out_cross_entropy", "seconds"}
+    "prompts",
+    "num_draft_tokens",
+    "max_new_tokens",
+    "positions",
+    "greedy_agreement",
+    "rounds",
+    "tokens_per_round",
+    "accepted_per_round",
+    "median_new_tokens",
+    "ended_by_eos",
+    "eos_after_tokens",
+    "positions_with_gap_below",
+    "bf16_argmax_differs",
+    "sampled_positions",
+    "sampled_overlap",
+    "target_held_out_cross_entropy",
+    "draft_held_out_cross_entropy",
+    "seconds",
+}
 
 
 def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    return subprocess.run([sys.executable, str(TOOLS / "train_demo_pair.py"), *arguments], check=False,
-                          capture_output=True, text=True, encoding="utf-8", env=environment, timeout=120)
+    return subprocess.run(
+        [sys.executable, str(TOOLS / "train_demo_pair.py"), *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=environment,
+        timeout=120,
+    )
 
 
 def made_up_text(num_documents: int, separator: str) -> str:
@@ -51,16 +83,19 @@ def made_up_text(num_documents: int, separator: str) -> str:
     return separator.join(documents)
 
 
-@pytest.mark.parametrize(("agreement", "num_draft_tokens", "expected"), [
-    # Drafts 1 1 0: 2 accepted, token 2 is the target's. Drafts 0 1 1: none. Drafts 1 1 1: 3, token 7 is the
-    # bonus. One token left: nothing to draft, it is the next token.
-    pytest.param([1, 1, 0, 0, 1, 1, 1, 0, 1], 3, [2, 0, 3, 0], id="mixed"),
-    pytest.param([1, 1, 1, 1, 1, 1], 5, [5], id="all-accepted-with-bonus"),
-    pytest.param([1, 1, 1], 5, [2], id="text-ends-inside-a-round"),
-    pytest.param([0, 0], 5, [0, 0], id="nothing-accepted"),
-    pytest.param([1], 5, [0], id="one-token"),
-    pytest.param([], 5, [], id="empty"),
-])
+@pytest.mark.parametrize(
+    ("agreement", "num_draft_tokens", "expected"),
+    [
+        # Drafts 1 1 0: 2 accepted, token 2 is the target's. Drafts 0 1 1: none. Drafts 1 1 1: 3, token 7 is the
+        # bonus. One token left: nothing to draft, it is the next token.
+        pytest.param([1, 1, 0, 0, 1, 1, 1, 0, 1], 3, [2, 0, 3, 0], id="mixed"),
+        pytest.param([1, 1, 1, 1, 1, 1], 5, [5], id="all-accepted-with-bonus"),
+        pytest.param([1, 1, 1], 5, [2], id="text-ends-inside-a-round"),
+        pytest.param([0, 0], 5, [0, 0], id="nothing-accepted"),
+        pytest.param([1], 5, [0], id="one-token"),
+        pytest.param([], 5, [], id="empty"),
+    ],
+)
 def test_walk_rounds(agreement, num_draft_tokens, expected):
     rounds = walk_rounds([bool(agrees) for agrees in agreement], num_draft_tokens)
     assert rounds == expected
@@ -161,13 +196,16 @@ def test_report_is_consistent(pair):
     assert str(folder.parent) not in card
 
 
-@pytest.mark.parametrize(("content", "arguments", "message"), [
-    pytest.param(b"Too little to learn from.", [], "too short", id="short-text"),
-    pytest.param(b"\xff\xfe\x00", [], "not UTF-8", id="not-utf-8"),
-    pytest.param(b"word " * 9000, [], "--separator", id="one-document"),
-    pytest.param(b"any", ["--target-size", "512", "8", "8", "8", "2048"], "smaller sizes", id="too-large"),
-    pytest.param(b"any", ["--minutes-target", "0"], "positive", id="no-budget"),
-])
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        pytest.param(b"Too little to learn from.", [], "too short", id="short-text"),
+        pytest.param(b"\xff\xfe\x00", [], "not UTF-8", id="not-utf-8"),
+        pytest.param(b"word " * 9000, [], "--separator", id="one-document"),
+        pytest.param(b"any", ["--target-size", "512", "8", "8", "8", "2048"], "smaller sizes", id="too-large"),
+        pytest.param(b"any", ["--minutes-target", "0"], "positive", id="no-budget"),
+    ],
+)
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, content, arguments, message):
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)  # other tests keep their threads

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
 from specdec_fast.schedulers import SCHEDULERS
 
@@ -52,8 +53,18 @@ class PromptLine:
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """Read ``{"prompt": TEXT}`` or ``{"prompt_ids": [IDS]}`` per line; blank lines at the end do not count."""
-    lines = path.read_text(encoding="utf-8").rstrip().split("\n")
+    """Read ``{"prompt": TEXT}`` or ``{"prompt_ids": [IDS]}`` per line; blank lines at the end do not count.
+
+    Raises:
+        ConfigError: the file is empty, or no text.
+
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").rstrip().split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path.name} is not UTF-8 text: {error}") from None
+    if lines == [""]:
+        raise ConfigError(f"{path.name} has no prompts; expected one JSON object per line.")
     return [_parse_line(number, line) for number, line in enumerate(lines, start=1)]
 
 

@@ -13,6 +13,7 @@ from specdec_fast.commands.common import add_engine_options, format_table
 from specdec_fast.config import EngineConfig
 from specdec_fast.engine import Engine
 from specdec_fast.equivalence import transformers_greedy
+from specdec_fast.errors import ConfigError
 from specdec_fast.params import SamplingParams
 from specdec_fast.types import GenerationOutput
 
@@ -34,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show texts, table and verdict. Exit status 1 if a token differs."""
     lines = (demo_pair() / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines][: args.num_prompts]
+    if not 1 <= args.num_prompts <= len(lines):
+        raise ConfigError(f"--num-prompts {args.num_prompts}: expected 1 to {len(lines)}.")
+    prompts = [json.loads(line)["prompt"] for line in lines[: args.num_prompts]]
     config = EngineConfig(
         method=args.method,
         max_batch_size=args.batch_size,

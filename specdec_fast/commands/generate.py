@@ -35,10 +35,11 @@ def run(args: argparse.Namespace) -> int:
         backend=args.backend,
     )
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
-    with args.output.open("w", encoding="utf-8") as sink:  # before the models: an unwritable path should cost nothing
-        good = [line for line in lines if line.problem is None]
-        outputs = iter(Engine(args.target, draft_of(args.draft), config).generate([g.prompt for g in good], params))
-        num_bad = 0
+    args.output.open("a").close()  # an unwritable path should be known before hours of decoding, not after
+    good = [line for line in lines if line.problem is None]
+    outputs = iter(Engine(args.target, draft_of(args.draft), config).generate([g.prompt for g in good], params))
+    num_bad = 0
+    with args.output.open("w", encoding="utf-8") as sink:
         for line in lines:
             record = {"error": line.problem} if line.problem else _record(next(outputs))
             if "error" in record:

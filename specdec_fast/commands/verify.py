@@ -20,10 +20,10 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.engine import Engine
 from specdec_fast.equivalence import Comparison, compare, transformers_greedy, transformers_greedy_batch
 from specdec_fast.errors import ConfigError
-from specdec_fast.models import load_model
 from specdec_fast.params import SamplingParams
+from specdec_fast.requests import RequestBuilder
 from specdec_fast.schedulers import SCHEDULERS
-from specdec_fast.text import load_tokenizer
+from specdec_fast.sequence import Sequence
 
 _PLAIN = "autoregressive"
 
@@ -43,9 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. Exit status 1 if an output of the engine differs from ``transformers`` at batch 1."""
-    base = EngineConfig(dtype=args.dtype, device=args.device, backend=args.backend)
-    target = load_model(args.target, base.dtype, base.device)  # type: ignore[arg-type]
-    prompts = _encode(args)
+    config = EngineConfig(dtype=args.dtype, device=args.device, backend=args.backend)
+    plain = Engine(args.target, None, config)
+    target = plain.target.model
+    requests = _requests(args, RequestBuilder(plain.target, plain.tokenizer))
+    prompts = [request.token_ids for request in requests]
+    # where the target's positions end before that, all texts are compared up to the shortest
+    args.max_new_tokens = min(request.num_remaining for request in requests)
     expected = [transformers_greedy(target, prompt, args.max_new_tokens) for prompt in prompts]
     comparisons = [
         _run_engine(args, target, setting, prompts, expected)
@@ -58,6 +62,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(c.exact_match == 1 for c in comparisons) else 1
 
 
+def _requests(args: argparse.Namespace, builder: RequestBuilder) -> list[Sequence]:
+    """Check and encode every line; here a bad one ends the command, because a report on the rest would mislead."""
+    params = SamplingParams(max_new_tokens=args.max_new_tokens)
+    requests = []
+    for line in read_prompts(args.prompts):
+        request = builder.build(line.number, line.prompt, params)
+        problem = line.problem or request.error
+        if problem is not None:
+            raise ConfigError(f"{args.prompts.name}, line {line.number}: {problem}")
+        requests.append(request)
+    return requests
+
+
 def _settings(methods: list[str], batch_sizes: list[int], ks: list[int]) -> list[tuple[str, int, int | None]]:
     return [
         (method, batch_size, k)
@@ -65,23 +82,6 @@ def _settings(methods: list[str], batch_sizes: list[int], ks: list[int]) -> list
         for batch_size in batch_sizes
         for k in ([None] if method == _PLAIN else ks)
     ]
-
-
-def _encode(args: argparse.Namespace) -> list[list[int]]:
-    lines = read_prompts(args.prompts)
-    bad = next((line for line in lines if line.problem), None)
-    if bad is not None:
-        raise ConfigError(f"{args.prompts.name}, line {bad.number}: {bad.problem}")
-    tokenizer = load_tokenizer(args.target)
-    encoded = []
-    for line in lines:
-        if isinstance(line.prompt, str):
-            if tokenizer is None:
-                raise ConfigError(f"{args.target} has no tokenizer; give prompt_ids instead of prompt.")
-            encoded.append(list(tokenizer(line.prompt).input_ids))
-        else:
-            encoded.append(line.prompt or [])
-    return encoded
 
 
 def _run_engine(

@@ -103,5 +103,7 @@ class ModelDrafter(Drafter):
     def _next_tokens(self, rows: list[Rows], token_ids: Tensor) -> Tensor:
         """Compute the rows; return each sequence's most likely next token ``[len(rows)]``."""
         batch = self._pool().batch(rows, token_ids)
-        logits = self.model.forward(batch, self._pool(), batch.cu_seqlens_q[1:].long() - 1)
+        # Each sequence's last row; with one row each, as in all but the first forward of a step, that is every row.
+        last_rows = batch.cu_seqlens_q[1:].long() - 1 if len(token_ids) > len(rows) else None
+        logits = self.model.forward(batch, self._pool(), last_rows)
         return logits[:, : self._vocab_size].argmax(dim=-1)

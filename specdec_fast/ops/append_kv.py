@@ -21,7 +21,10 @@ def _check(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, s
     expect_tensor("key", key, rows, dtype, device)
     expect_tensor("value", value, rows, dtype, device)
     expect_tensor("slot_mapping", slot_mapping, rows[:1], (torch.int32,), device)
-    expect(key_cache.is_contiguous() and value_cache.is_contiguous(), "key_cache and value_cache must be contiguous.")
+    expect(
+        all(x.is_contiguous() for x in (key_cache, value_cache, slot_mapping)),
+        "key_cache, value_cache and slot_mapping must be contiguous.",
+    )
 
 
 def _make(

@@ -5,6 +5,8 @@ An implementation receives bare addresses, so what is checked here is what keeps
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -30,3 +32,16 @@ def expect_tensor(
         raise ValueError(f"{name} is {tensor.dtype}; expected {wanted}.")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; expected {device}.")
+
+
+def expect_offsets(name: str, offsets: Tensor, num_rows: int, strictly: bool) -> None:
+    """Check that ``offsets`` rise from 0 to ``num_rows``; only on the CPU, reading them elsewhere would wait for it."""
+    if offsets.device.type != "cpu":
+        return
+    bounds = offsets.tolist()
+    steps = [b - a for a, b in pairwise(bounds)]
+    rises = all(step > 0 if strictly else step >= 0 for step in steps)
+    expect(
+        len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == num_rows and rises,
+        f"{name} is {bounds}; expected offsets that rise from 0 to the {num_rows} rows.",
+    )

@@ -42,7 +42,7 @@ def paged_attention(
     num_pages, page_size, num_kv_heads, head_dim = kv[0].shape
     _C.paged_attention(
         _DTYPE_CODES[query.dtype],
-        (query.data_ptr(), query.stride(0), query.stride(1)),
+        (query.data_ptr(), query.stride(0), query.stride(1), query.shape[0]),
         (kv[0].data_ptr(), kv[1].data_ptr()),
         (num_pages, page_size, query.shape[1], num_kv_heads, head_dim),
         (block_table.data_ptr(), cu_seqlens_q.data_ptr(), seqused_k.data_ptr()),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
+from specdec_fast.ops.checks import FLOATS, expect, expect_offsets, expect_tensor
 from specdec_fast.ops.registry import Case, Op
 
 
@@ -37,6 +37,7 @@ def _check(
         all(x.is_contiguous() for x in (*kv, block_table, cu_seqlens_q, seqused_k)),
         "the caches, block_table, cu_seqlens_q and seqused_k must be contiguous.",
     )
+    expect_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], strictly=False)
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     expect(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads.")
     expect(sliding_window is None or sliding_window > 0, f"sliding_window={sliding_window}; expected None or > 0.")

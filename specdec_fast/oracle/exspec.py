@@ -46,9 +46,7 @@ def exspec(
     Args:
         target: a stock Hugging Face causal model.
         draft: a draft model with the same vocabulary; None drafts by prompt lookup.
-        prompts: token ids, any number.
-        limits: where requests end.
-        num_draft_tokens: K, at least 1.
+        prompts, limits, num_draft_tokens: as in ``eqspec``, for any number of prompts.
         batch_size: B, sequences per step at most.
         window_size: W >= B, sequences that hold KV; None takes 2 B.
         repad: what aligns a group of unequal lengths: Python loops, or a fused op.
