@@ -85,6 +85,7 @@ class PagePool:
         )
         # per layer: keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim]
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.tensor]
+        self._on_cpu = layout.device.type == "cpu"
         self._free = list(range(self.num_pages, 0, -1))
         self._tables: dict[Hashable, list[int]] = {}
         self._reserved: dict[Hashable, int] = {}
@@ -144,21 +145,17 @@ class PagePool:
         """
         for span in rows:
             self._hand_out(span)
-        starts = np.fromiter((span.start for span in rows), np.int64, len(rows))
-        counts = np.fromiter((span.count for span in rows), np.int64, len(rows))
-        cu_seqlens = np.concatenate(([0], counts.cumsum()))
+        starts = np.array([span.start for span in rows], np.int32)
+        counts = np.array([span.count for span in rows], np.int32)
+        cu_seqlens = np.zeros(len(rows) + 1, np.int32)
+        counts.cumsum(out=cu_seqlens[1:])
         table = self._table_of([span.owner for span in rows])
-        sequence = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - starts, counts)
-        slots = table[sequence, positions // self.page_size] * self.page_size + positions % self.page_size
-        return RaggedBatch(
-            token_ids,
-            self._to_device(positions),
-            self._to_device(cu_seqlens.astype(np.int32)),
-            self._to_device((starts + counts).astype(np.int32)),
-            self._to_device(table),
-            self._to_device(slots.astype(np.int32)),
-        )
+        sequence = np.repeat(np.arange(len(rows)), counts)  # [T], which sequence a row belongs to
+        positions = np.arange(len(sequence)) + (starts - cu_seqlens[:-1])[sequence]
+        page, offset = np.divmod(positions, self.page_size)
+        slots = table[sequence, page] * np.int32(self.page_size) + offset.astype(np.int32)
+        indices = (positions, cu_seqlens, starts + counts, table, slots)
+        return RaggedBatch(token_ids, *map(self._to_device, indices))
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -181,7 +178,8 @@ class PagePool:
         return table
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.layout.device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return tensor if self._on_cpu else tensor.to(self.layout.device, non_blocking=True)
 
 
 class PagedCache(Cache):
