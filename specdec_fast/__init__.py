@@ -26,6 +26,7 @@ from specdec_fast.engine import Engine, RunStats
 from specdec_fast.errors import (
     BackendError,
     ConfigError,
+    DrafterError,
     EngineBusyError,
     InvalidLogitsError,
     InvalidParamsError,
@@ -49,6 +50,7 @@ __all__ = [
     "DecodingStats",
     "Draft",
     "Drafter",
+    "DrafterError",
     "Engine",
     "EngineBusyError",
     "EngineConfig",

@@ -233,7 +233,9 @@ class Engine:
         timer, num_draft_tokens = self.last_run.timer, self.config.num_draft_tokens
         with timer("draft"):
             # One token comes from the target itself, so drafting more than the others that may still come is waste.
-            draft = self.drafter.propose(batch, [min(num_draft_tokens, s.num_remaining - 1) for s in batch])
+            limits = [min(num_draft_tokens, s.num_remaining - 1) for s in batch]
+            draft = self.drafter.propose(batch, limits)
+            draft.check(limits)
         with timer("verify"):
             token_ids, rows = self._verify_rows(batch, draft)
             ragged = self._pool().batch(rows, token_ids)
@@ -257,10 +259,12 @@ class Engine:
         """Interleave each sequence's last committed token with its draft tokens: ``[T]`` ids, and their spans."""
         pieces: list[Tensor] = []
         rows: list[Rows] = []
-        last = torch.tensor([s.token_ids[-1] for s in batch], device=draft.token_ids.device)
+        # A draft token that is no word is as wrong as any other, but would reach beyond the embedding.
+        drafted = draft.token_ids.clamp(0, self.target.vocab_size - 1)
+        last = torch.tensor([s.token_ids[-1] for s in batch], device=self.target.layout.device)
         start = 0
         for i, (sequence, count) in enumerate(zip(batch, draft.num_draft_tokens, strict=True)):
-            pieces += [last[i : i + 1], draft.token_ids[start : start + count]]
+            pieces += [last[i : i + 1], drafted[start : start + count]]
             rows.append(Rows(sequence, sequence.target_kv_length, count + 1))
             start += count
         return torch.cat(pieces), rows

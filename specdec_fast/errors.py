@@ -30,6 +30,10 @@ class VocabularyMismatchError(SpecDecError, ValueError):
     """Draft and target do not share a vocabulary, so a draft token would mean another word to the target."""
 
 
+class DrafterError(SpecDecError, ValueError):
+    """A drafter of the caller's own broke its contract: wrong counts, or more tokens than it was allowed."""
+
+
 class BackendError(SpecDecError, RuntimeError):
     """An explicitly requested backend cannot be loaded or has no such op."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specdec_fast.errors import DrafterError
 from specdec_fast.sequence import Sequence
 
 
@@ -22,6 +23,22 @@ class Draft:
 
     token_ids: Tensor
     num_draft_tokens: list[int]
+
+    def check(self, limits: list[int]) -> None:
+        """Hold a drafter to its contract.
+
+        Raises:
+            DrafterError: the counts are not one per sequence, exceed a limit, or do not add up to the tokens.
+
+        """
+        counts = self.num_draft_tokens
+        if len(counts) != len(limits) or any(not 0 <= n <= limit for n, limit in zip(counts, limits, strict=False)):
+            raise DrafterError(f"a drafter proposed {counts} tokens per sequence; at most {limits} were asked for.")
+        if self.token_ids.dim() != 1 or len(self.token_ids) != sum(counts):
+            raise DrafterError(
+                f"a drafter's token_ids have shape {list(self.token_ids.shape)}; expected [{sum(counts)}], the sum of "
+                f"num_draft_tokens {counts}."
+            )
 
 
 class Drafter(ABC):

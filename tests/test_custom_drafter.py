@@ -1,0 +1,86 @@
+"""Drafters of the caller's own: they may be useless or broken, never make an output wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import MAX_NEW_TOKENS
+
+import specdec_fast as sd
+
+PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
+
+
+class Scripted(sd.Drafter):
+    """Proposes what a function of (sequence, limit) returns."""
+
+    name = "scripted"
+
+    def __init__(self, script):
+        self.script = script
+
+    def propose(self, sequences, limits):
+        proposals = [self.script(s, limit) for s, limit in zip(sequences, limits, strict=True)]
+        token_ids = [token for proposal in proposals for token in proposal]
+        return sd.Draft(torch.tensor(token_ids, dtype=torch.int64), [len(p) for p in proposals])
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        lambda s, limit: [7] * limit,
+        lambda s, limit: [10**6] * limit,
+        lambda s, limit: [-5] * limit,
+        lambda s, limit: [3] * (limit if s.index % 2 else 0),
+        lambda s, limit: s.token_ids[:limit],
+    ],
+    ids=["always the same", "no words", "negative", "only for some", "the prompt again"],
+)
+def test_useless_drafts_change_nothing(target, prompt_ids, expected, script):
+    engine = sd.Engine(target, Scripted(script), max_batch_size=4)
+    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+
+
+def test_perfect_drafts_are_all_accepted(target, prompt_ids, expected):
+    """The replay of the right answer: K + 1 tokens per step, so as few steps as can be."""
+
+    def replay(sequence, limit):
+        done = sequence.length - sequence.prompt_length
+        return expected[sequence.index][done : done + limit]
+
+    engine = sd.Engine(target, Scripted(replay), num_draft_tokens=4)
+    outputs = engine.generate(prompt_ids, PARAMS)
+    assert [o.token_ids for o in outputs] == expected
+    assert [o.stats.num_steps for o in outputs] == [-(-len(tokens) // 5) for tokens in expected]
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (sd.Draft(torch.zeros(9, dtype=torch.int64), [9]), r"proposed \[9\].*at most \[5\]"),
+        (sd.Draft(torch.zeros(2, dtype=torch.int64), [1, 1]), r"proposed \[1, 1\].*at most \[5\]"),
+        (sd.Draft(torch.zeros(3, dtype=torch.int64), [2]), r"shape \[3\]; expected \[2\]"),
+    ],
+    ids=["more than asked for", "more sequences than there are", "counts that do not add up"],
+)
+def test_broken_contract_is_told(target, prompt_ids, expected, draft, message):
+    drafter = Scripted(None)
+    drafter.propose = lambda sequences, limits: draft
+    engine = sd.Engine(target, drafter)
+    with pytest.raises(sd.DrafterError, match=message):
+        engine.generate(prompt_ids[:1], PARAMS)
+    assert engine.pool.num_free_pages == engine.pool.num_pages
+
+
+def test_engine_survives_an_exception_of_its_drafter(target, prompt_ids, expected):
+    def fail_on_the_third_step(sequence, limit):
+        if sequence.stats.num_steps == 2:
+            raise RuntimeError("drafter broke")
+        return []
+
+    engine = sd.Engine(target, Scripted(fail_on_the_third_step), max_batch_size=2)
+    with pytest.raises(RuntimeError, match="drafter broke"):
+        engine.generate(prompt_ids, PARAMS)
+    assert engine.pool.num_free_pages == engine.pool.num_pages
+    engine.drafter.script = lambda s, limit: []
+    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
