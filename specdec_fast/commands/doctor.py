@@ -9,7 +9,7 @@ import platform
 import torch
 
 from specdec_fast.commands.common import format_table
-from specdec_fast.ops import BACKENDS, all_ops, resolve
+from specdec_fast.ops import BACKENDS, availability, resolve
 
 _PACKAGES = ("specdec-fast", "torch", "transformers", "triton", "flash-attn", "numpy")
 
@@ -27,17 +27,18 @@ def run(args: argparse.Namespace) -> int:
         properties = torch.cuda.get_device_properties(i)
         print(f"cuda:{i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{_capability(i)}")
     print()
-    rows, reasons = [], []
-    for op in all_ops().values():
-        problems = {name: op.why_unavailable(name) for name in BACKENDS}
-        rows.append([op.name, *("no" if problem else "yes" for problem in problems.values())])
-        reasons += [f"{op.name} x {name}: {problem}" for name, problem in problems.items() if problem]
+    pairs = availability()
+    rows = [
+        [name, *("no" if problem else "yes" for op, _, problem in pairs if op == name)]
+        for name in dict.fromkeys(op for op, _, _ in pairs)
+    ]
     print(format_table(["op", *BACKENDS], rows))
     for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
         chosen = resolve(torch.device(device)).chosen
         print(f"\nchosen on {device}: " + ", ".join(f"{op} {backend}" for op, backend in chosen.items()))
-    for reason in reasons:
-        print(f"no: {reason}")
+    for op, backend, problem in pairs:
+        if problem:
+            print(f"no: {op} x {backend}: {problem}")
     return 0
 
 

@@ -107,12 +107,10 @@ def _cases() -> Iterator[Case]:
 def _bytes_moved(
     query: Tensor,
     kv: tuple[Tensor, Tensor],
-    block_table: Tensor,
     cu_seqlens_q: Tensor,
     seqused_k: Tensor,
-    scale: float,
     sliding_window: int | None = None,
-    softcap: float | None = None,
+    **others: Any,
 ) -> int:
     rows = cu_seqlens_q.diff()
     entries = seqused_k if sliding_window is None else seqused_k.minimum(sliding_window + rows - 1)

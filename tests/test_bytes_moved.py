@@ -1,0 +1,31 @@
+"""The bytes an op must move at least: the denominator of every bandwidth figure, against counts made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specdec_fast.ops import all_ops
+
+
+def arguments(op, case, dtype):
+    cases = {c.name: c for c in all_ops()[op].cases()}
+    return cases[case].make(torch.Generator().manual_seed(0), dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "dtype", "expected"),
+    [
+        # 48 rows of 151,936 logits, read once
+        ("verify_chain", "large_vocabulary", torch.bfloat16, 48 * 151_936 * 2),
+        # 48 rows of keys and of values, 2 heads x 32 numbers, read and written
+        ("append_kv_", "verify", torch.float32, 48 * 2 * (2 * 32) * 2 * 4),
+        # contexts 1, 16, 17, 90: keys and values of 2 heads x 32; 4 query rows and outputs of 4 heads x 32
+        ("paged_attention", "decode", torch.float32, (124 * 2 * 64 + 2 * 4 * 128) * 4),
+        # contexts 40 and 9, 6 rows each behind a window of 8: 13 and 9 entries
+        ("paged_attention", "window", torch.float16, (22 * 2 * 64 + 2 * 12 * 128) * 2),
+    ],
+    ids=["logits once", "rows twice", "whole contexts", "windows only"],
+)
+def test_bytes_moved(op, case, dtype, expected):
+    assert all_ops()[op].bytes_moved(**arguments(op, case, dtype)) == expected
