@@ -22,10 +22,10 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from specdec_fast import Engine, EngineConfig, SamplingParams, oracle
+from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import format_table, read_prompts
-from specdec_fast.commands.demo import demo_pair
 from specdec_fast.equivalence import transformers_greedy
-from specdec_fast.models import load_model
+from specdec_fast.models import eos_token_ids, load_model
 from specdec_fast.text import load_tokenizer
 
 REALIGNMENT = ("realign", "assemble")  # stages that exist only because the oracle's layout is dense
@@ -61,8 +61,7 @@ class Bench:
         tokenizer = load_tokenizer(args.target)
         prompts = [line.prompt for line in read_prompts(args.prompts)]
         self.prompts = [tokenizer(p).input_ids if isinstance(p, str) else p for p in prompts]
-        eos = self.target.generation_config.eos_token_id
-        self.stop_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+        self.stop_ids = eos_token_ids(self.target)
 
     def contenders(self) -> Iterator[Contender]:
         """Yield every method at every batch size; the first is the reference."""

@@ -22,7 +22,7 @@ page, block table  a fixed number of KV positions; the map from a sequence's pos
 from specdec_fast.api import generate
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Draft, Drafter
-from specdec_fast.engine import Engine, RunStats
+from specdec_fast.engine import Engine
 from specdec_fast.errors import (
     BackendError,
     ConfigError,
@@ -31,6 +31,7 @@ from specdec_fast.errors import (
     InvalidLogitsError,
     InvalidParamsError,
     InvalidPromptError,
+    KVCacheAllocationError,
     KVCacheTooSmallError,
     NotYetSupportedError,
     PromptTooLongError,
@@ -40,7 +41,8 @@ from specdec_fast.errors import (
     VocabularyMismatchError,
 )
 from specdec_fast.params import SamplingParams
-from specdec_fast.types import DecodingStats, GenerationOutput, StreamChunk
+from specdec_fast.sequence import Sequence
+from specdec_fast.types import DecodingStats, GenerationOutput, RunStats, StreamChunk
 
 __version__ = "0.1.0"
 
@@ -58,12 +60,14 @@ __all__ = [
     "InvalidLogitsError",
     "InvalidParamsError",
     "InvalidPromptError",
+    "KVCacheAllocationError",
     "KVCacheTooSmallError",
     "NotYetSupportedError",
     "PromptTooLongError",
     "RequestError",
     "RunStats",
     "SamplingParams",
+    "Sequence",
     "SpecDecError",
     "StreamChunk",
     "UnsupportedModelError",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specdec_fast.errors import ConfigError, NotYetSupportedError
+from specdec_fast.params import SamplingParams
 
 _DTYPES = {
     "float32": torch.float32,
@@ -63,10 +64,6 @@ class EngineConfig:
             _expect_at_least(name, getattr(self, name), smallest)
         if self.kv_cache_tokens is not None:
             _expect_at_least("kv_cache_tokens", self.kv_cache_tokens, 1)
-        if self.window_size is None:
-            # with max_wait_steps=0 every resident sequence takes part in every step
-            window = self.max_batch_size * min(2, self.max_wait_steps + 1)
-            object.__setattr__(self, "window_size", window)
         self._check_window()
         object.__setattr__(self, "dtype", _as_dtype(self.dtype))
         object.__setattr__(self, "device", _as_device(self.device))
@@ -76,9 +73,16 @@ class EngineConfig:
                 "decoding as it is; `specdec-fast verify` reports on your models."
             )
 
+    @property
+    def num_resident(self) -> int:
+        """``window_size``, or its default: twice a batch, one batch where nobody may be passed over."""
+        if self.window_size is not None:
+            return self.window_size
+        return self.max_batch_size * min(2, self.max_wait_steps + 1)
+
     def _check_window(self) -> None:
         largest = self.max_batch_size * (self.max_wait_steps + 1)
-        window = self.window_size
+        window = self.num_resident
         if not isinstance(window, int) or not self.max_batch_size <= window <= largest:
             raise ConfigError(
                 f"window_size={window!r}: expected {self.max_batch_size} (max_batch_size) to {largest}; in a larger "
@@ -95,6 +99,8 @@ class EngineConfig:
         """
         known = [f.name for f in fields(cls)]
         for name in keywords:
+            if name in {f.name for f in fields(SamplingParams)}:
+                raise ConfigError(f"{name!r} belongs to a request; pass params=SamplingParams({name}=...).")
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f" Did you mean {close[0]}?" if close else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -18,37 +17,16 @@ from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Draft, Drafter, make_drafter
-from specdec_fast.errors import ConfigError, EngineBusyError, InvalidLogitsError, KVCacheTooSmallError
+from specdec_fast.errors import ConfigError, DrafterError, EngineBusyError, InvalidLogitsError, KVCacheTooSmallError
 from specdec_fast.kv_cache import PagePool, Rows
 from specdec_fast.models import RaggedModel, load_model, prefill
-from specdec_fast.ops import resolve
-from specdec_fast.oracle.ops.verify_chain import INVALID_TOKEN
+from specdec_fast.ops import INVALID_TOKEN, resolve
 from specdec_fast.progress import Progress
 from specdec_fast.requests import RequestBuilder, as_params_list, as_prompt_list
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.sequence import Sequence
 from specdec_fast.text import Detokenizer, load_tokenizer
-from specdec_fast.types import DecodingStats, GenerationOutput, StageTimer, StreamChunk
-
-
-@dataclass
-class RunStats:
-    """What one call of ``generate`` or ``stream`` did.
-
-    Attributes:
-        num_steps: steps of the engine (one verification each).
-        num_sequence_steps: sequences summed over the steps.
-        seconds: wall-clock time of the call so far; stages add up to less, the rest is host work between them.
-        timer: seconds per stage: prefill, draft, verify, accept, commit.
-        decoding: acceptance counts, summed over all sequences.
-
-    """
-
-    num_steps: int = 0
-    num_sequence_steps: int = 0
-    seconds: float = 0.0
-    timer: StageTimer = field(default_factory=StageTimer)
-    decoding: DecodingStats = field(default_factory=DecodingStats)
+from specdec_fast.types import GenerationOutput, RunStats, StreamChunk
 
 
 class Engine:
@@ -88,7 +66,8 @@ class Engine:
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         self.target = RaggedModel(model, self._ops)
         self.tokenizer = tokenizer or load_tokenizer(getattr(model.config, "_name_or_path", None))
-        self.drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
+        wanted = draft if self.config.num_draft_tokens else None
+        self.drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
         self.pool: PagePool | None = None
         self.last_run = RunStats()
         self._busy = False
@@ -142,10 +121,15 @@ class Engine:
         }
 
     def _build(self, prompts: Any, params: Any) -> list[Sequence]:
+        self._expect_idle()
         items = as_prompt_list(prompts)
         builder = RequestBuilder(self.target, self.tokenizer)
         pairs = zip(items, as_params_list(params, len(items)), strict=True)
         return [builder.build(index, prompt, p) for index, (prompt, p) in enumerate(pairs)]
+
+    def _expect_idle(self) -> None:
+        if self._busy:
+            raise EngineBusyError("a stream of this engine is still open; finish or close() it first.")
 
     def _output(self, sequence: Sequence) -> GenerationOutput:
         text = Detokenizer(self.tokenizer).add(sequence.emitted_ids, last=True) if self.tokenizer else None
@@ -169,8 +153,7 @@ class Engine:
 
     def _decode(self, sequences: list[Sequence]) -> Iterator[tuple[Sequence, list[int]]]:
         """Run to the end; yield (sequence, tokens) for each sequence that a step served or that failed."""
-        if self._busy:
-            raise EngineBusyError("a stream of this engine is still open; finish or close() it first.")
+        self._expect_idle()  # again: another call may have begun since this generator was made
         self._busy, self.last_run, started = True, RunStats(), perf_counter()
         resident: list[Sequence] = []
         try:
@@ -182,13 +165,12 @@ class Engine:
                 for sequence, tokens in self._step(self.scheduler.plan(resident)):
                     if sequence.finish_reason is not None:
                         resident.remove(sequence)
-                        self._release(sequence)
+                        self._release([sequence])
                     self.last_run.seconds = perf_counter() - started
                     yield sequence, tokens
         finally:
-            for sequence in resident:
-                self._release(sequence)
             self._busy = False
+            self._release(resident)
 
     def _prepare(self, sequences: list[Sequence]) -> None:
         """Make room for a full window of the largest sequences, or for what the user allowed."""
@@ -234,8 +216,7 @@ class Engine:
         with timer("draft"):
             # One token comes from the target itself, so drafting more than the others that may still come is waste.
             limits = [min(num_draft_tokens, s.num_remaining - 1) for s in batch]
-            draft = self.drafter.propose(batch, limits)
-            draft.check(limits)
+            draft = self._propose(batch, limits)
         with timer("verify"):
             token_ids, rows = self._verify_rows(batch, draft)
             ragged = self._pool().batch(rows, token_ids)
@@ -255,12 +236,21 @@ class Engine:
         self.last_run.num_sequence_steps += len(batch)
         return emitted
 
+    def _propose(self, batch: list[Sequence], limits: list[int]) -> Draft:
+        """Ask the drafter, and hold it to its contract."""
+        lengths = [s.length for s in batch]
+        draft = self.drafter.propose(batch, list(limits))
+        if [s.length for s in batch] != lengths:
+            raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")
+        draft.check(limits)
+        return draft
+
     def _verify_rows(self, batch: list[Sequence], draft: Draft) -> tuple[Tensor, list[Rows]]:
         """Interleave each sequence's last committed token with its draft tokens: ``[T]`` ids, and their spans."""
         pieces: list[Tensor] = []
         rows: list[Rows] = []
         # A draft token that is no word is as wrong as any other, but would reach beyond the embedding.
-        drafted = draft.token_ids.clamp(0, self.target.vocab_size - 1)
+        drafted = draft.token_ids.to(self.target.layout.device).clamp(0, self.target.vocab_size - 1)
         last = torch.tensor([s.token_ids[-1] for s in batch], device=self.target.layout.device)
         start = 0
         for i, (sequence, count) in enumerate(zip(batch, draft.num_draft_tokens, strict=True)):
@@ -283,10 +273,12 @@ class Engine:
             )
         return tokens
 
-    def _release(self, sequence: Sequence) -> None:
-        self._pool().close(sequence)
-        self.drafter.release(sequence)
-        self.last_run.decoding.add(sequence.stats)
+    def _release(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:  # all pages first: a drafter may fail
+            self._pool().close(sequence)
+            self.last_run.decoding.add(sequence.stats)
+        for sequence in sequences:
+            self.drafter.release(sequence)
 
     def _pool(self) -> PagePool:
         if self.pool is None:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec_fast.emission import cut_emission
+from specdec_fast.models import eos_token_ids
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ def transformers_greedy_batch(model: PreTrainedModel, prompts: list[list[int]], 
     """Decode prompts together with ``generate()``, left-padded as its users do; return each one's emitted ids."""
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
-    eos = model.generation_config.eos_token_id
-    stop_ids = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+    stop_ids = eos_token_ids(model)
     pad = next(iter(stop_ids), 0)
     token_ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)

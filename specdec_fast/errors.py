@@ -2,7 +2,7 @@
 
 Every message says what came, what was expected and what to do. Errors that concern one request only derive from
 :class:`RequestError`: the engine puts them on that request's output and goes on with the others. All the rest
-concern the whole call and are raised before any work is done.
+concern the whole call; but for a DrafterError they are raised before any token is decoded.
 """
 
 
@@ -36,6 +36,10 @@ class DrafterError(SpecDecError, ValueError):
 
 class BackendError(SpecDecError, RuntimeError):
     """An explicitly requested backend cannot be loaded or has no such op."""
+
+
+class KVCacheAllocationError(SpecDecError, MemoryError):
+    """The page pool does not fit into the device's memory."""
 
 
 class EngineBusyError(SpecDecError, RuntimeError):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from specdec_fast.errors import KVCacheTooSmallError
+from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.ops import Ops
 
 
@@ -78,11 +78,15 @@ class PagePool:
         self.layout = layout
         self.page_size = page_size
         self.num_pages = -(-num_tokens // page_size)  # page 0, the scratch page, comes on top
-        self.tensor = torch.zeros(
-            (layout.num_layers, 2, self.num_pages + 1, page_size, layout.num_kv_heads, layout.head_dim),
-            dtype=layout.dtype,
-            device=layout.device,
-        )
+        shape = (layout.num_layers, 2, self.num_pages + 1, page_size, layout.num_kv_heads, layout.head_dim)
+        try:
+            self.tensor = torch.zeros(shape, dtype=layout.dtype, device=layout.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            needed = (self.num_pages + 1) * page_size * layout.bytes_per_token
+            raise KVCacheAllocationError(
+                f"a KV cache of {num_tokens} positions needs {needed / 2**30:.1f} GiB on {layout.device}, which is not "
+                "to be had; set kv_cache_tokens, or lower max_new_tokens, max_batch_size or window_size."
+            ) from error
         # per layer: keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim]
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.tensor]
         self._on_cpu = layout.device.type == "cpu"

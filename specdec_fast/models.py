@@ -72,15 +72,14 @@ class RaggedModel:
         _check_decoder(model)
         self.model, self.ops = model, ops
         self.config = model.config.get_text_config(decoder=True)
-        layer_types = getattr(self.config, "layer_types", None) or []
-        self._sliding_layers = frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        probe = torch.arange(8, device=_device_of(model)) % self.config.vocab_size
-        logits, self.layout = _probe_dense(model, probe)
-        self.vocab_size = logits.shape[-1]
         self.max_positions = _max_positions(self.config)
-        self.eos_token_ids = _eos_token_ids(model)
+        self.eos_token_ids = eos_token_ids(model)
+        probe = torch.arange(8, device=_device_of(model)) % self.config.vocab_size
         try:
+            logits, self.layout = _probe_dense(model, probe)
+            self.vocab_size = logits.shape[-1]
+            self._sliding_layers = _sliding_layers(self.config, self.layout.num_layers)
             _check_reproduces(self, probe, logits)
         except SpecDecError:
             raise
@@ -274,9 +273,19 @@ def _max_positions(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    generation_config = getattr(model, "generation_config", None)
-    eos = getattr(generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = model.config.eos_token_id
+def _sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
+    """Layers that must hand their window to the attention hook: one that slides by its mask alone would see too much.
+
+    The probe is too short to notice a window, so this is decided from the config.
+    """
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return frozenset(range(num_layers) if slides else ())
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Return the ids at which ``model.generate()`` stops: those of its generation config, and no others."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)

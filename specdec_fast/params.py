@@ -47,7 +47,8 @@ class SamplingParams:
     """How to choose the tokens of one request and when to stop.
 
     Attributes:
-        max_new_tokens: tokens to emit at most, at least 1. The EOS token counts and is part of the output.
+        max_new_tokens: tokens to emit at most, at least 1. The EOS token counts and is part of the output. A text
+            also ends, with the reason ``"length"``, when the target has no position left for another token.
         temperature: 0 is greedy: the target's most likely token, the lowest id among equals.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens with this much probability; 1 keeps all.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from numbers import Integral
 from typing import Any
 
 from specdec_fast.errors import ConfigError, InvalidPromptError, PromptTooLongError, RequestError
@@ -14,18 +16,44 @@ Prompt = str | Seq[int]
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """Accept a list of prompts, or one prompt (a string or a flat list of ids) for a list of one."""
+    """Accept a list of prompts; one prompt (a string or a flat list of ids); or what a tokenizer returns.
+
+    Raises:
+        ConfigError: something else, or a padded tensor without the mask that tells pads from content.
+
+    """
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, Mapping):
+        return _unpadded(prompts)
+    dimensions = getattr(prompts, "ndim", None)
+    if dimensions == 2:
+        raise ConfigError(
+            "prompts is a 2-D tensor, which cannot tell padding from content; pass lists of token ids of their own "
+            "lengths, or the tokenizer's whole result (input_ids and attention_mask)."
+        )
     try:
-        items = list(prompts)
+        items = prompts.tolist() if dimensions == 1 else list(prompts)
     except TypeError:
         raise ConfigError(
             f"prompts is a {type(prompts).__name__}; expected a list of strings or of lists of token ids."
         ) from None
-    if items and all(isinstance(item, int) for item in items):
+    if items and all(isinstance(item, Integral) for item in items):
         return [items]
     return items
+
+
+def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
+    """Take the prompts out of a tokenizer's result (a ``BatchEncoding``), leaving its padding behind."""
+    if "input_ids" not in encoding:
+        raise ConfigError(f"prompts is a mapping of {', '.join(map(repr, encoding))}; expected a list, or input_ids.")
+    fields: list[Any] = [encoding["input_ids"], encoding.get("attention_mask")]
+    ids, mask = (value.tolist() if hasattr(value, "tolist") else value for value in fields)
+    if ids and isinstance(ids[0], Integral):
+        ids, mask = [ids], None if mask is None else [mask]
+    if mask is None:
+        return list(ids)
+    return [[t for t, kept in zip(row, keep, strict=True) if kept] for row, keep in zip(ids, mask, strict=True)]
 
 
 def as_params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
@@ -87,19 +115,18 @@ class RequestBuilder:
         wanted = num_tokens + params.max_new_tokens
         if limit is None:
             return wanted
-        if num_tokens >= limit:
+        if num_tokens > limit:
             raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens, which leaves no room in the target's {limit} positions; "
-                f"shorten it to at most {limit - 1}."
+                f"the prompt has {num_tokens} tokens, the target {limit} positions; shorten it to at most {limit}."
             )
-        return min(wanted, limit)
+        return min(wanted, limit + 1)  # the last token emitted is never fed, so it needs no position
 
 
 def _as_ids(prompt: Any) -> list[int]:
     if hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist()
     is_list = isinstance(prompt, (list, tuple))
-    if not is_list or not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+    if not is_list or not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
         kind = type(prompt).__name__
         raise InvalidPromptError(f"the prompt is a {kind} that is neither a string nor a flat list of token ids.")
-    return list(prompt)
+    return [int(token) for token in prompt]

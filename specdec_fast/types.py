@@ -98,6 +98,26 @@ class StageTimer:
         return {stage: seconds / total for stage, seconds in self.seconds.items()} if total else {}
 
 
+@dataclass
+class RunStats:
+    """What one call of ``generate`` or ``stream`` did.
+
+    Attributes:
+        num_steps: steps of the engine (one verification each).
+        num_sequence_steps: sequences summed over the steps.
+        seconds: wall-clock time of the call so far; stages add up to less, the rest is host work between them.
+        timer: seconds per stage: prefill, draft, verify, accept, commit.
+        decoding: acceptance counts, summed over all sequences.
+
+    """
+
+    num_steps: int = 0
+    num_sequence_steps: int = 0
+    seconds: float = 0.0
+    timer: StageTimer = field(default_factory=StageTimer)
+    decoding: DecodingStats = field(default_factory=DecodingStats)
+
+
 @dataclass(frozen=True)
 class GenerationOutput:
     """What came out of one prompt.
@@ -107,7 +127,8 @@ class GenerationOutput:
         prompt_ids: the token ids the target was given.
         token_ids: emitted ids, the EOS or stop id that ended them included.
         text: the emitted ids decoded without special tokens; None when no tokenizer is known.
-        finish_reason: ``"stop"`` (EOS or a stop id), ``"length"`` (``max_new_tokens``) or ``"error"``.
+        finish_reason: ``"stop"`` (EOS or a stop id), ``"length"`` (``max_new_tokens``, or no position left), or
+            ``"error"``.
         stats: acceptance counts of this sequence.
         error: why ``finish_reason`` is ``"error"``; None otherwise. Tokens emitted before the fault are kept.
 

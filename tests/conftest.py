@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from specdec_fast.commands.demo import demo_pair
+from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence import transformers_greedy
 
 MAX_NEW_TOKENS = 40

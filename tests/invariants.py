@@ -31,8 +31,8 @@ class CheckedEngine:
     Before each step all KV memory that no committed token owns is filled with NaN: whoever reads it shows.
     """
 
-    def __init__(self, engine):
-        self.engine = engine
+    def __init__(self, engine, poison=True):
+        self.engine, self.poison = engine, poison
         self.expected = {}
         self.num_checked = 0
         self._step, engine._step = engine._step, self.step
@@ -53,17 +53,18 @@ class CheckedEngine:
         return pools
 
     def step(self, batch):
-        self._poison()
+        if self.poison:
+            self._poison()
         self._before = {s: (s.length, s.stats.num_accepted_tokens) for s in batch}
         emitted = self._step(batch)
-        for sequence, tokens in emitted:
-            self._check_emission(sequence, tokens)
         for pool, model, kv_length in self._pools:
             self._check_pages(pool)
             for sequence in pool._tables:
                 if sequence.finish_reason is None:
                     self._check_cache(pool, model, sequence, kv_length(sequence))
         self._check_lag(emitted)
+        for sequence, tokens in emitted:
+            self._check_emission(sequence, tokens)
         self.num_checked += len(emitted)
         return emitted
 
@@ -78,7 +79,7 @@ class CheckedEngine:
             owner = next(s for s in owners if pool._tables[s] and pool._tables[s][0] == int(batch.block_table[i, 0]))
             committed = owner.token_ids[positions[0] :]
             fed = batch.token_ids[rows].tolist()[: len(committed)]
-            assert fed == committed[: len(fed)], "I1: the token fed at a position is the committed one"
+            assert fed == committed[: len(fed)], "I6: rows stand on the pages of another sequence"
         return self._forward(batch, pool, logit_rows)
 
     def _poison(self):
@@ -121,6 +122,7 @@ class CheckedEngine:
             model, new_tokens = self.engine.target.model, sequence.params.max_new_tokens
             self.expected[key] = autoregressive(model, list(key[0]), new_tokens, sequence.stop_ids)
         emitted = sequence.emitted_ids
+        assert sequence.error is None, sequence.error
         assert emitted == self.expected[key][: len(emitted)], "I5/I6: a token differs from plain decoding"
         length_before, accepted_before = self._before[sequence]
         assert sequence.length == length_before + len(tokens)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, T5Config, T5Model
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BloomConfig,
+    LlamaConfig,
+    PhimoeConfig,
+    T5Config,
+    T5Model,
+)
 
 import specdec_fast as sd
-from specdec_fast.commands.demo import demo_pair
+from specdec_fast.assets import demo_pair
 
 
 def test_unknown_method_lists_the_known(target):
@@ -86,3 +95,78 @@ def test_dtype_of_a_loaded_model(target):
 def test_unsupported_model(make, message):
     with pytest.raises(sd.UnsupportedModelError, match=message):
         sd.Engine(make().eval(), None)
+
+
+def test_window_that_only_the_mask_knows_is_refused():
+    """PhiMoE slides through its mask; on pages it would see too much, and its short probe would not show it."""
+    config = PhimoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        sliding_window=20,
+        max_position_embeddings=128,
+    )
+    with pytest.raises(sd.UnsupportedModelError, match="window through the mask alone"):
+        sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
+
+
+def test_model_without_a_head():
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    with pytest.raises(sd.UnsupportedModelError, match="LlamaModel cannot run"):
+        sd.Engine(AutoModel.from_config(config).eval(), None)
+
+
+def test_field_of_a_request_among_the_engines(target):
+    with pytest.raises(sd.ConfigError, match=r"'max_new_tokens' belongs to a request; pass params=SamplingParams"):
+        sd.generate(target, None, [[5]], max_new_tokens=3)
+
+
+def test_pool_larger_than_memory(target):
+    engine = sd.Engine(target, None, kv_cache_tokens=10**14)
+    with pytest.raises(sd.KVCacheAllocationError, match=r"100000000000000 positions needs .* GiB.*kv_cache_tokens"):
+        engine.generate([[5]])
+
+
+class TestShapesOfPrompts:
+    """What else callers pass: a tokenizer's result, tensors, NumPy integers."""
+
+    PARAMS = sd.SamplingParams(max_new_tokens=4)
+
+    @pytest.fixture(scope="class")
+    def engine(self, target):
+        return sd.Engine(target, None)
+
+    @pytest.mark.parametrize("tensors", [None, "pt"], ids=["lists", "tensors"])
+    def test_tokenizer_result_without_its_padding(self, engine, tokenizer, tensors):
+        texts = ["One day, a little bird", "Items: owl"]
+        padded = tokenizer(texts, padding=True, return_tensors=tensors)
+        outputs = engine.generate(padded, self.PARAMS)
+        assert [o.prompt_ids for o in outputs] == [tokenizer(text).input_ids for text in texts]
+
+    def test_one_encoded_text(self, engine, tokenizer):
+        (output,) = engine.generate(tokenizer("Items: owl"), self.PARAMS)
+        assert output.prompt_ids == tokenizer("Items: owl").input_ids
+
+    def test_mapping_of_something_else(self, engine):
+        with pytest.raises(sd.ConfigError, match="mapping of 'prompts'"):
+            engine.generate({"prompts": ["a"]})
+
+    def test_padded_tensor_without_its_mask(self, engine):
+        with pytest.raises(sd.ConfigError, match="cannot tell padding from content"):
+            engine.generate(torch.zeros(2, 3, dtype=torch.int64))
+
+    @pytest.mark.parametrize(
+        "prompts",
+        [torch.tensor([0, 70]), np.array([0, 70]), [[np.int64(0), np.int32(70)]], [torch.tensor([0, 70])], (0, 70)],
+        ids=["tensor", "array", "NumPy integers", "list of tensors", "tuple"],
+    )
+    def test_integers_of_any_kind(self, engine, prompts):
+        (output,) = engine.generate(prompts, self.PARAMS)
+        assert output.raise_for_error().prompt_ids == [0, 70]
+        assert all(type(token) is int for token in output.prompt_ids)

@@ -60,8 +60,11 @@ def test_perfect_drafts_are_all_accepted(target, prompt_ids, expected):
         (sd.Draft(torch.zeros(9, dtype=torch.int64), [9]), r"proposed \[9\].*at most \[5\]"),
         (sd.Draft(torch.zeros(2, dtype=torch.int64), [1, 1]), r"proposed \[1, 1\].*at most \[5\]"),
         (sd.Draft(torch.zeros(3, dtype=torch.int64), [2]), r"shape \[3\]; expected \[2\]"),
+        (sd.Draft(torch.zeros(2), [2]), "token_ids are torch.float32; expected a tensor of int64"),
+        (sd.Draft([1, 2], [2]), "token_ids are list"),
+        (sd.Draft(torch.zeros(2, dtype=torch.int64), [2.0]), r"num_draft_tokens are \[2.0\]"),
     ],
-    ids=["more than asked for", "more sequences than there are", "counts that do not add up"],
+    ids=["more than asked for", "more sequences", "counts that do not add up", "floats", "a list", "float counts"],
 )
 def test_broken_contract_is_told(target, prompt_ids, expected, draft, message):
     drafter = Scripted(None)
@@ -83,4 +86,38 @@ def test_engine_survives_an_exception_of_its_drafter(target, prompt_ids, expecte
         engine.generate(prompt_ids, PARAMS)
     assert engine.pool.num_free_pages == engine.pool.num_pages
     engine.drafter.script = lambda s, limit: []
+    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+
+
+def test_limits_and_tokens_are_the_engines_own(target, prompt_ids, expected):
+    """A drafter that raises its own limit, or edits the sequence in place, is told; nothing comes out wrong."""
+    drafter = Scripted(None)
+
+    def raise_limits(sequences, limits):
+        limits[:] = [9] * len(limits)
+        return sd.Draft(torch.zeros(9 * len(limits), dtype=torch.int64), list(limits))
+
+    def edit(sequences, limits):
+        sequences[0].token_ids.append(3)
+        return sd.Draft(torch.zeros(0, dtype=torch.int64), [0] * len(limits))
+
+    engine = sd.Engine(target, drafter)
+    for broken, message in ((raise_limits, "at most"), (edit, "changed the token_ids")):
+        drafter.propose = broken
+        with pytest.raises(sd.DrafterError, match=message):
+            engine.generate(prompt_ids[:1], PARAMS)
+
+
+def test_engine_survives_an_exception_on_release(target, prompt_ids, expected):
+    drafter = Scripted(lambda s, limit: [])
+    engine = sd.Engine(target, drafter, max_batch_size=2)
+
+    def fail(sequence):
+        raise RuntimeError("release broke")
+
+    drafter.release = fail
+    with pytest.raises(RuntimeError, match="release broke"):
+        engine.generate(prompt_ids, PARAMS)
+    assert engine.pool.num_free_pages == engine.pool.num_pages
+    del drafter.release
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected

@@ -11,7 +11,7 @@ from models import tiny_model
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 import specdec_fast as sd
-from specdec_fast.commands.demo import demo_pair
+from specdec_fast.assets import demo_pair
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
@@ -129,7 +129,7 @@ class TestOneBadRequest:
             ([5, 1024], sd.InvalidPromptError, "token id 1024 is outside .* 0 to 1023"),
             ([5, -1], sd.InvalidPromptError, "token id -1"),
             ([5, "a"], sd.InvalidPromptError, "neither a string nor a flat list"),
-            ([7] * 512, sd.PromptTooLongError, "512 tokens.*512 positions.*at most 511"),
+            ([7] * 513, sd.PromptTooLongError, "513 tokens.*512 positions.*at most 512"),
         ],
         ids=["no ids", "empty string", "id too large", "negative id", "not an id", "too long"],
     )
@@ -152,8 +152,9 @@ class TestOneBadRequest:
         ):
             outputs[1].raise_for_error()
 
+    @pytest.mark.parametrize("backend", ["auto", "torch"])
     @pytest.mark.parametrize("draft_name", ["model", "ngram"])
-    def test_nan_logits(self, target, draft, prompt_ids, expected, draft_name):
+    def test_nan_logits(self, target, draft, prompt_ids, expected, draft_name, backend):
         """One token's embedding is NaN, so a text that meets it fails from there on, and no other does.
 
         Other sequences may well have that token proposed to them and reject it.
@@ -169,7 +170,7 @@ class TestOneBadRequest:
         poisoned.lm_head.weight = torch.nn.Parameter(poisoned.lm_head.weight.detach().clone())  # no longer tied
         with torch.no_grad():
             poisoned.model.embed_tokens.weight[victim] = float("nan")
-        engine = sd.Engine(poisoned, draft if draft_name == "model" else "ngram", max_batch_size=4)
+        engine = sd.Engine(poisoned, draft if draft_name == "model" else "ngram", max_batch_size=4, backend=backend)
         outputs = engine.generate(prompt_ids, PARAMS)
         failed = outputs[alone]
         assert [o.token_ids for o in outputs if o is not failed] == [

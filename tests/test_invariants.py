@@ -23,9 +23,10 @@ def pair():
     return target, truncated_copy(target, 2)
 
 
-def checked(pair, draft="model", **config):
+def checked(pair, draft="model", poison=True, **config):
     target, draft_model = pair
-    return CheckedEngine(sd.Engine(target, draft_model if draft == "model" else draft, page_size=4, **config))
+    engine = sd.Engine(target, draft_model if draft == "model" else draft, page_size=4, **config)
+    return CheckedEngine(engine, poison)
 
 
 def random_prompts(lengths, seed=0):
@@ -80,14 +81,18 @@ def stale_position(original, pool, rows, token_ids):
     return dataclasses.replace(batch, positions=(batch.positions - 1).clamp_min(0))
 
 
-def unrejected_entry(original, sequence, num_draft, num_accepted, emission):
-    """I2: the entry of the first rejected draft token is kept as if it were committed."""
-    tokens = original(sequence, num_draft, num_accepted, emission)
-    if num_accepted < num_draft and sequence.finish_reason is None:
-        sequence.token_ids.insert(-1, sequence.token_ids[-1])
-        sequence.target_kv_length += 1
-        del sequence.token_ids[-2]
-    return tokens
+def unrejected_entry(original, pool, rows, token_ids):
+    """I2: the entry of the last committed token goes astray, so a rejected draft token's keeps its place."""
+    batch = original(pool, rows, token_ids)
+    first = [int(i) for i, span in zip(batch.cu_seqlens_q, rows, strict=False) if span.count > 1 and span.start > 0]
+    batch.slot_mapping[first] = 0  # the scratch page
+    return batch
+
+
+def uncomputed_entry(original, drafter, sequences):
+    """I2: after a full acceptance the draft's KV is taken to hold the last draft token, which it was never fed."""
+    for sequence in sequences:
+        drafter.draft_kv_length[sequence] = sequence.length - 1
 
 
 def no_lag(original, sequence, num_draft, num_accepted, emission):
@@ -98,7 +103,7 @@ def no_lag(original, sequence, num_draft, num_accepted, emission):
 
 
 def no_rollback(original, drafter, sequences):
-    """I4: the draft model keeps the entries of rejected tokens."""
+    """I3: the draft model keeps the entries of rejected tokens."""
 
 
 def shared_page(original, pool, owner):
@@ -126,33 +131,44 @@ def neighbours_pages(original, pool, rows, token_ids):
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "mutation"),
+    ("owner", "method", "mutation", "invariant"),
     [
-        (PagePool, "batch", stale_position),
-        (Sequence, "commit", unrejected_entry),
-        (Sequence, "commit", no_lag),
-        (ModelDrafter, "commit", no_rollback),
-        (PagePool, "close", shared_page),
-        (Sequence, "commit", lost_bonus),
-        (Sequence, "commit", draft_bonus_token),
-        (PagePool, "batch", neighbours_pages),
+        (PagePool, "batch", stale_position, "I1"),
+        (PagePool, "batch", unrejected_entry, "I2"),
+        (ModelDrafter, "commit", uncomputed_entry, "I2"),
+        (Sequence, "commit", no_lag, "I3"),
+        (ModelDrafter, "commit", no_rollback, "I3"),
+        (PagePool, "close", shared_page, "I4"),
+        (Sequence, "commit", lost_bonus, "I5"),
+        (Sequence, "commit", draft_bonus_token, "I5"),
+        (PagePool, "batch", neighbours_pages, "I6"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_broken_step_is_caught(pair, owner, method, mutation):
-    whole, broken = (checked(pair, max_batch_size=3, method="eqspec") for _ in range(2))
+def test_broken_step_is_caught(pair, owner, method, mutation, invariant):
+    # K 2, so that full acceptances occur; no poison, so that stale entries look as they do in service
+    config = {"max_batch_size": 3, "method": "eqspec", "num_draft_tokens": 2, "poison": False}
+    whole, broken = (checked(pair, **config) for _ in range(2))
     run(whole)
-    with patched(owner, method, mutation), pytest.raises(AssertionError):
+    with patched(owner, method, mutation), pytest.raises(AssertionError, match=invariant):
         run(broken)
 
 
 def test_kv_beyond_the_context_is_poisoned_and_never_read(pair):
     """The poisoning itself must be able to fail: reading one entry too many brings a NaN into the logits."""
+    target, _ = pair
+    engine = CheckedEngine(sd.Engine(target, "ngram", page_size=64))
+    inner = engine._forward
 
-    def one_too_many(original, pool, rows, token_ids):
-        batch = original(pool, rows, token_ids)
-        return dataclasses.replace(batch, seqused_k=batch.seqused_k + 1)
+    def one_too_many(batch, pool, logit_rows=None):
+        return inner(dataclasses.replace(batch, seqused_k=batch.seqused_k + 1), pool, logit_rows)
 
-    engine = checked(pair, "ngram", max_batch_size=2)
-    with patched(PagePool, "batch", one_too_many), pytest.raises((AssertionError, IndexError)):
+    engine._forward = one_too_many
+    with pytest.raises(AssertionError, match="hold a NaN"):
         engine.generate(random_prompts([9, 6]), sd.SamplingParams(max_new_tokens=8))
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1])
+def test_invariants_at_the_smallest_k(pair, num_draft_tokens):
+    """0 decodes plainly, with no draft model to feed."""
+    run(checked(pair, num_draft_tokens=num_draft_tokens, max_batch_size=2))

@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[1]
 # Layers of the package, lowest first. A unit (a module or a subpackage) imports lower layers and itself, nothing else;
 # a new one has to be named here.
 LAYERS = (
-    {"errors"},
+    {"errors", "assets"},
     {"types"},
-    {"emission", "params", "config"},
-    {"sequence"},
+    {"emission", "params"},
+    {"config", "sequence"},
     {"oracle", "triton_kernels", "_C"},
     {"ops"},
     {"kv_cache", "text"},

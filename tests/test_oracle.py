@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from conftest import MAX_NEW_TOKENS
+from invariants import TOLERANCE, dense_kv
 
 from specdec_fast import oracle
 from specdec_fast.oracle.dense import DenseModel, RowMove, repad_in_python
 from specdec_fast.oracle.exspec import choose_group
 from specdec_fast.oracle.step import Limits, Row
 
+eqspec_module = sys.modules["specdec_fast.oracle.eqspec"]  # the package exports the function of that name
 LIMITS = Limits(MAX_NEW_TOKENS, frozenset([1]))
 LAYERS, KV_HEADS, HEAD_DIM = 4, 2, 32  # the demo target
 DRAFT_LAYERS, DRAFT_KV_HEADS = 1, 1
@@ -74,6 +78,35 @@ def test_every_step_has_its_statistics(target, draft, prompt_ids):
             assert {"draft", "verify", "accept", "commit", "realign"} <= set(step.seconds)
         for stage, total in run.timer.seconds.items():
             assert total == pytest.approx(sum(step.seconds.get(stage, 0.0) for step in run.steps))
+
+
+@pytest.mark.parametrize("with_draft", [True, False], ids=["model", "ngram"])
+def test_alignment_holds_after_every_step(target, draft, prompt_ids, monkeypatch, with_draft):
+    """padding + content == L for every row, and each row's KV is that of its own committed tokens, less the lag."""
+    rows_of_run, checked = [], []
+    original_step, original_realign = eqspec_module.speculative_step, DenseModel.realign
+
+    def step(rows, *args):
+        rows_of_run[:] = rows
+        return original_step(rows, *args)
+
+    def realign(self, padding, shifts, num_columns, repad):
+        moved = original_realign(self, padding, shifts, num_columns, repad)
+        for i, row in enumerate(rows_of_run):
+            new_padding = padding[i] + shifts[i]
+            assert new_padding + len(row.token_ids) == num_columns
+            kept = row.token_ids[: len(row.token_ids) - self.lag]
+            if kept:
+                recomputed = dense_kv(self.model, kept)  # [layers, 2, n, heads, head_dim]
+                cached = torch.stack([torch.stack([k[i], v[i]]) for k, v in self.layers]).transpose(2, 3)
+                assert (cached[:, :, new_padding:] - recomputed).abs().max() < TOLERANCE
+                checked.append(i)
+        return moved
+
+    monkeypatch.setattr(eqspec_module, "speculative_step", step)
+    monkeypatch.setattr(DenseModel, "realign", realign)
+    run = oracle.eqspec(target, draft if with_draft else None, prompt_ids[1:5], Limits(12, frozenset([1])))
+    assert len(checked) > 3 * len(run.steps)
 
 
 def test_exspec_takes_equal_lengths_first():

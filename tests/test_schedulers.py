@@ -167,7 +167,7 @@ def test_window_that_breaks_the_bound_is_refused(batch, wait, window):
 
 @pytest.mark.parametrize(("wait", "window"), [(4, 16), (1, 16), (0, 8)])
 def test_default_window_is_two_batches_if_somebody_may_wait(wait, window):
-    assert EngineConfig(max_batch_size=8, max_wait_steps=wait).window_size == window
+    assert EngineConfig(max_batch_size=8, max_wait_steps=wait).num_resident == window
 
 
 def test_unknown_method_lists_the_known():

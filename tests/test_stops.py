@@ -95,6 +95,17 @@ def test_list_of_eos_ids_in_the_generation_config(target, draft, prompt, plain):
     assert decode(model, draft, [prompt])[0].token_ids == plain[: at + 1]
 
 
+def test_no_eos_in_the_generation_config_never_stops(target, draft, prompt_ids, expected):
+    """As ``generate()`` has it: only the generation config says where a text ends, not the model's config."""
+    model = copy.deepcopy(target)
+    model.generation_config.eos_token_id = None
+    assert model.config.eos_token_id is not None
+    ended = next(i for i, tokens in enumerate(expected) if tokens[-1] == 1)
+    want = transformers_greedy(model, prompt_ids[ended], MAX_NEW_TOKENS)
+    assert len(want) == MAX_NEW_TOKENS
+    assert decode(model, draft, [prompt_ids[ended]])[0].token_ids == want
+
+
 @pytest.mark.parametrize("max_new_tokens", [1, 2, K, K + 1, K + 2])
 def test_max_new_tokens_around_a_block(target, draft, prompt_ids, expected, max_new_tokens):
     outputs = decode(target, draft, prompt_ids, max_new_tokens=max_new_tokens)
@@ -161,11 +172,14 @@ def test_repeated_prompt_of_one_token_of_many_pages(target, draft):
 
 
 def test_text_ends_at_the_models_last_position(target, draft, prompt_ids):
-    """512 positions: a prompt of 500 leaves room for 12 tokens, then the reason is length, whatever K asks for."""
+    """512 positions, and the last token emitted needs none: a prompt of 500 leaves 13 tokens, one of 512 leaves 1."""
     prompt = (prompt_ids[1] * 5)[:500]
     params = sd.SamplingParams(max_new_tokens=100, ignore_eos=True)
     (output,) = sd.Engine(target, draft, num_draft_tokens=8).generate([prompt], params)
-    assert (len(output.token_ids), output.finish_reason) == (12, "length")
+    assert (len(output.token_ids), output.finish_reason) == (13, "length")
     with torch.inference_mode():
-        logits = target(torch.tensor([prompt + output.token_ids[:-1]])).logits[0, -12:]
+        logits = target(torch.tensor([prompt + output.token_ids[:-1]])).logits[0, -13:]
     assert output.token_ids == logits.argmax(dim=-1).tolist()
+    full = prompt + output.token_ids[:12]
+    (last,) = sd.Engine(target, draft, num_draft_tokens=8).generate([full], params)
+    assert (last.token_ids, last.finish_reason) == (output.token_ids[12:], "length")

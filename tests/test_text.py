@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from specdec_fast.commands.demo import demo_pair
+from specdec_fast.assets import demo_pair
 from specdec_fast.text import Detokenizer, load_tokenizer, same_vocabulary
 
 INCOMPLETE = "\ufffd"

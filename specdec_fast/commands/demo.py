@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib.resources import files
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import add_engine_options, format_table
 from specdec_fast.config import EngineConfig
 from specdec_fast.engine import Engine
@@ -18,11 +17,6 @@ from specdec_fast.params import SamplingParams
 from specdec_fast.types import GenerationOutput
 
 _WARM_UP_TOKENS = 8  # the first calls of a process set up thread pools and kernels
-
-
-def demo_pair() -> Path:
-    """Return the folder of the bundled pair: ``target/``, ``draft/``, ``prompts.jsonl`` and its model card."""
-    return Path(str(files("specdec_fast") / "assets" / "demo_pair"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     plain = Engine(engine.target.model, None, config, tokenizer=engine.tokenizer)
 
     for warm in (engine, plain):
-        warm.generate(prompts[:2], SamplingParams(max_new_tokens=_WARM_UP_TOKENS), progress=False)
+        (warmed, *_) = warm.generate(prompts[:2], SamplingParams(max_new_tokens=_WARM_UP_TOKENS), progress=False)
+    transformers_greedy(engine.target.model, warmed.prompt_ids, _WARM_UP_TOKENS)
     outputs = engine.generate(prompts, params, progress=False)
     plain.generate(prompts, params, progress=False)
     started = perf_counter()

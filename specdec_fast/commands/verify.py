@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from specdec_fast.commands.common import (
@@ -17,13 +18,16 @@ from specdec_fast.commands.common import (
     read_prompts,
 )
 from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import NAMED_DRAFTERS
 from specdec_fast.engine import Engine
 from specdec_fast.equivalence import Comparison, compare, transformers_greedy, transformers_greedy_batch
 from specdec_fast.errors import ConfigError
+from specdec_fast.models import load_model
 from specdec_fast.params import SamplingParams
 from specdec_fast.requests import RequestBuilder
 from specdec_fast.schedulers import SCHEDULERS
 from specdec_fast.sequence import Sequence
+from specdec_fast.text import load_tokenizer
 
 _PLAIN = "autoregressive"
 
@@ -48,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
     target = plain.target.model
     requests = _requests(args, RequestBuilder(plain.target, plain.tokenizer))
     prompts = [request.token_ids for request in requests]
-    # where the target's positions end before that, all texts are compared up to the shortest
-    args.max_new_tokens = min(request.num_remaining for request in requests)
-    expected = [transformers_greedy(target, prompt, args.max_new_tokens) for prompt in prompts]
+    limits = [request.num_remaining for request in requests]  # max_new_tokens, or what the positions leave
+    expected = [transformers_greedy(target, prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
+    pair = (target, _load_draft(args, plain.target.layout.device))
     comparisons = [
-        _run_engine(args, target, setting, prompts, expected)
+        _run_engine(args, pair, setting, prompts, expected)
         for setting in _settings(args.methods, args.batch_sizes, args.num_draft_tokens)
     ]
-    noise = [_noise_floor(args, target, batch_size, prompts, expected) for batch_size in args.batch_sizes]
+    noise = [_noise_floor(target, batch_size, prompts, limits, expected) for batch_size in args.batch_sizes]
     _print_report(args, comparisons, noise, len(prompts))
     if args.json:
         args.json.write_text(json.dumps(_as_json(args, comparisons, noise, len(prompts)), indent=1) + "\n")
@@ -84,9 +88,16 @@ def _settings(methods: list[str], batch_sizes: list[int], ks: list[int]) -> list
     ]
 
 
+def _load_draft(args: argparse.Namespace, device: torch.device) -> PreTrainedModel | str | None:
+    """Load a draft model once for all settings; a named drafter stays a name."""
+    name = draft_of(args.draft)
+    is_model = name is not None and name not in NAMED_DRAFTERS
+    return load_model(name, EngineConfig(dtype=args.dtype).dtype, device) if is_model else name  # type: ignore[arg-type]
+
+
 def _run_engine(
     args: argparse.Namespace,
-    target: PreTrainedModel,
+    pair: tuple[PreTrainedModel, PreTrainedModel | str | None],
     setting: tuple[str, int, int | None],
     prompts: list[list[int]],
     expected: list[list[int]],
@@ -100,7 +111,8 @@ def _run_engine(
         dtype=args.dtype,
         backend=args.backend,
     )
-    engine = Engine(target, None if plain else draft_of(args.draft), config)
+    target, draft = pair
+    engine = Engine(target, None if plain else draft, config, tokenizer=load_tokenizer(args.target))
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=args.max_new_tokens))
     for output in outputs:
         output.raise_for_error()
@@ -108,17 +120,18 @@ def _run_engine(
 
 
 def _noise_floor(
-    args: argparse.Namespace,
-    target: PreTrainedModel,
-    batch_size: int,
-    prompts: list[list[int]],
-    expected: list[list[int]],
+    target: PreTrainedModel, batch_size: int, prompts: list[list[int]], limits: list[int], expected: list[list[int]]
 ) -> Comparison:
     """Compare plain *batched* decoding in transformers with its own batch 1."""
     outputs: list[list[int]] = []
+    reachable: list[list[int]] = []
     for start in range(0, len(prompts), batch_size):
-        outputs += transformers_greedy_batch(target, prompts[start : start + batch_size], args.max_new_tokens)
-    return compare(("transformers", batch_size, None), target, prompts, outputs, expected)
+        chunk = slice(start, start + batch_size)
+        # generate() has one limit per batch: texts are compared up to the one that all of its prompts can reach
+        limit = min(limits[chunk])
+        outputs += transformers_greedy_batch(target, prompts[chunk], limit)
+        reachable += [tokens[:limit] for tokens in expected[chunk]]
+    return compare(("transformers", batch_size, None), target, prompts, outputs, reachable)
 
 
 def _print_report(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specdec_fast.errors import DrafterError
@@ -16,7 +17,8 @@ class Draft:
     """What a drafter proposes for one step.
 
     Attributes:
-        token_ids: ``[sum(num_draft_tokens)]`` int64, sequence after sequence, on the target's device.
+        token_ids: ``[sum(num_draft_tokens)]`` int64, sequence after sequence; best on the target's device, else
+            they are copied there.
         num_draft_tokens: per sequence, in batch order; 0 is allowed.
 
     """
@@ -32,6 +34,11 @@ class Draft:
 
         """
         counts = self.num_draft_tokens
+        if not isinstance(self.token_ids, Tensor) or self.token_ids.dtype != torch.int64:
+            kind = getattr(self.token_ids, "dtype", type(self.token_ids).__name__)
+            raise DrafterError(f"a drafter's token_ids are {kind}; expected a tensor of int64.")
+        if not all(isinstance(n, int) for n in counts):
+            raise DrafterError(f"a drafter's num_draft_tokens are {counts!r}; expected a list of integers.")
         if len(counts) != len(limits) or any(not 0 <= n <= limit for n, limit in zip(counts, limits, strict=False)):
             raise DrafterError(f"a drafter proposed {counts} tokens per sequence; at most {limits} were asked for.")
         if self.token_ids.dim() != 1 or len(self.token_ids) != sum(counts):
@@ -55,7 +62,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Propose up to ``limits[i]`` tokens to follow ``sequences[i].token_ids``."""
+        """Propose up to ``limits[i]`` tokens to follow ``sequences[i].token_ids``, which must not be changed."""
 
     # The hooks below do nothing for a drafter that keeps no state of its own.
 

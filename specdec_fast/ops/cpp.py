@@ -38,7 +38,7 @@ def paged_attention(
     """Run ``csrc/paged_attention.cpp``; the contract is the oracle's."""
     if query.stride(-1) != 1:
         query = query.contiguous()
-    out = torch.empty(query.shape, dtype=query.dtype)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     num_pages, page_size, num_kv_heads, head_dim = kv[0].shape
     _C.paged_attention(
         _DTYPE_CODES[query.dtype],
@@ -60,8 +60,8 @@ def verify_chain(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple
         logits = logits.contiguous()
     batch_size = cu_seqlens.numel() - 1
     target_tokens = torch.empty_like(token_ids)
-    num_accepted = torch.empty(batch_size, dtype=torch.int32)
-    next_tokens = torch.empty(batch_size, dtype=torch.int64)
+    num_accepted = torch.empty(batch_size, dtype=torch.int32, device=logits.device)
+    next_tokens = torch.empty(batch_size, dtype=torch.int64, device=logits.device)
     _C.verify_chain(
         logits.data_ptr(),
         _DTYPE_CODES[logits.dtype],

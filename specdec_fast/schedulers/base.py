@@ -16,7 +16,7 @@ class Scheduler(ABC):
 
     def __init__(self, config: EngineConfig) -> None:
         self.max_batch_size = config.max_batch_size
-        self.window_size = config.window_size or config.max_batch_size
+        self.window_size = config.num_resident
         self.max_wait_steps = config.max_wait_steps
 
     @property

@@ -39,18 +39,30 @@ def paged_attention(
     page_size = kv[0].shape[1]
     starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
     for b, context in enumerate(lengths):
-        rows = slice(starts[b], starts[b + 1])
         pages = block_table[b, : -(-context // page_size)].long()
         key, value = (cache[pages].flatten(0, 1)[:context].transpose(0, 1) for cache in kv)  # [H_kv, context, D]
-        num_rows = rows.stop - rows.start
-        mask = _visible(num_rows, context, sliding_window, query.device)
-        sequence = (query[rows].transpose(0, 1)[None], key[None], value[None])
-        if softcap is None:
-            heads = scaled_dot_product_attention(*sequence, attn_mask=mask, scale=scale, enable_gqa=True)
-        else:
-            heads = _softcapped_attention(*sequence, mask, scale, softcap)
-        out[rows] = heads[0].transpose(0, 1)  # [H, rows, D] -> [rows, H, D]
+        for rows in _row_blocks(slice(starts[b], starts[b + 1]), key, value):
+            seen = context - (starts[b + 1] - rows.stop)  # positions that the block's last row sees
+            mask = _visible(rows.stop - rows.start, seen, sliding_window, query.device)
+            block = (query[rows].transpose(0, 1)[None], key[None, :, :seen], value[None, :, :seen])
+            if softcap is None:
+                heads = scaled_dot_product_attention(*block, attn_mask=mask, scale=scale, enable_gqa=True)
+            else:
+                heads = _softcapped_attention(*block, mask, scale, softcap)
+            out[rows] = heads[0].transpose(0, 1)  # [H, rows, D] -> [rows, H, D]
     return out
+
+
+def _row_blocks(rows: slice, key: Tensor, value: Tensor) -> list[slice]:
+    """Return the rows in one block; one by one if an entry they bring is not finite.
+
+    A mask hides an entry by a weight of 0, and 0 times NaN is NaN: a draft token with a broken entry would spoil the
+    rows before it, which do not see it.
+    """
+    num_rows = rows.stop - rows.start
+    if num_rows == 1 or all(bool(x[:, -num_rows:].isfinite().all()) for x in (key, value)):
+        return [rows] if num_rows else []
+    return [slice(row, row + 1) for row in range(rows.start, rows.stop)]
 
 
 def _visible(num_rows: int, context: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
