@@ -238,6 +238,8 @@ class Engine:
 
     def _propose(self, batch: list[Sequence], limits: list[int]) -> Draft:
         """Ask the drafter, and hold it to its contract."""
+        if not any(limits):  # every sequence is at its last token, or K is 0
+            return Draft(torch.empty(0, dtype=torch.int64, device=self.target.layout.device), [0] * len(batch))
         lengths = [s.length for s in batch]
         draft = self.drafter.propose(batch, list(limits))
         if [s.length for s in batch] != lengths:

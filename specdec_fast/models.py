@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -191,7 +192,8 @@ def load_model(
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto").to(device).eval()
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # no such model or device, not a causal model
         reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot load {source!r} onto {device}: {reason}") from error
+        missing = "" if Path(source).exists() else " (there is no such folder)"
+        raise ConfigError(f"cannot load {source!r}{missing} onto {device}: {reason}") from error
 
 
 def _check_loaded(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None) -> None:

@@ -142,9 +142,10 @@ class SamplingParams:
         given = {k: v for k, v in given.items() if _NEUTRAL_VALUES.get(k) != v}
         unknown = sorted(set(given) - set(_FROM_GENERATION_CONFIG) - _NEUTRAL_GENERATION_FIELDS)
         if unknown:
+            hint = " max_length counts the prompt; use max_new_tokens." if "max_length" in unknown else ""
             raise NotYetSupportedError(
                 f"GenerationConfig sets {', '.join(unknown)}, which specdec_fast has no counterpart for; "
-                f"unset them. Understood: {', '.join(_FROM_GENERATION_CONFIG)}, eos_token_id, do_sample."
+                f"unset them. Understood: {', '.join(_FROM_GENERATION_CONFIG)}, eos_token_id, do_sample.{hint}"
             )
         values = {name: given[name] for name in _FROM_GENERATION_CONFIG if name in given}
         if not given.get("do_sample", False):

@@ -36,6 +36,11 @@ def test_unknown_draft(target):
         sd.Engine(target, 5)
 
 
+def test_misspelt_drafter_is_not_looked_for_on_a_hub(target):
+    with pytest.raises(sd.ConfigError, match=r"draft='n-gram': did you mean 'ngram'"):
+        sd.Engine(target, "n-gram")
+
+
 def test_number_of_params(target):
     with pytest.raises(sd.ConfigError, match="1 params for 2 prompts"):
         sd.Engine(target, None).generate([[5], [6]], [sd.SamplingParams()])
@@ -138,7 +143,7 @@ class TestShapesOfPrompts:
 
     PARAMS = sd.SamplingParams(max_new_tokens=4)
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def engine(self, target):
         return sd.Engine(target, None)
 

@@ -13,6 +13,7 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.cli import main
 from specdec_fast.commands import demo, verify
+from specdec_fast.commands.common import read_prompts
 from specdec_fast.engine import Engine
 from specdec_fast.equivalence import logit_gap, transformers_greedy
 from specdec_fast.ops import BACKENDS, all_ops, registry
@@ -264,3 +265,11 @@ def test_runs_as_a_module():
     command = [sys.executable, "-m", "specdec_fast", "--version"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, f"specdec-fast {sd.__version__}\n"), ended.stderr
+
+
+def test_request_fields_in_a_line_are_refused_not_dropped(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "temperature": 0.7, "max_new_tokens": 5}\n{"prompt": "b", "task": "story"}\n')
+    refused, taken = read_prompts(path)
+    assert "max_new_tokens, temperature cannot be set per line" in refused.problem
+    assert (taken.prompt, taken.problem) == ("b", None)

@@ -121,3 +121,17 @@ def test_engine_survives_an_exception_on_release(target, prompt_ids, expected):
     assert engine.pool.num_free_pages == engine.pool.num_pages
     del drafter.release
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+
+
+def test_drafter_is_not_asked_where_nothing_may_be_proposed(target, prompt_ids, expected):
+    """A tensor of no proposals would be a float tensor; a drafter need not think of it."""
+
+    def propose(sequences, limits):
+        assert any(limits)
+        proposals = [[3] * limit for limit in limits]
+        return sd.Draft(torch.tensor([t for p in proposals for t in p]), [len(p) for p in proposals])
+
+    drafter = Scripted(None)
+    drafter.propose = propose
+    outputs = sd.Engine(target, drafter, max_batch_size=1).generate(prompt_ids, PARAMS)
+    assert [o.token_ids for o in outputs] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from typing import Any
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
+from specdec_fast.params import SamplingParams
 from specdec_fast.schedulers import SCHEDULERS
 
 NO_DRAFT = "none"
+_REQUEST_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +58,8 @@ class PromptLine:
 def read_prompts(path: Path) -> list[PromptLine]:
     """Read ``{"prompt": TEXT}`` or ``{"prompt_ids": [IDS]}`` per line; blank lines at the end do not count.
 
+    Other fields are left alone, but for those of SamplingParams: dropping them would answer another request.
+
     Raises:
         ConfigError: the file is empty, or no text.
 
@@ -73,6 +78,9 @@ def _parse_line(number: int, line: str) -> PromptLine:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         return PromptLine(number, None, f"not JSON ({error.msg} at column {error.colno})")
+    misplaced = set(record) & _REQUEST_FIELDS if isinstance(record, dict) else set()
+    if misplaced:
+        return PromptLine(number, None, f"{', '.join(sorted(misplaced))} cannot be set per line; use the options")
     fields = [name for name in ("prompt", "prompt_ids") if isinstance(record, dict) and name in record]
     if len(fields) != 1:
         return PromptLine(number, None, 'expected an object with either "prompt" or "prompt_ids"')

@@ -146,7 +146,8 @@ def _print_report(
         k = "-" if c.num_draft_tokens is None else c.num_draft_tokens
         rows.append((c.method, c.batch_size, k, f"{c.exact_match:.1%}", where))
     print(format_table(("method", "batch", "K", "exact match", "earliest divergence"), rows))
-    print("\n'transformers' is the noise floor: plain batched generate(), no speculation, against its own batch 1.")
+    print("\n'autoregressive' is the engine without a draft.", end="")
+    print(" 'transformers' is the noise floor: plain batched generate(), no speculation, against its own batch 1.")
 
 
 def _as_json(

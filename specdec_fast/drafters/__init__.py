@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,8 @@ def make_drafter(
         return NoDrafter(target.layout.device)
     if isinstance(draft, str) and draft in NAMED_DRAFTERS:
         return NAMED_DRAFTERS[draft](target.layout.device)
+    if isinstance(draft, str) and (close := difflib.get_close_matches(draft, NAMED_DRAFTERS)):
+        raise ConfigError(f"draft={draft!r}: did you mean {close[0]!r}? A folder of that name is given as './{draft}'.")
     if not isinstance(draft, (str, nn.Module)):
         raise ConfigError(
             f"draft is a {type(draft).__name__}; expected a model, its name or folder, "

@@ -62,7 +62,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Propose up to ``limits[i]`` tokens to follow ``sequences[i].token_ids``, which must not be changed."""
+        """Propose up to ``limits[i]`` tokens to follow ``sequences[i].token_ids``, which must not be changed.
+
+        At least one limit is above 0.
+        """
 
     # The hooks below do nothing for a drafter that keeps no state of its own.
 
