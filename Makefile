@@ -41,4 +41,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info specdec_fast/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV)/.installed* build dist *.egg-info specdec_fast/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
