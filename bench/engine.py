@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from specdec_fast import Engine, EngineConfig, SamplingParams, oracle
+from specdec_fast import DecodingStats, Engine, EngineConfig, SamplingParams, oracle
 from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import format_table, read_prompts
 from specdec_fast.equivalence import transformers_greedy
@@ -99,13 +99,14 @@ class Bench:
 
     def _oracle_measurement(self, runs: list[oracle.OracleRun], seconds: float) -> Measurement:
         stages: dict[str, float] = {}
+        decoding = DecodingStats()
         for run in runs:
             for stage, spent in run.timer.seconds.items():
                 stages[stage] = stages.get(stage, 0.0) + spent
+            decoding.add(run.decoding)
         outputs = [tokens for run in runs for tokens in run.outputs]
-        accepted = sum(run.decoding.num_accepted_tokens for run in runs)
-        steps = sum(run.decoding.num_steps for run in runs)
-        return Measurement(outputs, seconds, stages, sum(run.moved_bytes for run in runs), 1 + accepted / steps)
+        moved_bytes = sum(run.moved_bytes for run in runs)
+        return Measurement(outputs, seconds, stages, moved_bytes, decoding.mean_acceptance_length)
 
     def _engine_runner(self, batch_size: int, method: str, draft: Any) -> Callable[[], Measurement]:
         engine = Engine(

@@ -55,7 +55,7 @@ class InvalidPromptError(RequestError, ValueError):
 
 
 class PromptTooLongError(RequestError, ValueError):
-    """Prompt plus new tokens need more positions than the model has."""
+    """The prompt alone has more tokens than the model has positions."""
 
 
 class KVCacheTooSmallError(RequestError):

@@ -76,7 +76,7 @@ class RaggedModel:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.max_positions = _max_positions(self.config)
         self.eos_token_ids = eos_token_ids(model)
-        probe = torch.arange(8, device=_device_of(model)) % self.config.vocab_size
+        probe = torch.arange(8, device=model.device) % self.config.vocab_size
         try:
             logits, self.layout = _probe_dense(model, probe)
             self.vocab_size = logits.shape[-1]
@@ -222,17 +222,13 @@ def _check_decoder(model: PreTrainedModel) -> None:
         )
 
 
-def _device_of(model: PreTrainedModel) -> torch.device:
-    return next(model.parameters()).device
-
-
 @torch.inference_mode()
 def _probe_dense(model: PreTrainedModel, token_ids: Tensor) -> tuple[Tensor, KVLayout]:
     """Run the model as it is on one short sequence; read its logits ``[n, vocab_size]`` and its KV shapes."""
     cache = DynamicCache()
     logits = model(input_ids=token_ids[None], past_key_values=cache, use_cache=True).logits[0]
-    shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers}
-    if len(shapes) != 1 or len(set(shapes.copy().pop())) != 1:
+    shapes = {tuple(tensor.shape) for layer in cache.layers for tensor in (layer.keys, layer.values)}
+    if len(shapes) != 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps keys and values of several shapes ({sorted(shapes)}); "
             "a page pool needs one shape for all layers."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from numbers import Integral
 from typing import Any
 
@@ -11,8 +10,6 @@ from specdec_fast.errors import ConfigError, InvalidPromptError, PromptTooLongEr
 from specdec_fast.models import RaggedModel
 from specdec_fast.params import SamplingParams, as_sampling_params
 from specdec_fast.sequence import Sequence
-
-Prompt = str | Seq[int]
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:

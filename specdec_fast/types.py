@@ -12,8 +12,6 @@ from specdec_fast.errors import RequestError
 
 FinishReason = Literal["stop", "length", "error"]
 
-STAGES = ("prefill", "draft", "verify", "accept", "commit")
-
 
 @dataclass
 class DecodingStats:

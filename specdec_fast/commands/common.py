@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
 from specdec_fast.params import SamplingParams
@@ -26,6 +27,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-draft-tokens", type=int, default=5, metavar="K", help="per step (default: 5)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
     add_backend_options(parser)
+
+
+def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
+    """Make the EngineConfig that ``add_engine_options`` asked for."""
+    return EngineConfig(
+        method=args.method,
+        max_batch_size=args.batch_size,
+        num_draft_tokens=args.num_draft_tokens,
+        dtype=dtype,
+        device=args.device,
+        backend=args.backend,
+    )
 
 
 def add_backend_options(parser: argparse.ArgumentParser) -> None:

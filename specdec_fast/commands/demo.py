@@ -9,8 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from specdec_fast.assets import demo_pair
-from specdec_fast.commands.common import add_engine_options, format_table
-from specdec_fast.config import EngineConfig
+from specdec_fast.commands.common import add_engine_options, engine_config, format_table
 from specdec_fast.engine import Engine
 from specdec_fast.equivalence import transformers_greedy
 from specdec_fast.errors import ConfigError
@@ -34,14 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.num_prompts <= len(lines):
         raise ConfigError(f"--num-prompts {args.num_prompts}: expected 1 to {len(lines)}.")
     prompts = [json.loads(line)["prompt"] for line in lines[: args.num_prompts]]
-    config = EngineConfig(
-        method=args.method,
-        max_batch_size=args.batch_size,
-        num_draft_tokens=args.num_draft_tokens,
-        dtype="float32",
-        device=args.device,
-        backend=args.backend,
-    )
+    config = engine_config(args, "float32")
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     engine = Engine(str(demo_pair() / "target"), str(demo_pair() / "draft"), config)
     plain = Engine(engine.target.model, None, config, tokenizer=engine.tokenizer)

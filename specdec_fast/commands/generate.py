@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specdec_fast.commands.common import add_engine_options, add_pair_options, draft_of, read_prompts
-from specdec_fast.config import EngineConfig
+from specdec_fast.commands.common import add_engine_options, add_pair_options, draft_of, engine_config, read_prompts
 from specdec_fast.engine import Engine
 from specdec_fast.params import SamplingParams
 from specdec_fast.types import GenerationOutput
@@ -26,14 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Decode every good line; report every bad one by its number. Exit status 1 if there was one."""
     lines = read_prompts(args.prompts)
-    config = EngineConfig(
-        method=args.method,
-        max_batch_size=args.batch_size,
-        num_draft_tokens=args.num_draft_tokens,
-        dtype=args.dtype,
-        device=args.device,
-        backend=args.backend,
-    )
+    config = engine_config(args, args.dtype)
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     args.output.open("a").close()  # an unwritable path should be known before hours of decoding, not after
     good = [line for line in lines if line.problem is None]

@@ -27,7 +27,6 @@ from specdec_fast.params import SamplingParams
 from specdec_fast.requests import RequestBuilder
 from specdec_fast.schedulers import SCHEDULERS
 from specdec_fast.sequence import Sequence
-from specdec_fast.text import load_tokenizer
 
 _PLAIN = "autoregressive"
 
@@ -54,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
     prompts = [request.token_ids for request in requests]
     limits = [request.num_remaining for request in requests]  # max_new_tokens, or what the positions leave
     expected = [transformers_greedy(target, prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
-    pair = (target, _load_draft(args, plain.target.layout.device))
+    draft = _load_draft(args, plain.target.layout.device)
     comparisons = [
-        _run_engine(args, pair, setting, prompts, expected)
+        compare(setting, target, prompts, _decode(args, plain, draft, setting, prompts), expected)
         for setting in _settings(args.methods, args.batch_sizes, args.num_draft_tokens)
     ]
     noise = [_noise_floor(target, batch_size, prompts, limits, expected) for batch_size in args.batch_sizes]
@@ -95,13 +94,14 @@ def _load_draft(args: argparse.Namespace, device: torch.device) -> PreTrainedMod
     return load_model(name, EngineConfig(dtype=args.dtype).dtype, device) if is_model else name  # type: ignore[arg-type]
 
 
-def _run_engine(
+def _decode(
     args: argparse.Namespace,
-    pair: tuple[PreTrainedModel, PreTrainedModel | str | None],
+    loaded: Engine,
+    draft: PreTrainedModel | str | None,
     setting: tuple[str, int, int | None],
     prompts: list[list[int]],
-    expected: list[list[int]],
-) -> Comparison:
+) -> list[list[int]]:
+    """Decode all prompts in one setting, with the target and tokenizer that ``loaded`` holds already."""
     method, batch_size, k = setting
     plain = method == _PLAIN
     config = EngineConfig(
@@ -111,12 +111,9 @@ def _run_engine(
         dtype=args.dtype,
         backend=args.backend,
     )
-    target, draft = pair
-    engine = Engine(target, None if plain else draft, config, tokenizer=load_tokenizer(args.target))
+    engine = Engine(loaded.target.model, None if plain else draft, config, tokenizer=loaded.tokenizer)
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=args.max_new_tokens))
-    for output in outputs:
-        output.raise_for_error()
-    return compare(setting, target, prompts, [output.token_ids for output in outputs], expected)
+    return [output.raise_for_error().token_ids for output in outputs]
 
 
 def _noise_floor(
