@@ -5,9 +5,13 @@
 
 #include <array>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "append_kv.h"
+#include "compact_kv.h"
 #include "paged_attention.h"
+#include "realign_kv.h"
 #include "verify_chain.h"
 
 namespace py = pybind11;
@@ -49,8 +53,8 @@ void append_kv(std::uintptr_t key_cache, std::uintptr_t value_cache, std::int64_
 
 void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<std::uintptr_t, 2> caches,
                      std::array<std::int64_t, 5> shape, std::array<std::uintptr_t, 3> indices,
-                     std::array<std::int64_t, 2> batch, std::array<double, 3> scores, std::uintptr_t out,
-                     int num_threads) {
+                     std::array<std::int64_t, 2> batch, std::array<std::int64_t, 2> tree_mask,
+                     std::array<double, 3> scores, std::uintptr_t out, int num_threads) {
   specdec::paged_attention({static_cast<specdec::DType>(dtype),
                             query[3],
                             pointer<const void>(static_cast<std::uintptr_t>(query[0])),
@@ -68,11 +72,31 @@ void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<st
                             pointer<const std::int32_t>(indices[1]),
                             pointer<const std::int32_t>(indices[2]),
                             batch[0],
+                            pointer<const std::int32_t>(static_cast<std::uintptr_t>(tree_mask[0])),
+                            tree_mask[1],
                             static_cast<float>(scores[0]),
                             static_cast<std::int64_t>(scores[1]),
                             static_cast<float>(scores[2]),
                             pointer<void>(out),
                             num_threads});
+}
+
+void compact_kv(std::uintptr_t kv_cache, std::array<std::int64_t, 4> shape, std::uintptr_t block_table,
+                std::array<std::int64_t, 2> batch, std::array<std::uintptr_t, 3> moves, int num_threads) {
+  specdec::compact_kv({pointer<char>(kv_cache), shape[0], shape[1], shape[2], shape[3],
+                       pointer<const std::int32_t>(block_table), batch[0], batch[1],
+                       pointer<const std::int32_t>(moves[0]), pointer<const std::int32_t>(moves[1]),
+                       pointer<const std::int32_t>(moves[2]), num_threads});
+}
+
+void realign_kv(const std::vector<std::uintptr_t>& addresses, std::array<std::int64_t, 4> shape,
+                std::array<std::int64_t, 3> strides, std::array<std::uintptr_t, 3> moves, int num_threads) {
+  std::vector<char*> planes;
+  planes.reserve(addresses.size());
+  for (const std::uintptr_t address : addresses) planes.push_back(pointer<char>(address));
+  specdec::realign_kv({std::move(planes), shape[0], shape[1], shape[2], shape[3], strides[0], strides[1], strides[2],
+                       pointer<const std::int32_t>(moves[0]), pointer<const std::int32_t>(moves[1]),
+                       pointer<const std::int32_t>(moves[2]), num_threads});
 }
 
 }  // namespace
@@ -81,6 +105,8 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled ops of specdec_fast; call them through specdec_fast.ops.";
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   m.def("append_kv", &append_kv, ReleaseGil());
+  m.def("compact_kv", &compact_kv, ReleaseGil());
   m.def("paged_attention", &paged_attention, ReleaseGil());
+  m.def("realign_kv", &realign_kv, ReleaseGil());
   m.def("verify_chain", &verify_chain, ReleaseGil());
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "bounds.h"
 #include "multiversion.h"
 
 namespace specdec {
@@ -208,13 +209,7 @@ void check(const PagedAttentionArgs& args) {
                               std::to_string(context) + " KV entries; its block table has room for " +
                               std::to_string(args.max_pages * args.page_size));
     }
-    for (std::int64_t page = 0; page * args.page_size < context; ++page) {
-      const std::int32_t id = args.block_table[b * args.max_pages + page];
-      if (id < 0 || id >= args.num_pages) {
-        throw std::out_of_range("block_table[" + std::to_string(b) + ", " + std::to_string(page) + "] is " +
-                                std::to_string(id) + "; the cache has " + std::to_string(args.num_pages) + " pages");
-      }
-    }
+    check_pages(args.block_table, args.max_pages, args.page_size, args.num_pages, b, context);
   }
 }
 

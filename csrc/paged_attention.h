@@ -30,6 +30,8 @@ struct PagedAttentionArgs {
   const std::int32_t* cu_seqlens_q;  // [batch_size + 1]
   const std::int32_t* seqused_k;     // [batch_size]
   std::int64_t batch_size;
+  const std::int32_t* tree_mask;  // [num_rows, tree_words], or null: a chain
+  std::int64_t tree_words;
   float scale;
   std::int64_t sliding_window;  // 0: none
   float softcap;                // 0: none

@@ -18,6 +18,7 @@ from transformers import Cache
 
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.ops import Ops
+from specdec_fast.ragged import PagedBatch, Scores
 
 
 @dataclass(frozen=True)
@@ -45,25 +46,19 @@ class Rows:
     count: int
 
 
-@dataclass(frozen=True)
-class RaggedBatch:
+@dataclass(frozen=True, kw_only=True)
+class RaggedBatch(PagedBatch):
     """The rows of one forward, sequence after sequence, never padded.
 
     Attributes:
         token_ids: ``[T]`` int64.
         positions: ``[T]`` int64, each token's index in its own sequence (I1).
-        cu_seqlens_q: ``[B + 1]`` int32, where each sequence's rows begin.
-        seqused_k: ``[B]`` int32, KV entries of each sequence once this forward has written its own.
-        block_table: ``[B, max_pages]`` int32, pages in order of position; unused places hold the scratch page.
         slot_mapping: ``[T]`` int32, where each row's KV entry goes.
 
     """
 
     token_ids: Tensor
     positions: Tensor
-    cu_seqlens_q: Tensor
-    seqused_k: Tensor
-    block_table: Tensor
     slot_mapping: Tensor
 
 
@@ -158,8 +153,17 @@ class PagePool:
         positions = np.arange(len(sequence)) + (starts - cu_seqlens[:-1])[sequence]
         page, offset = np.divmod(positions, self.page_size)
         slots = table[sequence, page] * np.int32(self.page_size) + offset.astype(np.int32)
-        indices = (positions, cu_seqlens, starts + counts, table, slots)
-        return RaggedBatch(token_ids, *map(self._to_device, indices))
+        used = starts + counts
+        return RaggedBatch(
+            token_ids=token_ids,
+            positions=self._to_device(positions),
+            slot_mapping=self._to_device(slots),
+            cu_seqlens_q=self._to_device(cu_seqlens),
+            seqused_k=self._to_device(used),
+            block_table=self._to_device(table),
+            max_seqlen_q=int(counts.max(initial=0)),
+            max_seqlen_k=int(used.max(initial=0)),
+        )
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -207,23 +211,11 @@ class PagedCache(Cache):
         self._ops_of(layer_idx).append_kv_(keys, values, *rows, self.batch.slot_mapping)
         return key_states, value_states
 
-    def attend(
-        self, query: Tensor, layer_idx: int, scale: float, sliding_window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, layer_idx: int, scores: Scores) -> Tensor:
         """Attend from ``[1, num_heads, T, head_dim]`` queries; return ``[1, T, num_heads, head_dim]``."""
         self.num_attended += 1
-        batch = self.batch
-        out = self._ops_of(layer_idx).paged_attention(
-            query[0].transpose(0, 1),
-            self.pool.layers[layer_idx],
-            batch.block_table,
-            batch.cu_seqlens_q,
-            batch.seqused_k,
-            scale,
-            sliding_window,
-            softcap,
-        )
-        return out[None]
+        paged_attention = self._ops_of(layer_idx).paged_attention
+        return paged_attention(query[0].transpose(0, 1), self.pool.layers[layer_idx], self.batch, scores)[None]
 
     def _ops_of(self, layer_idx: int) -> Ops:
         """Check the arguments at the first layer; the others differ in their numbers only, never in a shape."""

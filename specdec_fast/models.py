@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache,
 from specdec_fast.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec_fast.kv_cache import KVLayout, PagedCache, PagePool, RaggedBatch, Rows
 from specdec_fast.ops import Ops
+from specdec_fast.ragged import Scores
 
 _ATTENTION = "specdec_paged"
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -51,7 +52,7 @@ def _attend(
     if sliding_window is None and layer in cache.sliding_layers:
         raise UnsupportedModelError(f"layer {layer} slides its window through the mask alone, which pages have not.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cache.attend(query, layer, scale, sliding_window, softcap), None
+    return cache.attend(query, layer, Scores(scale, sliding_window, softcap)), None
 
 
 AttentionInterface.register(_ATTENTION, _attend)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_oracle_ops import CASES, CPU, attention_by_hand, each_dtype, make
+from test_oracle_ops import CASES, CPU, attention_by_hand, changed, each_dtype, make
 from torch import Tensor
 
 from specdec_fast.errors import BackendError, ConfigError
 from specdec_fast.ops import AUTO, BACKENDS, Op, all_ops, availability, registry, resolve
+from specdec_fast.ragged import PagedBatch, Scores
 
 SEEDS = (0, 1, 2)
 SWEEP = [
@@ -40,6 +41,8 @@ def device_for(op: Op, backend: str) -> torch.device:
 def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, PagedBatch):
+        yield from tensors(list(vars(value).values()))
     elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors(item)
@@ -95,7 +98,7 @@ def last_of_equals(verify: Callable[..., Any], **args: Any) -> Any:
 
 
 def window_too_long(attention: Callable[..., Tensor], **args: Any) -> Tensor:
-    return attention(**{**args, "sliding_window": args["sliding_window"] + 1})
+    return attention(**changed(args, "scores.sliding_window", lambda window: window + 1))
 
 
 # One plausible mistake per op: the comparison above is worth what it rejects.
@@ -132,17 +135,22 @@ def test_cases_say_what_they_would_catch():
 
 def assert_rows_independent(attention: Callable[..., Tensor], args: dict[str, Any], chunk: int) -> None:
     """``chunk`` rows of one sequence alone have the bits they have in the whole batch."""
-    whole, starts = attention(**args), args["cu_seqlens_q"].tolist()
-    for b, context in enumerate(args["seqused_k"].tolist()):
+    whole, batch = attention(**args), args["batch"]
+    starts = batch.cu_seqlens_q.tolist()
+    for b, context in enumerate(batch.seqused_k.tolist()):
         for first in range(starts[b], starts[b + 1], chunk):
             last = min(first + chunk, starts[b + 1])
-            part = {
-                "query": args["query"][first:last],
-                "block_table": args["block_table"][b : b + 1],
-                "cu_seqlens_q": torch.tensor([0, last - first], dtype=torch.int32),
-                "seqused_k": torch.tensor([context - (starts[b + 1] - last)], dtype=torch.int32),
-            }
-            assert same_bits(attention(**{**args, **part}), whole[first:last])
+            seen = context - (starts[b + 1] - last)
+            part = PagedBatch(
+                block_table=batch.block_table[b : b + 1],
+                cu_seqlens_q=torch.tensor([0, last - first], dtype=torch.int32),
+                seqused_k=torch.tensor([seen], dtype=torch.int32),
+                max_seqlen_q=last - first,
+                max_seqlen_k=seen,
+            )
+            assert same_bits(
+                attention(**{**args, "query": args["query"][first:last], "batch": part}), whole[first:last]
+            )
 
 
 def long_prefill(dtype: torch.dtype) -> dict[str, Any]:
@@ -152,10 +160,14 @@ def long_prefill(dtype: torch.dtype) -> dict[str, Any]:
     return {
         "query": torch.randn(273, 4, 24, generator=generator).to(dtype),
         "kv": (kv[0], kv[1]),
-        "block_table": torch.cat([torch.arange(1, 27), torch.arange(9, 35)]).int().view(2, 26),
-        "cu_seqlens_q": torch.tensor([0, 203, 273], dtype=torch.int32),
-        "seqused_k": torch.tensor([203, 70], dtype=torch.int32),
-        "scale": 24**-0.5,
+        "batch": PagedBatch(
+            block_table=torch.cat([torch.arange(1, 27), torch.arange(9, 35)]).int().view(2, 26),
+            cu_seqlens_q=torch.tensor([0, 203, 273], dtype=torch.int32),
+            seqused_k=torch.tensor([203, 70], dtype=torch.int32),
+            max_seqlen_q=203,
+            max_seqlen_k=203,
+        ),
+        "scores": Scores(24**-0.5),
     }
 
 
@@ -166,18 +178,20 @@ def test_cpp_attention_rows_are_independent(dtype, chunk):
     device_for(all_ops()["paged_attention"], "cpp")
     attention = all_ops()["paged_attention"].load("cpp")
     batches = [make(op, case, dtype) for op, case in CASES if op == "paged_attention"]
+    batches = [args for args in batches if args["batch"].tree_mask is None]  # a part of a tree is another tree
     for args in [*batches, long_prefill(dtype)]:
         assert_rows_independent(attention, args, chunk)
 
 
-def attention_in_pieces(query, kv, block_table, cu_seqlens_q, seqused_k, scale) -> Tensor:
+def attention_in_pieces(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
     """Sum in more pieces the more rows there are: right within rounding, but the batch changes bits."""
-    out, starts = torch.empty_like(query), cu_seqlens_q.tolist()
-    for b, context in enumerate(seqused_k.tolist()):
+    out, starts = torch.empty_like(query), batch.cu_seqlens_q.tolist()
+    for b, context in enumerate(batch.seqused_k.tolist()):
         rows = query[starts[b] : starts[b + 1]]
-        key, value = (c[block_table[b].long()].flatten(0, 1)[:context].repeat_interleave(2, 1) for c in kv)
+        pages = batch.block_table[b].long()
+        key, value = (c[pages].flatten(0, 1)[:context].repeat_interleave(2, 1) for c in kv)
         at = torch.arange(context - len(rows), context)[:, None] - torch.arange(context)
-        weights = (torch.einsum("rhd,khd->hrk", rows, key) * scale).exp().masked_fill(at < 0, 0)
+        weights = (torch.einsum("rhd,khd->hrk", rows, key) * scores.scale).exp().masked_fill(at < 0, 0)
         pieces = torch.arange(context).tensor_split(1 + len(query) // 50)
         total = sum(torch.einsum("hrk,khd->rhd", weights[:, :, p], value[p]) for p in pieces)
         out[starts[b] : starts[b + 1]] = total / weights.sum(-1).T[:, :, None]

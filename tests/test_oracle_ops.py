@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.ops import all_ops, resolve
+from specdec_fast.ragged import PagedBatch, Scores
 
 CPU = torch.device("cpu")
 CASES = {(op.name, case.name): case for op in all_ops().values() for case in op.cases()}
@@ -28,27 +29,41 @@ def make(op: str, case: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
     return CASES[op, case].make(torch.Generator().manual_seed(seed), dtype, CPU)
 
 
-def attention_by_hand(
-    query, kv, block_table, cu_seqlens_q, seqused_k, scale, sliding_window=None, softcap=None
-) -> Tensor:
+def attention_by_hand(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
     """Softmax attention in fp64, position by position, every KV entry looked up through the block table."""
     queries, keys, values = (x.cpu().double().numpy() for x in (query, *kv))
     out = torch.zeros(query.shape, dtype=torch.float64)
-    starts, pages, page_size = cu_seqlens_q.tolist(), block_table.tolist(), keys.shape[1]
-    for b, context in enumerate(seqused_k.tolist()):
+    starts, pages, page_size = batch.cu_seqlens_q.tolist(), batch.block_table.tolist(), keys.shape[1]
+    for b in range(len(starts) - 1):
         for row in range(starts[b], starts[b + 1]):
-            position = context - (starts[b + 1] - row)
-            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            seen = positions_seen(batch, b, row, scores.sliding_window)
             for head in range(queries.shape[1]):
                 kv_head = head // (queries.shape[1] // keys.shape[2])
-                places = [(pages[b][i // page_size], i % page_size, kv_head) for i in range(first, position + 1)]
-                scores = [queries[row, head] @ keys[place] * scale for place in places]
-                if softcap is not None:
-                    scores = [softcap * math.tanh(score / softcap) for score in scores]
-                weights = [math.exp(score - max(scores)) for score in scores]
+                places = [(pages[b][i // page_size], i % page_size, kv_head) for i in seen]
+                products = [queries[row, head] @ keys[place] * scores.scale for place in places]
+                if scores.softcap is not None:
+                    products = [scores.softcap * math.tanh(product / scores.softcap) for product in products]
+                weights = [math.exp(product - max(products)) for product in products]
                 for place, weight in zip(places, weights, strict=True):
                     out[row, head] += torch.from_numpy(values[place]) * (weight / sum(weights))
     return out
+
+
+def positions_seen(batch: PagedBatch, b: int, row: int, sliding_window: int | None) -> list[int]:
+    """KV entries that one row sees, by the words of the contract."""
+    start, stop = batch.cu_seqlens_q[b : b + 2].tolist()
+    prefix = int(batch.seqused_k[b]) - (stop - start)
+    before = list(range(prefix))
+    if batch.tree_mask is None:
+        own, position = list(range(row - start + 1)), prefix + row - start
+    else:
+        words = batch.tree_mask[row].tolist()
+        own = [i for i in range(stop - start) if words[i // 32] >> (i % 32) & 1]
+        position = prefix + len(own) - 1  # its depth
+    if sliding_window is not None:
+        before = [i for i in before if i > position - sliding_window]
+        own = [i for i in own if prefix + i > position - sliding_window]
+    return before + [prefix + i for i in own]
 
 
 def verify_by_hand(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple[list[int], ...]:
@@ -85,7 +100,7 @@ def assert_within_rounding(got: Tensor, truth: Tensor, args: dict[str, Any]) -> 
     weights and the output once each.
     """
     assert (got.dtype, got.shape) == (args["query"].dtype, truth.shape)
-    largest, terms = float(args["kv"][1].nan_to_num().abs().max()), max(args["seqused_k"].tolist(), default=0)
+    largest, terms = float(args["kv"][1].nan_to_num().abs().max()), args["batch"].max_seqlen_k
     bound = largest * (torch.finfo(got.dtype).eps + (terms + got.shape[2]) * torch.finfo(torch.float32).eps)
     assert float((got.double() - truth).abs().max() if got.numel() else 0) <= bound
 
@@ -97,6 +112,13 @@ def test_attention(case, dtype):
     assert_within_rounding(all_ops()["paged_attention"].load("torch")(**args), attention_by_hand(**args), args)
 
 
+def changed(args: dict[str, Any], path: str, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """``args`` with one argument, or one field of one (``batch.seqused_k``), replaced by ``change(what it was)``."""
+    name, _, field = path.partition(".")
+    new = replace(args[name], **{field: change(getattr(args[name], field))}) if field else change(args[name])
+    return {**args, name: new}
+
+
 # The parameters a backend could forget: without any one of them the same check must fail.
 WINDOWED = [(case, "sliding_window") for case in ("window", "window_decode", "window_softcap")]
 FORGOTTEN = [*WINDOWED, ("softcap", "softcap"), ("window_softcap", "softcap")]
@@ -106,7 +128,7 @@ FORGOTTEN = [*WINDOWED, ("softcap", "softcap"), ("window_softcap", "softcap")]
 @pytest.mark.parametrize(("case", "forgotten"), FORGOTTEN)
 def test_attention_check_sees_a_forgotten_parameter(case, forgotten, dtype):
     args = make("paged_attention", case, dtype)
-    wrong = all_ops()["paged_attention"].load("torch")(**{**args, forgotten: None})
+    wrong = all_ops()["paged_attention"].load("torch")(**changed(args, f"scores.{forgotten}", lambda _: None))
     with pytest.raises(AssertionError):
         assert_within_rounding(wrong, attention_by_hand(**args), args)
 
@@ -194,21 +216,21 @@ BAD = {
         "kv_head_dim": ("kv", both(lambda x: x[..., :16]), "key cache has shape"),
         "kv_unequal": ("kv", lambda kv: (kv[0], kv[1][1:]), "value cache has shape"),
         "kv_strided": ("kv", both(strided), "contiguous"),
-        "table_dtype": ("block_table", Tensor.long, "block_table is torch.int64; expected int32"),
+        "table_dtype": ("batch.block_table", Tensor.long, "block_table is torch.int64; expected int32"),
         "table_rows": (
-            "block_table",
+            "batch.block_table",
             lambda x: x[:3],
             r"block_table has shape \[3, 9\]; expected \[4, any\]",
         ),
-        "table_strided": ("block_table", strided, "contiguous"),
-        "used_dtype": ("seqused_k", Tensor.long, "seqused_k is torch.int64; expected int32"),
-        "cu_length": ("cu_seqlens_q", lambda x: x[1:], r"cu_seqlens_q has shape \[4\]; expected \[5\]"),
-        "cu_falls": ("cu_seqlens_q", offsets(0, 6, 5, 15, 16), "cu_seqlens_q"),
-        "cu_starts_late": ("cu_seqlens_q", offsets(1, 6, 12, 15, 16), "cu_seqlens_q"),
-        "cu_ends_early": ("cu_seqlens_q", offsets(0, 6, 12, 14, 15), "cu_seqlens_q"),
-        "cu_ends_beyond": ("cu_seqlens_q", offsets(0, 6, 12, 15, 17), "cu_seqlens_q"),
-        "window_zero": ("sliding_window", lambda _: 0, "sliding_window=0; expected None or > 0"),
-        "softcap_zero": ("softcap", lambda _: 0.0, r"softcap=0\.0; expected None or > 0"),
+        "table_strided": ("batch.block_table", strided, "contiguous"),
+        "used_dtype": ("batch.seqused_k", Tensor.long, "seqused_k is torch.int64; expected int32"),
+        "cu_length": ("batch.cu_seqlens_q", lambda x: x[1:], r"cu_seqlens_q has shape \[4\]; expected \[5\]"),
+        "cu_falls": ("batch.cu_seqlens_q", offsets(0, 6, 5, 15, 16), "cu_seqlens_q"),
+        "cu_starts_late": ("batch.cu_seqlens_q", offsets(1, 6, 12, 15, 16), "cu_seqlens_q"),
+        "cu_ends_early": ("batch.cu_seqlens_q", offsets(0, 6, 12, 14, 15), "cu_seqlens_q"),
+        "cu_ends_beyond": ("batch.cu_seqlens_q", offsets(0, 6, 12, 15, 17), "cu_seqlens_q"),
+        "window_zero": ("scores.sliding_window", lambda _: 0, "sliding_window=0; expected None or > 0"),
+        "softcap_zero": ("scores.softcap", lambda _: 0.0, r"softcap=0\.0; expected None or > 0"),
     },
 }
 
@@ -218,9 +240,8 @@ def test_bad_argument_is_refused(op, name):
     argument, spoil, message = BAD[op][name]
     args = make(op, "ragged" if op == "verify_chain" else "verify")
     all_ops()[op].check(**args)
-    args[argument] = spoil(args[argument])
     with pytest.raises(ValueError, match=message):  # the check alone: a kernel that ran would corrupt memory
-        all_ops()[op].check(**args)
+        all_ops()[op].check(**changed(args, argument, spoil))
 
 
 IMPLEMENTATIONS = [(op, backend) for op in all_ops().values() for backend in op.implementations]
@@ -281,9 +302,9 @@ def test_cpp_attention_refuses_a_page_outside(outside):
     assert len(args["kv"][0]) == 16
     before, attention = buffer.clone(), load_cpp("paged_attention")
     within = attention(**args)
-    args["block_table"][0, 1:] = outside  # beyond the first sequence's 6 entries: nobody looks there
+    args["batch"].block_table[0, 1:] = outside  # beyond the first sequence's 6 entries: nobody looks there
     assert torch.equal(attention(**args), within)
-    args["block_table"][2, 8] = outside  # position 128, the last of the third sequence
+    args["batch"].block_table[2, 8] = outside  # position 128, the last of the third sequence
     with pytest.raises(IndexError, match=rf"block_table\[2, 8\] is {outside}; the cache has 16 pages"):
         attention(**args)
     assert torch.equal(buffer, before)
@@ -293,6 +314,6 @@ def test_cpp_attention_refuses_a_page_outside(outside):
 @pytest.mark.parametrize("context", [145, 2])
 def test_cpp_attention_refuses_a_context_that_cannot_be(context):
     args = make("paged_attention", "verify")
-    args["seqused_k"][2] = context
+    args["batch"].seqused_k[2] = context
     with pytest.raises(IndexError, match=f"sequence 2 has 3 rows and {context} KV entries"):
         load_cpp("paged_attention")(**args)

@@ -45,3 +45,10 @@ def expect_offsets(name: str, offsets: Tensor, num_rows: int, strictly: bool) ->
         len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == num_rows and rises,
         f"{name} is {bounds}; expected offsets that rise from 0 to the {num_rows} rows.",
     )
+
+
+def expect_maximum(name: str, maximum: int, values: Tensor) -> None:
+    """Check that no value lies above ``maximum``; only on the CPU, as above."""
+    if values.device.type == "cpu" and values.numel():
+        largest = int(values.max())
+        expect(largest <= maximum, f"{name} is {maximum}; the largest is {largest}.")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
+from specdec_fast.ragged import PagedBatch, Scores
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/dtype.h
 
@@ -25,33 +28,53 @@ def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tenso
     )
 
 
-def paged_attention(
-    query: Tensor,
-    kv: tuple[Tensor, Tensor],
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
     """Run ``csrc/paged_attention.cpp``; the contract is the oracle's."""
     if query.stride(-1) != 1:
         query = query.contiguous()
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     num_pages, page_size, num_kv_heads, head_dim = kv[0].shape
+    tree_mask = batch.tree_mask
     _C.paged_attention(
         _DTYPE_CODES[query.dtype],
         (query.data_ptr(), query.stride(0), query.stride(1), query.shape[0]),
         (kv[0].data_ptr(), kv[1].data_ptr()),
         (num_pages, page_size, query.shape[1], num_kv_heads, head_dim),
-        (block_table.data_ptr(), cu_seqlens_q.data_ptr(), seqused_k.data_ptr()),
-        tuple(block_table.shape),
-        (scale, sliding_window or 0, softcap or 0.0),
+        (batch.block_table.data_ptr(), batch.cu_seqlens_q.data_ptr(), batch.seqused_k.data_ptr()),
+        tuple(batch.block_table.shape),
+        (0, 0) if tree_mask is None else (tree_mask.data_ptr(), tree_mask.shape[1]),
+        (scores.scale, scores.sliding_window or 0, scores.softcap or 0.0),
         out.data_ptr(),
         torch.get_num_threads(),
     )
     return out
+
+
+def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """Run ``csrc/compact_kv.cpp``; the contract is the oracle's."""
+    num_layers, _, num_pages, page_size, num_kv_heads, head_dim = kv_cache.shape
+    _C.compact_kv(
+        kv_cache.data_ptr(),
+        (2 * num_layers, num_pages, page_size, num_kv_heads * head_dim * kv_cache.element_size()),
+        block_table.data_ptr(),
+        tuple(block_table.shape),
+        (cu_moves.data_ptr(), sources.data_ptr(), destinations.data_ptr()),
+        torch.get_num_threads(),
+    )
+
+
+def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths: Tensor, shifts: Tensor) -> None:
+    """Run ``csrc/realign_kv.cpp``; the contract is the oracle's."""
+    first = layers[0][0]
+    batch_size, num_kv_heads, num_columns, head_dim = first.shape
+    item = first.element_size()
+    _C.realign_kv(
+        [tensor.data_ptr() for layer in layers for tensor in layer],
+        (batch_size, num_kv_heads, num_columns, head_dim * item),
+        tuple(stride * item for stride in first.stride()[:3]),
+        (starts.data_ptr(), lengths.data_ptr(), shifts.data_ptr()),
+        torch.get_num_threads(),
+    )
 
 
 def verify_chain(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,38 +10,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.ops.checks import FLOATS, expect, expect_offsets, expect_tensor
+from specdec_fast.ops.checks import FLOATS, expect, expect_maximum, expect_offsets, expect_tensor
 from specdec_fast.ops.registry import Case, Op
+from specdec_fast.ragged import TREE_MASK_BITS, PagedBatch, Scores
 
 
-def _check(
-    query: Tensor,
-    kv: tuple[Tensor, Tensor],
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-) -> None:
+def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> None:
     device, dtype = query.device, (query.dtype,)
     key_cache, value_cache = kv
-    batch_size = seqused_k.shape[0]
     expect_tensor("query", query, (None,) * 3, FLOATS, device)
     expect_tensor("key cache", key_cache, (None, None, None, query.shape[2]), dtype, device)
     expect_tensor("value cache", value_cache, tuple(key_cache.shape), dtype, device)
-    expect_tensor("block_table", block_table, (batch_size, None), (torch.int32,), device)
-    expect_tensor("cu_seqlens_q", cu_seqlens_q, (batch_size + 1,), (torch.int32,), device)
-    expect_tensor("seqused_k", seqused_k, (batch_size,), (torch.int32,), device)
-    expect(
-        all(x.is_contiguous() for x in (*kv, block_table, cu_seqlens_q, seqused_k)),
-        "the caches, block_table, cu_seqlens_q and seqused_k must be contiguous.",
-    )
-    expect_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], strictly=False)
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     expect(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads.")
-    expect(sliding_window is None or sliding_window > 0, f"sliding_window={sliding_window}; expected None or > 0.")
+    _check_batch(batch, query.shape[0], device)
+    expect(all(x.is_contiguous() for x in kv), "the caches must be contiguous.")
+    window, softcap = scores.sliding_window, scores.softcap
+    expect(window is None or window > 0, f"sliding_window={window}; expected None or > 0.")
     expect(softcap is None or softcap > 0, f"softcap={softcap}; expected None or > 0.")
+    if batch.tree_mask is not None and window is not None:
+        most_rows = batch.tree_mask.shape[1] * TREE_MASK_BITS
+        expect(window >= most_rows, f"sliding_window={window} is shorter than a tree of up to {most_rows} rows.")
+
+
+def _check_batch(batch: PagedBatch, num_rows: int, device: torch.device) -> None:
+    batch_size = batch.seqused_k.shape[0]
+    expect_tensor("block_table", batch.block_table, (batch_size, None), (torch.int32,), device)
+    expect_tensor("cu_seqlens_q", batch.cu_seqlens_q, (batch_size + 1,), (torch.int32,), device)
+    expect_tensor("seqused_k", batch.seqused_k, (batch_size,), (torch.int32,), device)
+    tensors = [batch.block_table, batch.cu_seqlens_q, batch.seqused_k]
+    if batch.tree_mask is not None:
+        num_words = -(-batch.max_seqlen_q // TREE_MASK_BITS)
+        expect_tensor("tree_mask", batch.tree_mask, (num_rows, None), (torch.int32,), device)
+        expect(batch.tree_mask.shape[1] >= num_words, f"tree_mask has no bits for {batch.max_seqlen_q} rows.")
+        tensors.append(batch.tree_mask)
+    expect(
+        all(x.is_contiguous() for x in tensors),
+        "block_table, cu_seqlens_q, seqused_k and tree_mask must be contiguous.",
+    )
+    expect_offsets("cu_seqlens_q", batch.cu_seqlens_q, num_rows, strictly=False)
+    expect_maximum("max_seqlen_q", batch.max_seqlen_q, batch.cu_seqlens_q.diff())
+    expect_maximum("max_seqlen_k", batch.max_seqlen_k, batch.seqused_k)
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class _Shape:
     page_size: int = 16
     sliding_window: int | None = None
     softcap: float | None = None
+    tree: bool = False
 
 
 def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -72,17 +82,35 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
         entries[:, context:] = float("nan")  # stale entries beyond the context must not be read (I2, I4)
         kv[:, pages.long()] = entries.unflatten(1, (count, shape.page_size))
     query = torch.randn(shape.heads, sum(shape.rows), shape.head_dim, generator=generator).to(dtype)
-    cu_seqlens_q = torch.tensor([0, *shape.rows]).cumsum(0)
+    batch = PagedBatch(
+        cu_seqlens_q=torch.tensor([0, *shape.rows]).cumsum(0).to(torch.int32).to(device),
+        seqused_k=torch.tensor(shape.contexts, dtype=torch.int32).to(device),
+        block_table=block_table.to(device),
+        max_seqlen_q=max(shape.rows, default=0),
+        max_seqlen_k=max(shape.contexts, default=0),
+        tree_mask=_random_trees(shape.rows, generator).to(device) if shape.tree else None,
+    )
     return {
         "query": query.transpose(0, 1).to(device),
         "kv": (kv[0].to(device), kv[1].to(device)),
-        "block_table": block_table.to(device),
-        "cu_seqlens_q": cu_seqlens_q.to(torch.int32).to(device),
-        "seqused_k": torch.tensor(shape.contexts, dtype=torch.int32).to(device),
-        "scale": shape.head_dim**-0.5,
-        "sliding_window": shape.sliding_window,
-        "softcap": shape.softcap,
+        "batch": batch,
+        "scores": Scores(shape.head_dim**-0.5, shape.sliding_window, shape.softcap),
     }
+
+
+def _random_trees(rows: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Give every row but a sequence's first a random earlier row for its parent; return the tree mask."""
+    num_words = -(-max(rows, default=1) // TREE_MASK_BITS)
+    masks = []
+    for count in rows:
+        ancestors: list[int] = []  # as one integer per row
+        for row in range(count):
+            parent = int(torch.randint(row, (), generator=generator)) if row else None
+            ancestors.append(1 << row | (0 if parent is None else ancestors[parent]))
+        for bits in ancestors:
+            words = [bits >> TREE_MASK_BITS * word & 0xFFFFFFFF for word in range(num_words)]
+            masks.append([word - (1 << 32) if word >> 31 else word for word in words])
+    return torch.tensor(masks, dtype=torch.int32).view(-1, num_words)
 
 
 def _cases() -> Iterator[Case]:
@@ -98,22 +126,19 @@ def _cases() -> Iterator[Case]:
         ("multi_head", "as many KV heads as heads", _Shape((21, 5), (4, 4), heads=3, kv_heads=3, head_dim=20)),
         ("multi_query", "one KV head for all", _Shape((21, 5), (4, 4), heads=8, kv_heads=1, head_dim=64)),
         ("page_of_one", "every position its own page", _Shape((9, 4), (3, 3), page_size=1)),
+        ("tree", "siblings do not see each other", _Shape((20, 9, 1), (8, 9, 1), tree=True)),
+        ("wide_tree", "more rows than a word of the mask has bits", _Shape((90, 40), (70, 33), tree=True)),
+        ("tree_window", "a window counts from a row's depth", _Shape((70, 99), (9, 7), sliding_window=32, tree=True)),
         ("empty", "no sequences", _Shape((), ())),
     )
     for name, why, shape in grid:
         yield Case(name, why, partial(_make, shape))
 
 
-def _bytes_moved(
-    query: Tensor,
-    kv: tuple[Tensor, Tensor],
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> int:
-    rows = cu_seqlens_q.diff()
-    entries = seqused_k if sliding_window is None else seqused_k.minimum(sliding_window + rows - 1)
+def _bytes_moved(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> int:
+    entries = batch.seqused_k
+    if scores.sliding_window is not None:
+        entries = entries.minimum(scores.sliding_window + batch.cu_seqlens_q.diff() - 1)
     per_entry = 2 * kv[0].shape[2] * kv[0].shape[3] * kv[0].element_size()
     return int(entries.sum()) * per_entry + 2 * query.numel() * query.element_size()
 

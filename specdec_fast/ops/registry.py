@@ -8,6 +8,8 @@ sweep ``all_ops()``: an implementation added to a declaration is tested and time
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -19,7 +21,10 @@ from torch import Tensor
 from specdec_fast.errors import BackendError, ConfigError
 
 AUTO = "auto"
-_DECLARATIONS = ("append_kv", "paged_attention", "verify_chain")
+_DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "compact_kv", "realign_kv")
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then run on the CPU, as NumPy
+# What "auto" takes, best first; "torch" runs anywhere.
+_PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "flash", "torch")}
 
 
 @dataclass(frozen=True)
@@ -30,12 +35,14 @@ class Backend:
         name: what ``EngineConfig.backend`` and ``specdec-fast doctor`` call it.
         device_types: the ``torch.device`` types it serves.
         why_unavailable: returns None if it can run here, else the reason and the remedy.
+        partial: it has some ops only; asked for by name, the others are chosen as by ``"auto"``.
 
     """
 
     name: str
     device_types: tuple[str, ...]
     why_unavailable: Callable[[], str | None]
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,8 @@ class Ops:
         append_kv_: write new K/V rows into pages; see ``oracle/ops/append_kv.py``.
         paged_attention: causal ragged attention over pages; see ``oracle/ops/paged_attention.py``.
         verify_chain: batched acceptance; see ``oracle/ops/verify_chain.py``.
+        compact_kv_: move kept entries inside each sequence; see ``oracle/ops/compact_kv.py``.
+        realign_kv_: shift the rows of a dense cache; see ``oracle/ops/realign_kv.py``.
         unchecked: the same ops without the argument check, for a caller that repeats a checked call on tensors of
             the same shapes (the layers of one forward).
 
@@ -121,6 +130,8 @@ class Ops:
     append_kv_: Callable[..., None] = field(repr=False)
     paged_attention: Callable[..., Tensor] = field(repr=False)
     verify_chain: Callable[..., tuple[Tensor, Tensor, Tensor]] = field(repr=False)
+    compact_kv_: Callable[..., None] = field(repr=False)
+    realign_kv_: Callable[..., None] = field(repr=False)
     unchecked: Ops | None = field(repr=False, default=None)
 
 
@@ -136,11 +147,26 @@ def _compiled_extension_problem() -> str | None:
     return None
 
 
-# In order of preference: the first available one that serves the device is chosen.
+def _triton_problem() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install 'specdec-fast[triton]'"
+    if not INTERPRETING and not torch.cuda.is_available():
+        return "torch sees no GPU (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly, for tests)"
+    return None
+
+
+def _flash_problem() -> str | None:
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return "torch sees no NVIDIA GPU"
+    return None
+
+
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("cpp", ("cpu",), _compiled_extension_problem),
+        Backend("triton", ("cuda", "cpu") if INTERPRETING else ("cuda",), _triton_problem),
+        Backend("flash", ("cuda",), _flash_problem, partial=True),
         Backend("torch", ("cpu", "cuda", "xpu", "mps"), lambda: None),
     )
 }
@@ -169,7 +195,8 @@ def resolve(device: torch.device, backend: str = AUTO) -> Ops:
         raise ConfigError(f"backend={backend!r}: expected one of {', '.join([AUTO, *BACKENDS])}.")
     chosen = {}
     for op in all_ops().values():
-        chosen[op.name] = _best(op, device) if backend == AUTO else backend
+        fills_in = backend != AUTO and BACKENDS[backend].partial and backend not in op.implementations
+        chosen[op.name] = _best(op, device) if backend == AUTO or fills_in else backend
         served = BACKENDS[chosen[op.name]].device_types
         if device.type not in served:
             raise BackendError(
@@ -184,12 +211,8 @@ def _load(chosen: Mapping[str, str], check: bool, unchecked: Ops | None) -> Ops:
 
 
 def _best(op: Op, device: torch.device) -> str:
-    usable = (
-        name
-        for name, backend in BACKENDS.items()
-        if device.type in backend.device_types and op.why_unavailable(name) is None
-    )
-    return next(usable, "torch")
+    preferred = _PREFERENCE.get(device.type, ())
+    return next((name for name in preferred if op.why_unavailable(name) is None), "torch")
 
 
 def availability() -> list[tuple[str, str, str | None]]:

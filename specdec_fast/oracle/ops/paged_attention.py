@@ -6,84 +6,81 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from specdec_fast.ragged import TREE_MASK_BITS, PagedBatch, Scores
 
-def paged_attention(
-    query: Tensor,
-    kv: tuple[Tensor, Tensor],
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+
+def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
     """Attend from every query row to its own sequence's KV entries up to and including itself.
 
-    The rows of sequence b are its *last* ones: row j of n stands at position ``seqused_k[b] - n + j``.
+    With a tree mask a row sees all entries before its sequence's rows, and of those rows its ancestors and itself. Its
+    position is then the number of entries before the rows plus its depth, and that is what a sliding window counts
+    from; the window must hold the whole tree.
 
     Args:
         query: ``[T, num_heads, head_dim]``; ``num_heads`` is a multiple of ``num_kv_heads``.
         kv: key and value cache, each ``[num_pages, page_size, num_kv_heads, head_dim]``.
-        block_table: ``[B, max_pages]`` int32, the pages of each sequence in order of position.
-        cu_seqlens_q: ``[B + 1]`` int32, where each sequence's rows begin in ``query``.
-        seqused_k: ``[B]`` int32, KV entries of each sequence, the new rows included.
-        scale: factor on the scores, ``head_dim ** -0.5`` for most models.
-        sliding_window: a row sees the last so many positions, itself included; None sees all.
-        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma-2, arXiv 2408.00118, section 2).
+        batch: whose rows they are, and the pages of each sequence.
+        scores: scale, sliding window and soft cap.
 
     Returns:
-        ``[T, num_heads, head_dim]`` in the dtype of ``query``.
+        ``[T, num_heads, head_dim]`` in the dtype of ``query``. An entry that is not finite spoils the rows that see it
+        and no others.
 
     """
     out = torch.empty_like(query)
     page_size = kv[0].shape[1]
-    starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    starts, lengths = batch.cu_seqlens_q.tolist(), batch.seqused_k.tolist()
     for b, context in enumerate(lengths):
-        pages = block_table[b, : -(-context // page_size)].long()
+        num_rows = starts[b + 1] - starts[b]
+        pages = batch.block_table[b, : -(-context // page_size)].long()
         key, value = (cache[pages].flatten(0, 1)[:context].transpose(0, 1) for cache in kv)  # [H_kv, context, D]
-        for rows in _row_blocks(slice(starts[b], starts[b + 1]), key, value):
-            seen = context - (starts[b + 1] - rows.stop)  # positions that the block's last row sees
-            mask = _visible(rows.stop - rows.start, seen, sliding_window, query.device)
-            block = (query[rows].transpose(0, 1)[None], key[None, :, :seen], value[None, :, :seen])
-            if softcap is None:
-                heads = scaled_dot_product_attention(*block, attn_mask=mask, scale=scale, enable_gqa=True)
-            else:
-                heads = _softcapped_attention(*block, mask, scale, softcap)
-            out[rows] = heads[0].transpose(0, 1)  # [H, rows, D] -> [rows, H, D]
+        tree = None if batch.tree_mask is None else batch.tree_mask[starts[b] : starts[b + 1]]
+        visible = _visible(num_rows, context, scores.sliding_window, tree, query.device)
+        for rows in _row_blocks(num_rows, key, value):
+            block = query[starts[b] + rows.start : starts[b] + rows.stop].transpose(0, 1)[None]  # [1, H, rows, D]
+            # Entries that none of them sees leave the sums: a weight of 0 would still spread a NaN.
+            seen = visible[rows].any(dim=0)
+            entries = (key, value) if bool(seen.all()) else (key[:, seen], value[:, seen])
+            mask = None if rows.stop - rows.start == 1 else visible[rows][:, seen]
+            heads = _attend(block, entries[0][None], entries[1][None], mask, scores)
+            out[starts[b] + rows.start : starts[b] + rows.stop] = heads[0].transpose(0, 1)
     return out
 
 
-def _row_blocks(rows: slice, key: Tensor, value: Tensor) -> list[slice]:
-    """Return the rows in one block; one by one if an entry they bring is not finite.
-
-    A mask hides an entry by a weight of 0, and 0 times NaN is NaN: a draft token with a broken entry would spoil the
-    rows before it, which do not see it.
-    """
-    num_rows = rows.stop - rows.start
+def _row_blocks(num_rows: int, key: Tensor, value: Tensor) -> list[slice]:
+    """Return the rows in one block; one by one if an entry they bring is not finite and could spoil its neighbours."""
     if num_rows == 1 or all(bool(x[:, -num_rows:].isfinite().all()) for x in (key, value)):
-        return [rows] if num_rows else []
-    return [slice(row, row + 1) for row in range(rows.start, rows.stop)]
+        return [slice(0, num_rows)] if num_rows else []
+    return [slice(row, row + 1) for row in range(num_rows)]
 
 
-def _visible(num_rows: int, context: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Return the ``[num_rows, context]`` mask of what each row sees; None when it sees everything."""
-    if num_rows == 1 and (sliding_window is None or context <= sliding_window):
-        return None
-    row = torch.arange(context - num_rows, context, device=device)[:, None]
+def _visible(
+    num_rows: int, context: int, sliding_window: int | None, tree_mask: Tensor | None, device: torch.device
+) -> Tensor:
+    """Return the ``[num_rows, context]`` mask of what each row sees."""
+    prefix = context - num_rows
     column = torch.arange(context, device=device)[None, :]
-    visible = column <= row
+    position = torch.arange(prefix, context, device=device)[:, None]
+    visible = column <= position
+    if tree_mask is not None:
+        row = torch.arange(num_rows, device=device)
+        ancestors = (tree_mask[:, row // TREE_MASK_BITS] >> (row % TREE_MASK_BITS)) & 1  # [num_rows, num_rows]
+        visible[:, prefix:] = ancestors.bool()
+        position = prefix + ancestors.sum(dim=1, keepdim=True) - 1
     if sliding_window is not None:
-        visible &= column > row - sliding_window
+        behind = column <= position - sliding_window
+        visible &= ~behind
     return visible
 
 
-def _softcapped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
-) -> Tensor:
-    """Do as ``scaled_dot_product_attention`` does, in fp32, with the scores capped before the mask."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Attend over entries that at least one of the rows sees: ``[1, num_heads, rows, head_dim]``."""
+    if scores.softcap is None:
+        return scaled_dot_product_attention(query, key, value, mask, scale=scores.scale, enable_gqa=True)
     group = query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
-    scores = softcap * torch.tanh(query.float() @ key.transpose(-1, -2) * scale / softcap)
+    products = query.float() @ key.transpose(-1, -2) * scores.scale
+    capped = scores.softcap * torch.tanh(products / scores.softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return (scores.softmax(dim=-1) @ value).to(query.dtype)
+        capped = capped.masked_fill(~mask, float("-inf"))
+    return (capped.softmax(dim=-1) @ value).to(query.dtype)

@@ -1,0 +1,99 @@
+"""Declaration of ``compact_kv_``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.ops.checks import FLOATS, expect, expect_offsets, expect_tensor
+from specdec_fast.ops.registry import Case, Op
+
+
+def _check(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    device, num_moves = kv_cache.device, sources.shape[0]
+    expect_tensor("kv_cache", kv_cache, (None, 2, None, None, None, None), FLOATS, device)
+    expect_tensor("block_table", block_table, (None, None), (torch.int32,), device)
+    expect_tensor("cu_moves", cu_moves, (block_table.shape[0] + 1,), (torch.int32,), device)
+    expect_tensor("sources", sources, (num_moves,), (torch.int32,), device)
+    expect_tensor("destinations", destinations, (num_moves,), (torch.int32,), device)
+    expect(
+        all(x.is_contiguous() for x in (kv_cache, block_table, cu_moves, sources, destinations)),
+        "kv_cache, block_table, cu_moves, sources and destinations must be contiguous.",
+    )
+    expect_offsets("cu_moves", cu_moves, num_moves, strictly=False)
+    if num_moves and device.type == "cpu":  # reading them elsewhere would wait for the device
+        later = torch.ones(num_moves, dtype=torch.bool)
+        later[cu_moves[:-1][cu_moves[:-1] < num_moves].long()] = False  # a sequence's first move follows none
+        for name, positions in (("sources", sources), ("destinations", destinations)):
+            rises = positions.diff(prepend=positions[:1] - 1) > 0
+            expect(bool(rises[later].all()), f"{name} must rise strictly within a sequence; got {positions.tolist()}.")
+
+
+@dataclass(frozen=True)
+class _Shape:
+    moves: tuple[tuple[tuple[int, int], ...], ...]  # per sequence: (source, destination), ...
+    num_layers: int = 2
+    heads: int = 2
+    head_dim: int = 32
+    page_size: int = 4
+
+
+def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    pages = [1 + max((max(move) for move in moves), default=0) // shape.page_size for moves in shape.moves]
+    num_pages = sum(pages) + 2  # one is scratch, one nobody's
+    size = (shape.num_layers, 2, num_pages, shape.page_size, shape.heads, shape.head_dim)
+    order = (torch.randperm(num_pages - 1, generator=generator) + 1).to(torch.int32)
+    block_table = torch.zeros(len(pages), max(pages, default=1), dtype=torch.int32)
+    for b, count in enumerate(pages):
+        block_table[b, :count] = order[sum(pages[:b]) :][:count]
+    flat = [move for moves in shape.moves for move in moves]
+    arrays = {
+        "block_table": block_table,
+        "cu_moves": torch.tensor([0, *map(len, shape.moves)]).cumsum(0).to(torch.int32),
+        "sources": torch.tensor([source for source, _ in flat], dtype=torch.int32),
+        "destinations": torch.tensor([destination for _, destination in flat], dtype=torch.int32),
+    }
+    kv_cache = torch.randn(size, generator=generator).to(dtype)
+    return {"kv_cache": kv_cache.to(device)} | {name: array.to(device) for name, array in arrays.items()}
+
+
+def _cases() -> Iterator[Case]:
+    path = ((10, 10), (13, 11), (14, 12), (21, 13))  # a tree's accepted path; its root stays
+    down = tuple((i + 3, i) for i in range(80))
+    up = tuple((i, i + 5) for i in range(150))
+    gather = ((0, 2), (1, 3), (2, 4), (9, 6), (10, 7), (11, 8), (30, 30), (31, 40))  # up, down, none, up
+    grid = (
+        ("accepted_path", "a tree's path becomes a chain", _Shape((path, (), path[1:]))),
+        ("down", "every source is the destination of a later move", _Shape((down,))),
+        ("up", "every source is the destination of an earlier move", _Shape((up, down))),
+        ("both_directions", "moves up and down in one sequence", _Shape((gather, gather[3:]))),
+        ("page_of_one", "every position its own page", _Shape((gather, down[:5]), page_size=1)),
+        ("odd_entries", "entries that fill no vector", _Shape((gather, up[:33]), heads=3, head_dim=20)),
+        ("many_layers", "more layers than threads", _Shape((path,), num_layers=9)),
+        ("no_moves", "sequences that keep everything", _Shape(((), ()))),
+        ("empty", "no sequences", _Shape(())),
+    )
+    for name, why, shape in grid:
+        yield Case(name, why, partial(_make, shape))
+
+
+def _bytes_moved(kv_cache: Tensor, sources: Tensor, destinations: Tensor, **others: Tensor) -> int:
+    per_entry = kv_cache.shape[0] * 2 * kv_cache.shape[4] * kv_cache.shape[5] * kv_cache.element_size()
+    return 2 * int((sources != destinations).sum()) * per_entry  # read and written
+
+
+OP = Op(
+    name="compact_kv_",
+    implementations={
+        "torch": "specdec_fast.oracle.ops.compact_kv:compact_kv_",
+        "cpp": "specdec_fast.ops.cpp:compact_kv_",
+    },
+    check=_check,
+    cases=_cases,
+    bytes_moved=_bytes_moved,
+)

@@ -1,0 +1,96 @@
+"""Declaration of ``realign_kv_``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
+from specdec_fast.ops.registry import Case, Op
+
+
+def _check(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths: Tensor, shifts: Tensor) -> None:
+    expect(len(layers) > 0, "layers is empty; expected keys and values of at least one layer.")
+    first = layers[0][0]
+    expect_tensor("keys of layer 0", first, (None,) * 4, FLOATS, first.device)
+    for i, layer in enumerate(layers):
+        for name, tensor in zip(("keys", "values"), layer, strict=True):
+            expect_tensor(f"{name} of layer {i}", tensor, tuple(first.shape), (first.dtype,), first.device)
+            expect(tensor.stride() == first.stride(), f"{name} of layer {i} has other strides than keys of layer 0.")
+    expect(first.stride(3) == 1 or first.shape[3] == 1, "the last axis of the cache must be contiguous.")
+    rows = (first.shape[0],)
+    for name, array in (("starts", starts), ("lengths", lengths), ("shifts", shifts)):
+        expect_tensor(name, array, rows, (torch.int32,), first.device)
+        expect(array.is_contiguous(), f"{name} must be contiguous.")
+    if first.device.type == "cpu":  # reading them elsewhere would wait for the device
+        for row in zip(starts.tolist(), lengths.tolist(), shifts.tolist(), strict=True):
+            start, length, shift = row
+            low, high = min(start, start + shift), max(start, start + shift) + length
+            expect(
+                low >= 0 and length >= 0 and high <= first.shape[2],
+                f"a row of {length} columns from {start} cannot be shifted by {shift} within {first.shape[2]} columns.",
+            )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    moves: tuple[tuple[int, int, int], ...]  # per row: start, length, shift
+    columns: int
+    num_layers: int = 2
+    heads: int = 2
+    head_dim: int = 32
+    transposed: bool = False  # columns before heads in memory
+
+
+def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    size = (len(shape.moves), shape.heads, shape.columns + 1, shape.head_dim)  # a column beyond the rows' end
+
+    def layer() -> Tensor:
+        tensor = torch.randn(size, generator=generator).to(dtype).to(device)
+        if shape.transposed:
+            tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        return tensor[:, :, : shape.columns]
+
+    moves = torch.tensor(shape.moves, dtype=torch.int32).view(-1, 3).T.contiguous().to(device)
+    layers = [(layer(), layer()) for _ in range(shape.num_layers)]
+    return {"layers": layers, "starts": moves[0], "lengths": moves[1], "shifts": moves[2]}
+
+
+def _cases() -> Iterator[Case]:
+    step = ((5, 90, -2), (0, 97, 1), (40, 60, 0), (12, 83, 5), (99, 0, -3))
+    far = ((60, 40, -60), (0, 40, 60), (50, 50, -10))
+    grid = (
+        ("step", "rows of a batch after a step: left, right, unmoved, empty", _Shape(step, 101)),
+        ("no_overlap", "shifts longer than the content", _Shape(far, 100)),
+        ("one_column", "the smallest shifts of long rows, both ways", _Shape(((1, 300, -1), (0, 300, 1)), 301)),
+        ("unmoved", "nothing to do", _Shape(((3, 20, 0), (0, 23, 0)), 23)),
+        ("odd_entries", "columns that fill no vector", _Shape(step, 101, heads=3, head_dim=20)),
+        ("transposed", "heads inside columns in memory", _Shape(step, 101, transposed=True)),
+        ("many_layers", "more layers than threads", _Shape(step[:2], 101, num_layers=9)),
+        ("empty", "no rows", _Shape((), 4)),
+    )
+    for name, why, shape in grid:
+        yield Case(name, why, partial(_make, shape))
+
+
+def _bytes_moved(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths: Tensor, shifts: Tensor) -> int:
+    keys = layers[0][0]
+    per_column = 2 * len(layers) * keys.shape[1] * keys.shape[3] * keys.element_size()
+    return 2 * int(lengths[shifts != 0].sum()) * per_column  # read and written
+
+
+OP = Op(
+    name="realign_kv_",
+    implementations={
+        "torch": "specdec_fast.oracle.ops.realign_kv:realign_kv_",
+        "cpp": "specdec_fast.ops.cpp:realign_kv_",
+    },
+    check=_check,
+    cases=_cases,
+    bytes_moved=_bytes_moved,
+)

@@ -1,0 +1,33 @@
+"""Oracle of ``compact_kv_``: move kept KV entries inside each sequence."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor
+
+
+def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """Move entry ``sources[m]`` of a sequence to its position ``destinations[m]``, in place, in all layers.
+
+    Moves keep the order of entries: within a sequence both lists rise strictly, so no entry is written before it
+    is read if those that move down are taken in rising order and those that move up in falling order. That is how
+    a tree's accepted path becomes a chain, and how a block table of old and then new pages moves a sequence to the
+    new ones.
+
+    Args:
+        kv_cache: ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``, contiguous.
+        block_table: ``[B, max_pages]`` int32, the pages of each sequence in order of position.
+        cu_moves: ``[B + 1]`` int32, where each sequence's moves begin.
+        sources: ``[M]`` int32, positions in the sequence.
+        destinations: ``[M]`` int32, positions in the sequence. What stood there is lost.
+
+    """
+    page_size = kv_cache.shape[3]
+    entries = kv_cache.flatten(2, 3)  # [num_layers, 2, slots, num_kv_heads, head_dim]
+    for b, (start, stop) in enumerate(pairwise(cu_moves.tolist())):
+        read, written = (
+            block_table[b, positions // page_size].long() * page_size + positions % page_size
+            for positions in (sources[start:stop].long(), destinations[start:stop].long())
+        )
+        entries[:, :, written] = entries[:, :, read]  # the right side is a copy

@@ -1,0 +1,53 @@
+"""What attention has to know of one forward: which rows belong to whom, where their pages are, how scores are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TREE_MASK_BITS = 32  # rows per word of a tree mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedBatch:
+    """The query rows of one forward and the KV pages they attend over; ``B`` sequences, ``T`` rows.
+
+    The rows of a sequence are its *last* ones: row j of n stands in KV entry ``seqused_k[b] - n + j``.
+
+    Attributes:
+        cu_seqlens_q: ``[B + 1]`` int32, where each sequence's rows begin.
+        seqused_k: ``[B]`` int32, KV entries of each sequence, the rows of this forward included.
+        block_table: ``[B, max_pages]`` int32, pages in order of position; unused places hold the scratch page.
+        max_seqlen_q: rows of the sequence that has most; a launch must know it without waiting for the device.
+        max_seqlen_k: KV entries of the sequence that has most.
+        tree_mask: ``[T, num_words]`` int32, or None for a chain. Bit ``i % 32`` of word ``i // 32`` of a row says
+            whether it descends from row i of its own sequence. A row always has its own bit and none after it:
+            parents stand before their children.
+
+    """
+
+    cu_seqlens_q: Tensor
+    seqused_k: Tensor
+    block_table: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    tree_mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How one layer makes scores of queries and keys.
+
+    Attributes:
+        scale: factor on the products, ``head_dim ** -0.5`` for most models.
+        sliding_window: a row sees the last so many positions, itself included; None sees all.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma-2, arXiv 2408.00118, section 2).
+
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
