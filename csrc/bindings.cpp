@@ -107,6 +107,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("append_kv", &append_kv, ReleaseGil());
   m.def("compact_kv", &compact_kv, ReleaseGil());
   m.def("paged_attention", &paged_attention, ReleaseGil());
+  m.def("attention_versions", &specdec::attention_versions);
+  m.def("choose_attention_version", &specdec::choose_attention_version);
   m.def("realign_kv", &realign_kv, ReleaseGil());
   m.def("verify_chain", &verify_chain, ReleaseGil());
 }

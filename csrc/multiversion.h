@@ -8,6 +8,7 @@
     defined(SPECDEC_NO_MULTIVERSION)
 #define SPECDEC_MULTIVERSION
 #elif __GNUC__ >= 12
+#define SPECDEC_X86_64_LEVELS  // __builtin_cpu_supports and target know them too
 #define SPECDEC_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else  // older compilers know no micro-architecture levels here, and of AVX-512 only the part without 16-bit lanes
 #define SPECDEC_MULTIVERSION __attribute__((target_clones("avx2", "default")))

@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "dtype.h"
 
@@ -41,5 +43,10 @@ struct PagedAttentionArgs {
 
 // Throws std::out_of_range, with nothing written, if a sequence reaches outside its rows, its block table or the cache.
 void paged_attention(const PagedAttentionArgs& args);
+
+// The instruction sets it was compiled for and this machine has, the best last; that one runs unless another is chosen.
+// Choosing is for tests: each must give the right result, wherever the tests happen to run.
+std::vector<std::string> attention_versions();
+void choose_attention_version(const std::string& name);
 
 }  // namespace specdec

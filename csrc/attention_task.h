@@ -1,0 +1,90 @@
+// One task of paged_attention: what it works on, and which positions its rows see.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "paged_attention.h"
+
+namespace specdec {
+
+#define SPECDEC_INLINE inline __attribute__((always_inline))
+
+constexpr std::int64_t kTile = 64;         // positions reduced together
+constexpr std::int64_t kRowsPerTask = 16;  // query rows that share a tile's loads
+constexpr int kTreeMaskBits = 32;          // rows per word of a tree mask
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Query rows of one sequence and one KV head.
+struct Task {
+  std::int64_t sequence;
+  std::int64_t first_row;  // in the sequence
+  std::int64_t num_rows;
+  std::int64_t kv_head;
+};
+
+// What a task knows of its rows. A vector is one (row, head of the group).
+struct Rows {
+  std::int64_t first_query;  // row of the whole batch
+  std::int64_t prefix;       // KV entries before the sequence's rows
+  std::int64_t first_row;
+  std::int64_t num_vectors;
+};
+
+// fp32 working memory of one thread.
+struct Scratch {
+  std::vector<float> query, accumulated;     // [vectors, head_dim]
+  std::vector<float> maximum, sum, rescale;  // [vectors]
+  std::vector<float> scores;                 // [vectors, kTile]
+  std::vector<float> keys;                   // [head_dim, kTile]
+  std::vector<float> values;                 // [kTile, head_dim]
+
+  Scratch(std::int64_t group, std::int64_t head_dim)
+      : query(kRowsPerTask * group * head_dim),
+        accumulated(kRowsPerTask * group * head_dim),
+        maximum(kRowsPerTask * group),
+        sum(kRowsPerTask * group),
+        rescale(kRowsPerTask * group),
+        scores(kRowsPerTask * group * kTile),
+        keys(kTile * head_dim),
+        values(kTile * head_dim) {}
+};
+
+// First position that a row at `position` sees.
+SPECDEC_INLINE std::int64_t first_visible(const PagedAttentionArgs& args, std::int64_t position) {
+  return args.sliding_window > 0 ? std::max<std::int64_t>(0, position - args.sliding_window + 1) : 0;
+}
+
+SPECDEC_INLINE bool tree_bit(const PagedAttentionArgs& args, std::int64_t query_row, std::int64_t row) {
+  return args.tree_mask[query_row * args.tree_words + row / kTreeMaskBits] >> (row % kTreeMaskBits) & 1;
+}
+
+// Bits first to last - 1 of a tile's mask, both cut to the tile.
+SPECDEC_INLINE std::uint64_t bits(std::int64_t first, std::int64_t last) {
+  first = std::clamp<std::int64_t>(first, 0, kTile);
+  last = std::clamp<std::int64_t>(last, 0, kTile);
+  if (first >= last) return 0;
+  return (~std::uint64_t{0} >> (kTile - (last - first))) << first;
+}
+
+// Which positions of the tile the row sees, bit by bit.
+std::uint64_t visible(const PagedAttentionArgs& args, const Rows& rows, std::int64_t row, std::int64_t tile) {
+  if (!args.tree_mask) {
+    const std::int64_t position = rows.prefix + rows.first_row + row;
+    return bits(first_visible(args, position) - tile, position + 1 - tile);
+  }
+  if (tile + kTile <= rows.prefix && args.sliding_window == 0) return ~std::uint64_t{0};
+  std::int64_t depth = -1;
+  std::uint64_t ancestors = 0;
+  for (std::int64_t other = 0; other <= rows.first_row + row; ++other) {
+    if (!tree_bit(args, rows.first_query + row, other)) continue;
+    ++depth;
+    const std::int64_t j = rows.prefix + other - tile;
+    if (j >= 0 && j < kTile) ancestors |= std::uint64_t{1} << j;
+  }
+  return bits(first_visible(args, rows.prefix + depth) - tile, rows.prefix - tile) | ancestors;
+}
+
+}  // namespace specdec

@@ -1,0 +1,49 @@
+"""paged_attention in C++ is compiled once per instruction set: every one that runs here must be right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_ops import assert_agrees, assert_rows_independent, long_prefill
+from test_oracle_ops import CASES, DTYPES, each_dtype, make
+
+from specdec_fast.ops import all_ops
+
+_C = pytest.importorskip("specdec_fast._C", reason="built without C++")
+ATTENTION = all_ops()["paged_attention"]
+
+
+@pytest.fixture(params=_C.attention_versions())
+def version(request) -> Iterator[str]:
+    _C.choose_attention_version(request.param)
+    yield request.param
+    _C.choose_attention_version(_C.attention_versions()[-1])
+
+
+@each_dtype
+def test_every_version_agrees_with_the_oracle(version, dtype):
+    for op, case in CASES:
+        if op == ATTENTION.name:
+            args = make(op, case, dtype)
+            assert_agrees(ATTENTION, ATTENTION.load("cpp")(**args), ATTENTION.load("torch")(**args), args)
+
+
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 100, 128, 256])  # full, half and odd blocks of every version
+def test_every_version_serves_every_head_size(version, head_dim):
+    generator = torch.Generator().manual_seed(head_dim)
+    args = long_prefill(torch.float32)
+    kv = torch.randn(2, 40, 8, 2, head_dim, generator=generator)
+    args |= {"query": torch.randn(273, 4, head_dim, generator=generator), "kv": (kv[0], kv[1])}
+    assert_agrees(ATTENTION, ATTENTION.load("cpp")(**args), ATTENTION.load("torch")(**args), args)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_rows_are_independent_in_every_version(version, dtype):
+    assert_rows_independent(ATTENTION.load("cpp"), long_prefill(dtype), chunk=5)
+
+
+def test_unknown_version_is_refused():
+    with pytest.raises(ValueError, match="no version 'mmx'"):
+        _C.choose_attention_version("mmx")
