@@ -210,6 +210,7 @@ class Engine:
                 sequence.target_kv_length = sequence.length - 1
             self.drafter.admit(joining)
 
+    @torch.inference_mode()
     def _step(self, batch: list[Sequence]) -> list[tuple[Sequence, list[int]]]:
         """Draft, verify, accept and commit for one batch; return what each sequence emitted."""
         timer, num_draft_tokens = self.last_run.timer, self.config.num_draft_tokens
@@ -249,17 +250,16 @@ class Engine:
 
     def _verify_rows(self, batch: list[Sequence], draft: Draft) -> tuple[Tensor, list[Rows]]:
         """Interleave each sequence's last committed token with its draft tokens: ``[T]`` ids, and their spans."""
-        pieces: list[Tensor] = []
-        rows: list[Rows] = []
-        # A draft token that is no word is as wrong as any other, but would reach beyond the embedding.
-        drafted = draft.token_ids.to(self.target.layout.device).clamp(0, self.target.vocab_size - 1)
+        counts = draft.num_draft_tokens
         last = torch.tensor([s.token_ids[-1] for s in batch], device=self.target.layout.device)
-        start = 0
-        for i, (sequence, count) in enumerate(zip(batch, draft.num_draft_tokens, strict=True)):
-            pieces += [last[i : i + 1], drafted[start : start + count]]
-            rows.append(Rows(sequence, sequence.target_kv_length, count + 1))
-            start += count
-        return torch.cat(pieces), rows
+        # A draft token that is no word is as wrong as any other, but would reach beyond the embedding.
+        drafted = draft.token_ids.to(last.device).clamp(0, self.target.vocab_size - 1)
+        if min(counts) == max(counts):
+            token_ids = torch.cat([last[:, None], drafted.view(len(batch), -1)], dim=1).flatten()
+        else:
+            pairs = zip(last.split(1), drafted.split(counts), strict=True)
+            token_ids = torch.cat([piece for pair in pairs for piece in pair])
+        return token_ids, [Rows(s, s.target_kv_length, n + 1) for s, n in zip(batch, counts, strict=True)]
 
     def _commit(self, sequence: Sequence, num_draft: int, accepted_tokens: list[int], next_token: int) -> list[int]:
         """Commit one sequence's tokens; a row of NaN logits ends the request after the tokens before it."""

@@ -7,8 +7,9 @@ pages just counts fewer positions as its own, and the stale entries are overwrit
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
+from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError, UnsupportedModelError
 from specdec_fast.ops import Ops
 from specdec_fast.ragged import PagedBatch, Scores
 
@@ -60,6 +61,10 @@ class RaggedBatch(PagedBatch):
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
+
+
+def _ragged_batch(token_ids: Tensor, /, **fields: Any) -> RaggedBatch:
+    return RaggedBatch(token_ids=token_ids, **fields)
 
 
 class PagePool:
@@ -151,19 +156,57 @@ class PagePool:
         table = self._table_of([span.owner for span in rows])
         sequence = np.repeat(np.arange(len(rows)), counts)  # [T], which sequence a row belongs to
         positions = np.arange(len(sequence)) + (starts - cu_seqlens[:-1])[sequence]
-        page, offset = np.divmod(positions, self.page_size)
-        slots = table[sequence, page] * np.int32(self.page_size) + offset.astype(np.int32)
         used = starts + counts
         return RaggedBatch(
             token_ids=token_ids,
             positions=self._to_device(positions),
-            slot_mapping=self._to_device(slots),
+            slot_mapping=self._to_device(self._slots(table, sequence, positions)),
             cu_seqlens_q=self._to_device(cu_seqlens),
             seqused_k=self._to_device(used),
             block_table=self._to_device(table),
             max_seqlen_q=int(counts.max(initial=0)),
             max_seqlen_k=int(used.max(initial=0)),
         )
+
+    def successive(self, rows: Sequence[Rows]) -> list[Callable[[Tensor], RaggedBatch]]:
+        """Lay out several forwards at once: the first position of every span, then the second of every span, ...
+
+        A forward after the first is known before its tokens are, so a drafting loop need not stop to lay it out.
+
+        Args:
+            rows: spans of one length, ``num_forwards``, one per sequence, in batch order.
+
+        Returns:
+            One function per forward, from its ``[B]`` token ids to the batch of ``B`` rows.
+
+        Raises:
+            KVCacheTooSmallError: a span goes beyond what its owner has reserved.
+
+        """
+        for span in rows:
+            self._hand_out(span)
+        num_forwards, batch_size = rows[0].count, len(rows)
+        starts = np.array([span.start for span in rows])
+        table = self._table_of([span.owner for span in rows])
+        positions = starts + np.arange(num_forwards)[:, None]  # [num_forwards, B]
+        slots = self._slots(table, np.arange(batch_size), positions)
+        used = (positions + 1).astype(np.int32)
+        arrays = (positions, slots, used)
+        per_forward = zip(*(self._to_device(array).unbind() for array in arrays), strict=True)
+        shared: dict[str, Any] = {
+            "cu_seqlens_q": self._to_device(np.arange(batch_size + 1, dtype=np.int32)),
+            "block_table": self._to_device(table),
+            "max_seqlen_q": 1,
+            "max_seqlen_k": int(used.max()),
+        }
+        return [
+            partial(_ragged_batch, positions=positions, slot_mapping=slots, seqused_k=used, **shared)
+            for positions, slots, used in per_forward
+        ]
+
+    def _slots(self, table: np.ndarray, sequence: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        page, offset = np.divmod(positions, self.page_size)
+        return table[sequence, page] * np.int32(self.page_size) + offset.astype(np.int32)
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -198,7 +241,9 @@ class PagedCache(Cache):
 
     def __init__(self, pool: PagePool, batch: RaggedBatch, ops: Ops, sliding_layers: frozenset[int]) -> None:
         super().__init__(layers=[])
-        self.pool, self.batch, self._ops = pool, batch, ops
+        self.pool, self.batch = pool, batch
+        # The pool has laid the batch out, so only what the model brings is checked, and that here.
+        self._ops = ops.unchecked or ops
         self.sliding_layers = sliding_layers  # layers that must tell their window with every call
         self.num_attended = 0  # calls of attend: one per layer, if the model goes through the hook
 
@@ -207,19 +252,28 @@ class PagedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write ``[1, num_kv_heads, T, head_dim]`` keys and values of one layer through ``slot_mapping``."""
         keys, values = self.pool.layers[layer_idx]
+        for name, states in (("keys", key_states), ("values", value_states)):
+            self._check(name, layer_idx, states, states.shape[1] == self.pool.layout.num_kv_heads)
         rows = (key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))  # [T, num_kv_heads, head_dim]
-        self._ops_of(layer_idx).append_kv_(keys, values, *rows, self.batch.slot_mapping)
+        self._ops.append_kv_(keys, values, *rows, self.batch.slot_mapping)
         return key_states, value_states
 
     def attend(self, query: Tensor, layer_idx: int, scores: Scores) -> Tensor:
         """Attend from ``[1, num_heads, T, head_dim]`` queries; return ``[1, T, num_heads, head_dim]``."""
         self.num_attended += 1
-        paged_attention = self._ops_of(layer_idx).paged_attention
-        return paged_attention(query[0].transpose(0, 1), self.pool.layers[layer_idx], self.batch, scores)[None]
+        self._check("queries", layer_idx, query, query.shape[1] % self.pool.layout.num_kv_heads == 0)
+        rows = query[0].transpose(0, 1)
+        return self._ops.paged_attention(rows, self.pool.layers[layer_idx], self.batch, scores)[None]
 
-    def _ops_of(self, layer_idx: int) -> Ops:
-        """Check the arguments at the first layer; the others differ in their numbers only, never in a shape."""
-        return self._ops if layer_idx == 0 else self._ops.unchecked or self._ops
+    def _check(self, name: str, layer_idx: int, states: Tensor, heads_fit: bool) -> None:
+        """Hold what the model computed to the pool's layout: a kernel would read and write past its rows."""
+        layout, num_rows = self.pool.layout, self.batch.token_ids.shape[0]
+        fits = heads_fit and (states.shape[0], *states.shape[2:]) == (1, num_rows, layout.head_dim)
+        if not fits or states.dtype != layout.dtype:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} computed {name} of shape {list(states.shape)} in {states.dtype}; the KV cache is "
+                f"laid out for [1, heads of {layout.num_kv_heads}, {num_rows}, {layout.head_dim}] in {layout.dtype}."
+            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions are passed to the model explicitly, so nothing may be inferred from a length."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from specdec_fast.drafters.base import Draft, Drafter
-from specdec_fast.kv_cache import PagePool, Rows
+from specdec_fast.kv_cache import PagePool, RaggedBatch, Rows
 from specdec_fast.models import RaggedModel, prefill
 from specdec_fast.sequence import Sequence
 
@@ -50,21 +52,35 @@ class ModelDrafter(Drafter):
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Run the draft model ``max(limits)`` times, each time on one row per sequence still drafting."""
         limits = [min(limit, self._room(s)) for s, limit in zip(sequences, limits, strict=True)]
-        width = max(limits, default=0)
-        drafted = torch.zeros(width, len(sequences), dtype=torch.int64, device=self.model.layout.device)
-        for k in range(width):
-            members = [i for i, limit in enumerate(limits) if limit > k]
-            if k == 0:
-                tokens = self._catch_up([sequences[i] for i in members])
-            else:
-                rows = [Rows(sequences[i], sequences[i].length - 1 + k, 1) for i in members]
-                tokens = self._next_tokens(rows, drafted[k - 1, members])
-            drafted[k, members] = tokens
+        if not any(limits):
+            return Draft(torch.empty(0, dtype=torch.int64), limits)
+        drafted: list[Tensor] = []  # per forward, one token of each member
+        where: list[list[int]] = [[] for _ in sequences]  # each sequence's tokens in the concatenation of those
+        with self.model.attached():
+            for forwards, members in _stages(limits):
+                drafting = [sequences[i] for i in members]
+                # a sequence's newest token, if it has one, is in the forward before
+                tokens = torch.cat(drafted)[[where[i][-1] for i in members]] if drafted else None
+                first_place = sum(map(len, drafted))
+                drafted += self._draft(drafting, tokens, forwards)
+                for place, i in enumerate(members, first_place):
+                    where[i] += range(place, sum(map(len, drafted)), len(members))
         for sequence, limit in zip(sequences, limits, strict=True):
             if limit:
                 self.draft_kv_length[sequence] = sequence.length - 1 + limit
-        by_sequence = [k * len(sequences) + i for i, limit in enumerate(limits) for k in range(limit)]
-        return Draft(drafted.flatten()[by_sequence], limits)
+        return Draft(torch.cat(drafted)[[place for places in where for place in places]], limits)
+
+    def _draft(self, sequences: list[Sequence], tokens: Tensor | None, forwards: range) -> Iterator[Tensor]:
+        """Yield the ``[B]`` tokens of each forward; the first forward of all has rows to catch up with."""
+        if tokens is None:
+            tokens = self._catch_up(sequences)
+            yield tokens
+            forwards = forwards[1:]
+        if forwards:
+            rows = [Rows(s, s.length - 1 + forwards.start, len(forwards)) for s in sequences]
+            for batch_of in self._pool().successive(rows):
+                tokens = self._most_likely(batch_of(tokens), None)
+                yield tokens
 
     def commit(self, sequences: list[Sequence]) -> None:
         """Keep the KV entries of accepted tokens, give up those of rejected ones."""
@@ -98,12 +114,22 @@ class ModelDrafter(Drafter):
             start = self.draft_kv_length[sequence]
             rows.append(Rows(sequence, start, sequence.length - start))
             token_ids += self._known(sequence.token_ids[start:])
-        return self._next_tokens(rows, torch.tensor(token_ids, device=self.model.layout.device))
-
-    def _next_tokens(self, rows: list[Rows], token_ids: Tensor) -> Tensor:
-        """Compute the rows; return each sequence's most likely next token ``[len(rows)]``."""
-        batch = self._pool().batch(rows, token_ids)
-        # Each sequence's last row; with one row each, as in all but the first forward of a step, that is every row.
+        batch = self._pool().batch(rows, torch.tensor(token_ids, device=self.model.layout.device))
+        # Each sequence's last row; with one row each that is every row.
         last_rows = batch.cu_seqlens_q[1:].long() - 1 if len(token_ids) > len(rows) else None
-        logits = self.model.forward(batch, self._pool(), last_rows)
-        return logits[:, : self._vocab_size].argmax(dim=-1)
+        return self._most_likely(batch, last_rows)
+
+    def _most_likely(self, batch: RaggedBatch, logit_rows: Tensor | None) -> Tensor:
+        """Compute the rows; return each sequence's most likely next token ``[B]``."""
+        logits = self.model.forward(batch, self._pool(), logit_rows)
+        if self._vocab_size < logits.shape[1]:
+            logits = logits[:, : self._vocab_size]
+        return logits.argmax(dim=-1)
+
+
+def _stages(limits: list[int]) -> Iterator[tuple[range, list[int]]]:
+    """Yield (forwards, members): successive forwards in which the same sequences draft."""
+    start = 0
+    for stop in sorted(set(limits) - {0}):
+        yield range(start, stop), [i for i, limit in enumerate(limits) if limit >= stop]
+        start = stop
