@@ -26,6 +26,10 @@ void append_kv(const AppendKVArgs& args) {
                               std::to_string(args.num_slots) + " slots");
     }
   }
+  // Waking threads costs about what moving 64 KiB does. Slots differ, but for those of the scratch page, which nobody
+  // reads.
+  const bool worth_threads = 2 * args.num_rows * args.num_kv_heads * args.head_bytes > (1 << 16);
+#pragma omp parallel for num_threads(args.num_threads) if (worth_threads) schedule(static)
   for (std::int64_t row = 0; row < args.num_rows; ++row) {
     write_row(args.key_cache, args.key, row, args);
     write_row(args.value_cache, args.value, row, args);

@@ -22,6 +22,7 @@ struct AppendKVArgs {
   std::int64_t num_rows;
   std::int64_t num_kv_heads;
   std::int64_t head_bytes;  // head_dim * element size
+  int num_threads;
 };
 
 // Throws std::out_of_range, with nothing written, if a slot lies outside the cache.

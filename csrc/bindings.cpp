@@ -42,13 +42,13 @@ void verify_chain(std::uintptr_t logits, int dtype, std::int64_t num_rows, std::
 
 void append_kv(std::uintptr_t key_cache, std::uintptr_t value_cache, std::int64_t num_slots,
                std::array<std::int64_t, 3> key, std::array<std::int64_t, 3> value, std::uintptr_t slot_mapping,
-               std::array<std::int64_t, 3> sizes) {
+               std::array<std::int64_t, 3> sizes, int num_threads) {
   const auto rows = [](const std::array<std::int64_t, 3>& address_and_strides) {
     return specdec::NewRows{pointer<const char>(static_cast<std::uintptr_t>(address_and_strides[0])),
                             address_and_strides[1], address_and_strides[2]};
   };
   specdec::append_kv({pointer<char>(key_cache), pointer<char>(value_cache), num_slots, rows(key), rows(value),
-                      pointer<const std::int32_t>(slot_mapping), sizes[0], sizes[1], sizes[2]});
+                      pointer<const std::int32_t>(slot_mapping), sizes[0], sizes[1], sizes[2], num_threads});
 }
 
 void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<std::uintptr_t, 2> caches,

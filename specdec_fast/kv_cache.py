@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,18 @@ class RaggedBatch(PagedBatch):
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
+
+
+@lru_cache(maxsize=256)
+def _row_layout(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return where each sequence's rows begin ``[B + 1]``, and each row's sequence and place in it ``[T]``.
+
+    Kept, because a run asks for the same few again and again.
+    """
+    cu_seqlens = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=cu_seqlens[1:])
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    return cu_seqlens, sequence, np.arange(len(sequence)) - cu_seqlens[sequence]
 
 
 def _ragged_batch(token_ids: Tensor, /, **fields: Any) -> RaggedBatch:
@@ -149,22 +161,20 @@ class PagePool:
         """
         for span in rows:
             self._hand_out(span)
-        starts = np.array([span.start for span in rows], np.int32)
-        counts = np.array([span.count for span in rows], np.int32)
-        cu_seqlens = np.zeros(len(rows) + 1, np.int32)
-        counts.cumsum(out=cu_seqlens[1:])
+        starts = np.array([span.start for span in rows], np.int64)
+        counts = tuple(span.count for span in rows)
+        cu_seqlens, sequence, offset = _row_layout(counts)
         table = self._table_of([span.owner for span in rows])
-        sequence = np.repeat(np.arange(len(rows)), counts)  # [T], which sequence a row belongs to
-        positions = np.arange(len(sequence)) + (starts - cu_seqlens[:-1])[sequence]
-        used = starts + counts
+        positions = starts[sequence] + offset
+        used = (starts + counts).astype(np.int32)
         return RaggedBatch(
             token_ids=token_ids,
             positions=self._to_device(positions),
             slot_mapping=self._to_device(self._slots(table, sequence, positions)),
-            cu_seqlens_q=self._to_device(cu_seqlens),
+            cu_seqlens_q=self._to_device(cu_seqlens.copy()),
             seqused_k=self._to_device(used),
             block_table=self._to_device(table),
-            max_seqlen_q=int(counts.max(initial=0)),
+            max_seqlen_q=max(counts, default=0),
             max_seqlen_k=int(used.max(initial=0)),
         )
 

@@ -95,7 +95,6 @@ class RaggedModel:
         """The name or folder the model was loaded from, or its class."""
         return getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__
 
-    @torch.inference_mode()
     def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None = None) -> Tensor:
         """Compute the batch's rows, writing their KV entries into ``pool``.
 
@@ -108,20 +107,26 @@ class RaggedModel:
             Logits ``[R, vocab_size]`` (``[T, vocab_size]`` without ``logit_rows``) in the model's dtype.
 
         """
+        # A step is in inference mode already, and a drafting loop attached: each costs microseconds to enter.
+        if torch.is_inference_mode_enabled() and self.config._attn_implementation == _ATTENTION:
+            return self._forward(batch, pool, logit_rows)
+        with torch.inference_mode(), self.attached():
+            return self._forward(batch, pool, logit_rows)
+
+    def _forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
         cache = PagedCache(pool, batch, self.ops, self._sliding_layers)
         keep = {"logits_to_keep": logit_rows} if logit_rows is not None and self._keeps_rows else {}
-        with self.attached():
-            token = _active_cache.set(cache)
-            try:
-                logits = self.model(
-                    input_ids=batch.token_ids[None],
-                    position_ids=batch.positions[None],
-                    past_key_values=cache,
-                    use_cache=True,
-                    **keep,
-                ).logits[0]
-            finally:
-                _active_cache.reset(token)
+        token = _active_cache.set(cache)
+        try:
+            logits = self.model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                past_key_values=cache,
+                use_cache=True,
+                **keep,
+            ).logits[0]
+        finally:
+            _active_cache.reset(token)
         if cache.num_attended != self.layout.num_layers:
             raise UnsupportedModelError(
                 f"{cache.num_attended} of {self.layout.num_layers} layers of {type(self.model).__name__} attend "
@@ -131,15 +136,11 @@ class RaggedModel:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Exchange the model's attention function, as every forward does for itself.
+        """Exchange the model's attention function, as a forward does for itself where nobody has done it.
 
-        Worth doing around several forwards, as it costs about 20 microseconds; never longer than a step, as the
-        model is the user's.
+        Worth doing around several forwards (20 microseconds each); not longer than a step, as the model is the user's.
         """
         previous = self.config._attn_implementation
-        if previous == _ATTENTION:
-            yield
-            return
         self.config._attn_implementation = _ATTENTION
         try:
             yield

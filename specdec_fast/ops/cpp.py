@@ -25,6 +25,7 @@ def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tenso
         *((rows.data_ptr(), rows.stride(0) * item, rows.stride(1) * item) for rows in new_rows),
         slot_mapping.data_ptr(),
         (key.shape[0], num_kv_heads, head_dim * item),
+        torch.get_num_threads(),
     )
 
 
