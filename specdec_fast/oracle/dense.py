@@ -31,7 +31,13 @@ class RowMove:
     shift: int
 
 
+def row_moves(padding: list[int], shifts: list[int], num_columns: int) -> list[RowMove]:
+    """Return each row's move, for rows that begin after ``padding`` and shall then end with ``num_columns``."""
+    return [RowMove(p, max(0, num_columns - p - s), s) for p, s in zip(padding, shifts, strict=True)]
+
+
 Repad = Callable[[list[LayerKV], list[RowMove], int], list[LayerKV]]
+RealignKV = Callable[[list[LayerKV], Tensor, Tensor, Tensor], None]  # layers, starts, lengths, shifts
 
 
 def repad_in_python(layers: list[LayerKV], moves: list[RowMove], num_columns: int) -> list[LayerKV]:
@@ -55,6 +61,32 @@ def repad_in_python(layers: list[LayerKV], moves: list[RowMove], num_columns: in
         return out
 
     return [(repad(keys), repad(values)) for keys, values in layers]
+
+
+def repad_in_place(realign_kv_: RealignKV) -> Repad:
+    """Make a ``Repad`` of the fused op: rows move inside the tensors they are in, nothing is allocated.
+
+    Columns outside a row's content then hold what stood there before, where ``repad_in_python`` leaves zeros; the
+    attention mask hides them, so no output can tell.
+
+    Args:
+        realign_kv_: the op, of any backend; see ``oracle/ops/realign_kv.py``.
+
+    Returns:
+        A repad whose result are views of the given layers, cropped to ``num_columns``; the layers must have at
+        least as many.
+
+    """
+
+    @torch.inference_mode()  # the layers come out of a forward in that mode, and only there may be written to
+    def repad(layers: list[LayerKV], moves: list[RowMove], num_columns: int) -> list[LayerKV]:
+        # A row that keeps nothing may stand outside the columns: there is no place to move it from or to.
+        rows = [(m.start, m.length, m.shift) if m.length else (0, 0, 0) for m in moves]
+        starts, lengths, shifts = torch.tensor(rows, dtype=torch.int32, device=layers[0][0].device).T.contiguous()
+        realign_kv_(layers, starts, lengths, shifts)
+        return [(keys[:, :, :num_columns], values[:, :, :num_columns]) for keys, values in layers]
+
+    return repad
 
 
 class DenseModel:
@@ -140,7 +172,7 @@ class DenseModel:
         if not any(shifts):
             self.crop(kept)
             return 0
-        moves = [RowMove(p, max(0, kept - p - s), s) for p, s in zip(padding, shifts, strict=True)]
+        moves = row_moves(padding, shifts, kept)
         keys = self.layers[0][0]
         bytes_per_column = 2 * len(self.layers) * keys.shape[1] * keys.shape[3] * keys.element_size()
         self.load(repad(self.layers, moves, kept))
