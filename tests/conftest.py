@@ -9,6 +9,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a hub
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton kernels then run on the CPU, in its interpreter; their functions are wrapped when they are first imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 

@@ -24,8 +24,12 @@ def arguments(op, case, dtype):
         ("paged_attention", "decode", torch.float32, (124 * 2 * 64 + 2 * 4 * 128) * 4),
         # contexts 40 and 9, 6 rows each behind a window of 8: 13 and 9 entries
         ("paged_attention", "window", torch.float16, (22 * 2 * 64 + 2 * 12 * 128) * 2),
+        # 3 entries of a path in each of 2 sequences, its root stays: 2 layers of keys and values, read and written
+        ("compact_kv_", "accepted_path", torch.float32, 6 * 2 * 2 * (2 * 32) * 2 * 4),
+        # rows of 90, 97 and 83 columns move, one of 60 stays: 2 layers of keys and values, read and written
+        ("realign_kv_", "step", torch.float16, 270 * 2 * 2 * (2 * 32) * 2 * 2),
     ],
-    ids=["logits once", "rows twice", "whole contexts", "windows only"],
+    ids=["logits once", "rows twice", "whole contexts", "windows only", "entries that move", "columns that move"],
 )
 def test_bytes_moved(op, case, dtype, expected):
     assert all_ops()[op].bytes_moved(**arguments(op, case, dtype)) == expected

@@ -161,7 +161,8 @@ def test_kv_beyond_the_context_is_poisoned_and_never_read(pair):
     inner = engine._forward
 
     def one_too_many(batch, pool, logit_rows=None):
-        return inner(dataclasses.replace(batch, seqused_k=batch.seqused_k + 1), pool, logit_rows)
+        longer = {"seqused_k": batch.seqused_k + 1, "max_seqlen_k": batch.max_seqlen_k + 1}
+        return inner(dataclasses.replace(batch, **longer), pool, logit_rows)
 
     engine._forward = one_too_many
     with pytest.raises(AssertionError, match="hold a NaN"):

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_oracle_ops import CASES, CPU, attention_by_hand, changed, each_dtype, make
 from torch import Tensor
 
@@ -19,6 +17,9 @@ from specdec_fast.ops import AUTO, BACKENDS, Op, all_ops, availability, registry
 from specdec_fast.ragged import PagedBatch, Scores
 
 SEEDS = (0, 1, 2)
+INTERPRETED = (
+    {"triton"} if registry.INTERPRETING else set()
+)  # backends whose kernels run as NumPy, a hundred times slower
 SWEEP = [
     pytest.param(op, backend, case, id=f"{op.name}-{backend}-{case.name}")
     for op in all_ops().values()
@@ -52,7 +53,8 @@ def same_bits(first: Any, second: Any) -> bool:
     """torch.equal, but for NaNs (equal to themselves) and signed zeros (not equal)."""
 
     def described(value: Any) -> list[tuple[Any, ...]]:
-        each = [tensor.cpu().contiguous() for tensor in tensors(value)]
+        # a clone, because contiguous() leaves an empty tensor the strides that view() then refuses
+        each = [tensor.cpu().clone(memory_format=torch.contiguous_format) for tensor in tensors(value)]
         return [(t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes()) for t in each]
 
     return described(first) == described(second)
@@ -81,7 +83,9 @@ def largest_of(tensor: Tensor) -> float:
 @pytest.mark.parametrize(("op", "backend", "case"), SWEEP)
 def test_backend_agrees_with_the_oracle(op, backend, case, dtype):
     device = device_for(op, backend)
-    for seed in SEEDS:
+    if backend in INTERPRETED and op.name in REFERENCES and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bf16 matrices wrongly; copies and comparisons it does right")
+    for seed in SEEDS[:1] if backend in INTERPRETED else SEEDS:
         args, oracle_args = (case.make(torch.Generator().manual_seed(seed), dtype, device) for _ in range(2))
         got, oracle = op.load(backend)(**args), op.load("torch")(**oracle_args)
         assert_agrees(op, got, oracle, oracle_args)
@@ -97,6 +101,21 @@ def last_of_equals(verify: Callable[..., Any], **args: Any) -> Any:
     return args["logits"].shape[1] - 1 - target, accepted, following
 
 
+def rising_only(compact: Callable[..., None], **args: Any) -> None:
+    """One move after the other, all in rising order: right for moves down, and for moves up that do not overlap."""
+    for m in range(args["sources"].numel()):
+        one = {name: args[name][m : m + 1] for name in ("sources", "destinations")}
+        compact(**{**args, **one, "cu_moves": (args["cu_moves"] > m).int()})
+
+
+def from_the_left_only(realign: Callable[..., None], **args: Any) -> None:
+    """Column after column from the left: right for shifts to the left, and to the right by more than the length."""
+    for column in range(int(args["lengths"].max())):
+        inside = args["lengths"] > column
+        starts, shifts = (torch.where(inside, x, 0) for x in (args["starts"] + column, args["shifts"]))
+        realign(**{**args, "starts": starts, "lengths": inside.int(), "shifts": shifts})
+
+
 def window_too_long(attention: Callable[..., Tensor], **args: Any) -> Tensor:
     return attention(**changed(args, "scores.sliding_window", lambda window: window + 1))
 
@@ -109,6 +128,10 @@ def window_too_long(attention: Callable[..., Tensor], **args: Any) -> Tensor:
         ("append_kv_", "verify", swapped),
         ("verify_chain", "tiny_vocabulary", last_of_equals),
         ("paged_attention", "window", window_too_long),
+        ("compact_kv_", "up", rising_only),
+        ("compact_kv_", "both_directions", rising_only),
+        ("realign_kv_", "step", from_the_left_only),
+        ("realign_kv_", "one_column", from_the_left_only),
     ],
 )
 def test_comparison_rejects(name, case, wrong, dtype):
@@ -118,6 +141,20 @@ def test_comparison_rejects(name, case, wrong, dtype):
         got, oracle = args, oracle_args
     with pytest.raises(AssertionError):
         assert_agrees(op, got, oracle, oracle_args)
+
+
+# What these mistakes get right, so that the tests above reject the order of moves and nothing else.
+@pytest.mark.parametrize(
+    ("name", "case", "wrong"),
+    [("compact_kv_", "down", rising_only), ("realign_kv_", "no_overlap", from_the_left_only)],
+)
+def test_comparison_takes_what_the_mistake_gets_right(name, case, wrong):
+    op, args, oracle_args = all_ops()[name], make(name, case), make(name, case)
+    if name == "realign_kv_":  # but for its third row, which is shifted to the left
+        assert (args["shifts"].abs() >= args["lengths"]).tolist() == [True, True, False]
+    wrong(op.load("torch"), **args)
+    op.load("torch")(**oracle_args)
+    assert_agrees(op, args, oracle_args, oracle_args)
 
 
 def test_compiled_extension_is_there():
@@ -148,9 +185,8 @@ def assert_rows_independent(attention: Callable[..., Tensor], args: dict[str, An
                 max_seqlen_q=last - first,
                 max_seqlen_k=seen,
             )
-            assert same_bits(
-                attention(**{**args, "query": args["query"][first:last], "batch": part}), whole[first:last]
-            )
+            alone = attention(**{**args, "query": args["query"][first:last], "batch": part})
+            assert same_bits(alone, whole[first:last])
 
 
 def long_prefill(dtype: torch.dtype) -> dict[str, Any]:
@@ -222,36 +258,29 @@ def test_number_of_threads_changes_no_bit(name, case):
         torch.set_num_threads(before)
 
 
-SPECIAL = (float("nan"), float("inf"), float("-inf"), -0.0)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    counts=st.lists(st.integers(1, 7), max_size=6),
-    vocab_size=st.one_of(st.integers(2, 70), st.integers(2, 5000)),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    levels=st.sampled_from([1, 2, 50, 100_000]),  # distinct logits: ties everywhere, or hardly any
-    special=st.lists(st.sampled_from(SPECIAL), max_size=4),
-    layout=st.sampled_from(["contiguous", "wider rows", "transposed"]),
-    seed=st.integers(0, 2**31),
-)
-def test_verify_chain_in_cpp_equals_the_oracle(counts, vocab_size, dtype, levels, special, layout, seed):
-    device_for(all_ops()["verify_chain"], "cpp")
-    g, rows = torch.Generator().manual_seed(seed), sum(counts)
-    logits = ((torch.randint(levels, (rows, vocab_size + 3), generator=g) - levels // 2) / 8).to(dtype)
-    logits = {
-        "contiguous": logits[:, :vocab_size].contiguous(),
-        "wider rows": logits[:, :vocab_size],
-        "transposed": logits[:, :vocab_size].T.contiguous().T,
-    }[layout]
-    for value in special if rows else ():  # a few places each, so that not every row has all of them
-        places = torch.randint(rows, (3,), generator=g), torch.randint(vocab_size, (3,), generator=g)
-        logits[places] = value
-    guess = torch.randint(0, vocab_size, (rows,), generator=g)
-    token_ids = torch.where(torch.rand(rows, generator=g) < 0.7, logits.argmax(-1).roll(1), guess)
+@pytest.mark.parametrize("backend", [b for b in all_ops()["verify_chain"].implementations if b != "torch"])
+@each_dtype
+def test_verify_chain_across_blocks(backend, dtype):
+    """Chains longer than a kernel's tile of rows; equals, infinities and NaNs on both sides of a block's edge."""
+    device = device_for(all_ops()["verify_chain"], backend)
+    counts, vocab_size = [70, 40, 1, 33], 2 * 8192 + 5
+    g = torch.Generator().manual_seed(0)
+    logits = (torch.randint(-40, 40, (sum(counts), vocab_size), generator=g) / 4).to(dtype)
+    logits[::3, [17, 8191, 8192]] = 11.0  # the lowest of equals is in an earlier block
+    logits[1::3, [16_384, 16_388]] = 12.0  # both are in the last one
+    logits[5, [3, 16_387]] = float("inf")
+    logits[6] = float("-inf")
+    logits[7, 16_388] = logits[8, 0] = float("nan")
+    logits[9, :] = float("nan")
     cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
-    got, want = (all_ops()["verify_chain"].load(b)(logits, token_ids, cu_seqlens) for b in ("cpp", "torch"))
-    assert same_bits(got, want)
+    verify = all_ops()["verify_chain"].load("torch")
+    targets = verify(logits, torch.zeros(sum(counts), dtype=torch.int64), cu_seqlens)[0]
+    token_ids = targets.roll(1)  # all drafts agree, but for one just before and one on the edge of 16 rows
+    token_ids[70 + 32] = token_ids[70 + 40 + 1 + 31] = 5
+    want = verify(logits, token_ids, cu_seqlens)
+    assert want[1].tolist() == [69, 31, 0, 30]
+    inputs = (x.to(device) for x in (logits, token_ids, cu_seqlens))
+    assert same_bits(all_ops()["verify_chain"].load(backend)(*inputs), want)
 
 
 def test_named_backend_that_cannot_run_says_why(monkeypatch):
@@ -269,6 +298,16 @@ def test_auto_prefers_the_compiled_ops():
     device_for(all_ops()["verify_chain"], "cpp")
     wanted = {op.name: "cpp" if "cpp" in op.implementations else "torch" for op in all_ops().values()}
     assert resolve(CPU).chosen == wanted
+
+
+def test_interpreted_kernels_serve_no_gpu():
+    # the interpreter copies tensors to the host, but not what a list of addresses points to
+    if not registry.INTERPRETING:
+        pytest.skip("TRITON_INTERPRET is not set")
+    with pytest.raises(BackendError, match="'triton' serves cpu, not cuda"):
+        resolve(torch.device("cuda"), "triton")
+    assert "triton" not in resolve(torch.device("cuda")).chosen.values()
+    assert set(resolve(CPU, "triton").chosen.values()) == {"triton"}
 
 
 def test_backend_without_the_op_says_which_have_it():

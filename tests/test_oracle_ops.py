@@ -154,16 +154,47 @@ def test_verify_chain_cases_accept_some_none_and_all():
     assert outcomes == {"none", "some", "all"}
 
 
+def compact_by_hand(
+    kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor
+) -> None:
+    before, pages, bounds, page_size = kv_cache.clone(), block_table.tolist(), cu_moves.tolist(), kv_cache.shape[3]
+    for b in range(len(bounds) - 1):
+        for m in range(bounds[b], bounds[b + 1]):
+            (from_page, from_place), (to_page, to_place) = (
+                divmod(int(x[m]), page_size) for x in (sources, destinations)
+            )
+            for layer in range(kv_cache.shape[0]):
+                moved = before[layer, :, pages[b][from_page], from_place]  # keys and values
+                kv_cache[layer, :, pages[b][to_page], to_place] = moved
+
+
+def realign_by_hand(layers: list[tuple[Tensor, Tensor]], starts: Tensor, lengths: Tensor, shifts: Tensor) -> None:
+    for tensor in (tensor for layer in layers for tensor in layer):
+        before = tensor.clone()
+        for row in range(len(starts)):
+            for column in range(int(starts[row]), int(starts[row]) + int(lengths[row])):
+                tensor[row, :, column + int(shifts[row])] = before[row, :, column]
+
+
+# In place on both sides; the cases that rightly change nothing are named, so that a test of nothing shows.
+IN_PLACE = {"append_kv_": append_by_hand, "compact_kv_": compact_by_hand, "realign_kv_": realign_by_hand}
+UNCHANGED = {"no_rows", "no_moves", "unmoved", "empty"}
+
+
 @each_dtype
-@each_case("append_kv_")
-def test_append(case, dtype):
-    got, want = make("append_kv_", case, dtype), make("append_kv_", case, dtype)
-    before = got["key_cache"].clone()
-    assert all_ops()["append_kv_"].load("torch")(**got) is None
-    append_by_hand(**want)
-    assert torch.equal(got["key_cache"], want["key_cache"])
-    assert torch.equal(got["value_cache"], want["value_cache"])
-    assert torch.equal(before, want["key_cache"]) == (case == "no_rows")
+@pytest.mark.parametrize(("op", "case"), [(op, case) for op, case in CASES if op in IN_PLACE])
+def test_in_place(op, case, dtype):
+    got, want, before = (make(op, case, dtype) for _ in range(3))
+    assert all_ops()[op].load("torch")(**got) is None
+    IN_PLACE[op](**want)
+    caches = {"append_kv_": ("key_cache", "value_cache"), "compact_kv_": ("kv_cache",), "realign_kv_": ("layers",)}
+    each = [[t for name in caches[op] for t in flattened(args[name])] for args in (got, want, before)]
+    assert all(torch.equal(a, b) for a, b in zip(*each[:2], strict=True))
+    assert all(torch.equal(a, b) == (case in UNCHANGED) for a, b in zip(*each[1:], strict=True))
+
+
+def flattened(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in flattened(part)]
 
 
 def strided(x: Tensor) -> Tensor:
@@ -178,9 +209,18 @@ def both(change: Callable[[Tensor], Tensor]) -> Callable[[tuple[Tensor, Tensor]]
     return lambda kv: (change(kv[0]), change(kv[1]))
 
 
+def layer(index: int, change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    """Change the values of one layer."""
+    return lambda layers: [(k, change(v) if i == index else v) for i, (k, v) in enumerate(layers)]
+
+
+def element(index: int, value: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.index_fill(0, torch.tensor([index]), value)
+
+
 # Every argument of every op, wrong in each way that would lead a kernel outside its buffers or to another's entries.
-BAD = {
-    "verify_chain": {  # 22 rows of 5 sequences
+BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
+    ("verify_chain", "ragged"): {  # 22 rows of 5 sequences
         "logits_rank": ("logits", lambda x: x[0], r"logits has shape \[1024\]; expected \[any, any\]"),
         "logits_dtype": ("logits", Tensor.double, "logits is torch.float64; expected float32 or float16"),
         "no_vocabulary": ("logits", lambda x: x[:, :0], "empty vocabulary"),
@@ -196,7 +236,7 @@ BAD = {
         "cu_ends_beyond": ("cu_seqlens", offsets(0, 7, 23), "rise from 0 to the 22 rows"),
         "cu_empty": ("cu_seqlens", offsets(), "rise from 0 to the 22 rows"),
     },
-    "append_kv_": {  # 48 rows of 2 heads of 32 numbers
+    ("append_kv_", "verify"): {  # 48 rows of 2 heads of 32 numbers
         "key_cache_rank": ("key_cache", lambda x: x.flatten(0, 1), "key_cache has shape"),
         "value_cache_shape": ("value_cache", lambda x: x[:-1], "value_cache has shape"),
         "value_cache_dtype": ("value_cache", Tensor.half, "value_cache is torch.float16; expected float32"),
@@ -208,7 +248,64 @@ BAD = {
         "slots_short": ("slot_mapping", lambda x: x[1:], r"slot_mapping has shape \[47\]; expected \[48\]"),
         "slots_strided": ("slot_mapping", strided, "contiguous"),
     },
-    "paged_attention": {  # 16 rows of 4 sequences
+    ("compact_kv_", "both_directions"): {  # moves 0 to 7 of one sequence, 8 to 12 of the other
+        "cache_rank": ("kv_cache", lambda x: x[0], "kv_cache has shape"),
+        "cache_planes": ("kv_cache", lambda x: x[:, :1], r"kv_cache has shape .* expected \[any, 2, any"),
+        "cache_dtype": ("kv_cache", Tensor.double, "kv_cache is torch.float64; expected float32"),
+        "cache_strided": ("kv_cache", strided, "contiguous"),
+        "table_dtype": ("block_table", Tensor.long, "block_table is torch.int64; expected int32"),
+        "table_strided": ("block_table", strided, "contiguous"),
+        "table_rows": ("block_table", lambda x: x[:1], r"cu_moves has shape \[3\]; expected \[2\]"),
+        "cu_dtype": ("cu_moves", Tensor.long, "cu_moves is torch.int64; expected int32"),
+        "cu_strided": ("cu_moves", strided, "contiguous"),
+        "cu_falls": ("cu_moves", offsets(0, 14, 13), "rise from 0 to the 13 rows"),
+        "cu_starts_late": ("cu_moves", offsets(1, 8, 13), "rise from 0 to the 13 rows"),
+        "cu_ends_early": ("cu_moves", offsets(0, 8, 12), "rise from 0 to the 13 rows"),
+        "cu_ends_beyond": ("cu_moves", offsets(0, 8, 14), "rise from 0 to the 13 rows"),
+        "sources_dtype": ("sources", Tensor.long, "sources is torch.int64; expected int32"),
+        "sources_strided": ("sources", strided, "contiguous"),
+        "sources_fall": ("sources", element(3, 1), "sources must rise strictly within a sequence"),
+        "sources_stand_still": ("sources", element(12, 31 - 1), "sources must rise strictly within a sequence"),
+        "destinations_short": (
+            "destinations",
+            lambda x: x[1:],
+            r"destinations has shape \[12\]; expected \[13\]",
+        ),
+        "destinations_dtype": ("destinations", Tensor.long, "destinations is torch.int64; expected int32"),
+        "destinations_strided": ("destinations", strided, "contiguous"),
+        "destinations_fall": ("destinations", element(7, 3), "destinations must rise strictly within a sequence"),
+    },
+    ("realign_kv_", "step"): {  # 2 layers, 5 rows, 101 columns
+        "no_layers": ("layers", lambda _: [], "layers is empty"),
+        "rank": ("layers", lambda x: [(k[0], v[0]) for k, v in x], "keys of layer 0 has shape"),
+        "dtype": ("layers", lambda x: [(k.double(), v.double()) for k, v in x], "keys of layer 0 is torch.float64"),
+        "shapes_differ": ("layers", layer(1, lambda x: x[:, :1]), "values of layer 1 has shape"),
+        "dtypes_differ": ("layers", layer(1, Tensor.half), "values of layer 1 is torch.float16; expected float32"),
+        "strides_differ": ("layers", layer(0, Tensor.clone), "values of layer 0 has other strides"),
+        "last_axis": ("layers", lambda x: [tuple(map(strided, kv)) for kv in x], "last axis .* must be contiguous"),
+        "starts_dtype": ("starts", Tensor.long, "starts is torch.int64; expected int32"),
+        "lengths_short": ("lengths", lambda x: x[1:], r"lengths has shape \[4\]; expected \[5\]"),
+        "shifts_strided": ("shifts", strided, "shifts must be contiguous"),
+        "start_negative": ("starts", element(2, -1), "60 columns from -1 cannot be shifted by 0 within 101"),
+        "length_negative": ("lengths", element(0, -1), "-1 columns from 5 cannot be shifted by -2 within 101"),
+        "beyond_the_left": ("shifts", element(0, -6), "90 columns from 5 cannot be shifted by -6 within 101"),
+        "beyond_the_right": ("shifts", element(3, 7), "83 columns from 12 cannot be shifted by 7 within 101"),
+        "from_beyond": ("lengths", element(0, 97), "97 columns from 5 cannot be shifted by -2 within 101"),
+    },
+    ("paged_attention", "tree"): {  # 18 rows of 3 sequences, 9 of one at most
+        "mask_dtype": ("batch.tree_mask", Tensor.long, "tree_mask is torch.int64; expected int32"),
+        "mask_rank": ("batch.tree_mask", lambda x: x[:, 0], r"tree_mask has shape \[18\]; expected \[18, any\]"),
+        "mask_rows": ("batch.tree_mask", lambda x: x[1:], r"tree_mask has shape \[17, 1\]; expected \[18, any\]"),
+        "mask_strided": ("batch.tree_mask", strided, "contiguous"),
+        "mask_empty": ("batch.tree_mask", lambda x: x[:, :0], "tree_mask has no bits for 9 rows"),
+    },
+    ("paged_attention", "wide_tree"): {  # 70 rows of one sequence: three words
+        "mask_words": ("batch.tree_mask", lambda x: x[:, :2].contiguous(), "tree_mask has no bits for 70 rows"),
+    },
+    ("paged_attention", "tree_window"): {  # 9 rows of one sequence at most: one word
+        "window_within_tree": ("scores.sliding_window", lambda _: 31, "shorter than a tree of up to 32 rows"),
+    },
+    ("paged_attention", "verify"): {  # 16 rows of 4 sequences
         "query_rank": ("query", lambda x: x.flatten(1), "query has shape"),
         "query_dtype": ("query", Tensor.double, "query is torch.float64; expected float32 or float16"),
         "query_heads": ("query", lambda x: x[:, :3], "3 query heads are not a multiple of 2 KV heads"),
@@ -229,16 +326,18 @@ BAD = {
         "cu_starts_late": ("batch.cu_seqlens_q", offsets(1, 6, 12, 15, 16), "cu_seqlens_q"),
         "cu_ends_early": ("batch.cu_seqlens_q", offsets(0, 6, 12, 14, 15), "cu_seqlens_q"),
         "cu_ends_beyond": ("batch.cu_seqlens_q", offsets(0, 6, 12, 15, 17), "cu_seqlens_q"),
+        "rows_understated": ("batch.max_seqlen_q", lambda _: 5, "max_seqlen_q is 5; the largest is 6"),
+        "context_understated": ("batch.max_seqlen_k", lambda _: 128, "max_seqlen_k is 128; the largest is 129"),
         "window_zero": ("scores.sliding_window", lambda _: 0, "sliding_window=0; expected None or > 0"),
         "softcap_zero": ("scores.softcap", lambda _: 0.0, r"softcap=0\.0; expected None or > 0"),
     },
 }
 
 
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, bad in BAD.items() for name in bad])
-def test_bad_argument_is_refused(op, name):
-    argument, spoil, message = BAD[op][name]
-    args = make(op, "ragged" if op == "verify_chain" else "verify")
+@pytest.mark.parametrize(("op", "case", "name"), [(*op, name) for op, bad in BAD.items() for name in bad])
+def test_bad_argument_is_refused(op, case, name):
+    argument, spoil, message = BAD[op, case][name]
+    args = make(op, case)
     all_ops()[op].check(**args)
     with pytest.raises(ValueError, match=message):  # the check alone: a kernel that ran would corrupt memory
         all_ops()[op].check(**changed(args, argument, spoil))
@@ -313,7 +412,28 @@ def test_cpp_attention_refuses_a_page_outside(outside):
 # More entries than the block table has places for, and fewer than there are rows.
 @pytest.mark.parametrize("context", [145, 2])
 def test_cpp_attention_refuses_a_context_that_cannot_be(context):
-    args = make("paged_attention", "verify")
+    args = changed(make("paged_attention", "verify"), "batch.max_seqlen_k", lambda longest: max(longest, context))
     args["batch"].seqused_k[2] = context
     with pytest.raises(IndexError, match=f"sequence 2 has 3 rows and {context} KV entries"):
         load_cpp("paged_attention")(**args)
+
+
+@pytest.mark.parametrize("outside", [-1, 24, 2**31 - 1], ids=["negative", "one_too_many", "huge"])
+def test_cpp_compact_refuses_a_page_outside_and_writes_nothing(outside):
+    args = make("compact_kv_", "both_directions")
+    assert args["kv_cache"].shape[2] == 24
+    args["block_table"][1, 10] = outside  # position 40, the last destination of the second sequence
+    before = args["kv_cache"].clone()
+    with pytest.raises(IndexError, match=rf"block_table\[1, 10\] is {outside}; the cache has 24 pages"):
+        load_cpp("compact_kv_")(**args)
+    assert torch.equal(args["kv_cache"], before)
+
+
+# A position below all, and one beyond the block table's 11 pages of 4.
+@pytest.mark.parametrize(("place", "position"), [(0, -1), (7, 44)], ids=["negative", "beyond"])
+def test_cpp_compact_refuses_a_position_outside_and_writes_nothing(place, position):
+    args = changed(make("compact_kv_", "both_directions"), "destinations", element(place, position))
+    before = args["kv_cache"].clone()
+    with pytest.raises(IndexError, match=r"sequence 0 moves entries from .* its block table has room for 44"):
+        load_cpp("compact_kv_")(**args)
+    assert torch.equal(args["kv_cache"], before)

@@ -1,1 +1,14 @@
 """Triton kernels, one file per op; imported as ``specdec_fast.triton_kernels``."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+
+def kernel_modules() -> list[ModuleType]:
+    """Import every file that lists the compilations its launchers ask for; the others are shared parts."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return [module for module in modules if hasattr(module, "variants")]

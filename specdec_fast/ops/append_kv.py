@@ -28,18 +28,27 @@ def _check(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, s
 
 
 def _make(
-    rows: int, shape: tuple[int, int, int], generator: torch.Generator, dtype: torch.dtype, device: torch.device
+    rows: int,
+    shape: tuple[int, int, int],
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device,
+    fused: bool = False,
 ) -> dict[str, Any]:
+    """Random caches and rows; ``fused``: values are a slice of one projection's output, keys are not."""
     page_size, heads, head_dim = shape
     num_pages = rows // page_size + 3
     caches = torch.randn(2, num_pages, page_size, heads, head_dim, generator=generator).to(dtype)
     new = torch.randn(2, heads, rows, head_dim, generator=generator).to(dtype)  # as a model hands them over
+    value = new[1].transpose(0, 1)
+    if fused:
+        value = torch.stack([value, value], dim=1).flatten(1, 2)[:, heads:]  # wider rows than the key's
     slots = torch.randperm((num_pages - 1) * page_size, generator=generator)[:rows] + page_size  # page 0 is scratch
     return {
         "key_cache": caches[0].to(device),
         "value_cache": caches[1].to(device),
         "key": new[0].transpose(0, 1).to(device),
-        "value": new[1].transpose(0, 1).to(device),
+        "value": value.to(device),
         "slot_mapping": slots.to(torch.int32).to(device),
     }
 
@@ -54,6 +63,13 @@ def _cases() -> Iterator[Case]:
     )
     for name, why, rows, shape in grid:
         yield Case(name, why, partial(_make, rows, shape))
+    yield Case("fused_projection", "values of other strides than keys", partial(_make, 21, (16, 2, 32), fused=True))
+
+
+def _benchmarks() -> Iterator[Case]:
+    qwen3_8b = (16, 8, 128)  # page size, KV heads, head size: one layer
+    yield Case("verify", "batch 8, K 5", partial(_make, 48, qwen3_8b))
+    yield Case("prefill", "a prompt of 2048 tokens", partial(_make, 2048, qwen3_8b))
 
 
 def _bytes_moved(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> int:
@@ -65,8 +81,10 @@ OP = Op(
     implementations={
         "torch": "specdec_fast.oracle.ops.append_kv:append_kv_",
         "cpp": "specdec_fast.ops.cpp:append_kv_",
+        "triton": "specdec_fast.triton_kernels.append_kv:append_kv_",
     },
     check=_check,
     cases=_cases,
+    benchmarks=_benchmarks,
     bytes_moved=_bytes_moved,
 )

@@ -82,6 +82,13 @@ def _cases() -> Iterator[Case]:
         yield Case(name, why, partial(_make, shape))
 
 
+def _benchmarks() -> Iterator[Case]:
+    kept = (0, 2, 5, 9, 14)  # of 16 tree entries behind 1024 of context; a root, and one entry of each depth
+    path = tuple((1024 + entry, 1024 + depth) for depth, entry in enumerate(kept))
+    shape = _Shape((path,) * 8, num_layers=8, heads=8, head_dim=128, page_size=16)
+    yield Case("accepted_path", "batch 8, trees of 16, 8 layers of Qwen3-8B", partial(_make, shape))
+
+
 def _bytes_moved(kv_cache: Tensor, sources: Tensor, destinations: Tensor, **others: Tensor) -> int:
     per_entry = kv_cache.shape[0] * 2 * kv_cache.shape[4] * kv_cache.shape[5] * kv_cache.element_size()
     return 2 * int((sources != destinations).sum()) * per_entry  # read and written
@@ -92,8 +99,10 @@ OP = Op(
     implementations={
         "torch": "specdec_fast.oracle.ops.compact_kv:compact_kv_",
         "cpp": "specdec_fast.ops.cpp:compact_kv_",
+        "triton": "specdec_fast.triton_kernels.compact_kv:compact_kv_",
     },
     check=_check,
     cases=_cases,
+    benchmarks=_benchmarks,
     bytes_moved=_bytes_moved,
 )

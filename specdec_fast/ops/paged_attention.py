@@ -135,6 +135,14 @@ def _cases() -> Iterator[Case]:
         yield Case(name, why, partial(_make, shape))
 
 
+def _benchmarks() -> Iterator[Case]:
+    qwen3_8b = partial(_Shape, heads=32, kv_heads=8, head_dim=128)
+    for context in (256, 1024, 4096):
+        yield Case(f"verify_{context}", "batch 8, K 5", partial(_make, qwen3_8b((context,) * 8, (6,) * 8)))
+    yield Case("decode_1024", "plain decoding of 8 sequences", partial(_make, qwen3_8b((1024,) * 8, (1,) * 8)))
+    yield Case("prefill_512", "a prompt of 512 tokens", partial(_make, qwen3_8b((512,), (512,))))
+
+
 def _bytes_moved(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> int:
     entries = batch.seqused_k
     if scores.sliding_window is not None:
@@ -148,9 +156,11 @@ OP = Op(
     implementations={
         "torch": "specdec_fast.oracle.ops.paged_attention:paged_attention",
         "cpp": "specdec_fast.ops.cpp:paged_attention",
+        "triton": "specdec_fast.triton_kernels.paged_attention:paged_attention",
     },
     check=_check,
     cases=_cases,
+    benchmarks=_benchmarks,
     bytes_moved=_bytes_moved,
     exact=False,
 )

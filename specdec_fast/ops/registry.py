@@ -51,7 +51,7 @@ class Case:
 
     Attributes:
         name: id of the test.
-        why: what this case would catch.
+        why: what this case would catch; of a benchmark, what it stands for.
         make: builds the keyword arguments from a seeded generator, a dtype and a device.
 
     """
@@ -70,6 +70,7 @@ class Op:
         implementations: backend name to ``"module:function"``; all share the oracle's signature.
         check: raises on arguments outside the contract; called before every implementation.
         cases: argument sets that every implementation must serve as the oracle does.
+        benchmarks: argument sets of the sizes that serving has, for ``python -m bench.ops``.
         bytes_moved: bytes that must be read or written at least, for given arguments.
         exact: whether implementations must agree bit for bit (integers, copies) or within rounding.
 
@@ -79,6 +80,7 @@ class Op:
     implementations: Mapping[str, str]
     check: Callable[..., None]
     cases: Callable[[], Iterable[Case]]
+    benchmarks: Callable[[], Iterable[Case]]
     bytes_moved: Callable[..., int]
     exact: bool = True
 
@@ -165,7 +167,7 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("cpp", ("cpu",), _compiled_extension_problem),
-        Backend("triton", ("cuda", "cpu") if INTERPRETING else ("cuda",), _triton_problem),
+        Backend("triton", ("cpu",) if INTERPRETING else ("cuda",), _triton_problem),
         Backend("flash", ("cuda",), _flash_problem, partial=True),
         Backend("torch", ("cpu", "cuda", "xpu", "mps"), lambda: None),
     )
@@ -212,7 +214,8 @@ def _load(chosen: Mapping[str, str], check: bool, unchecked: Ops | None) -> Ops:
 
 def _best(op: Op, device: torch.device) -> str:
     preferred = _PREFERENCE.get(device.type, ())
-    return next((name for name in preferred if op.why_unavailable(name) is None), "torch")
+    serving = (name for name in preferred if device.type in BACKENDS[name].device_types)
+    return next((name for name in serving if op.why_unavailable(name) is None), "torch")
 
 
 def availability() -> list[tuple[str, str, str | None]]:

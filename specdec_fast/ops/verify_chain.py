@@ -35,6 +35,9 @@ def _make(
     rows = sum(counts)
     # few distinct values, so that ties at the maximum are the rule
     logits = torch.randint(-40, 40, (rows, vocab_size), generator=generator).to(dtype) / 4
+    if special == 0:
+        # so that a few zeros of both signs are the largest, and the first of them as often the one as the other
+        logits = torch.where(torch.rand(rows, vocab_size, generator=generator) < 1 / 64, 0, -1 - logits.abs())
     if special is not None:
         hit = torch.rand(rows, vocab_size, generator=generator) < 1 / 64
         logits = logits.masked_fill(hit, special)
@@ -66,6 +69,10 @@ def _cases() -> Iterator[Case]:
         yield Case(name, why, partial(_make, counts, vocab_size, special))
 
 
+def _benchmarks() -> Iterator[Case]:
+    yield Case("verify", "batch 8, K 5, the vocabulary of Qwen3", partial(_make, [6] * 8, 151_936, None))
+
+
 def _bytes_moved(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> int:
     return logits.numel() * logits.element_size()
 
@@ -75,8 +82,10 @@ OP = Op(
     implementations={
         "torch": "specdec_fast.oracle.ops.verify_chain:verify_chain",
         "cpp": "specdec_fast.ops.cpp:verify_chain",
+        "triton": "specdec_fast.triton_kernels.verify_chain:verify_chain",
     },
     check=_check,
     cases=_cases,
+    benchmarks=_benchmarks,
     bytes_moved=_bytes_moved,
 )

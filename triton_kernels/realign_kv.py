@@ -1,0 +1,108 @@
+"""``realign_kv_``: shift the rows of a dense cache, each by its own amount, in place, all layers in one launch.
+
+Bytes: every column of a row that moves is read and written once in each layer, keys and values; rows that stay cost
+nothing. Grid: (rows, heads, planes), where a plane is the keys or the values of one layer. Each plane is an allocation
+of its own, so the kernel gets a list of addresses. A program moves the columns of one head, row and plane.
+
+Why tiles of columns are safe: a shift to the left only overwrites columns of the same or of *earlier* tiles when tiles
+are taken from the left, a shift to the right only of the same or of *later* tiles when taken from the right. Within a
+tile everything is loaded before anything is stored, with a barrier between: a thread's store cannot overtake another
+thread's load. No barrier is needed after the stores: what the next tile loads, no tile before it has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_fast.triton_kernels.variant import Launch, Variant
+
+_TILE_BYTES = 16384  # what a program holds in registers between loading and storing
+_INTEGERS = {2: tl.int16, 4: tl.int32}  # a copy is blind to what the bits mean
+
+
+@triton.jit
+def _realign_kernel(
+    addresses,  # [num_planes] int64: of [B, num_kv_heads, columns, HEAD_DIM] each, the last axis contiguous
+    starts,  # [B] int32
+    lengths,  # [B] int32
+    shifts,  # [B] int32
+    stride_plane_row,
+    stride_plane_head,
+    stride_plane_column,
+    ELEMENT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    shift = tl.load(shifts + row)
+    if shift == 0:
+        return
+    start, length = tl.load(starts + row), tl.load(lengths + row)
+    plane = tl.load(addresses + tl.program_id(2)).to(tl.pointer_type(ELEMENT))
+    if ALIGNED:  # an address that was loaded tells the compiler nothing; without this, no vectors
+        plane = tl.multiple_of(plane, 16)
+    dims = tl.arange(0, BLOCK_DIM)[None, :]  # [1, BLOCK_DIM]
+    source = plane + row * stride_plane_row + head * stride_plane_head + dims
+    num_tiles = tl.cdiv(length, BLOCK_COLUMNS)
+    for i in range(num_tiles):
+        tile = tl.where(shift < 0, i, num_tiles - 1 - i)
+        columns = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[:, None]  # [BLOCK_COLUMNS, 1]
+        inside = (columns < length) & (dims < HEAD_DIM)
+        read = (start + columns).to(tl.int64) * stride_plane_column
+        written = (start + shift + columns).to(tl.int64) * stride_plane_column
+        content = tl.load(source + read, mask=inside)
+        tl.debug_barrier()
+        tl.store(source + written, content, mask=inside)
+
+
+def _launch(head_dim: int, itemsize: int, aligned: bool) -> Launch:
+    block_dim = triton.next_power_of_2(head_dim)
+    constexprs = {
+        "ELEMENT": _INTEGERS[itemsize],
+        "HEAD_DIM": head_dim,
+        "BLOCK_COLUMNS": max(1, min(128, _TILE_BYTES // (block_dim * itemsize))),
+        "BLOCK_DIM": block_dim,
+        "ALIGNED": aligned,
+    }
+    return Launch(constexprs, num_warps=4)
+
+
+def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths: Tensor, shifts: Tensor) -> None:
+    """Launch the kernel; the contract is the oracle's. Columns are not checked: that would wait for the device."""
+    first = layers[0][0]
+    if first.numel() == 0:
+        return
+    batch_size, num_kv_heads, _, head_dim = first.shape
+    pointers = [tensor.data_ptr() for layer in layers for tensor in layer]
+    aligned = all(pointer % 16 == 0 for pointer in pointers)
+    launch = _launch(head_dim, first.element_size(), aligned)
+    _realign_kernel[batch_size, num_kv_heads, len(pointers)](
+        _on_device(pointers, first.device), starts, lengths, shifts, *first.stride()[:3], **launch.options
+    )
+
+
+def _on_device(pointers: list[int], device: torch.device) -> Tensor:
+    """Copy addresses to the device without waiting for it; not kept, because caches that grow move every step."""
+    addresses = torch.tensor(pointers, dtype=torch.int64)
+    if device.type != "cpu":
+        addresses = addresses.pin_memory()
+    return addresses.to(device, non_blocking=True)
+
+
+def variants() -> Iterator[Variant]:
+    """Yield what is launched for usual models, for columns that fill no vector, and for addresses off 16 bytes."""
+    strides = ("stride_plane_row", "stride_plane_head", "stride_plane_column")
+    signature = {"addresses": "*i64"} | dict.fromkeys(("starts", "lengths", "shifts"), "*i32")
+    signature |= dict.fromkeys(strides, "i32")
+    for itemsize in (2, 4):
+        for head_dim, aligned in ((128, True), (64, True), (20, True), (128, False)):
+            divisible = ("addresses", *(strides if head_dim % 16 == 0 else ()))
+            name = f"{8 * itemsize}bit_dim{head_dim}" + ("" if aligned else "_unaligned")
+            yield _launch(head_dim, itemsize, aligned).variant(name, _realign_kernel, signature, divisible)

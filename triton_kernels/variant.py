@@ -1,0 +1,61 @@
+"""What a launcher asks of a kernel, written down so that it can also be compiled ahead of time, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# torch's element types as Triton spells them in a signature.
+TYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of a kernel that a launcher may ask for.
+
+    Attributes:
+        name: what the resource report calls it; unique within its file.
+        kernel: the function decorated with ``triton.jit``.
+        signature: run-time argument to Triton type, such as ``"*bf16"``, ``"i32"`` or ``"i64"``.
+        constexprs: compile-time argument to value.
+        num_warps: warps per program.
+        num_stages: depth of the software pipeline.
+        divisible: run-time arguments specialised as multiples of 16 (addresses of tensors, most strides), as
+            Triton's just-in-time compiler does by itself.
+
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+    divisible: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The compile-time choices of one launch: a launcher and ``variants()`` share the function that makes them.
+
+    Attributes:
+        constexprs: compile-time argument to value.
+        num_warps: warps per program.
+        num_stages: depth of the software pipeline.
+
+    """
+
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of a launch, ``kernel[grid](..., **options)``."""
+        return {**self.constexprs, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def variant(self, name: str, kernel: Any, signature: dict[str, str], divisible: tuple[str, ...]) -> Variant:
+        """Name the compilation that this launch asks for."""
+        return Variant(name, kernel, signature, self.constexprs, self.num_warps, self.num_stages, divisible)

@@ -1,0 +1,149 @@
+"""``verify_chain``: batched acceptance, every logit read exactly once and nothing else of their size written.
+
+Bytes: ``T * vocab_size * itemsize`` read; 16 bytes per row and chunk of the vocabulary between the two kernels.
+Grids: (rows, chunks) finds the largest logit of each chunk; (sequences,) combines the chunks of each row and walks the
+sequence's rows. Chunks have a fixed size, and the result does not depend on it: a maximum has no rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
+
+_CHUNK = 8192  # logits per program of the first kernel
+_TILE = 2048  # chunks that a program of the second kernel holds, of one row or of several
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_LARGEST = tl.constexpr(0x7FFFFFFF)  # the key of a NaN; as a token id or a row, none
+_SMALLEST = tl.constexpr(-0x80000000)  # below the key of any logit
+
+
+@triton.jit
+def _key(logits):
+    """Map floats to int32 in the same order: -0 and +0 alike, NaN above all. Integers have no flushed denormals."""
+    bits = logits.to(tl.float32).to(tl.int32, bitcast=True)  # exact: every 16-bit float is an fp32
+    magnitude = bits & 0x7FFFFFFF
+    key = tl.where(bits < 0, -magnitude, magnitude)
+    return tl.where(magnitude > _INFINITY_BITS, _LARGEST, key)
+
+
+@triton.jit
+def _chunk_kernel(
+    logits,  # [T, vocab_size], the last axis contiguous
+    chunk_keys,  # [T, num_chunks] int32: the largest key, _LARGEST if the chunk holds a NaN
+    chunk_ids,  # [T, num_chunks] int32: the lowest token id that has it
+    stride_logits_row,
+    vocab_size,
+    CHUNK: tl.constexpr,
+):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
+    inside = ids < vocab_size
+    keys = _key(tl.load(logits + row * stride_logits_row + ids, mask=inside, other=float("-inf")))
+    largest = tl.max(keys, axis=0)
+    # A masked place may equal -inf, but its id is above those inside and so never the lowest.
+    lowest = tl.min(tl.where(keys == largest, ids, _LARGEST), axis=0)
+    place = row * tl.num_programs(1) + chunk
+    tl.store(chunk_keys + place, largest)
+    tl.store(chunk_ids + place, lowest)
+
+
+@triton.jit
+def _accept_kernel(
+    chunk_keys,  # [T, num_chunks] int32
+    chunk_ids,  # [T, num_chunks] int32
+    token_ids,  # [T] int64
+    cu_seqlens,  # [B + 1] int32
+    target_tokens,  # [T] int64, out
+    num_accepted,  # [B] int32, out
+    next_tokens,  # [B] int64, out
+    num_chunks,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    start, stop = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
+    chunks = tl.arange(0, BLOCK_CHUNKS)[None, :]  # [1, BLOCK_CHUNKS]
+    last = stop  # the row after the accepted ones; `stop` as long as none was found
+    following = start.to(tl.int64)  # its token
+    for first in range(start, stop, BLOCK_ROWS):
+        rows = first + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
+        place = rows.to(tl.int64)[:, None] * num_chunks + chunks
+        inside = (rows < stop)[:, None] & (chunks < num_chunks)
+        keys = tl.load(chunk_keys + place, mask=inside, other=_SMALLEST)
+        ids = tl.load(chunk_ids + place, mask=inside, other=_LARGEST)
+        largest = tl.max(keys, axis=1)  # [BLOCK_ROWS]
+        lowest = tl.min(tl.where(keys == largest[:, None], ids, _LARGEST), axis=1)
+        tokens = tl.where(largest == _LARGEST, -1, lowest).to(tl.int64)
+        tl.store(target_tokens + rows, tokens, mask=rows < stop)
+        fed_next = tl.load(token_ids + rows + 1, mask=rows + 1 < stop, other=0)
+        # The sequence's last row judges no draft token, so one row always ends the chain.
+        ends = (rows < stop) & ((rows + 1 == stop) | (fed_next != tokens))
+        end = tl.min(tl.where(ends, rows, _LARGEST), axis=0)
+        token = tl.sum(tl.where(rows == end, tokens, 0), axis=0)
+        found_now = (last == stop) & (end < stop)
+        following = tl.where(found_now, token, following)
+        last = tl.where(found_now, end, last)
+    tl.store(num_accepted + sequence, last - start)
+    tl.store(next_tokens + sequence, following)
+
+
+def _chunk_launch() -> Launch:
+    return Launch({"CHUNK": _CHUNK}, num_warps=8)  # 32 logits a thread: four loads of 16 bytes in bf16
+
+
+def _accept_launch(num_chunks: int) -> Launch:
+    block_chunks = triton.next_power_of_2(num_chunks)
+    constexprs = {"BLOCK_ROWS": min(16, max(1, _TILE // block_chunks)), "BLOCK_CHUNKS": block_chunks}
+    return Launch(constexprs, num_warps=4)
+
+
+def verify_chain(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch both kernels; the contract is the oracle's."""
+    (num_rows, vocab_size), batch_size, device = logits.shape, cu_seqlens.numel() - 1, logits.device
+    target_tokens = torch.empty_like(token_ids)
+    num_accepted = torch.empty(batch_size, dtype=torch.int32, device=device)
+    next_tokens = torch.empty(batch_size, dtype=torch.int64, device=device)
+    if num_rows == 0 or batch_size == 0:
+        return target_tokens, num_accepted, next_tokens
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    num_chunks = triton.cdiv(vocab_size, _CHUNK)
+    chunk_keys, chunk_ids = torch.empty(2, num_rows, num_chunks, dtype=torch.int32, device=device)
+    _chunk_kernel[(num_rows, num_chunks)](
+        logits, chunk_keys, chunk_ids, logits.stride(0), vocab_size, **_chunk_launch().options
+    )
+    _accept_kernel[(batch_size,)](
+        chunk_keys,
+        chunk_ids,
+        token_ids,
+        cu_seqlens,
+        target_tokens,
+        num_accepted,
+        next_tokens,
+        num_chunks,
+        **_accept_launch(num_chunks).options,
+    )
+    return target_tokens, num_accepted, next_tokens
+
+
+def variants() -> Iterator[Variant]:
+    """Yield what is launched: logits of every type, rows on 16 bytes or not, small to large vocabularies."""
+    chunks = {"chunk_keys": "*i32", "chunk_ids": "*i32"}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        signature = {"logits": f"*{TYPE_NAMES[dtype]}", **chunks, "stride_logits_row": "i32", "vocab_size": "i32"}
+        sizes = ("stride_logits_row", "vocab_size")
+        for name, aligned in (("aligned", ("logits", "chunk_keys", *sizes)), ("odd_vocabulary", ("logits",))):
+            yield _chunk_launch().variant(f"chunk_{TYPE_NAMES[dtype]}_{name}", _chunk_kernel, signature, aligned)
+    tensors = {**chunks, "token_ids": "*i64", "cu_seqlens": "*i32", "target_tokens": "*i64"}
+    tensors |= {"num_accepted": "*i32", "next_tokens": "*i64"}
+    for num_chunks in (4, 19, 32):  # 32,000, 151,936 and 262,144 tokens
+        signature = {**tensors, "num_chunks": "i32"}
+        outputs = ("target_tokens", "num_accepted", "next_tokens")
+        divisible = ("chunk_keys", "token_ids", "cu_seqlens", *outputs)
+        yield _accept_launch(num_chunks).variant(f"accept_{num_chunks}_chunks", _accept_kernel, signature, divisible)
