@@ -4,7 +4,7 @@ PYTHON ?= python3
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint sanitize bench gpu-check clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
@@ -16,9 +16,19 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
-# The table of bench/README.md; takes some minutes, and wants the machine for itself.
-bench: $(VENV)/.installed
+# The C++ ops under ASan and UBSan, in a build of their own; four minutes.
+sanitize: $(VENV)/.installed-dev
+	$(VENV)/bin/python tools/sanitize.py
+
+# The tables of bench/README.md; takes some twenty minutes, and wants the machine for itself.
+bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.engine
+	$(VENV)/bin/python -m bench.ops
+	$(VENV)/bin/python -m bench.realign
+
+# Everything that needs an NVIDIA GPU, in some seven minutes: bench/results/gpu.json.
+gpu-check: $(VENV)/.installed
+	$(VENV)/bin/python -m bench.gpu --out bench/results
 
 # One stamp per set of extras: a second run installs nothing, a changed C++ file builds again.
 $(VENV)/.installed: $(BUILD_INPUTS)
@@ -30,6 +40,10 @@ $(VENV)/.installed: $(BUILD_INPUTS)
 	  { echo "specdec_fast needs a C++17 compiler; $$cxx was not found. Install one (apt-get install g++), or set SPECDEC_NO_CPP=1." >&2; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(PIP) --editable '.[bench]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

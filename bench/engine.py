@@ -8,7 +8,6 @@ output differs from ``transformers`` at batch 1.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,11 +20,13 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
+from bench import report
 from specdec_fast import DecodingStats, Engine, EngineConfig, SamplingParams, oracle
 from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import format_table, read_prompts
 from specdec_fast.equivalence import transformers_greedy
 from specdec_fast.models import eos_token_ids, load_model
+from specdec_fast.oracle.dense import Repad, repad_in_python
 from specdec_fast.text import load_tokenizer
 
 REALIGNMENT = ("realign", "assemble")  # stages that exist only because the oracle's layout is dense
@@ -39,6 +40,7 @@ class Measurement:
     seconds: float
     stage_seconds: dict[str, float]
     moved_bytes: int
+    num_steps: int
     mean_acceptance_length: float
 
 
@@ -61,41 +63,50 @@ class Bench:
         tokenizer = load_tokenizer(args.target)
         prompts = [line.prompt for line in read_prompts(args.prompts)]
         self.prompts = [tokenizer(p).input_ids if isinstance(p, str) else p for p in prompts]
-        self.stop_ids = eos_token_ids(self.target)
+        self.limits = oracle.Limits(args.max_new_tokens, eos_token_ids(self.target))
 
     def contenders(self) -> Iterator[Contender]:
         """Yield every method at every batch size; the first is the reference."""
         yield Contender("transformers", 1, self.run_transformers)
         for batch_size in self.args.batch_sizes:
-            yield Contender("plain", batch_size, self._engine_runner(batch_size, "eqspec", None))
+            yield Contender("plain", batch_size, self.engine_runner(batch_size, "eqspec", None))
             yield Contender("oracle-eqspec", batch_size, lambda b=batch_size: self.run_oracle_eqspec(b))
             yield Contender("oracle-exspec", batch_size, lambda b=batch_size: self.run_oracle_exspec(b))
             for method in ("eqspec", "exspec"):
-                yield Contender(method, batch_size, self._engine_runner(batch_size, method, self.draft))
+                yield Contender(method, batch_size, self.engine_runner(batch_size, method, self.draft))
 
     def run_transformers(self) -> Measurement:
         """``generate()``, one prompt at a time."""
         started = perf_counter()
         outputs = [transformers_greedy(self.target, prompt, self.args.max_new_tokens) for prompt in self.prompts]
-        return Measurement(outputs, perf_counter() - started, {}, 0, 1.0)
+        return Measurement(outputs, perf_counter() - started, {}, 0, sum(map(len, outputs)), 1.0)
 
-    def run_oracle_eqspec(self, batch_size: int) -> Measurement:
+    def run_oracle_eqspec(self, batch_size: int, repad: Repad = repad_in_python) -> Measurement:
         """Fixed batches of prompts, one after the other."""
         started = perf_counter()
-        limits = oracle.Limits(self.args.max_new_tokens, self.stop_ids)
         starts = range(0, len(self.prompts), batch_size)
         batches = [self.prompts[start : start + batch_size] for start in starts]
-        runs = [oracle.eqspec(self.target, self.draft, b, limits, self.args.num_draft_tokens) for b in batches]
+        num_draft_tokens = self.args.num_draft_tokens
+        runs = [oracle.eqspec(self.target, self.draft, b, self.limits, num_draft_tokens, repad) for b in batches]
         return self._oracle_measurement(runs, perf_counter() - started)
 
-    def run_oracle_exspec(self, batch_size: int) -> Measurement:
+    def run_oracle_exspec(self, batch_size: int, repad: Repad = repad_in_python) -> Measurement:
         """A sliding window over all prompts."""
         started = perf_counter()
-        limits = oracle.Limits(self.args.max_new_tokens, self.stop_ids)
-        run = oracle.exspec(
-            self.target, self.draft, self.prompts, limits, self.args.num_draft_tokens, batch_size=batch_size
-        )
+        run = self.oracle_exspec(batch_size, repad)
         return self._oracle_measurement([run], perf_counter() - started)
+
+    def oracle_exspec(self, batch_size: int, repad: Repad = repad_in_python) -> oracle.OracleRun:
+        """Run the oracle's exspec with all its step records."""
+        return oracle.exspec(
+            self.target,
+            self.draft,
+            self.prompts,
+            self.limits,
+            self.args.num_draft_tokens,
+            batch_size=batch_size,
+            repad=repad,
+        )
 
     def _oracle_measurement(self, runs: list[oracle.OracleRun], seconds: float) -> Measurement:
         stages: dict[str, float] = {}
@@ -105,10 +116,11 @@ class Bench:
                 stages[stage] = stages.get(stage, 0.0) + spent
             decoding.add(run.decoding)
         outputs = [tokens for run in runs for tokens in run.outputs]
-        moved_bytes = sum(run.moved_bytes for run in runs)
-        return Measurement(outputs, seconds, stages, moved_bytes, decoding.mean_acceptance_length)
+        moved_bytes, num_steps = sum(run.moved_bytes for run in runs), sum(len(run.steps) for run in runs)
+        return Measurement(outputs, seconds, stages, moved_bytes, num_steps, decoding.mean_acceptance_length)
 
-    def _engine_runner(self, batch_size: int, method: str, draft: Any) -> Callable[[], Measurement]:
+    def engine_runner(self, batch_size: int, method: str, draft: Any) -> Callable[[], Measurement]:
+        """Make an engine, and the run that has it decode all prompts."""
         engine = Engine(
             self.target,
             draft,
@@ -121,7 +133,8 @@ class Bench:
         def run() -> Measurement:
             outputs = [o.raise_for_error().token_ids for o in engine.generate(self.prompts, params, progress=False)]
             stats = engine.last_run
-            return Measurement(outputs, stats.seconds, stats.timer.seconds, 0, stats.decoding.mean_acceptance_length)
+            length = stats.decoding.mean_acceptance_length
+            return Measurement(outputs, stats.seconds, stats.timer.seconds, 0, stats.num_steps, length)
 
         return run
 
@@ -210,18 +223,23 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the defaults are the bundled pair and its 32 prompts."""
-    pair = demo_pair()
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--target", default=str(pair / "target"))
-    parser.add_argument("--draft", default=str(pair / "draft"))
-    parser.add_argument("--prompts", type=Path, default=pair / "prompts.jsonl")
-    parser.add_argument("--batch-sizes", type=lambda text: [int(b) for b in text.split(",")], default=[1, 4, 8, 16])
-    parser.add_argument("--num-draft-tokens", type=int, default=5)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtype", default="float32")
+    add_decoding_options(parser)
+    parser.add_argument("--batch-sizes", type=report.integers, default=[1, 4, 8, 16])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the result there as well")
     return parser.parse_args(argv)
+
+
+def add_decoding_options(parser: argparse.ArgumentParser) -> None:
+    """Add what ``Bench`` reads: the pair, its prompts, and how far to decode."""
+    pair = demo_pair()
+    parser.add_argument("--target", default=str(pair / "target"))
+    parser.add_argument("--draft", default=str(pair / "draft"))
+    parser.add_argument("--prompts", type=Path, default=pair / "prompts.jsonl")
+    parser.add_argument("--num-draft-tokens", type=int, default=5)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="float32", help="of the pair (default: %(default)s)")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -238,10 +256,8 @@ def main(argv: list[str] | None = None) -> None:
         f"{torch.get_num_threads()} threads; every output equals transformers at batch 1\n"
     )
     print_table(rows)
-    report = {"num_draft_tokens": args.num_draft_tokens, "dtype": args.dtype, "repeats": args.repeats, "rows": rows}
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    settings = {"num_draft_tokens": args.num_draft_tokens, "dtype": args.dtype, "repeats": args.repeats}
+    report.write_json({**settings, "rows": rows}, args.json)
 
 
 if __name__ == "__main__":

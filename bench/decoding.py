@@ -1,0 +1,66 @@
+"""The share of a whole decoding step that each way to realign takes, on a pair that really decodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from statistics import median
+from typing import Any
+
+from bench.engine import Bench, Contender, Measurement, measure
+from specdec_fast.oracle.dense import Repad
+
+ACCEPTANCE_BATCH_SIZE = 8  # any other gives the same: acceptance does not depend on the batch (I6)
+
+
+def accepted_counts(bench: Bench) -> list[int]:
+    """Decode all prompts once; return, at index a, how many sequence steps accepted a draft tokens (0 to K)."""
+    run = bench.oracle_exspec(ACCEPTANCE_BATCH_SIZE)
+    accepted = Counter(a for step in run.steps for a in step.num_accepted)  # a group has no finished row
+    return [accepted[a] for a in range(bench.args.num_draft_tokens + 1)]
+
+
+def contenders(bench: Bench, repads: Mapping[str, Repad], batch_sizes: list[int]) -> Iterator[Contender]:
+    """Yield the reference, then at every batch size the oracle with every repad, and the engine."""
+    yield Contender("transformers", 1, bench.run_transformers)
+    for batch_size in batch_sizes:
+        for name, run in (("eqspec", bench.run_oracle_eqspec), ("exspec", bench.run_oracle_exspec)):
+            for repad_name, repad in repads.items():
+                yield Contender(f"oracle-{name}-{repad_name}", batch_size, partial(run, batch_size, repad))
+        for method in ("eqspec", "exspec"):
+            yield Contender(f"engine-{method}", batch_size, bench.engine_runner(batch_size, method, bench.draft))
+
+
+def step_rows(bench: Bench, repads: Mapping[str, Repad], batch_sizes: list[int], repeats: int) -> list[dict[str, Any]]:
+    """Decode with every contender, interleaved; exit if an output differs from transformers at batch 1.
+
+    Returns:
+        One row per method and batch size. A step is everything but the prefill; the realignment moves both models'
+        KV; assembling (oracle-exspec only) stacks a group's KV before the step and splits it afterwards.
+
+    """
+    runs = measure(list(contenders(bench, repads, batch_sizes)), repeats)
+    return [_row(c, measurements) for c, measurements in runs.items() if c.name != "transformers"]
+
+
+def _row(contender: Contender, measurements: list[Measurement]) -> dict[str, Any]:
+    num_steps = measurements[0].num_steps
+    stepping = [m.seconds - m.stage_seconds.get("prefill", 0.0) for m in measurements]
+
+    def share(stage: str) -> float:
+        pairs = zip(measurements, stepping, strict=True)
+        return median(m.stage_seconds.get(stage, 0.0) / seconds for m, seconds in pairs)
+
+    return {
+        "method": contender.name,
+        "batch": contender.batch_size,
+        "steps": num_steps,
+        "milliseconds_per_step": 1e3 * median(stepping) / num_steps,
+        "realign_milliseconds_per_step": 1e3
+        * median(m.stage_seconds.get("realign", 0.0) for m in measurements)
+        / num_steps,
+        "realign_share": share("realign"),
+        "assemble_share": share("assemble"),
+        "moved_bytes_per_step": measurements[0].moved_bytes / num_steps,
+    }

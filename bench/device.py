@@ -1,0 +1,135 @@
+"""Everything that the checks ask of a GPU's own interface, each with its counterpart on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from bench.timing import Call, Clock
+from specdec_fast.models import RaggedModel
+
+WARM_UP_MS, MEASURE_MS = 10, 60  # of triton's do_bench
+CPU_SAMPLES = 3
+
+
+def properties(device: torch.device) -> dict[str, Any]:
+    """Return what the device is."""
+    if device.type != "cuda":
+        return {"device": device.type}
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "device": found.name,
+        "compute_capability": f"{found.major}.{found.minor}",
+        "multiprocessors": found.multi_processor_count,
+        "memory_gib": found.total_memory / 2**30,
+        "l2_mib": found.L2_cache_size / 2**20,
+        "cuda": torch.version.cuda,
+        "driver": _driver_version(),
+    }
+
+
+def _driver_version() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return answer[0] if answer else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything under way; an error of a kernel shows here at the latest."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give memory that nobody uses any more back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def full_precision() -> None:
+    """Keep fp32 products in fp32: no TF32."""
+    torch.set_float32_matmul_precision("highest")
+
+
+def cold_seconds(call: Call, device: torch.device) -> float:
+    """Return the median seconds of one call that finds nothing in the cache.
+
+    On a GPU by the device's events around each call, its L2 overwritten in between (which also gives the host time to
+    launch ahead); on a CPU by the wall clock, where nothing is overwritten.
+    """
+    if device.type == "cuda":
+        from triton.testing import do_bench  # asks for a GPU's driver
+
+        return float(do_bench(call, warmup=WARM_UP_MS, rep=MEASURE_MS, return_mode="median")) / 1e3
+    clock = Clock(device)
+    return median(clock.seconds(call) for _ in range(CPU_SAMPLES))
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill memory that is handed out uninitialised with NaN and the largest integers, so that not writing it shows."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the filling goes with it; no other gate is wanted
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns_only)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+class ForwardMeter:
+    """Adds up the time between the beginning and the end of every forward of some models, on the device's own clock.
+
+    Where the host launches too slowly, its gaps inside a forward count as the forward's: that is what it takes. Time
+    outside of all forwards is everything else a step does.
+    """
+
+    def __init__(self, models: list[RaggedModel], device: torch.device) -> None:
+        self._models, self._device = models, device
+        self._spans: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> ForwardMeter:
+        for model in self._models:
+            model.forward = self._timed(model.forward)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for model in self._models:
+            del model.forward  # the class's own again
+
+    def seconds(self) -> float:
+        """Return the sum over all forwards so far."""
+        synchronize(self._device)
+        if self._device.type == "cuda":
+            return sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
+        return sum(end - begin for begin, end in self._spans)
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _timed(self, forward: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = self._now()
+            result = forward(*args, **kwargs)
+            self._spans.append((begin, self._now()))
+            return result
+
+        return timed

@@ -1,0 +1,178 @@
+"""Everything that needs a GPU, in one go: do the kernels compute what they should, how fast, and what of it arrives.
+
+    python -m bench.gpu --out DIR [--budget SECONDS]        # one NVIDIA GPU, no network
+    python -m bench.gpu --out DIR --device cpu --smoke      # tiny sizes, to try the check itself
+
+Writes DIR/gpu.json, again whenever there is more to keep, and prints a short table last. Parts run one after the
+other, each in a process of its own and held to its share of the budget; what there was no time for is named. Exit
+status 1 if a part failed or a gate was red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+import transformers
+
+from bench import gpu_decoding, gpu_equivalence, gpu_kernels, gpu_timings, report
+from bench.device import properties
+from bench.parts import Part, Progress, Result, Settings, inline, is_red, isolated, run_parts
+from specdec_fast.commands.common import format_table
+from specdec_fast.ops import availability
+
+BUDGET = 420.0  # seconds: a minute less than what a lent machine gives for it
+PARTS = (
+    Part("kernels", gpu_kernels.run, 3),
+    Part("timings", gpu_timings.run, 2),
+    Part("equivalence", gpu_equivalence.run, 2),
+    Part("decoding", gpu_decoding.run, 3),
+)
+ROOT = Path(__file__).parents[1]
+
+
+def environment(settings: Settings, progress: Progress) -> None:
+    """Note what the figures belong to."""
+    device = torch.device(settings.device)
+    progress.note(
+        **properties(device),
+        **report.machine(device),
+        triton=_version_of("triton"),
+        transformers=transformers.__version__,
+        commit=_git("rev-parse", "HEAD"),
+        uncommitted=bool(_git("status", "--porcelain")),
+        measured=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        ops={f"{op} on {backend}": reason or "yes" for op, backend, reason in availability()},
+    )
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return str(__import__(package).__version__)
+    except ImportError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    """Ask git about this tree; None where there is no git, or the tree is a copy without its history."""
+    try:
+        answer = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return answer.stdout.strip()
+
+
+class Record:
+    """The one file: written as a whole each time, so it is never half of one."""
+
+    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "gpu.json"
+        self.content: dict[str, Any] = {"bench": "gpu", **facts, "parts": {}}
+
+    def keep(self, part: str, result: Result) -> None:
+        """Take in what a part has found so far, and write."""
+        self.content["parts"][part] = result
+        self.note()
+
+    def note(self, **facts: Any) -> None:
+        """Take in facts of the whole, and write."""
+        self.content |= facts
+        beside = self.path.with_suffix(".json.new")
+        beside.write_text(json.dumps(_finite(report.rounded(self.content)), indent=1) + "\n")
+        os.replace(beside, self.path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: they are written as words."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value if not isinstance(value, float) or value - value == 0 else str(value)
+
+
+def print_tables(results: dict[str, Result]) -> None:
+    """Print speeds where they were measured, what is wrong, and a line per part."""
+    tables: tuple[tuple[str, Callable[[Result], Iterator[tuple[Any, ...]]], tuple[str, ...]], ...] = (
+        ("timings", _timing_lines, ("op", "case", "dtype", "method", "us", "us/call", "GB/s", "of copy")),
+        ("decoding", _decoding_lines, ("method", "batch", "acceptance", "tokens/s", "length", "outside", "equal")),
+    )
+    for part, lines, header in tables:
+        rows = list(lines(results.get(part, {"rows": []})))
+        if rows:
+            print(format_table(header, rows), end="\n\n")
+    for part, result in results.items():
+        for failure in result.get("failures", []):
+            print(f"{part}: {failure['what']}: {failure['why']}")
+        if "error" in result:
+            print(f"{part}: {result['error']}")
+    header = ("part", "status", "gate", "rows", "failures", "skipped", "seconds")
+    print(format_table(header, [_part_line(*item) for item in results.items()]))
+
+
+def _timing_lines(result: Result) -> Iterator[tuple[Any, ...]]:
+    for row in (row for row in result.get("rows", []) if "microseconds" in row):
+        times = (f"{row['microseconds']:.1f}", f"{row['call_microseconds']:.1f}")
+        speeds = (f"{row['gigabytes_per_second']:.0f}", f"{row['share_of_copy']:.2f}")
+        yield row["op"], row["case"], row["dtype"], row["method"], *times, *speeds
+
+
+def _decoding_lines(result: Result) -> Iterator[tuple[Any, ...]]:
+    for row in result.get("rows", []):
+        speeds = (f"{row['tokens_per_second']:.1f}", f"{row['mean_acceptance_length']:.2f}")
+        shares = (f"{row['share_outside_forwards']:.1%}", f"{row['equal_share']:.1%}")
+        acceptance = "-" if row["acceptance"] is None else row["acceptance"]
+        yield row["method"], row["batch"], acceptance, *speeds, *shares
+
+
+def _part_line(name: str, result: Result) -> tuple[Any, ...]:
+    counts = [len(result.get(what, [])) for what in ("rows", "failures", "skipped")]
+    gate = "-" if result["status"] == "skipped" else "red" if is_red(result) else "green"
+    return name, result["status"], gate, *counts, f"{result['seconds']:.1f}"
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write gpu.json")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for all parts (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the check itself")
+    args = parser.parse_args(argv)
+    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU; --device cpu --smoke tries the check itself, at tiny sizes")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all parts; return the exit status."""
+    args = parse_args(argv)
+    began = monotonic()
+    settings = Settings(args.device, args.smoke)
+    record = Record(args.out, {"device": args.device, "smoke": args.smoke, "budget_seconds": args.budget})
+    first = run_parts([Part("environment", environment, 1)], settings, args.budget, inline, record.keep)
+    # a CPU's kernels neither hang nor break what they run on, and starting processes takes longer than its parts
+    runner = inline if torch.device(args.device).type == "cpu" else isolated
+    budget = max(0.0, args.budget - (monotonic() - began))
+    results = first | run_parts(PARTS, settings, budget, runner, record.keep)
+    red = [name for name, result in results.items() if is_red(result)]
+    record.note(seconds=monotonic() - began, red=red)
+    print_tables(results)
+    short = [name for name, result in results.items() if result["status"] == "skipped" or result.get("skipped")]
+    print(f"\n{record.path}: {'red: ' + ', '.join(red) if red else 'no gate is red'}", end="")
+    print(f"; no time for all of {', '.join(short)}" if short else "")
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Part "decoding" of ``bench.gpu``: whole runs at the shapes of Qwen3-8B and Qwen3-0.6B, with random weights.
+
+Costs are those of the shapes; how much is accepted is chosen: a ``ReplayDrafter`` runs the small model and proposes
+what the large one is known to emit. Outputs are still held against plain decoding. In bf16 a near-tie may flip when
+the batch changes; the share of equal outputs stands beside every speed, flagged where it is not all of them.
+
+The large model's random weights are such that ties are rare: its next token is mostly a function of the last one.
+That alone would hide wrong attention, so the logits of a verification are compared with the stock model's as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from bench.device import ForwardMeter, free_memory, full_precision, synchronize
+from bench.parts import Progress, Settings
+from bench.replay import ReplayDrafter
+from specdec_fast import Engine, SamplingParams
+from specdec_fast.drafters.model import ModelDrafter
+from specdec_fast.kv_cache import PagePool, Rows
+from specdec_fast.models import RaggedModel, prefill
+from specdec_fast.ops import resolve
+
+SEED = 0
+# Large against what random layers add to it, so that a token's own embedding decides the next one; see random_model.
+EMBEDDING_SCALE = 4.0
+PLAIN = "plain"
+PAGE_SIZE = 16
+
+Tokens = list[list[int]]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model, by the names of ``Qwen3Config``."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is decoded.
+
+    Attributes:
+        target, draft: shapes.
+        vocab_size: of both.
+        dtype: of the weights.
+        prompt_tokens, new_tokens: per prompt.
+        prompts: how many are decoded at each batch size.
+        num_draft_tokens: K.
+        acceptance: probabilities that a draft token is the target's own.
+        warm_up_tokens: per prompt, before each measured run.
+
+    """
+
+    target: ModelShape
+    draft: ModelShape
+    vocab_size: int
+    dtype: torch.dtype
+    prompt_tokens: int
+    new_tokens: int
+    prompts: dict[int, int]
+    num_draft_tokens: int
+    acceptance: tuple[float, ...]
+    warm_up_tokens: int
+
+
+QWEN3_8B = ModelShape(4096, 12288, 36, 32, 8, 128, tie_word_embeddings=False)
+QWEN3_06B = ModelShape(1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True)
+FULL = Sizes(QWEN3_8B, QWEN3_06B, 151_936, torch.bfloat16, 128, 64, {8: 16, 32: 64, 1: 1}, 5, (0.8, 0.6), 8)
+SMOKE = Sizes(
+    ModelShape(32, 64, 2, 4, 2, 16, tie_word_embeddings=False),
+    ModelShape(16, 32, 1, 2, 1, 16, tie_word_embeddings=True),
+    vocab_size=97,
+    dtype=torch.float32,
+    prompt_tokens=6,
+    new_tokens=12,
+    prompts={2: 4, 1: 1},
+    num_draft_tokens=3,
+    acceptance=(0.8,),
+    warm_up_tokens=2,
+)
+
+
+def run(settings: Settings, progress: Progress) -> None:
+    """Build the pair, write the transcripts, check the logits, then measure."""
+    full_precision()
+    device, sizes = torch.device(settings.device), SMOKE if settings.smoke else FULL
+    target = random_model(sizes.target, sizes.vocab_size, sizes.dtype, device, SEED)
+    draft = random_model(sizes.draft, sizes.vocab_size, sizes.dtype, device, SEED + 1)
+    progress.note(target_parameters=target.num_parameters(), draft_parameters=draft.num_parameters())
+    generator = torch.Generator().manual_seed(SEED)
+    count = max(sizes.prompts.values())
+    prompts: Tokens = torch.randint(sizes.vocab_size, (count, sizes.prompt_tokens), generator=generator).tolist()
+    bench = Bench(target, draft, prompts, sizes)
+    largest = max(sizes.prompts)
+    bench.transcripts = bench.engine(PLAIN, largest, None).decode(sizes.new_tokens)
+    texts = [p + t for p, t in zip(prompts, bench.transcripts, strict=True)][: min(8, count)]
+    _check_logits(bench, texts, progress)
+    measure_all(bench, progress)
+
+
+def config_of(shape: ModelShape, vocab_size: int) -> Qwen3Config:
+    """Return the config of a Qwen3 of this shape."""
+    return Qwen3Config(**asdict(shape), vocab_size=vocab_size)
+
+
+def random_model(
+    shape: ModelShape, vocab_size: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> PreTrainedModel:
+    """Build a Qwen3 of this shape with random weights, on the device itself.
+
+    Usual random weights would leave the best logits so close that in bf16 every tenth is a tie. So embeddings weigh as
+    much as all that the layers add, and an output layer of its own holds them in another order: the next token is the
+    one whose row is the last token's embedding, by a margin that rounding does not bridge.
+    """
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_of(shape, vocab_size), dtype=dtype).eval()
+    with torch.no_grad():
+        embedding: Tensor = model.get_input_embeddings().weight
+        embedding.normal_(std=EMBEDDING_SCALE)
+        if not shape.tie_word_embeddings:
+            order = torch.randperm(vocab_size, device=device)
+            unit = 1 / (EMBEDDING_SCALE * shape.hidden_size**0.5)
+            model.get_output_embeddings().weight.copy_(embedding[order]).mul_(unit)
+    return model
+
+
+class Run:
+    """One engine of the bench, and what its last decoding took."""
+
+    def __init__(self, engine: Engine, models: list[RaggedModel], prompts: Tokens) -> None:
+        self.engine, self.models, self.prompts = engine, models, prompts
+        self.forward_seconds = 0.0
+
+    def decode(self, new_tokens: int) -> Tokens:
+        """Decode the prompts, to exactly ``new_tokens`` tokens each."""
+        device = self.engine.target.layout.device
+        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+        synchronize(device)
+        with ForwardMeter(self.models, device) as meter:
+            outputs = self.engine.generate(self.prompts, params, progress=False)
+        self.forward_seconds = meter.seconds()
+        return [output.raise_for_error().token_ids for output in outputs]
+
+
+class Bench:
+    """A pair, prompts, and what the target emits for them."""
+
+    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, prompts: Tokens, sizes: Sizes) -> None:
+        self.target, self.sizes, self.prompts = target, sizes, prompts
+        self.draft = RaggedModel(draft, resolve(draft.device))
+        self.transcripts: Tokens = []
+
+    def engine(self, method: str, batch_size: int, acceptance: float | None) -> Run:
+        """Make an engine; ``acceptance`` is None for plain decoding."""
+        drafter = None
+        if acceptance is not None:
+            vocab_size, device = self.sizes.vocab_size, self.target.device
+            inner = ModelDrafter(self.draft, vocab_size)
+            drafter = ReplayDrafter(inner, self.transcripts, acceptance, vocab_size, device, SEED)
+        engine = Engine(
+            self.target,
+            drafter,
+            method="eqspec" if method == PLAIN else method,
+            max_batch_size=batch_size,
+            num_draft_tokens=self.sizes.num_draft_tokens,
+            page_size=PAGE_SIZE,
+        )
+        models = [engine.target] if drafter is None else [engine.target, self.draft]
+        return Run(engine, models, self.prompts[: self.sizes.prompts[batch_size]])
+
+
+def contenders(sizes: Sizes) -> Iterator[tuple[str, int, float | None]]:
+    """Yield (method, batch size, acceptance); what matters most comes first, should time run out."""
+    for batch_size in sizes.prompts:
+        yield PLAIN, batch_size, None
+        for acceptance in sizes.acceptance:
+            for method in ("eqspec", "exspec"):
+                yield method, batch_size, acceptance
+
+
+def measure_all(bench: Bench, progress: Progress) -> None:
+    """Time every contender once, after a short run of it; a row each."""
+    plain: dict[int, float] = {}
+    longest = 0.0  # of a run so far: what the next may take
+    for method, batch_size, acceptance in contenders(bench.sizes):
+        name = f"{method} at batch {batch_size}" + ("" if acceptance is None else f", acceptance {acceptance}")
+        if not progress.has_time(name, longest):
+            continue
+        run = bench.engine(method, batch_size, acceptance)
+        run.decode(bench.sizes.warm_up_tokens)
+        row = _measured(run, bench)
+        longest = max(longest, row["seconds"])
+        if method == PLAIN:
+            plain[batch_size] = row["tokens_per_second"]
+        speedup = row["tokens_per_second"] / plain[batch_size] if batch_size in plain else None
+        progress.row(method=method, batch=batch_size, acceptance=acceptance, **row, speedup_over_plain=speedup)
+        del run
+        free_memory(bench.target.device)
+
+
+def _measured(run: Run, bench: Bench) -> dict[str, Any]:
+    outputs = run.decode(bench.sizes.new_tokens)
+    stats, expected = run.engine.last_run, bench.transcripts[: len(outputs)]
+    equal = sum(a == b for a, b in zip(outputs, expected, strict=True))
+    return {
+        "tokens_per_second": sum(map(len, outputs)) / stats.seconds,
+        "seconds": stats.seconds,
+        "outputs": len(outputs),
+        "equal_share": equal / len(outputs),
+        "all_equal": equal == len(outputs),
+        "steps": stats.num_steps,
+        "mean_acceptance_length": stats.decoding.mean_acceptance_length,
+        "acceptance_rate": stats.decoding.acceptance_rate,
+        "host_seconds_by_stage": dict(stats.timer.seconds),
+        "share_outside_forwards": 1 - run.forward_seconds / stats.seconds,
+    }
+
+
+def _check_logits(bench: Bench, texts: Tokens, progress: Progress) -> None:
+    """Hold the logits of a verification at the ends of ``texts`` against the stock model's own, dense and batched.
+
+    The bound is the one that models are admitted by: the square root of the dtype's rounding unit.
+    """
+    num_rows = bench.sizes.num_draft_tokens + 1
+    ragged = ragged_logits(bench.engine(PLAIN, max(bench.sizes.prompts), None).engine.target, texts, num_rows)
+    with torch.inference_mode():
+        token_ids = torch.tensor(texts, device=bench.target.device)
+        dense = bench.target(token_ids, logits_to_keep=num_rows).logits.flatten(0, 1).float()
+    distance = float(((ragged - dense).norm(dim=1) / dense.norm(dim=1)).max())
+    best = dense.topk(2).values
+    gap = ((best[:, 0] - best[:, 1]) / dense.abs().amax(dim=1)).median()
+    bound = torch.finfo(bench.sizes.dtype).eps ** 0.5
+    progress.note(logit_distance=distance, logit_distance_bound=bound, median_relative_gap=float(gap))
+    if not distance <= bound:
+        progress.fail("logits of a verification", f"{distance:.2g} off the stock model's; {bound:.2g} are allowed")
+
+
+def ragged_logits(model: RaggedModel, texts: Tokens, num_rows: int) -> Tensor:
+    """Prefill texts but for their last rows, then compute these as a verification does: ``[B * num_rows, V]`` fp32."""
+    pool = PagePool(model.layout, sum(len(text) + PAGE_SIZE for text in texts), PAGE_SIZE)
+    for index, text in enumerate(texts):
+        pool.open(index, len(text))
+    prefill(model, pool, {index: text[:-num_rows] for index, text in enumerate(texts)})
+    rows = [Rows(index, len(text) - num_rows, num_rows) for index, text in enumerate(texts)]
+    token_ids = torch.tensor([token for text in texts for token in text[-num_rows:]], device=model.layout.device)
+    return model.forward(pool.batch(rows, token_ids), pool).float()

@@ -1,0 +1,164 @@
+"""Part "equivalence" of ``bench.gpu``: the bundled pair on the device, token by token against plain decoding.
+
+In fp32 the reference is ``transformers`` at batch 1, and a difference is a failure unless the two best logits lie
+within fp32 noise of each other where the texts part. In bf16 the reference is the engine's own plain decoding; what
+differs is counted, beside what plain batched decoding in ``transformers`` differs from its own batch 1 by.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from bench.device import full_precision
+from bench.parts import Progress, Settings
+from specdec_fast import Engine, SamplingParams
+from specdec_fast.assets import demo_pair
+from specdec_fast.equivalence import Comparison, compare, transformers_greedy, transformers_greedy_batch
+from specdec_fast.models import load_model
+from specdec_fast.text import load_tokenizer
+
+FP32_NOISE = 1e-4  # of the largest logit: some hundred times what fp32 sums of these lengths are off by
+PLAIN = "plain"
+
+Tokens = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is decoded.
+
+    Attributes:
+        num_prompts: of the bundled ones, the first so many.
+        max_new_tokens: per prompt.
+        exact: (batch sizes, Ks) in fp32, with every scheduler.
+        noisy: the same in bf16.
+
+    """
+
+    num_prompts: int
+    max_new_tokens: int
+    exact: tuple[tuple[int, ...], tuple[int, ...]]
+    noisy: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+FULL = Sizes(32, 64, ((1, 4, 8), (3, 5)), ((1, 8), (5,)))
+SMOKE = Sizes(3, 6, ((2,), (3,)), ((2,), (3,)))
+
+
+class Pair:
+    """The bundled pair in one dtype, on one device, and its prompts."""
+
+    def __init__(self, dtype: torch.dtype, settings: Settings, sizes: Sizes) -> None:
+        folder, device = demo_pair(), torch.device(settings.device)
+        self.target = load_model(str(folder / "target"), dtype, device)
+        self.draft = load_model(str(folder / "draft"), dtype, device)
+        self.max_new_tokens = sizes.max_new_tokens
+        self.tokenizer = load_tokenizer(str(folder / "target"))
+        lines = (folder / "prompts.jsonl").read_text().splitlines()[: sizes.num_prompts]
+        self.prompts: Tokens = [self.tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
+
+    def decode(self, method: str, batch_size: int, num_draft_tokens: int) -> tuple[Tokens, Engine]:
+        """Decode all prompts with the engine; return what it emitted, and it."""
+        plain = method == PLAIN
+        engine = Engine(
+            self.target,
+            None if plain else self.draft,
+            tokenizer=self.tokenizer,
+            method="eqspec" if plain else method,
+            max_batch_size=batch_size,
+            num_draft_tokens=num_draft_tokens,
+        )
+        outputs = engine.generate(self.prompts, SamplingParams(max_new_tokens=self.max_new_tokens), progress=False)
+        return [output.raise_for_error().token_ids for output in outputs], engine
+
+    def transformers(self, batch_size: int) -> Tokens:
+        """Decode all prompts with ``generate()``."""
+        if batch_size == 1:
+            return [transformers_greedy(self.target, prompt, self.max_new_tokens) for prompt in self.prompts]
+        batches = [self.prompts[at : at + batch_size] for at in range(0, len(self.prompts), batch_size)]
+        return [out for batch in batches for out in transformers_greedy_batch(self.target, batch, self.max_new_tokens)]
+
+
+def run(settings: Settings, progress: Progress) -> None:
+    """Decode in fp32, where it is a gate, then in bf16, where it is a figure."""
+    full_precision()
+    logging.disable_progress_bar()
+    sizes = SMOKE if settings.smoke else FULL
+    progress.note(prompts=sizes.num_prompts, new_tokens=sizes.max_new_tokens, fp32_noise=FP32_NOISE)
+    exact = Pair(torch.float32, settings, sizes)
+    _compare_all(exact, exact.transformers(1), sizes.exact, progress, gate=True)
+    if progress.has_time("bfloat16"):
+        noisy = Pair(torch.bfloat16, settings, sizes)
+        _compare_all(noisy, noisy.decode(PLAIN, 1, 0)[0], sizes.noisy, progress, gate=False)
+        _noise_floor(noisy, sizes.noisy[0], progress)
+
+
+def _compare_all(
+    pair: Pair, expected: Tokens, settings: tuple[tuple[int, ...], tuple[int, ...]], progress: Progress, gate: bool
+) -> None:
+    batch_sizes, ks = settings
+    speculative = [(method, b, k) for method in ("eqspec", "exspec") for b in batch_sizes for k in ks]
+    plain = [(PLAIN, b, 0) for b in batch_sizes if gate or b > 1]  # in bf16 plain decoding at batch 1 is the reference
+    for method, batch_size, k in plain + speculative:
+        name = _name(pair, method, batch_size, k)
+        if not progress.has_time(name):
+            continue
+        outputs, engine = pair.decode(method, batch_size, k)
+        found = compare((method, batch_size, k or None), pair.target, pair.prompts, outputs, expected)
+        shown = _shown(found, pair, expected)
+        stats = engine.last_run
+        decoded = {"mean_acceptance_length": stats.decoding.mean_acceptance_length, "seconds": stats.seconds}
+        progress.row(**_described(found, pair), **decoded, ops=dict(engine.describe()["ops"]), divergences=shown)
+        wrong = [one for one in shown if not one["relative_gap"] <= FP32_NOISE]  # a NaN is wrong too
+        if gate and wrong:
+            why = f"{len(wrong)} of {len(expected)} outputs differ where the best logit leads by more than fp32 noise"
+            progress.fail(name, why, divergences=wrong)
+
+
+def _noise_floor(pair: Pair, batch_sizes: tuple[int, ...], progress: Progress) -> None:
+    """How far plain batched decoding in transformers is from its own batch 1."""
+    if not progress.has_time("noise floor"):
+        return
+    expected = pair.transformers(1)
+    for batch_size in (b for b in batch_sizes if b > 1):
+        if progress.has_time(f"noise floor at batch {batch_size}"):
+            setting = ("transformers", batch_size, None)
+            found = compare(setting, pair.target, pair.prompts, pair.transformers(batch_size), expected)
+            progress.row(**_described(found, pair), divergences=_shown(found, pair, expected))
+
+
+def _name(pair: Pair, method: str, batch_size: int, k: int) -> str:
+    return f"{method} at batch {batch_size}, K {k}, {str(pair.target.dtype).removeprefix('torch.')}"
+
+
+def _described(found: Comparison, pair: Pair) -> dict[str, Any]:
+    return {
+        "method": found.method,
+        "batch": found.batch_size,
+        "num_draft_tokens": found.num_draft_tokens,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "outputs": len(pair.prompts),
+        "equal": len(pair.prompts) - len(found.divergences),
+    }
+
+
+def _shown(found: Comparison, pair: Pair, expected: Tokens) -> list[dict[str, Any]]:
+    """Describe where each text parts, and the gap of the two best logits there in units of the largest."""
+    rows = []
+    for one in found.divergences:
+        context = pair.prompts[one.index] + expected[one.index][: one.position]
+        relative_gap = one.gap / _largest(pair.target, context)
+        rows.append({"prompt": one.index, "position": one.position, "relative_gap": relative_gap})
+    return rows
+
+
+@torch.inference_mode()
+def _largest(model: PreTrainedModel, token_ids: list[int]) -> float:
+    logits = model(torch.tensor([token_ids], device=model.device)).logits[0, -1]
+    return float(logits.float().abs().max())

@@ -1,0 +1,230 @@
+"""Part "kernels" of ``bench.gpu``: every op on every backend of the device against the oracle, and rows on their own.
+
+The oracle runs on the CPU, so that nothing of the GPU's is its own judge. Outputs begin as NaN and absurd integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.agreement import BASELINE, Errors, errors, same_bits, too_far
+from bench.attention_shapes import AttentionShape, part_of, repeated
+from bench.device import full_precision, poisoned, synchronize
+from bench.parts import Progress, Settings, described
+from specdec_fast.errors import BackendError
+from specdec_fast.ops import BACKENDS, Case, Op, all_ops
+from specdec_fast.ops.registry import INTERPRETING
+
+CPU = torch.device("cpu")
+INDEPENDENT = ("cpp", "triton")  # backends of paged_attention that promise a row's bits depend on its context alone
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is checked.
+
+    Attributes:
+        dtypes: all that the kernels serve, or some.
+        seeds: draws of every case.
+        cases_per_op: the first so many; None is all.
+        verify: rows of a verification, over contexts in several pieces.
+        prefill: rows of prompts.
+        copies: how often a batch holds the same sequences, so that it has tiles enough not to be split.
+        runs: of the same call, which must have the same bits.
+
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    seeds: int
+    cases_per_op: int | None
+    verify: AttentionShape
+    prefill: AttentionShape
+    copies: int
+    runs: int
+
+
+FULL = Sizes(
+    dtypes=(torch.float32, torch.float16, torch.bfloat16),
+    seeds=3,
+    cases_per_op=None,
+    verify=AttentionShape((517, 1300, 512, 2049, 9), (6,) * 5),  # pieces of 512, crossed within the rows or just filled
+    prefill=AttentionShape((1300, 70), (1300, 70)),
+    copies=16,
+    runs=10,
+)
+SMOKE = Sizes(
+    dtypes=(torch.float32,),
+    seeds=1,
+    cases_per_op=2,
+    verify=AttentionShape((514, 20), (3, 3), heads=2, kv_heads=1, head_dim=16),
+    prefill=AttentionShape((520, 5), (9, 5), heads=2, kv_heads=1, head_dim=16),
+    copies=2,
+    runs=2,
+)
+
+
+def run(settings: Settings, progress: Progress) -> None:
+    """Sweep the registry, then take attention's batches apart."""
+    full_precision()
+    device, sizes = torch.device(settings.device), SMOKE if settings.smoke else FULL
+    for op in all_ops().values():
+        for backend in backends_on(op, device):
+            reason = op.why_unavailable(backend)
+            if reason is not None:
+                progress.row(op=op.name, backend=backend, not_served=reason)
+                if not BACKENDS[backend].partial:  # one that has all ops is what the engine would have run on
+                    progress.fail(f"{op.name} on {backend}", reason)
+                continue
+            for dtype in sizes.dtypes:
+                if progress.has_time(f"{op.name} on {backend} in {name_of(dtype)}"):
+                    _sweep(op, backend, dtype, device, sizes, progress)
+    attention = all_ops()["paged_attention"]
+    for backend in (b for b in serving(attention, device) if b in INDEPENDENT):
+        for dtype in sizes.dtypes:
+            if not _misinterprets(attention, backend, dtype) and progress.has_time(
+                f"independent rows on {backend} in {name_of(dtype)}"
+            ):
+                _check_rows(attention, backend, dtype, device, sizes, progress)
+
+
+def backends_on(op: Op, device: torch.device) -> Iterator[str]:
+    """Yield the backends of an op that are made for ``device``, but for the one that is the oracle."""
+    for backend in op.implementations:
+        if backend != BASELINE and device.type in BACKENDS[backend].device_types:
+            yield backend
+
+
+def serving(op: Op, device: torch.device) -> list[str]:
+    """Return those of ``backends_on`` that can run here."""
+    return [backend for backend in backends_on(op, device) if op.why_unavailable(backend) is None]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return ``bfloat16`` and the like."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _misinterprets(op: Op, backend: str, dtype: torch.dtype) -> bool:
+    """Triton's interpreter multiplies bf16 matrices wrongly; copies and comparisons it does right."""
+    return INTERPRETING and backend == "triton" and not op.exact and dtype == torch.bfloat16
+
+
+def _sweep(op: Op, backend: str, dtype: torch.dtype, device: torch.device, sizes: Sizes, progress: Progress) -> None:
+    """Compare all cases of one op, backend and dtype; one row, and an entry for every case that is wrong."""
+    not_served: dict[str, str] = {}
+    num_checks, num_wrong, closest = 0, 0, 0.0
+    for case in list(op.cases())[: sizes.cases_per_op]:
+        for seed in range(sizes.seeds):
+            try:
+                if _misinterprets(op, backend, dtype):
+                    raise BackendError("Triton's interpreter multiplies bf16 matrices wrongly")
+                wrong, found = compare(op, backend, partial(make_case, case, dtype, seed), device)
+            except BackendError as error:  # a limit that the backend itself tells
+                not_served[case.name] = str(error)
+                break
+            except Exception as error:
+                wrong, found = described(error), None
+            num_checks += 1
+            num_wrong += wrong is not None
+            if found is not None and found.allowed() > 0:
+                closest = max(closest, found.error / found.allowed())
+            if wrong is not None:
+                what = f"{op.name} {case.name} on {backend} in {name_of(dtype)}, seed {seed}"
+                progress.fail(what, wrong, **({} if found is None else vars(found)))
+    progress.row(
+        op=op.name,
+        backend=backend,
+        dtype=name_of(dtype),
+        checks=num_checks,
+        wrong=num_wrong,
+        largest_error_over_allowed=None if op.exact else closest,
+        not_served=not_served,
+    )
+
+
+def make_case(case: Case, dtype: torch.dtype, seed: int, device: torch.device) -> dict[str, Any]:
+    """Build a case's arguments: the same ones for the same seed, on any device."""
+    return case.make(torch.Generator().manual_seed(seed), dtype, device)
+
+
+def compare(
+    op: Op, backend: str, make: Callable[[torch.device], dict[str, Any]], device: torch.device
+) -> tuple[str | None, Errors | None]:
+    """Run a backend on ``device`` and the oracle on the CPU, on equal arguments.
+
+    Returns:
+        How they differ, or None; and the errors of an op that is not exact. Those may be twice the oracle's own against
+        fp64, and one rounding of the result: stricter than the gate before timings, whose contexts are far longer.
+
+    """
+    args, oracle_args = make(device), make(CPU)
+    implementation = op.load(backend)
+    with poisoned():
+        got = implementation(**args)
+        synchronize(device)
+    oracle = op.load(BASELINE)(**oracle_args)
+    if not same_bits(oracle_args, args):
+        return "its arguments, changed in place, differ from those of the oracle", None
+    if op.exact:
+        return (None if same_bits(oracle, got) else "its results differ from those of the oracle"), None
+    if (got.dtype, got.shape) != (oracle.dtype, oracle.shape):
+        return f"it returns {got.dtype} {list(got.shape)}; expected {oracle.dtype} {list(oracle.shape)}", None
+    found = errors(op, got, oracle, oracle_args)
+    if found.error <= found.allowed():  # False for a NaN
+        return None, found
+    return f"its largest error is {found.error:.3g}; {found.allowed():.3g} are allowed", found
+
+
+def _check_rows(
+    op: Op, backend: str, dtype: torch.dtype, device: torch.device, sizes: Sizes, progress: Progress
+) -> None:
+    """Check the values of long contexts; count calls of a part of a batch, and of a larger one, that change any bit."""
+    attention = op.load(backend)
+    for name, shape in (("verify", sizes.verify), ("prefill", sizes.prefill)):
+        try:
+            args = shape.make(dtype, device)
+            whole = attention(**args)
+            wrong = too_far(errors(op, whole, op.load(BASELINE)(**args), args), op, args)
+            checks = {
+                "run_to_run": [same_bits(attention(**args), whole) for _ in range(sizes.runs)],
+                "parts": [same_bits(attention(**part), whole[rows]) for part, rows in parts_of(args, shape)],
+                "in_larger_batch": _same_when_repeated(attention, args, whole, sizes.copies),
+            }
+        except Exception as error:
+            progress.fail(f"independent rows, {name} on {backend} in {name_of(dtype)}", described(error))
+            continue
+        if wrong is not None:
+            progress.fail(f"values of {name} over long contexts on {backend} in {name_of(dtype)}", wrong)
+        for check, same in checks.items():
+            what = f"{check} of {name} on {backend} in {name_of(dtype)}"
+            progress.row(check=what, checks=len(same), wrong=same.count(False))
+            if not all(same):
+                progress.fail(what, f"{same.count(False)} of {len(same)} calls have other bits")
+
+
+def parts_of(args: dict[str, Any], shape: AttentionShape) -> Iterator[tuple[dict[str, Any], slice]]:
+    """Yield every sequence alone, all of it and in parts that begin and end where something may change.
+
+    Single rows are what plain decoding computes, the whole what verification or a prefill does.
+    """
+    for sequence, (context, count) in enumerate(zip(shape.contexts, shape.rows, strict=True)):
+        yield part_of(args, sequence, 0, count)
+        at_edges = {edge - (context - count) + by for edge in range(0, context + 1, 256) for by in (-1, 0, 1)}
+        firsts = sorted(first for first in {*range(6), *at_edges, count - 1} if 0 <= first < count)
+        for first in firsts:
+            yield part_of(args, sequence, first, 1)
+        for first in firsts[::4]:
+            yield part_of(args, sequence, first, 6)
+            yield part_of(args, sequence, first, 256)
+
+
+def _same_when_repeated(
+    attention: Callable[..., Tensor], args: dict[str, Any], whole: Tensor, copies: int
+) -> list[bool]:
+    return [same_bits(part, whole) for part in attention(**repeated(args, copies)).split(len(whole))]

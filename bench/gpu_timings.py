@@ -1,0 +1,178 @@
+"""Part "timings" of ``bench.gpu``: every op against the device's own copy, and attention against FlashAttention.
+
+Two times per call. *microseconds*: the device's, with nothing of the arguments in its cache (``device.cold_seconds``).
+*call_microseconds*: one of many calls launched from Python in a row on the same arguments, which is what an engine pays
+that launches op by op; it is the longer one where launching takes longer than working. Nothing that is wrong is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.agreement import BASELINE, disagreement, errors, too_far
+from bench.attention_shapes import AttentionShape
+from bench.device import cold_seconds, free_memory, full_precision
+from bench.flash_references import FLASH_REFERENCES
+from bench.gpu_kernels import make_case, name_of, serving
+from bench.parts import Progress, Settings, described
+from bench.references import prepare_reference
+from bench.timing import Call, Clock
+from specdec_fast.errors import BackendError
+from specdec_fast.ops import Op, all_ops
+from specdec_fast.ops.registry import INTERPRETING
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed.
+
+    Attributes:
+        copy_bytes: read, and as many written, for the bandwidth.
+        declared: whether to time the ops' own benchmarks.
+        batch_sizes, contexts: of attention as in a verification.
+        rows: K + 1.
+        layer: heads, KV heads and head size.
+
+    """
+
+    copy_bytes: int
+    declared: bool
+    batch_sizes: tuple[int, ...]
+    contexts: tuple[int, ...]
+    rows: int
+    layer: dict[str, int]
+
+
+FULL = Sizes(1 << 30, True, (8, 32), (1024, 4096, 16384), 6, {"heads": 32, "kv_heads": 8, "head_dim": 128})
+SMOKE = Sizes(1 << 20, False, (2,), (40,), 3, {"heads": 4, "kv_heads": 2, "head_dim": 16})
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One op on one set of arguments."""
+
+    op: Op
+    case: str
+    dtype: torch.dtype
+    make: Callable[[], dict[str, Any]]
+
+    def __str__(self) -> str:
+        return f"{self.op.name} {self.case} {name_of(self.dtype)}"
+
+
+def run(settings: Settings, progress: Progress) -> None:
+    """Measure the copy, then everything else against it."""
+    full_precision()
+    device, sizes = torch.device(settings.device), SMOKE if settings.smoke else FULL
+    with torch.inference_mode():
+        bandwidth = copy_bandwidth(sizes.copy_bytes, device)
+        progress.note(copy_gigabytes_per_second=bandwidth / 1e9)
+        for subject in subjects(sizes, device):
+            if progress.has_time(str(subject)):
+                _time_all(subject, device, bandwidth, progress)
+                free_memory(device)
+
+
+def copy_bandwidth(num_bytes: int, device: torch.device) -> float:
+    """Return bytes read and written per second by a plain copy of random numbers."""
+    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
+    destination = torch.empty_like(source)
+    return 2 * num_bytes / cold_seconds(lambda: destination.copy_(source), device)
+
+
+def subjects(sizes: Sizes, device: torch.device) -> Iterator[Subject]:
+    """Yield attention as serving has it, then the benchmarks that the ops declare: in bf16, attention in fp32 too."""
+    for batch_size in sizes.batch_sizes:
+        for context in sizes.contexts:
+            shape = AttentionShape((context,) * batch_size, (sizes.rows,) * batch_size, **sizes.layer)
+            make = partial(shape.make, torch.bfloat16, device, SEED)
+            yield Subject(all_ops()["paged_attention"], f"verify_{batch_size}x{context}", torch.bfloat16, make)
+    for op in all_ops().values() if sizes.declared else ():
+        for case in op.benchmarks():
+            for dtype in (torch.bfloat16,) if op.exact else (torch.bfloat16, torch.float32):
+                yield Subject(op, case.name, dtype, partial(make_case, case, dtype, SEED, device))
+
+
+def _time_all(subject: Subject, device: torch.device, bandwidth: float, progress: Progress) -> None:
+    """Check and time the oracle, every backend and every reference; a row for each, whatever becomes of it."""
+    subject = replace(subject, make=partial(deepcopy, subject.make()))  # drawing takes longer than all the rest
+    for backend in (BASELINE, *serving(subject.op, device)):
+        if INTERPRETING and backend == "triton":
+            continue  # its speed means nothing
+        make_call = partial(_backend_call, subject, backend)
+        _time_one(subject, backend, make_call, device, bandwidth, progress)
+    for name, make_call in _references(subject).items():
+        _time_one(subject, name, make_call, device, bandwidth, progress, is_reference=True)
+
+
+def _backend_call(subject: Subject, backend: str) -> tuple[Call, str | None]:
+    wrong = disagreement(subject.op, backend, subject.make) if backend != BASELINE else None
+    return partial(subject.op.load(backend, check=False), **subject.make()), wrong
+
+
+def _references(subject: Subject) -> dict[str, Callable[[], tuple[Call, str | None]]]:
+    """Return what to compare with, by name: the plain PyTorch of ``bench.ops``, and FlashAttention for attention."""
+    plain = list(prepare_reference(subject.op.name, subject.make()))
+    makers: dict[str, Callable[[], tuple[Call, str | None]]] = {}
+    for name in plain:  # that these do the same work is for the tests to say: they return other layouts
+        makers[name] = lambda name=name: (prepare_reference(subject.op.name, subject.make())[name], None)
+    if subject.op.name == "paged_attention":
+        makers |= {name: partial(_flash_call, subject, name) for name in FLASH_REFERENCES}
+    return makers
+
+
+def _flash_call(subject: Subject, name: str) -> tuple[Call, str | None]:
+    args = subject.make()
+    call = FLASH_REFERENCES[name](**args)
+    result: Tensor = call()
+    baseline = subject.op.load(BASELINE)(**args)
+    return call, too_far(errors(subject.op, result, baseline, args), subject.op, args)
+
+
+def _time_one(
+    subject: Subject,
+    method: str,
+    make_call: Callable[[], tuple[Call, str | None]],
+    device: torch.device,
+    bandwidth: float,
+    progress: Progress,
+    *,
+    is_reference: bool = False,
+) -> None:
+    """Add a row. What is wrong or cannot run has no time; only of the package's own backends that is a failure."""
+    row = {"op": subject.op.name, "case": subject.case, "dtype": name_of(subject.dtype), "method": method}
+    try:
+        call, wrong = make_call()
+        if wrong is None:
+            row |= _figures(call, subject, device, bandwidth)
+    except Exception as error:
+        if is_reference or isinstance(error, BackendError):
+            progress.row(**row, not_served=described(error))
+            return
+        wrong = described(error)
+    if wrong is not None and not is_reference:
+        progress.fail(f"{subject} on {method}", f"{wrong}; it is not timed")
+    progress.row(**row, **({} if wrong is None else {"wrong": wrong}))
+
+
+def _figures(call: Call, subject: Subject, device: torch.device, bandwidth: float) -> dict[str, Any]:
+    seconds = cold_seconds(call, device)
+    clock = Clock(device)
+    in_a_row = clock.seconds(call, clock.calls_per_sample(call))
+    num_bytes = subject.op.bytes_moved(**subject.make())
+    return {
+        "microseconds": 1e6 * seconds,
+        "call_microseconds": 1e6 * in_a_row,
+        "bytes_moved": num_bytes,
+        "gigabytes_per_second": num_bytes / seconds / 1e9,
+        "share_of_copy": num_bytes / seconds / bandwidth,
+    }

@@ -1,0 +1,58 @@
+"""How much memory a repad needs beyond the cache it works on: peak resident memory, measured in a fresh process.
+
+A process of its own, because an allocator hands memory that was freed before out again without asking the system,
+and the peak would not rise.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.ladder import Shape, Step, layers_of, methods
+from specdec_fast.ops import resolve
+
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
+RESET_PEAK = "5"  # of VmHWM; see proc_pid_clear_refs(5)
+
+
+def extra_bytes(method: str, backend: str, shape: Shape, num_layers: int, step: Step) -> int | None:
+    """Return by how much peak memory rises while ``method`` runs once; None where the system does not tell.
+
+    Args:
+        method: a name of ``ladder.methods``.
+        backend: of the op, for ``fused``.
+        shape, num_layers, step: the cache and what moves in it.
+
+    """
+    if not RESET.exists():
+        return None
+    task = (method, backend, shape, num_layers, step, torch.get_num_threads())
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_measure, task)
+
+
+def _measure(method: str, backend: str, shape: Shape, num_layers: int, step: Step, num_threads: int) -> int:
+    torch.set_num_threads(num_threads)
+    repad = methods(resolve(torch.device("cpu"), backend).realign_kv_)[method]
+    small = Shape("warm-up", 1, 1, 1, shape.dtype)
+    for _ in range(2):  # what is loaded at first use, threads among it, is not the method's
+        repad(layers_of(small.allocate(1, len(step.moves), step.cache_columns)), step.moves, step.num_columns)
+    cache = layers_of(shape.allocate(num_layers, len(step.moves), step.cache_columns))
+    RESET.write_text(RESET_PEAK)
+    before = _status_bytes("VmRSS")
+    result: Any = repad(cache, step.moves, step.num_columns)
+    peak = _status_bytes("VmHWM")
+    del result
+    return peak - before
+
+
+def _status_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"{STATUS} has no {field}.")
+    return int(found[1]) * 1024

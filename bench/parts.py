@@ -1,0 +1,173 @@
+"""The parts of a long check: each has a deadline, and none takes the others down with it.
+
+No torch in here: the parent of an isolated part must not touch the device.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from time import monotonic
+from typing import Any
+
+GRACE = 20.0  # seconds past its deadline that a part may take to notice it, before its process is ended
+TRACEBACK_LINES = 12
+LONGEST_MESSAGE = 400
+
+Result = dict[str, Any]
+Keep = Callable[[Result], None]
+
+
+class Progress:
+    """What a part has found so far. Handed on with every change: a part that dies loses nothing.
+
+    Args:
+        deadline: when to end, by ``time.monotonic``, which all processes of a machine share.
+        keep: receives the whole result each time.
+
+    """
+
+    def __init__(self, deadline: float, keep: Keep) -> None:
+        self.result: Result = {"rows": [], "failures": [], "skipped": []}
+        self._deadline, self._keep = deadline, keep
+
+    def note(self, **facts: Any) -> None:
+        """Record facts of the whole part."""
+        self.result |= facts
+        self._keep(self.result)
+
+    def row(self, **fields: Any) -> None:
+        """Record a line of its table."""
+        self.result["rows"].append(fields)
+        self._keep(self.result)
+
+    def fail(self, what: str, why: str, **fields: Any) -> None:
+        """Record that a gate is red."""
+        self.result["failures"].append({"what": what, "why": why, **fields})
+        self._keep(self.result)
+
+    def has_time(self, what: str, seconds: float = 0.0) -> bool:
+        """Tell whether ``seconds`` are left for ``what``; if not, record that it was skipped."""
+        if monotonic() + seconds < self._deadline:
+            return True
+        self.result["skipped"].append(what)
+        self._keep(self.result)
+        return False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every part is told.
+
+    Attributes:
+        device: name of a ``torch.device``.
+        smoke: sizes that a CPU does in seconds, to try the check itself.
+
+    """
+
+    device: str
+    smoke: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the check.
+
+    Attributes:
+        name: what the report calls it.
+        run: takes the settings and a Progress.
+        share: of the time left when it begins, relative to the shares of it and the parts after it.
+
+    """
+
+    name: str
+    run: Callable[[Settings, Progress], None]
+    share: float
+
+
+def inline(part: Part, settings: Settings, deadline: float, keep: Keep) -> Result:
+    """Run a part in this process; an exception ends the part and is part of its result."""
+    progress = Progress(deadline, keep)
+    try:
+        part.run(settings, progress)
+    except Exception as error:  # whatever it is, the other parts are to run
+        return progress.result | {"status": "failed", "error": described(error), "traceback": tail_of(error)}
+    return progress.result | {"status": "done"}
+
+
+def isolated(part: Part, settings: Settings, deadline: float, keep: Keep) -> Result:
+    """Run a part in a process of its own: a kernel that hangs or breaks the GPU's context takes only that down."""
+    context = get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_in_child, args=(part, settings, deadline, sending), daemon=True)
+    process.start()
+    sending.close()  # so that the child's end is the last one, and its death is noticed
+    result: Result = {"rows": [], "failures": [], "skipped": []}
+    try:
+        while receiving.poll(max(0.0, deadline + GRACE - monotonic())):
+            result = receiving.recv()
+            if "status" in result:
+                return result
+            keep(result)
+        return result | {"status": "killed", "error": f"it did not end within {GRACE:.0f} s of its deadline"}
+    except (EOFError, OSError):  # before a message, or in the middle of one
+        process.join(GRACE)
+        return result | {"status": "failed", "error": f"its process ended with exit code {process.exitcode}"}
+    finally:
+        process.join(timeout=GRACE if "status" in result else 0)
+        process.kill()
+        process.join()
+
+
+def _in_child(part: Part, settings: Settings, deadline: float, sending: Connection) -> None:
+    sending.send(inline(part, settings, deadline, sending.send))
+
+
+def run_parts(
+    parts: Sequence[Part],
+    settings: Settings,
+    budget: float,
+    runner: Callable[[Part, Settings, float, Keep], Result],
+    keep: Callable[[str, Result], None],
+) -> dict[str, Result]:
+    """Run parts one after the other within ``budget`` seconds; return each one's result, skipped ones included.
+
+    Args:
+        parts: in order.
+        settings: handed to each.
+        budget: seconds for all.
+        runner: ``inline`` or ``isolated``.
+        keep: receives a part's name and its result so far, whenever it grows.
+
+    """
+    end = monotonic() + budget
+    results: dict[str, Result] = {}
+    for i, part in enumerate(parts):
+        began = monotonic()
+        if began < end:
+            shares = sum(later.share for later in parts[i:])
+            deadline = began + (end - began) * part.share / shares
+            result = runner(part, settings, deadline, lambda found, name=part.name: keep(name, found))
+        else:
+            result = {"status": "skipped", "error": f"the budget of {budget:.0f} s was used up"}
+        results[part.name] = result | {"seconds": monotonic() - began}
+        keep(part.name, results[part.name])
+    return results
+
+
+def is_red(result: Result) -> bool:
+    """Tell whether a part failed, or a gate of it; one that was skipped did not."""
+    return result["status"] in ("failed", "killed") or bool(result.get("failures"))
+
+
+def described(error: BaseException) -> str:
+    """Return an exception's type and the beginning of its message, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_MESSAGE]
+
+
+def tail_of(error: BaseException) -> list[str]:
+    """Return the last lines of an exception's traceback."""
+    return "".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:]

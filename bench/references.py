@@ -1,0 +1,114 @@
+"""What one would write without this package, timed beside the ops that replace it.
+
+A reference gets its arguments in the layout that suits it best (dense, padded, contiguous); laying them out is not
+timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.timing import Call
+from specdec_fast.ragged import TREE_MASK_BITS, PagedBatch, Scores
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A plain way to do what an op does.
+
+    Attributes:
+        name: what rows call it, in the place of a backend.
+        prepare: lays the op's arguments out and returns the call to time; None if it cannot serve them.
+
+    """
+
+    name: str
+    prepare: Callable[..., Call | None]
+
+
+def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Call | None:
+    """One call of torch's SDPA on a dense batch ``[B, num_kv_heads, context, head_dim]`` with a mask.
+
+    Serves sequences of equal contexts and row counts, without window, soft cap or tree.
+    """
+    contexts, counts = set(batch.seqused_k.tolist()), set(batch.cu_seqlens_q.diff().tolist())
+    special = (scores.sliding_window, scores.softcap, batch.tree_mask)
+    if len(contexts) != 1 or len(counts) != 1 or any(x is not None for x in special):
+        return None
+    context, num_rows = contexts.pop(), counts.pop()
+    pages = batch.block_table[:, : -(-context // kv[0].shape[1])].long()
+    key, value = (cache[pages].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for cache in kv)
+    rows = query.unflatten(0, (-1, num_rows)).transpose(1, 2).contiguous()  # [B, num_heads, rows, head_dim]
+    column = torch.arange(context, device=query.device)
+    visible = column <= column[context - num_rows :, None]  # [rows, context]
+    mask = visible.expand(len(rows), 1, -1, -1).contiguous()
+    return lambda: scaled_dot_product_attention(rows, key, value, mask, scale=scores.scale, enable_gqa=True)
+
+
+def argmax_and_compare(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> Call | None:
+    """Vectorised acceptance as one writes it in PyTorch, for equal row counts; a NaN is not noticed."""
+    counts = set(cu_seqlens.diff().tolist())
+    if len(counts) != 1:
+        return None
+    fed = token_ids.view(-1, counts.pop())  # [B, K + 1]
+
+    def accept() -> tuple[Tensor, Tensor, Tensor]:
+        target_tokens = logits.argmax(dim=-1).view_as(fed)
+        agrees = fed[:, 1:] == target_tokens[:, :-1]
+        num_accepted = agrees.int().cumprod(dim=1).sum(dim=1)
+        return target_tokens, num_accepted, target_tokens.gather(1, num_accepted[:, None])
+
+    return accept
+
+
+def attention_in_float64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+    """Return what ``paged_attention`` is by definition, in fp64 throughout; every entry of a context must be finite."""
+    out = torch.empty(query.shape, dtype=torch.float64, device=query.device)
+    starts = batch.cu_seqlens_q.tolist()
+    for b, context in enumerate(batch.seqused_k.tolist()):
+        pages = batch.block_table[b, : -(-context // kv[0].shape[1])].long()
+        key, value = (cache[pages].flatten(0, 1)[:context].double() for cache in kv)  # [context, num_kv_heads, D]
+        rows = query[starts[b] : starts[b + 1]].double()
+        rows = rows.unflatten(1, (key.shape[1], -1))  # [rows, num_kv_heads, group, D]
+        products = torch.einsum("rhgd,chd->hgrc", rows, key) * scores.scale
+        if scores.softcap is not None:
+            products = scores.softcap * torch.tanh(products / scores.softcap)
+        products.masked_fill_(~_seen(batch, b, context, scores.sliding_window), float("-inf"))
+        heads = torch.einsum("hgrc,chd->rhgd", products.softmax(dim=-1), value)
+        out[starts[b] : starts[b + 1]] = heads.flatten(1, 2)
+    return out
+
+
+def _seen(batch: PagedBatch, b: int, context: int, sliding_window: int | None) -> Tensor:
+    """Return the ``[rows, context]`` mask of the KV entries that each row of sequence ``b`` sees."""
+    first, last = batch.cu_seqlens_q[b : b + 2].tolist()
+    column = torch.arange(context, device=batch.seqused_k.device)
+    row = column[: last - first]
+    prefix = context - len(row)
+    if batch.tree_mask is None:
+        own = row <= row[:, None]
+    else:
+        own = (batch.tree_mask[first:last, row // TREE_MASK_BITS] >> (row % TREE_MASK_BITS)) & 1 == 1
+    seen = torch.cat([own.new_ones(len(row), prefix), own], dim=1)
+    if sliding_window is not None:  # counted from a row's depth, which in a chain is its place
+        seen &= column > (prefix + own.sum(dim=1, keepdim=True) - 1) - sliding_window
+    return seen
+
+
+REFERENCES = {
+    "paged_attention": Reference("sdpa_dense", sdpa_dense),
+    "verify_chain": Reference("argmax_and_compare", argmax_and_compare),
+}
+
+
+def prepare_reference(op_name: str, args: dict[str, Any]) -> dict[str, Call]:
+    """Return the reference of an op for these arguments, by name; empty if there is none."""
+    reference = REFERENCES.get(op_name)
+    call = reference.prepare(**args) if reference else None
+    return {reference.name: call} if reference and call else {}

@@ -1,0 +1,88 @@
+"""A drafter with a draft model's costs and an acceptance of one's choice: it replays the target's own tokens.
+
+For measuring at the shapes of models whose weights are not at hand: random weights agree on nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sized
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec_fast.drafters import Draft, Drafter
+from specdec_fast.sequence import Sequence
+
+_BEYOND = -1  # in the table: nothing to replay here, so what was drafted stays
+
+
+class ReplayDrafter(Drafter):
+    """Lets another drafter work, and puts other tokens in the place of what it proposed.
+
+    Each is the target's own token with a given probability, else another one. The draw belongs to the seed, the prompt
+    and the position, so it is the same in every batch, with every K and every scheduler. A draft model goes on from its
+    own tokens, so that its costs are its own, and the KV entries that it keeps are of those: they are never proposed.
+
+    Args:
+        inner: whose costs are wanted.
+        transcripts: what the target emits for every prompt, in the order of the prompts.
+        probability: that a token is the target's own, given that those before it were.
+        vocab_size: of the target.
+        device: of the target.
+        seed: of the draws.
+
+    """
+
+    def __init__(
+        self,
+        inner: Drafter,
+        transcripts: Sized[Sized[int]],
+        probability: float,
+        vocab_size: int,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        self.inner = inner
+        longest = max(map(len, transcripts), default=0)
+        table = np.full((len(transcripts), longest + 1), _BEYOND, np.int64)
+        for index, transcript in enumerate(transcripts):
+            tokens = np.array(transcript, np.int64)
+            draws = np.random.Generator(np.random.Philox(key=[seed, index])).random((2, longest))[:, : len(tokens)]
+            wrong = (tokens + 1 + (draws[1] * (vocab_size - 1)).astype(np.int64)) % vocab_size  # any but the right one
+            table[index, : len(tokens)] = np.where(draws[0] < probability, tokens, wrong)
+        self._width = longest + 1  # the last column is beyond every transcript
+        self._table: Tensor = torch.from_numpy(table).flatten().to(device)
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return f"replay over {self.inner.name}"
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
+        """Have the inner drafter propose, and replay as many tokens as it did."""
+        draft = self.inner.propose(sequences, limits)
+        places = [
+            sequence.index * self._width + min(sequence.length - sequence.prompt_length + k, self._width - 1)
+            for sequence, count in zip(sequences, draft.num_draft_tokens, strict=True)
+            for k in range(count)
+        ]
+        replayed = self._table[torch.tensor(places, dtype=torch.int64).to(self._table.device, non_blocking=True)]
+        own = draft.token_ids.to(replayed.device)
+        return Draft(torch.where(replayed == _BEYOND, own, replayed), draft.num_draft_tokens)
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        """Pass on."""
+        self.inner.prepare(num_tokens, page_size)
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Pass on."""
+        self.inner.admit(sequences)
+
+    def commit(self, sequences: list[Sequence]) -> None:
+        """Pass on."""
+        self.inner.commit(sequences)
+
+    def release(self, sequence: Sequence) -> None:
+        """Pass on."""
+        self.inner.release(sequence)
