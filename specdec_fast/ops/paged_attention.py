@@ -157,6 +157,7 @@ OP = Op(
         "torch": "specdec_fast.oracle.ops.paged_attention:paged_attention",
         "cpp": "specdec_fast.ops.cpp:paged_attention",
         "triton": "specdec_fast.triton_kernels.paged_attention:paged_attention",
+        "flash": "specdec_fast.ops.flash:paged_attention",
     },
     check=_check,
     cases=_cases,

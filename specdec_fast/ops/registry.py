@@ -23,8 +23,9 @@ from specdec_fast.errors import BackendError, ConfigError
 AUTO = "auto"
 _DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "compact_kv", "realign_kv")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then run on the CPU, as NumPy
-# What "auto" takes, best first; "torch" runs anywhere.
-_PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "flash", "torch")}
+# What "auto" takes, best first; "torch" runs anywhere. FlashAttention refuses too much (fp32, most page sizes) and
+# promises too little (in which order it adds) to be taken unasked.
+_PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "torch")}
 
 
 @dataclass(frozen=True)
