@@ -83,9 +83,10 @@ def compile_variant(variant: Variant, target: GPUTarget) -> Any:
         constexprs=variant.constexprs,
         attrs={(arguments.index(name),): [["tt.divisibility", 16]] for name in variant.divisible},
     )
-    return triton.compile(
-        source, target=target, options={"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    )
+    options: dict[str, Any] = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    if variant.max_registers is not None and target.backend == "cuda":
+        options["maxnreg"] = variant.max_registers
+    return triton.compile(source, target=target, options=options)
 
 
 def measure(kernel: str, variant: Variant, target: str) -> Resources:

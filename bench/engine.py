@@ -21,9 +21,11 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from bench import report
+from bench.device import ForwardMeter
 from specdec_fast import DecodingStats, Engine, EngineConfig, SamplingParams, oracle
 from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import format_table, read_prompts
+from specdec_fast.drafters.model import ModelDrafter
 from specdec_fast.equivalence import transformers_greedy
 from specdec_fast.models import eos_token_ids, load_model
 from specdec_fast.oracle.dense import Repad, repad_in_python
@@ -34,7 +36,11 @@ REALIGNMENT = ("realign", "assemble")  # stages that exist only because the orac
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run of one contender over all prompts."""
+    """One run of one contender over all prompts.
+
+    ``outside_forwards`` is the engine's: the share of its steps that is spent outside of all model forwards, prefill
+    left out but for what is around its forwards.
+    """
 
     outputs: list[list[int]]
     seconds: float
@@ -42,6 +48,7 @@ class Measurement:
     moved_bytes: int
     num_steps: int
     mean_acceptance_length: float
+    outside_forwards: float | None = None
 
 
 @dataclass(frozen=True)
@@ -130,11 +137,16 @@ class Bench:
         )
         params = SamplingParams(max_new_tokens=self.args.max_new_tokens)
 
+        drafter = engine.drafter
+        models = [engine.target, *([drafter.model] if isinstance(drafter, ModelDrafter) else [])]
+
         def run() -> Measurement:
-            outputs = [o.raise_for_error().token_ids for o in engine.generate(self.prompts, params, progress=False)]
+            with ForwardMeter(models, engine.target.layout.device) as meter:
+                outputs = [o.raise_for_error().token_ids for o in engine.generate(self.prompts, params, progress=False)]
             stats = engine.last_run
+            outside = (stats.seconds - meter.seconds()) / (stats.seconds - stats.timer.seconds["prefill"])
             length = stats.decoding.mean_acceptance_length
-            return Measurement(outputs, stats.seconds, stats.timer.seconds, 0, stats.num_steps, length)
+            return Measurement(outputs, stats.seconds, stats.timer.seconds, 0, stats.num_steps, length, outside)
 
         return run
 
@@ -166,6 +178,7 @@ def summarise(runs: dict[Contender, list[Measurement]]) -> list[dict[str, Any]]:
     for (name, batch_size), measurements in by_key.items():
         num_tokens = sum(map(len, measurements[0].outputs))
         oracle_runs = by_key.get((f"oracle-{name}", batch_size))
+        measures_forwards = measurements[0].outside_forwards is not None
         rows.append(
             {
                 "method": name,
@@ -175,6 +188,7 @@ def summarise(runs: dict[Contender, list[Measurement]]) -> list[dict[str, Any]]:
                 "speedup_over_oracle": _median_ratio(oracle_runs, measurements) if oracle_runs else None,
                 "realignment_share": round(median(_realignment(m) / m.seconds for m in measurements), 4),
                 "moved_megabytes": round(measurements[0].moved_bytes / 1e6, 1),
+                "outside_forwards": median(m.outside_forwards for m in measurements) if measures_forwards else None,
                 "mean_acceptance_length": round(measurements[0].mean_acceptance_length, 3),
             }
         )
@@ -198,6 +212,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         "x transformers",
         "x same oracle",
         "realignment",
+        "outside forwards",
         "MB moved",
         "acc. length",
     )
@@ -212,6 +227,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
                     f"{row['speedup_over_transformers']:.2f}",
                     "-" if row["speedup_over_oracle"] is None else f"{row['speedup_over_oracle']:.2f}",
                     f"{row['realignment_share']:.1%}",
+                    "-" if row["outside_forwards"] is None else f"{row['outside_forwards']:.1%}",
                     row["moved_megabytes"],
                     f"{row['mean_acceptance_length']:.2f}",
                 )
