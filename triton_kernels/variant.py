@@ -24,6 +24,7 @@ class Variant:
         num_stages: depth of the software pipeline.
         divisible: run-time arguments specialised as multiples of 16 (addresses of tensors, most strides), as
             Triton's just-in-time compiler does by itself.
+        max_registers: per thread on NVIDIA; None leaves it to the assembler, which may spill for more occupancy.
 
     """
 
@@ -34,6 +35,7 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 2
     divisible: tuple[str, ...] = ()
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,22 @@ class Launch:
         constexprs: compile-time argument to value.
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
+        max_registers: per thread on NVIDIA; None leaves it to the assembler, which may spill for more occupancy.
 
     """
 
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The keywords of a launch, ``kernel[grid](..., **options)``."""
-        return {**self.constexprs, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {**self.constexprs, "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
     def variant(self, name: str, kernel: Any, signature: dict[str, str], divisible: tuple[str, ...]) -> Variant:
         """Name the compilation that this launch asks for."""
-        return Variant(name, kernel, signature, self.constexprs, self.num_warps, self.num_stages, divisible)
+        shape = (self.num_warps, self.num_stages)
+        return Variant(name, kernel, signature, self.constexprs, *shape, divisible, self.max_registers)

@@ -1,0 +1,160 @@
+"""The inner part of ``paged_attention``: what a tile of query rows sees, and how its softmax takes in tiles of KV.
+
+A *pair* is a query row and one head of a KV head's group; pairs of a sequence are numbered row by row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specdec_fast.triton_kernels.attention_math import empty_state, finite, popcount, shift_of, tanh
+
+
+@triton.jit
+def tile_of(
+    cu_seqlens_q,  # [B + 1] int32
+    seqused_k,  # [B] int32
+    sequence, first_pair, window,
+    GROUP: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """Return a sequence's first query, rows and prefix, and of ``PAIRS`` pairs: first and last row, positions seen."""
+    first_query = tl.load(cu_seqlens_q + sequence)
+    num_rows = tl.load(cu_seqlens_q + sequence + 1) - first_query
+    prefix = tl.load(seqused_k + sequence) - num_rows
+    first_row = first_pair // GROUP
+    last_row = tl.minimum((first_pair + PAIRS - 1) // GROUP, num_rows - 1)
+    lowest = prefix if TREE else prefix + first_row  # in a tree the rows' depths are not in order
+    begin = tl.maximum(lowest - window + 1, 0)
+    return first_query, num_rows, prefix, first_row, last_row, begin, prefix + last_row + 1
+
+
+@triton.jit
+def depth_of(tree_mask, tree_row, tree_words):
+    """Return [BLOCK_M] int32: how many ancestors each row has."""
+    depth = tl.zeros_like(tree_row) - 1  # its own bit is no ancestor
+    for word in range(tree_words):
+        depth += popcount(tl.load(tree_mask + tree_row + word))
+    return depth
+
+
+@triton.jit
+def _tree_word(tree_mask, tree_row, tree_words, word):
+    """Return word ``word`` of each row's tree mask; entries before the sequence's rows are everybody's ancestors."""
+    word = tl.zeros_like(tree_row) + word
+    bits = tl.load(tree_mask + tree_row + word, mask=(word >= 0) & (word < tree_words), other=0)
+    return tl.where(word < 0, -1, bits)
+
+
+@triton.jit
+def _ancestors(tree_mask, tree_row, tree_words, first):
+    """Return [BLOCK_M] int32: bit i says whether a row descends from row first + i of its sequence."""
+    low = _tree_word(tree_mask, tree_row, tree_words, first >> 5).to(tl.uint32, bitcast=True)
+    high = _tree_word(tree_mask, tree_row, tree_words, (first >> 5) + 1)
+    shift = first & 31
+    # to the left in two steps: one by 32 would be undefined
+    return (low >> shift.to(tl.uint32)).to(tl.int32, bitcast=True) | ((high << (31 - shift)) << 1)
+
+
+@triton.jit
+def _visible(
+    tree_mask, tree_row, tree_words, tile, row_position, prefix, window, BLOCK_N: tl.constexpr, TREE: tl.constexpr
+):
+    """Return the [BLOCK_M, BLOCK_N] mask of what each row sees of a tile of KV."""
+    column = tl.arange(0, BLOCK_N)[None, :]
+    within = column > (row_position - window - tile)[:, None]
+    if TREE:
+        bits = _ancestors(tree_mask, tree_row, tree_words, tile - prefix)[:, None]
+        for i in tl.static_range(32, BLOCK_N, 32):
+            bits = tl.where(column < i, bits, _ancestors(tree_mask, tree_row, tree_words, tile - prefix + i)[:, None])
+        return ((bits >> (column & 31)) & 1 == 1) & within
+    return (column <= (row_position - tile)[:, None]) & within
+
+
+@triton.jit
+def _load_entries(entries, inside, dims, HEAD_DIM: tl.constexpr, PARTIAL: tl.constexpr):
+    """Load [BLOCK_N, BLOCK_D] numbers of a tile of KV; 0 where they are not to be read."""
+    if PARTIAL:
+        return tl.load(entries, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    if dims.shape[0] > HEAD_DIM:
+        return tl.load(entries, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(entries)
+
+
+@triton.jit
+def _fold(
+    sums, maximum, total,  # the state: [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
+    start, stop,  # positions; start is a multiple of BLOCK_N
+    queries,  # [BLOCK_M, BLOCK_D]
+    row_position,  # [BLOCK_M]
+    tree_row,  # [BLOCK_M] where each row's words begin
+    key_cache, value_cache,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM], from the KV head on
+    pages,  # [max_pages] int32
+    tree_mask,  # [rows, tree_words] int32, from the tile's first row on
+    tree_words, entry_size, prefix, end, window, inner_scale, score_scale,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr, TREE: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Fold tiles of KV into a softmax state (arXiv 2205.14135, algorithm 1).
+
+    PARTIAL: some rows may not see some of the entries; otherwise every row sees all of them, and nothing is masked.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    for tile in tl.range(start, stop, BLOCK_N, num_stages=1 if PARTIAL else None, disable_licm=True):
+        position = tile + tl.arange(0, BLOCK_N)
+        inside = position < end
+        page = tl.load(pages + position // PAGE_SIZE, mask=inside if PARTIAL else None)
+        entry = (page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE) * entry_size
+        offsets = entry[:, None] + dims[None, :]
+        keys = _load_entries(key_cache + offsets, inside, dims, HEAD_DIM, PARTIAL)
+        products = tl.dot(queries, keys.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if SOFTCAP:
+            products = tanh(products * inner_scale)
+        scores = products * score_scale  # in units of log 2
+        usable = inside
+        if PARTIAL:
+            # A value that is not finite must not reach the rows that do not see it, as 0 * NaN; so it is not loaded
+            # again, and the rows that do see it get a score that spoils them.
+            values = _load_entries(value_cache + offsets, inside, dims, HEAD_DIM, PARTIAL)
+            usable = inside & (tl.max(tl.where(finite(values), 0, 1), axis=1) == 0)
+            products = tl.where((inside != usable)[None, :], float("nan"), products)
+            visible = _visible(tree_mask, tree_row, tree_words, tile, row_position, prefix, window, BLOCK_N, TREE)
+            scores = tl.where(visible, scores, float("-inf"))
+        later_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        shift = shift_of(later_maximum)
+        weights = tl.exp2(tl.fma(products, score_scale, -shift[:, None]))
+        if PARTIAL:
+            weights = tl.where(visible, weights, 0.0)
+        rescale = tl.exp2(maximum - shift)
+        total = tl.fma(total, rescale, tl.sum(weights, axis=1))
+        values = _load_entries(value_cache + offsets, usable, dims, HEAD_DIM, PARTIAL)
+        sums = tl.dot(weights.to(values.dtype), values, sums * rescale[:, None], input_precision="ieee")
+        maximum = later_maximum
+    return sums, maximum, total
+
+
+@triton.jit
+def reduce_piece(
+    start, stop,  # the part of the piece that any row sees; start is a multiple of BLOCK_N
+    all_begin, all_end,  # positions that every row sees
+    queries, row_position, tree_row, key_cache, value_cache, pages, tree_mask,
+    tree_words, entry_size, prefix, end, window, inner_scale, score_scale,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax state of one piece of the context, reduced from scratch; the arguments are those of _fold."""
+    full_stop = tl.maximum(tl.minimum(stop, all_end // BLOCK_N * BLOCK_N), start)
+    full_start = tl.minimum(tl.maximum(start, tl.cdiv(all_begin, BLOCK_N) * BLOCK_N), full_stop)
+    sums, maximum, total = empty_state(BLOCK_M, BLOCK_D)
+    for phase in range(2):  # the edge of the window and what every row sees; then the newest entries
+        for part in tl.static_range(2):
+            if part == 0:
+                first, last = tl.where(phase == 0, start, full_stop), tl.where(phase == 0, full_start, stop)
+            else:
+                first, last = full_start, tl.where(phase == 0, full_stop, full_start)
+            sums, maximum, total = _fold(
+                sums, maximum, total, first, last, queries, row_position, tree_row, key_cache, value_cache, pages,
+                tree_mask, tree_words, entry_size, prefix, end, window, inner_scale, score_scale,
+                HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, SOFTCAP, TREE, PARTIAL=part == 0,
+            )  # fmt: skip
+    return sums, maximum, total
