@@ -2,16 +2,17 @@
 // the floats of its vectors. It has to be compiled as a whole for each, because GCC splits a vector type for the
 // instruction set of the function it stands in before it inlines that function.
 //
-// Every sum has one fixed order whatever the number of rows: a score adds its products over head_dim from 0 on, an
-// output adds its weighted values over positions from the lowest on, and position j of a tile always stands in the same
-// vector lane when weights are summed. So how rows are blocked, here by kRowBlock, changes no bit.
+// Every sum has one fixed order whatever the number of rows: a score adds its products chunk by chunk of head_dim, an
+// output its weighted values tile by tile of positions, each from the lowest on, and position j of a tile always stands
+// in the same vector lane when weights are summed. So how rows are blocked, here by kRowBlock, changes no bit. Chunks and
+// tiles are summed by themselves first: one long chain would lose two to three times as much to rounding.
 
 namespace specdec {
 namespace SPECDEC_ISA {
 
 constexpr int kLanes = SPECDEC_LANES;
-constexpr int kVectors = 4;                          // vectors side by side in a block of a product
-constexpr std::int64_t kChunk = 64;                   // of head_dim: keys that stay in the first-level cache
+constexpr int kVectors = 4;                             // vectors side by side in a block of a product
+constexpr std::int64_t kChunk = 64;                     // of head_dim: keys that stay in the first-level cache
 constexpr int kRowBlock = SPECDEC_LANES == 16 ? 6 : 2;  // rows of a block: as many as leave registers for operands
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
@@ -64,13 +65,7 @@ template <int kRows, int kCount, typename V, typename Row>
 SPECDEC_INLINE void product_block(Matrix c, Start start, const float* factor, Matrix a, std::int64_t first,
                                   std::int64_t last, Row row) {
   constexpr int lanes = sizeof(V) / sizeof(float);
-  V sums[kRows][kCount];
-  for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kCount; ++v) {
-      sums[i][v] = start == Start::kZero ? V{} : load_vector<V>(c.data + i * c.stride + v * lanes);
-      if (start == Start::kScaled) sums[i][v] *= factor[i];
-    }
-  }
+  V sums[kRows][kCount] = {};
   for (std::int64_t k = first; k < last; ++k) {
     const float* operand = row(k);
     V operands[kCount];
@@ -81,7 +76,12 @@ SPECDEC_INLINE void product_block(Matrix c, Start start, const float* factor, Ma
     }
   }
   for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kCount; ++v) store_vector(c.data + i * c.stride + v * lanes, sums[i][v]);
+    for (int v = 0; v < kCount; ++v) {
+      float* to = c.data + i * c.stride + v * lanes;
+      if (start == Start::kSum) sums[i][v] += load_vector<V>(to);
+      if (start == Start::kScaled) sums[i][v] += load_vector<V>(to) * factor[i];
+      store_vector(to, sums[i][v]);
+    }
   }
 }
 
