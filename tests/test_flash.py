@@ -1,118 +1,168 @@
-"""FlashAttention's launcher, with the oracle in the place of the kernels that only a GPU can run."""
+"""The launcher of FlashAttention, with the oracle in the place of the library: no CPU runs that."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from test_ops import same_bits
-from test_oracle_ops import changed
+from test_oracle_ops import CPU, changed
+from torch import Tensor
 from torch.nn.attention import varlen
 
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import all_ops, flash
+from specdec_fast.ops.paged_attention import _make, _Shape
 from specdec_fast.ragged import PagedBatch, Scores
 
 ORACLE = all_ops()["paged_attention"].load("torch")
-CONTEXTS, ROWS = (300, 9, 512, 40), (6, 6, 3, 1)  # ragged; one context fills its pages, one is nearly all new rows
 
 
-def arguments(window: int | None = None, softcap: float | None = None, heads: int = 4) -> dict:
-    g = torch.Generator().manual_seed(0)
-    kv = torch.randn(2, 8, 256, 2, 32, generator=g).half()
-    batch = PagedBatch(
-        cu_seqlens_q=torch.tensor([0, *ROWS]).cumsum(0).int(),
-        seqused_k=torch.tensor(CONTEXTS).int(),
-        block_table=torch.tensor([[3, 5], [1, 0], [7, 2], [4, 0]]).int(),
-        max_seqlen_q=max(ROWS),
-        max_seqlen_k=max(CONTEXTS),
-    )
-    query = torch.randn(heads, sum(ROWS), 32, generator=g).half().transpose(0, 1)
-    return {"query": query, "kv": (kv[0], kv[1]), "batch": batch, "scores": Scores(0.2, window, softcap)}
+def make(dtype: torch.dtype = torch.float16, **shape: Any) -> dict[str, Any]:
+    given = {"contexts": (40, 300, 9), "rows": (6, 3, 1), "page_size": 256} | shape
+    return _make(_Shape(**given), torch.Generator().manual_seed(0), dtype, CPU)
 
 
-def with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, window_size, **options):
-    """What flash_attn_with_kvcache computes: the same number of rows, the last ones, of every sequence."""
-    softcap = options.pop("softcap")
-    assert (window_size[1], options) == (0, {"causal": True})
-    window = None if window_size[0] == -1 else window_size[0] + 1
+def scores_of(scale: float, window: tuple[int, int], softcap: float = 0.0) -> Scores:
+    """Read the library's words back: a window counts entries before the row's own, and -1 is none."""
+    assert window[1] == 0, "causal"
+    return Scores(scale, None if window[0] < 0 else window[0] + 1, softcap or None)
+
+
+def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **given: Any) -> Tensor:
+    """Attend as the package does: rows stand at the end of the context; those that pad it hold anything."""
+    assert set(given) == {
+        *("cache_seqlens", "block_table", "softmax_scale", "causal", "window_size", "softcap", "num_splits"),
+    }
+    assert given["causal"]
+    assert given["num_splits"] == 1
+    assert k_cache.shape[1] % 256 == 0
     out = torch.full_like(q, float("nan"))
-    for b, context in enumerate(cache_seqlens.tolist()):
-        rows = min(q.shape[1], context)  # rows before the first position see nothing
+    for b, context in enumerate(given["cache_seqlens"].tolist()):
+        count = min(q.shape[1], context)
         batch = PagedBatch(
-            cu_seqlens_q=torch.tensor([0, rows]).int(),
-            seqused_k=cache_seqlens[b : b + 1],
-            block_table=block_table[b : b + 1],
-            max_seqlen_q=rows,
+            cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32),
+            seqused_k=given["cache_seqlens"][b : b + 1],
+            block_table=given["block_table"][b : b + 1],
+            max_seqlen_q=count,
             max_seqlen_k=context,
         )
-        scores = Scores(softmax_scale, window, softcap or None)
-        out[b, -rows:] = ORACLE(q[b, -rows:], (k_cache, v_cache), batch, scores)
+        scores = scores_of(given["softmax_scale"], given["window_size"], given["softcap"])
+        out[b, q.shape[1] - count :] = ORACLE(q[b, q.shape[1] - count :], (k_cache, v_cache), batch, scores)
     return out
 
 
-def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
-    """What torch's varlen_attn computes on pages."""
-    assert (cu_seq_k, options.pop("num_splits"), options.pop("enable_gqa")) == (None, 1, query.shape[1] != key.shape[2])
-    left, right = options.pop("window_size")
-    assert right == 0
-    lengths = {"seqused_k": options.pop("seqused_k"), "block_table": options.pop("block_table")}
-    batch = PagedBatch(cu_seqlens_q=cu_seq_q, max_seqlen_q=max_q, max_seqlen_k=max_k, **lengths)
-    scores = Scores(options.pop("scale"), None if left == -1 else left + 1)
-    assert not options
-    return ORACLE(query, (key, value), batch, scores)
-
-
-@pytest.fixture(params=["package", "torch"])
-def by(request, monkeypatch) -> str:
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=with_kvcache))
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    chosen = {"package": flash._by_package, "torch": flash._by_torch}[request.param]
-    monkeypatch.setattr(flash, "_implementation", lambda: chosen)
-    return request.param
-
-
-@pytest.mark.parametrize("window", [None, 1, 8], ids=["all", "itself", "window"])
-@pytest.mark.parametrize("heads", [2, 4], ids=["multi_head", "grouped"])
-def test_rows_reach_the_kernel_and_return(by, window, heads):
-    args = arguments(window=window, heads=heads)
-    torch.testing.assert_close(flash.paged_attention(**args), ORACLE(**args))
-    wrong = ORACLE(**changed(args, "scores.sliding_window", lambda was: (was or 100) + 1))
-    assert not same_bits(flash.paged_attention(**args), wrong)
-
-
-def test_soft_cap_reaches_the_package_only(by):
-    args = arguments(softcap=2.0)
-    if by == "package":
-        torch.testing.assert_close(flash.paged_attention(**args), ORACLE(**args))
-    else:
-        with pytest.raises(BackendError, match="no soft cap; install flash-attn"):
-            flash.paged_attention(**args)
-
-
-def test_no_rows_need_no_kernel():
-    args = arguments()
-    batch = args["batch"]
-    empty = PagedBatch(
-        cu_seqlens_q=batch.cu_seqlens_q[:1],
-        seqused_k=batch.seqused_k[:0],
-        block_table=batch.block_table[:0],
-        max_seqlen_q=0,
-        max_seqlen_k=0,
+def varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: None, max_q: int, max_k: int, **given: Any
+) -> Tensor:
+    assert set(given) == {"scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"}
+    assert cu_seq_k is None
+    assert given["num_splits"] == 1
+    assert given["enable_gqa"] == (query.shape[1] != key.shape[2])
+    batch = PagedBatch(
+        cu_seqlens_q=cu_seq_q,
+        seqused_k=given["seqused_k"],
+        block_table=given["block_table"],
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
     )
-    assert flash.paged_attention(args["query"][:0], args["kv"], empty, args["scores"]).shape == (0, 4, 32)
+    return ORACLE(query, (key, value), batch, scores_of(given["scale"], given["window_size"]))
 
 
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache))
+    flash._package.cache_clear()
+    yield
+    flash._package.cache_clear()
+
+
+@pytest.fixture
+def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    flash._package.cache_clear()
+    yield
+    flash._package.cache_clear()
+
+
+SERVED = {
+    "ragged": {},
+    "equal_rows": {"rows": (4, 4, 4)},
+    "decode": {"rows": (1, 1, 1)},
+    "no_rows": {"rows": (3, 0, 1)},
+    "window": {"sliding_window": 5},
+    "window_of_one": {"sliding_window": 1},
+    "multi_head": {"heads": 2, "kv_heads": 2},
+    "empty": {"contexts": (), "rows": ()},
+}
+
+
+def assert_is_the_oracle(args: dict[str, Any]) -> None:
+    torch.testing.assert_close(flash.paged_attention(**args), ORACLE(**args))
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("shape", [*SERVED.values(), {"softcap": 2.0}], ids=[*SERVED, "softcap"])
+def test_package(shape):
+    assert_is_the_oracle(make(**shape))
+
+
+@pytest.mark.usefixtures("no_package")
+@pytest.mark.parametrize("shape", SERVED.values(), ids=SERVED.keys())
+def test_varlen(shape):
+    assert_is_the_oracle(make(torch.bfloat16, **shape))
+
+
+@pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
-    ("path", "change", "message"),
-    [
-        ("query", torch.Tensor.float, "float16 and bfloat16, not float32"),
-        ("batch.tree_mask", lambda _: torch.ones(16, 1).int(), "chains of draft tokens, not trees"),
-        ("kv", lambda kv: tuple(x.view(-1, 16, 2, 32) for x in kv), "not of 16; set page_size=256"),
-    ],
-)
-def test_what_is_not_served_is_refused(path, change, message):
-    with pytest.raises(BackendError, match=message):
-        flash.paged_attention(**changed(arguments(), path, change))
+    "wrong",
+    [lambda args: changed(args, "scores.sliding_window", lambda window: window + 1),
+     lambda args: {**args, "query": args["query"].flip(0)}],
+    ids=["window", "rows"],
+)  # fmt: skip
+def test_comparison_rejects(wrong: Callable[[dict[str, Any]], dict[str, Any]]):
+    args = make(sliding_window=5)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(flash.paged_attention(**wrong(args)), ORACLE(**args))
+
+
+LIMITS = {
+    "fp32": ({"dtype": torch.float32}, r"torch.float32; it takes float16 and bfloat16"),
+    "tree": ({"tree": True}, "a tree mask; it takes chains"),
+    "page_size": ({"page_size": 16}, "pages of 16; it takes multiples of 256: pass page_size=256"),
+    "head_dim": ({"head_dim": 20}, "heads of 20; it takes multiples of 8 up to 256"),
+}
+
+
+@pytest.mark.parametrize("installed", ["package", "no_package"])
+@pytest.mark.parametrize(("shape", "message"), LIMITS.values(), ids=LIMITS.keys())
+def test_limits_say_what_to_do(shape, message, installed, request):
+    request.getfixturevalue(installed)
+    with pytest.raises(BackendError, match=f"FlashAttention does not serve {message}.*pass backend='triton'"):
+        flash.paged_attention(**make(**shape))
+
+
+@pytest.mark.usefixtures("no_package")
+def test_soft_cap_needs_the_package():
+    with pytest.raises(BackendError, match="a soft cap; only the flash-attn package has one: install it"):
+        flash.paged_attention(**make(softcap=2.0))
+
+
+@pytest.mark.usefixtures("no_package")
+def test_another_implementation_takes_any_page(monkeypatch):
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    assert_is_the_oracle(make(page_size=16))
+
+
+@pytest.mark.usefixtures("no_package")
+def test_what_torch_refuses_is_told(monkeypatch):
+    def refuse(*args: Any, **given: Any) -> Tensor:
+        raise RuntimeError("paged attention is not built in")
+
+    monkeypatch.setattr(varlen, "varlen_attn", refuse)
+    with pytest.raises(BackendError, match=r"paged attention is not built in.*install flash-attn"):
+        flash.paged_attention(**make())

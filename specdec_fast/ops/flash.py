@@ -1,104 +1,118 @@
-"""Launcher of FlashAttention: a second GPU implementation of ``paged_attention``, chosen by ``backend="flash"``.
+"""Launchers of FlashAttention: the flash-attn package's where it is installed, else the one that PyTorch ships.
 
-``flash_attn_with_kvcache`` where the flash-attn package is installed, else ``torch.nn.attention.varlen.varlen_attn``,
-which needs no package. In which order they add up a row is not known here; neither serves tree masks or fp32.
+The context is never split (``num_splits=1``), so that a batch's longest context changes no other sequence's bits; but
+neither promises the same bits for one query row as for several.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 
 from specdec_fast.errors import BackendError
 from specdec_fast.ragged import PagedBatch, Scores
 
-_PAGE_MULTIPLE = 256  # FlashAttention-2 reads pages in tiles, none of which may end inside a page
+_PAGE_MULTIPLE = 256  # what FlashAttention 2 takes for the size of a page
 
-Attention = Callable[[Tensor, tuple[Tensor, Tensor], PagedBatch, Scores], Tensor]
+
+@cache
+def _package() -> Callable[..., Tensor] | None:
+    """Return the package's function, or None where it is not installed."""
+    try:
+        return importlib.import_module("flash_attn").flash_attn_with_kvcache
+    except ImportError:
+        return None
 
 
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
-    """Run FlashAttention; the contract is the oracle's, but for what is refused.
-
-    Raises:
-        BackendError: fp32, a tree mask, a page size that is no multiple of 256; a soft cap without the flash-attn
-            package.
-
-    """
-    if query.dtype == torch.float32:
-        raise BackendError("FlashAttention serves float16 and bfloat16, not float32; pass backend='auto'.")
-    if batch.tree_mask is not None:
-        raise BackendError("FlashAttention serves chains of draft tokens, not trees; pass backend='auto'.")
-    page_size = kv[0].shape[1]
-    if page_size % _PAGE_MULTIPLE:
-        raise BackendError(
-            f"FlashAttention reads pages of {_PAGE_MULTIPLE} positions or multiples of that, not of {page_size}; "
-            f"set page_size={_PAGE_MULTIPLE}, or pass backend='auto'."
-        )
+    """Run FlashAttention; the contract is the oracle's, less what a BackendError names."""
+    package = _package()
+    _expect_served(query, kv[0].shape[1], batch, scores, package is not None)
     if query.numel() == 0:
         return torch.empty_like(query)
-    return _implementation()(query, kv, batch, scores)
-
-
-@lru_cache(maxsize=1)
-def _implementation() -> Attention:
-    return _by_package if importlib.util.find_spec("flash_attn") else _by_torch
-
-
-def _window(scores: Scores) -> tuple[int, int]:
-    """Return how many entries a row sees before and after its own; -1: all."""
-    return (-1 if scores.sliding_window is None else scores.sliding_window - 1), 0
-
-
-def _by_package(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
-    """Pad ragged rows on the left, as ``flash_attn_with_kvcache`` takes the last rows of every sequence."""
-    attention = importlib.import_module("flash_attn").flash_attn_with_kvcache
-    place = _padded_place(batch, query.shape[0])  # [T]
-    size = (batch.seqused_k.numel(), batch.max_seqlen_q, *query.shape[1:])
-    padded = query.new_zeros(size)
-    padded.flatten(0, 1)[place] = query
-    out = attention(
-        padded,
-        kv[0],
-        kv[1],
+    # Both ends count from a row's own position, which they include.
+    window = (-1 if scores.sliding_window is None else scores.sliding_window - 1, 0)
+    if package is None:
+        return _varlen(query, kv, batch, scores.scale, window)
+    rows = _right_aligned(batch, query.shape[0])
+    padded = query if rows is None else query.new_zeros(batch.seqused_k.numel() * batch.max_seqlen_q, *query.shape[1:])
+    if rows is not None:
+        padded[rows] = query
+    out = package(
+        padded.unflatten(0, (-1, batch.max_seqlen_q)),  # [B, max_seqlen_q, num_heads, head_dim]
+        *kv,
         cache_seqlens=batch.seqused_k,
         block_table=batch.block_table,
         softmax_scale=scores.scale,
         causal=True,
-        window_size=_window(scores),
+        window_size=window,
         softcap=scores.softcap or 0.0,
-    )
-    return out.flatten(0, 1)[place]
+        num_splits=1,
+    ).flatten(0, 1)
+    return out if rows is None else out[rows]
 
 
-def _padded_place(batch: PagedBatch, num_rows: int) -> Tensor:
-    """Return each row's index in ``[B * max_seqlen_q]`` rows of which every sequence has its last ones; ``[T]``."""
-    row = torch.arange(num_rows, device=batch.cu_seqlens_q.device)
-    ends = batch.cu_seqlens_q[1:].long()
-    sequence = torch.searchsorted(ends, row, right=True)
-    return (sequence + 1) * batch.max_seqlen_q - (ends[sequence] - row)
+def _varlen(
+    query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scale: float, window: tuple[int, int]
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # not on every platform
+
+    try:
+        out = varlen_attn(
+            query,
+            *kv,
+            batch.cu_seqlens_q,
+            None,
+            batch.max_seqlen_q,
+            batch.max_seqlen_k,
+            scale=scale,
+            window_size=window,  # (-1, 0) is causal
+            enable_gqa=query.shape[1] != kv[0].shape[2],
+            seqused_k=batch.seqused_k,
+            block_table=batch.block_table,
+            num_splits=1,
+        )
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError as error:
+        raise BackendError(
+            f"varlen_attn of torch {torch.__version__} does not serve this ({error}); install flash-attn, or activate "
+            "another implementation (torch.nn.attention.activate_flash_attention_impl), or pass backend='triton'."
+        ) from error
+    assert isinstance(out, Tensor), "nothing beside the output was asked for"
+    return out
 
 
-def _by_torch(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
-    if scores.softcap is not None:
-        raise BackendError("FlashAttention through torch has no soft cap; install flash-attn, or pass backend='auto'.")
-    return importlib.import_module("torch.nn.attention.varlen").varlen_attn(
-        query.contiguous(),
-        kv[0],
-        kv[1],
-        batch.cu_seqlens_q,
-        None,  # the lengths stand in seqused_k
-        batch.max_seqlen_q,
-        batch.max_seqlen_k,
-        scale=scores.scale,
-        window_size=_window(scores),  # (-1, 0) is causal
-        enable_gqa=query.shape[1] != kv[0].shape[2],
-        seqused_k=batch.seqused_k,
-        block_table=batch.block_table,
-        num_splits=1,  # else the batch's longest context decides how every sequence's is cut
-    )
+def _right_aligned(batch: PagedBatch, num_rows: int) -> Tensor | None:
+    """Return where each row stands in ``[B * max_seqlen_q]``, the last of each sequence last; None if all places do."""
+    batch_size = batch.seqused_k.numel()
+    if num_rows == batch_size * batch.max_seqlen_q:
+        return None
+    ends = torch.arange(1, batch_size + 1, device=batch.seqused_k.device) * batch.max_seqlen_q
+    shift = ends - batch.cu_seqlens_q[1:]
+    # output_size: else the host would wait for the device to count
+    shifts = shift.repeat_interleave(batch.cu_seqlens_q.diff(), output_size=num_rows)
+    return torch.arange(num_rows, device=shifts.device) + shifts
+
+
+def _expect_served(query: Tensor, page_size: int, batch: PagedBatch, scores: Scores, package: bool) -> None:
+    """Raise a BackendError for what FlashAttention has not got."""
+    takes_any_page = not package and attention.current_flash_attention_impl() is not None
+    head_dim, limits = query.shape[2], []
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        limits.append(f"{query.dtype}; it takes float16 and bfloat16")
+    if head_dim % 8 != 0 or head_dim > 256:
+        limits.append(f"heads of {head_dim}; it takes multiples of 8 up to 256")
+    if batch.tree_mask is not None:
+        limits.append("a tree mask; it takes chains")
+    if scores.softcap is not None and not package:
+        limits.append("a soft cap; only the flash-attn package has one: install it")
+    if page_size % _PAGE_MULTIPLE != 0 and not takes_any_page:
+        limits.append(f"pages of {page_size}; it takes multiples of {_PAGE_MULTIPLE}: pass page_size={_PAGE_MULTIPLE}")
+    if limits:
+        raise BackendError(f"FlashAttention does not serve {'; nor '.join(limits)}; or pass backend='triton'.")
