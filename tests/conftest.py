@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 
@@ -10,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a hub
 import pytest
 import torch
 
-if not torch.cuda.is_available():
+if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     # Triton kernels then run on the CPU, in its interpreter; their functions are wrapped when they are first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
