@@ -18,13 +18,22 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from bench.timing import Call, Clock, median_ratio
-from specdec_fast.oracle.dense import LayerKV, Repad, RowMove, repad_in_place, repad_in_python, row_moves
+from specdec_fast.oracle.dense import (
+    LayerKV,
+    RealignKV,
+    Repad,
+    RowMove,
+    as_tensors,
+    repad_in_place,
+    repad_in_python,
+    row_moves,
+)
 
 CPU = torch.device("cpu")
 SEED = 0
 GATE_LAYERS, GATE_STEPS = 2, 2  # enough for a mistake in layers or draws to show; more would only take longer
 COPIES = 3  # of the cache at most at once: itself, the new tensors of a method, what memcpy writes
-MEMCPY = "memcpy"
+MEMCPY, OP = "memcpy", "op"  # timed beside the methods: a copy of what fused moves; realign_kv_ alone
 # Below it every 16-bit integer is a finite number in fp16 and bf16 (a copy through arithmetic may quiet a NaN). A
 # prime, so that no axis has its period.
 PERIOD = 31_741
@@ -134,7 +143,7 @@ def repad_by_gather(layers: list[LayerKV], moves: list[RowMove], num_columns: in
     return [(gathered(keys), gathered(values)) for keys, values in layers]
 
 
-def methods(realign_kv_: Any) -> dict[str, Repad]:
+def methods(realign_kv_: RealignKV) -> dict[str, Repad]:
     """Return the methods that move something, by name; the engine's moves nothing."""
     return {"python": repad_in_python, "gather": repad_by_gather, "fused": repad_in_place(realign_kv_)}
 
@@ -174,8 +183,13 @@ def _hold_the_same(got: list[LayerKV], expected: list[LayerKV], step: Step) -> b
     return True
 
 
-def measure(repads: Mapping[str, Repad], shape: Shape, num_layers: int, steps: list[Step]) -> list[dict[str, Any]]:
-    """Time every method on every step, interleaved; return one row per method, the engine's included."""
+def measure(
+    repads: Mapping[str, Repad], realign_kv_: RealignKV, shape: Shape, num_layers: int, steps: list[Step]
+) -> list[dict[str, Any]]:
+    """Time every method on every step, interleaved; return one row per method, the engine's included.
+
+    ``fused`` is the whole step of the oracle: the op, the tensors that tell it the moves, and the cropped views.
+    """
     batch_size = len(steps[0].moves)
     cache = shape.allocate(num_layers, batch_size, steps[0].cache_columns)
     source, layers = cache.flatten().view(torch.uint8), layers_of(cache)
@@ -188,6 +202,7 @@ def measure(repads: Mapping[str, Repad], shape: Shape, num_layers: int, steps: l
         by_name: dict[str, Call] = {
             name: partial(r, layers, step.moves, step.num_columns) for name, r in repads.items()
         }
+        by_name[OP] = partial(realign_kv_, layers, *as_tensors(step.moves, CPU))
         return {**by_name, MEMCPY: partial(destination[:num_bytes].copy_, source[:num_bytes])}
 
     # Moving the same rows again and again leaves nonsense in the cache, and costs what moving them once does.
@@ -204,6 +219,7 @@ def measure(repads: Mapping[str, Repad], shape: Shape, num_layers: int, steps: l
                 "bytes_moved": int(median(step.columns_copied()[method] for step in steps) * bytes_per_column),
                 "speedup_over_python": median_ratio(seconds["python"], own) if own else None,
                 "time_over_memcpy": median_ratio(own, seconds[MEMCPY]) if own and method == "fused" else None,
+                "op_over_memcpy": median_ratio(seconds[OP], seconds[MEMCPY]) if method == "fused" else None,
                 "memcpy_milliseconds": 1e3 * median(seconds[MEMCPY]) if method == "fused" else None,
                 "layers": num_layers,
                 "of_layers": shape.num_layers,

@@ -49,7 +49,8 @@ class Ladder:
 
     def __init__(self, args: argparse.Namespace, accepted: list[int]) -> None:
         self.args, self.accepted = args, accepted
-        self.repads = methods(resolve(CPU, args.backend).realign_kv_)
+        self.realign_kv_ = resolve(CPU, args.backend).realign_kv_
+        self.repads = methods(self.realign_kv_)
         self.memory_bytes = int(args.memory_gib * GIB) if args.memory_gib else available_bytes()
         self.rows: list[dict[str, Any]] = []
         self.memory: list[dict[str, Any]] = []
@@ -66,7 +67,7 @@ class Ladder:
             problem = check(self.repads, shape, num_layers, steps)
             if problem:
                 sys.exit(f"{shape.name} at batch {batch_size}: {problem}; no speed is reported.")
-            self.rows += measure(self.repads, shape, num_layers, steps)
+            self.rows += measure(self.repads, self.realign_kv_, shape, num_layers, steps)
             fitting.append((num_layers, steps[0]))
         if fitting:
             self._measure_memory(shape, *fitting[-1])
@@ -89,7 +90,7 @@ class Ladder:
 
 def print_ladder(rows: list[dict[str, Any]]) -> None:
     """Print one line per shape, batch size and method."""
-    header = ("shape", "layers", "batch", "method", "ms", "MB moved", "x python", "of memcpy's time")
+    header = ("shape", "layers", "batch", "method", "ms", "MB moved", "x python", "of memcpy's time", "op alone")
     print(
         format_table(
             header,
@@ -103,6 +104,7 @@ def print_ladder(rows: list[dict[str, Any]]) -> None:
                     f"{row['bytes_moved'] / 1e6:.1f}",
                     _or_dash(row["speedup_over_python"]),
                     _or_dash(row["time_over_memcpy"]),
+                    _or_dash(row["op_over_memcpy"]),
                 )
                 for row in rows
             ],

@@ -49,7 +49,8 @@ def test_last_line_is_the_report(arguments, capsys, tmp_path):
     for row in report["rows"]:
         nothing = row["method"] == "engine"
         assert (row["milliseconds"] == 0) == (row["bytes_moved"] == 0) == nothing
-        assert (row["time_over_memcpy"] is None) == (row["method"] != "fused")
+        for ratio in ("time_over_memcpy", "op_over_memcpy"):
+            assert (row[ratio] is None) == (row["method"] != "fused")
     assert report["rows"][0]["layers"] < report["rows"][0]["of_layers"] == 40, "the budget leaves layers out"
     assert len(report["acceptance"]["accepted_counts"]) == 6
     moved = {row["method"]: row["moved_bytes_per_step"] for row in report["steps"]}
@@ -155,7 +156,7 @@ def test_steps_that_can_never_move_are_refused(counts, batch_size):
 def test_bytes_are_those_that_each_method_writes():
     """Rows of 5 and 3 columns, the second moves; the result has 6. 2 layers of keys and values, 2 heads x 8, bf16."""
     step = Step([RowMove(1, 5, 0), RowMove(2, 3, 1)], 6, 7)
-    rows = {row["method"]: row for row in measure(methods(REALIGN_KV), SHAPE, 2, [step])}
+    rows = {row["method"]: row for row in measure(methods(REALIGN_KV), REALIGN_KV, SHAPE, 2, [step])}
     per_column = 2 * 2 * 2 * 8 * 2
     written = {"python": 8, "gather": 12, "fused": 3, "engine": 0}
     assert {method: row["bytes_moved"] for method, row in rows.items()} == {

@@ -18,25 +18,26 @@ def _check(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths: Ten
     expect(len(layers) > 0, "layers is empty; expected keys and values of at least one layer.")
     first = layers[0][0]
     expect_tensor("keys of layer 0", first, (None,) * 4, FLOATS, first.device)
-    wanted = (first.shape, first.dtype, first.device, first.stride())
-    for i, layer in enumerate(layers):
-        for name, tensor in zip(("keys", "values"), layer, strict=True):
-            if (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != wanted:
-                expect_tensor(f"{name} of layer {i}", tensor, tuple(first.shape), (first.dtype,), first.device)
-                expect(False, f"{name} of layer {i} has other strides than keys of layer 0.")
-    expect(first.stride(3) == 1 or first.shape[3] == 1, "the last axis of the cache must be contiguous.")
-    rows = (first.shape[0],)
+    shape, stride, dtype, device = first.shape, first.stride(), first.dtype, first.device
+    for i, (keys, values) in enumerate(layers):
+        for name, t in (("keys", keys), ("values", values)):
+            # A name for the message is made only where there is one to give: small caches move in ten microseconds.
+            if t.shape != shape or t.stride() != stride or t.dtype is not dtype or t.device != device:
+                expect_tensor(f"{name} of layer {i}", t, tuple(shape), (dtype,), device)
+                raise ValueError(f"{name} of layer {i} has other strides than keys of layer 0.")
+    expect(stride[3] == 1 or shape[3] == 1, "the last axis of the cache must be contiguous.")
+    rows = (shape[0],)
     for name, array in (("starts", starts), ("lengths", lengths), ("shifts", shifts)):
-        expect_tensor(name, array, rows, (torch.int32,), first.device)
-        expect(array.is_contiguous(), f"{name} must be contiguous.")
-    if first.device.type == "cpu":  # reading them elsewhere would wait for the device
-        for row in zip(starts.tolist(), lengths.tolist(), shifts.tolist(), strict=True):
-            start, length, shift = row
-            low, high = min(start, start + shift), max(start, start + shift) + length
-            expect(
-                low >= 0 and length >= 0 and high <= first.shape[2],
-                f"a row of {length} columns from {start} cannot be shifted by {shift} within {first.shape[2]} columns.",
-            )
+        expect_tensor(name, array, rows, (torch.int32,), device)
+        expect(array.is_contiguous(), "starts, lengths and shifts must be contiguous.")
+    if device.type == "cpu":  # reading them elsewhere would wait for the device
+        num_columns = shape[2]
+        for start, length, shift in zip(starts.tolist(), lengths.tolist(), shifts.tolist(), strict=True):
+            low, high = (start, start + shift) if shift > 0 else (start + shift, start)
+            if low < 0 or length < 0 or high + length > num_columns:
+                raise ValueError(
+                    f"a row of {length} columns from {start} cannot be shifted by {shift} within {num_columns} columns."
+                )
 
 
 @dataclass(frozen=True)

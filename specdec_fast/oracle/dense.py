@@ -63,6 +63,13 @@ def repad_in_python(layers: list[LayerKV], moves: list[RowMove], num_columns: in
     return [(repad(keys), repad(values)) for keys, values in layers]
 
 
+def as_tensors(moves: list[RowMove], device: torch.device) -> tuple[Tensor, ...]:
+    """Return the moves' starts, lengths and shifts, each ``[B]`` int32, as ``realign_kv_`` takes them."""
+    # A row that keeps nothing may stand outside the columns: there is no place to move it from or to.
+    rows = [(m.start, m.length, m.shift) if m.length else (0, 0, 0) for m in moves]
+    return torch.tensor(list(zip(*rows, strict=True)), dtype=torch.int32, device=device).unbind()
+
+
 def repad_in_place(realign_kv_: RealignKV) -> Repad:
     """Make a ``Repad`` of the fused op: rows move inside the tensors they are in, nothing is allocated.
 
@@ -80,10 +87,7 @@ def repad_in_place(realign_kv_: RealignKV) -> Repad:
 
     @torch.inference_mode()  # the layers come out of a forward in that mode, and only there may be written to
     def repad(layers: list[LayerKV], moves: list[RowMove], num_columns: int) -> list[LayerKV]:
-        # A row that keeps nothing may stand outside the columns: there is no place to move it from or to.
-        rows = [(m.start, m.length, m.shift) if m.length else (0, 0, 0) for m in moves]
-        starts, lengths, shifts = torch.tensor(rows, dtype=torch.int32, device=layers[0][0].device).T.contiguous()
-        realign_kv_(layers, starts, lengths, shifts)
+        realign_kv_(layers, *as_tensors(moves, layers[0][0].device))
         return [(keys[:, :, :num_columns], values[:, :, :num_columns]) for keys, values in layers]
 
     return repad
