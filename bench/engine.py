@@ -27,7 +27,7 @@ from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import format_table, read_prompts
 from specdec_fast.drafters.model import ModelDrafter
 from specdec_fast.equivalence import transformers_greedy
-from specdec_fast.models import eos_token_ids, load_model
+from specdec_fast.loading import eos_token_ids, load_model
 from specdec_fast.oracle.dense import Repad, repad_in_python
 from specdec_fast.text import load_tokenizer
 

@@ -19,7 +19,8 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Draft, Drafter, make_drafter
 from specdec_fast.errors import ConfigError, DrafterError, EngineBusyError, InvalidLogitsError, KVCacheTooSmallError
 from specdec_fast.kv_cache import PagePool, Rows
-from specdec_fast.models import RaggedModel, load_model, prefill
+from specdec_fast.loading import load_model
+from specdec_fast.models import RaggedModel, prefill
 from specdec_fast.ops import INVALID_TOKEN, resolve
 from specdec_fast.progress import Progress
 from specdec_fast.requests import RequestBuilder, as_params_list, as_prompt_list
@@ -223,7 +224,7 @@ class Engine:
             ragged = self._pool().batch(rows, token_ids)
             logits = self.target.forward(ragged, self._pool())
         with timer("accept"):
-            results = self._ops.verify_chain(logits, token_ids, ragged.cu_seqlens_q)
+            results = (self._ops.unchecked or self._ops).verify_chain(logits, token_ids, ragged.cu_seqlens_q)
             target_tokens, num_accepted, next_tokens = (result.tolist() for result in results)
         with timer("commit"):
             emitted = []

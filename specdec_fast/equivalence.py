@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec_fast.emission import cut_emission
-from specdec_fast.models import eos_token_ids
+from specdec_fast.loading import eos_token_ids
 
 
 @dataclass(frozen=True)

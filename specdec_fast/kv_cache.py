@@ -1,4 +1,4 @@
-"""The paged KV cache: a pool of pages, block tables, and the adapter that Hugging Face models write through.
+"""The paged KV cache: a pool of pages, block tables, and how the rows of a forward are laid out on them.
 
 One allocation per model, ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``. Page 0 is scratch:
 padding rows may write there and nobody reads it. Rejecting draft tokens never touches the pool: the owner of the
@@ -7,19 +7,17 @@ pages just counts fewer positions as its own, and the stale entries are overwrit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache
 
-from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError, UnsupportedModelError
-from specdec_fast.ops import Ops
-from specdec_fast.ragged import PagedBatch, Scores
+from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
+from specdec_fast.ragged import PagedBatch
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,12 @@ class KVLayout:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Consecutive positions of one owner that a forward computes: ``start`` to ``start + count - 1``."""
 
     owner: Hashable
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody wants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,28 +52,35 @@ class RaggedBatch(PagedBatch):
         token_ids: ``[T]`` int64.
         positions: ``[T]`` int64, each token's index in its own sequence (I1).
         slot_mapping: ``[T]`` int32, where each row's KV entry goes.
+        last_rows: ``[B]`` int64, the last row of each sequence.
 
     """
 
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
+    last_rows: Tensor
+
+
+class _RowLayout(NamedTuple):
+    """What the rows of a forward have in common with those of every other one of the same counts."""
+
+    cu_seqlens: Tensor  # [B + 1] int32, on the device, as is
+    last_rows: Tensor  # [B] int64
+    sequence: np.ndarray  # [T], to which each row belongs
+    back: np.ndarray  # [T], each row's position less the end of its sequence's span; negative
+    max_count: int
 
 
 @lru_cache(maxsize=256)
-def _row_layout(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return where each sequence's rows begin ``[B + 1]``, and each row's sequence and place in it ``[T]``.
-
-    Kept, because a run asks for the same few again and again.
-    """
+def _row_layout(counts: tuple[int, ...], device: torch.device) -> _RowLayout:
+    """Make it once, because a run asks for the same few again and again. Nobody may write to what is shared."""
     cu_seqlens = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=cu_seqlens[1:])
     sequence = np.repeat(np.arange(len(counts)), counts)
-    return cu_seqlens, sequence, np.arange(len(sequence)) - cu_seqlens[sequence]
-
-
-def _ragged_batch(token_ids: Tensor, /, **fields: Any) -> RaggedBatch:
-    return RaggedBatch(token_ids=token_ids, **fields)
+    back = np.arange(len(sequence)) - cu_seqlens[1:][sequence]
+    last_rows = torch.from_numpy(cu_seqlens[1:].astype(np.int64) - 1).to(device)
+    return _RowLayout(torch.from_numpy(cu_seqlens).to(device), last_rows, sequence, back, max(counts, default=0))
 
 
 class PagePool:
@@ -106,6 +110,13 @@ class PagePool:
         self._tables: dict[Hashable, list[int]] = {}
         self._reserved: dict[Hashable, int] = {}
         self._num_reserved = 0
+        # The tables again, and the slot of every position, as arrays with one place per owner: a forward is laid out
+        # by indexing them.
+        self._places: dict[Hashable, int] = {}
+        self._free_places: list[int] = []
+        self._in_page = np.arange(page_size, dtype=np.int32)
+        self._table_of = np.zeros((0, 1), np.int32)  # [places, pages]
+        self._slot_of = np.zeros((0, page_size), np.int32)  # [places, pages * page_size]
 
     @property
     def num_free_pages(self) -> int:
@@ -142,11 +153,15 @@ class PagePool:
         self._reserved[owner] = pages
         self._num_reserved += pages
         self._tables[owner] = []
+        self._make_place(pages)
+        self._places[owner] = place = self._free_places.pop()
+        self._table_of[place] = 0
 
     def close(self, owner: Hashable) -> None:
         """Take back every page and the reservation of ``owner``."""
         self._free.extend(reversed(self._tables.pop(owner)))
         self._num_reserved -= self._reserved.pop(owner)
+        self._free_places.append(self._places.pop(owner))
 
     def batch(self, rows: Sequence[Rows], token_ids: Tensor) -> RaggedBatch:
         """Lay out one forward, handing out the pages that its new positions need.
@@ -159,132 +174,101 @@ class PagePool:
             KVCacheTooSmallError: a span goes beyond what its owner has reserved.
 
         """
-        for span in rows:
-            self._hand_out(span)
-        starts = np.array([span.start for span in rows], np.int64)
-        counts = tuple(span.count for span in rows)
-        cu_seqlens, sequence, offset = _row_layout(counts)
-        table = self._table_of([span.owner for span in rows])
-        positions = starts[sequence] + offset
-        used = (starts + counts).astype(np.int32)
-        return RaggedBatch(
-            token_ids=token_ids,
-            positions=self._to_device(positions),
-            slot_mapping=self._to_device(self._slots(table, sequence, positions)),
-            cu_seqlens_q=self._to_device(cu_seqlens.copy()),
-            seqused_k=self._to_device(used),
-            block_table=self._to_device(table),
-            max_seqlen_q=max(counts, default=0),
-            max_seqlen_k=int(used.max(initial=0)),
-        )
+        (batch_of,) = self.successive(rows, num_forwards=1)
+        return batch_of(token_ids=token_ids)
 
-    def successive(self, rows: Sequence[Rows]) -> list[Callable[[Tensor], RaggedBatch]]:
-        """Lay out several forwards at once: the first position of every span, then the second of every span, ...
+    def successive(self, rows: Sequence[Rows], num_forwards: int) -> list[partial[RaggedBatch]]:
+        """Lay out several forwards at once: the spans, then the position after each of them, then the next, ...
 
-        A forward after the first is known before its tokens are, so a drafting loop need not stop to lay it out.
+        What a forward computes is known before its tokens are, so a drafting loop need not stop to lay it out.
 
         Args:
-            rows: spans of one length, ``num_forwards``, one per sequence, in batch order.
+            rows: the spans of the first forward, in batch order.
+            num_forwards: how many; those after the first have one row per span.
 
         Returns:
-            One function per forward, from its ``[B]`` token ids to the batch of ``B`` rows.
+            One call per forward, which makes the batch of its ``[T]`` ``token_ids``, a keyword.
 
         Raises:
-            KVCacheTooSmallError: a span goes beyond what its owner has reserved.
+            KVCacheTooSmallError: a span, or what comes after it, goes beyond what its owner has reserved.
 
         """
-        for span in rows:
-            self._hand_out(span)
-        num_forwards, batch_size = rows[0].count, len(rows)
-        starts = np.array([span.start for span in rows])
-        table = self._table_of([span.owner for span in rows])
-        positions = starts + np.arange(num_forwards)[:, None]  # [num_forwards, B]
-        slots = self._slots(table, np.arange(batch_size), positions)
-        used = (positions + 1).astype(np.int32)
-        arrays = (positions, slots, used)
-        per_forward = zip(*(self._to_device(array).unbind() for array in arrays), strict=True)
-        shared: dict[str, Any] = {
-            "cu_seqlens_q": self._to_device(np.arange(batch_size + 1, dtype=np.int32)),
-            "block_table": self._to_device(table),
-            "max_seqlen_q": 1,
-            "max_seqlen_k": int(used.max()),
-        }
-        return [
-            partial(_ragged_batch, positions=positions, slot_mapping=slots, seqused_k=used, **shared)
-            for positions, slots, used in per_forward
-        ]
+        places, ends, later = [], [], num_forwards - 1
+        for owner, start, count in rows:
+            ends.append(start + count)
+            self._hand_out(owner, start + count + later)
+            places.append(self._places[owner])
+        place, end = np.array([places, ends], np.int64)
+        longest = max(ends, default=0)
+        table = self._to_device(self._table_of[:, : max(1, self._pages(longest + later))][place])
+        layout = _row_layout(tuple([count for _, _, count in rows]), self.layout.device)
+        place_of_row, end_of_row = place[layout.sequence], end[layout.sequence]
+        positions = end_of_row + layout.back
+        first = partial(
+            RaggedBatch,
+            positions=self._to_device(positions),
+            slot_mapping=self._to_device(self._slot_of[place_of_row, positions]),
+            seqused_k=self._to_device(end.astype(np.int32)),
+            cu_seqlens_q=layout.cu_seqlens,
+            last_rows=layout.last_rows,
+            block_table=table,
+            max_seqlen_q=layout.max_count,
+            max_seqlen_k=longest,
+        )
+        return [first, *(self._one_row_each(place, end, later, table) if later else ())]
 
-    def _slots(self, table: np.ndarray, sequence: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        page, offset = np.divmod(positions, self.page_size)
-        return table[sequence, page] * np.int32(self.page_size) + offset.astype(np.int32)
+    def _one_row_each(
+        self, place: np.ndarray, end: np.ndarray, num_forwards: int, table: Tensor
+    ) -> list[partial[RaggedBatch]]:
+        """Lay out the forwards after the first: row j of forward i stands at position ``end[j] + i``."""
+        layout = _row_layout((1,) * len(end), self.layout.device)
+        positions = end + np.arange(num_forwards)[:, None]  # [num_forwards, B]
+        longest = int(end.max()) + 1
+        arrays = (positions, self._slot_of[place, positions], (positions + 1).astype(np.int32))
+        per_forward = zip(*(self._to_device(array).unbind() for array in arrays), strict=True)
+        return [
+            partial(
+                RaggedBatch,
+                positions=positions,
+                slot_mapping=slots,
+                seqused_k=used,
+                cu_seqlens_q=layout.cu_seqlens,
+                last_rows=layout.last_rows,
+                block_table=table,
+                max_seqlen_q=1,
+                max_seqlen_k=longest + i,
+            )
+            for i, (positions, slots, used) in enumerate(per_forward)
+        ]
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def _hand_out(self, span: Rows) -> None:
-        table = self._tables[span.owner]
-        needed = self._pages(span.start + span.count)
-        if needed > self._reserved[span.owner]:
+    def _hand_out(self, owner: Hashable, num_tokens: int) -> None:
+        pages = self._tables[owner]
+        if num_tokens <= len(pages) * self.page_size:
+            return
+        needed, place = self._pages(num_tokens), self._places[owner]
+        if needed > self._reserved[owner]:
             raise KVCacheTooSmallError(
-                f"position {span.start + span.count - 1} lies beyond the {self._reserved[span.owner]} pages reserved."
+                f"position {num_tokens - 1} lies beyond the {self._reserved[owner]} pages reserved."
             )
-        while len(table) < needed:
-            table.append(self._free.pop())
+        while len(pages) < needed:
+            page, start = self._free.pop(), len(pages) * self.page_size
+            self._table_of[place, len(pages)] = page
+            self._slot_of[place, start : start + self.page_size] = page * self.page_size + self._in_page
+            pages.append(page)
 
-    def _table_of(self, owners: Iterable[Hashable]) -> np.ndarray:
-        tables = [self._tables[owner] for owner in owners]
-        table = np.zeros((len(tables), max(map(len, tables), default=1) or 1), np.int32)
-        for row, pages in zip(table, tables, strict=True):
-            row[: len(pages)] = pages
-        return table
+    def _make_place(self, num_pages: int) -> None:
+        """See to it that a place is free, and wide enough for ``num_pages``."""
+        places, width = self._table_of.shape
+        more = 0 if self._free_places else max(8, places)
+        wider = max(0, num_pages - width)
+        self._free_places += range(places, places + more)
+        if more or wider:
+            self._table_of = np.pad(self._table_of, ((0, more), (0, wider)))
+            self._slot_of = np.pad(self._slot_of, ((0, more), (0, wider * self.page_size)))
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._on_cpu else tensor.to(self.layout.device, non_blocking=True)
-
-
-class PagedCache(Cache):
-    """What a Hugging Face model takes for its KV cache during one forward over a ragged batch.
-
-    ``update`` writes the new rows into pages and hands the rows themselves back; the attention hook reads the pages.
-    """
-
-    def __init__(self, pool: PagePool, batch: RaggedBatch, ops: Ops, sliding_layers: frozenset[int]) -> None:
-        super().__init__(layers=[])
-        self.pool, self.batch = pool, batch
-        # The pool has laid the batch out, so only what the model brings is checked, and that here.
-        self._ops = ops.unchecked or ops
-        self.sliding_layers = sliding_layers  # layers that must tell their window with every call
-        self.num_attended = 0  # calls of attend: one per layer, if the model goes through the hook
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write ``[1, num_kv_heads, T, head_dim]`` keys and values of one layer through ``slot_mapping``."""
-        keys, values = self.pool.layers[layer_idx]
-        for name, states in (("keys", key_states), ("values", value_states)):
-            self._check(name, layer_idx, states, states.shape[1] == self.pool.layout.num_kv_heads)
-        rows = (key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))  # [T, num_kv_heads, head_dim]
-        self._ops.append_kv_(keys, values, *rows, self.batch.slot_mapping)
-        return key_states, value_states
-
-    def attend(self, query: Tensor, layer_idx: int, scores: Scores) -> Tensor:
-        """Attend from ``[1, num_heads, T, head_dim]`` queries; return ``[1, T, num_heads, head_dim]``."""
-        self.num_attended += 1
-        self._check("queries", layer_idx, query, query.shape[1] % self.pool.layout.num_kv_heads == 0)
-        rows = query[0].transpose(0, 1)
-        return self._ops.paged_attention(rows, self.pool.layers[layer_idx], self.batch, scores)[None]
-
-    def _check(self, name: str, layer_idx: int, states: Tensor, heads_fit: bool) -> None:
-        """Hold what the model computed to the pool's layout: a kernel would read and write past its rows."""
-        layout, num_rows = self.pool.layout, self.batch.token_ids.shape[0]
-        fits = heads_fit and (states.shape[0], *states.shape[2:]) == (1, num_rows, layout.head_dim)
-        if not fits or states.dtype != layout.dtype:
-            raise UnsupportedModelError(
-                f"layer {layer_idx} computed {name} of shape {list(states.shape)} in {states.dtype}; the KV cache is "
-                f"laid out for [1, heads of {layout.num_kv_heads}, {num_rows}, {layout.head_dim}] in {layout.dtype}."
-            )
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are passed to the model explicitly, so nothing may be inferred from a length."""
-        return 0

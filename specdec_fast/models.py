@@ -12,16 +12,17 @@ import inspect
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
-from specdec_fast.errors import ConfigError, SpecDecError, UnsupportedModelError
-from specdec_fast.kv_cache import KVLayout, PagedCache, PagePool, RaggedBatch, Rows
+from specdec_fast.errors import SpecDecError, UnsupportedModelError
+from specdec_fast.kv_cache import KVLayout, PagePool, RaggedBatch, Rows
+from specdec_fast.loading import eos_token_ids
 from specdec_fast.ops import Ops
+from specdec_fast.paged_cache import PagedCache
 from specdec_fast.ragged import Scores
 
 _ATTENTION = "specdec_paged"
@@ -138,7 +139,8 @@ class RaggedModel:
     def attached(self) -> Iterator[None]:
         """Exchange the model's attention function, as a forward does for itself where nobody has done it.
 
-        Worth doing around several forwards (20 microseconds each); not longer than a step, as the model is the user's.
+        Worth doing around several forwards (20 microseconds each); not for longer, because the model is the user's:
+        drafters and callbacks may run it between forwards.
         """
         previous = self.config._attn_implementation
         self.config._attn_implementation = _ATTENTION
@@ -159,7 +161,7 @@ def prefill(model: RaggedModel, pool: PagePool, prompts: Mapping[Hashable, list[
     """
     for rows, token_ids in _prefill_forwards(prompts):
         batch = pool.batch(rows, torch.tensor(token_ids, device=model.layout.device))
-        model.forward(batch, pool, batch.cu_seqlens_q[-1:].long() - 1)  # one row: nobody wants these logits
+        model.forward(batch, pool, batch.last_rows[:1])  # one row: nobody wants these logits
 
 
 def _prefill_forwards(prompts: Mapping[Hashable, list[int]]) -> Iterator[tuple[list[Rows], list[int]]]:
@@ -177,45 +179,6 @@ def _prefill_forwards(prompts: Mapping[Hashable, list[int]]) -> Iterator[tuple[l
                 rows, token_ids = [], []
     if rows:
         yield rows, token_ids
-
-
-def load_model(
-    source: str | PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None
-) -> PreTrainedModel:
-    """Load a Hugging Face model by name or folder, or take a loaded one as it is.
-
-    Args:
-        source: what ``AutoModelForCausalLM.from_pretrained`` takes, or a loaded model.
-        dtype: of the weights; None takes the checkpoint's.
-        device: None takes CUDA where there is one, else the CPU.
-
-    Raises:
-        ConfigError: there is no such model or device; or a loaded model has another dtype or device than asked for,
-            or is in training mode.
-
-    """
-    if isinstance(source, nn.Module):  # one that is no Hugging Face model is told so by RaggedModel
-        _check_loaded(source, dtype, device)
-        return source
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto").to(device).eval()
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # no such model or device, not a causal model
-        reason = " ".join(str(error).split())
-        missing = "" if Path(source).exists() else " (there is no such folder)"
-        raise ConfigError(f"cannot load {source!r}{missing} onto {device}: {reason}") from error
-
-
-def _check_loaded(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None) -> None:
-    name = type(model).__name__
-    if model.training:
-        raise ConfigError(f"{name} is in training mode, so dropout would change its output; call model.eval() first.")
-    has = next(model.parameters())
-    if dtype is not None and has.dtype != dtype:
-        raise ConfigError(f"dtype={dtype}, but the loaded {name} is {has.dtype}; load it so, or leave dtype out.")
-    if device is not None and has.device.type != torch.device(device).type:
-        raise ConfigError(f"device={device}, but the loaded {name} is on {has.device}; move it, or leave device out.")
 
 
 def _check_decoder(model: PreTrainedModel) -> None:
@@ -292,9 +255,3 @@ def _sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
         return frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     return frozenset(range(num_layers) if slides else ())
-
-
-def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the ids at which ``model.generate()`` stops: those of its generation config, and no others."""
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -119,11 +121,12 @@ def layout_by_hand(pool: PagePool, rows: list[Rows]) -> dict[str, list]:
             slots.append(page * pool.page_size + position % pool.page_size)
         cu_seqlens.append(len(positions))
         used.append(span.start + span.count)
-    width = max([1, *(len(pool.block_table(span.owner)) for span in rows)])
-    table = [pool.block_table(s.owner) + [0] * (width - len(pool.block_table(s.owner))) for s in rows]
+    width = max([1, *(pages_for(number, pool.page_size) for number in used)])
+    table = [(pool.block_table(s.owner) + [0] * width)[:width] for s in rows]
+    last_rows = [stop - 1 for stop in cu_seqlens[1:]]
     return {
         "positions": positions, "slot_mapping": slots, "cu_seqlens_q": cu_seqlens, "seqused_k": used,
-        "block_table": table,
+        "block_table": table, "last_rows": last_rows,
     }  # fmt: skip
 
 
@@ -131,7 +134,7 @@ def assert_laid_out(batch: RaggedBatch, wanted: dict[str, list]) -> None:
     for name, values in wanted.items():
         tensor = getattr(batch, name)
         assert tensor.tolist() == values, name
-        assert tensor.dtype == (torch.int64 if name == "positions" else torch.int32), name
+        assert tensor.dtype == (torch.int64 if name in ("positions", "last_rows") else torch.int32), name
         assert tensor.is_contiguous(), name
 
 
@@ -151,7 +154,7 @@ def test_batch_against_its_definition(page_size, forwards):
         assert batch.token_ids is token_ids
 
 
-@pytest.mark.parametrize("name", ["positions", "slot_mapping", "cu_seqlens_q", "seqused_k", "block_table"])
+@pytest.mark.parametrize("name", ["positions", "slot_mapping", "cu_seqlens_q", "seqused_k", "block_table", "last_rows"])
 def test_definition_rejects_another_layout(name):
     pool = PagePool(LAYOUT, 40, page_size=4)
     for owner in "ab":
@@ -159,9 +162,31 @@ def test_definition_rejects_another_layout(name):
     rows, token_ids = rows_of(("a", 2, 5), ("b", 0, 9))
     batch = pool.batch(rows, token_ids)
     assert_laid_out(batch, layout_by_hand(pool, rows))
-    getattr(batch, name)[-1] += 1
+    moved = getattr(batch, name).clone()  # some are shared with the batches of other forwards
+    moved[-1] += 1
+    batch = replace(batch, **{name: moved})
     with pytest.raises(AssertionError):
         assert_laid_out(batch, layout_by_hand(pool, rows))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(page_size=st.integers(1, 9), spans=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 4)), min_size=1),
+       num_forwards=st.integers(1, 6))  # fmt: skip
+def test_successive_forwards_are_those_laid_out_one_by_one(page_size, spans, num_forwards):
+    pool = PagePool(LAYOUT, len(spans) * 40, page_size)
+    for owner in range(len(spans)):
+        pool.open(owner, 32)
+    rows, token_ids = rows_of(*((owner, *span) for owner, span in enumerate(spans)))
+    together = pool.successive(rows, num_forwards)
+    assert len(together) == num_forwards
+    for batch_of in together:
+        batch = batch_of(token_ids=token_ids)
+        width = batch.block_table.shape[1]  # of the last forward, for all of them
+        held = [(pool.block_table(span.owner) + [0] * width)[:width] for span in rows]
+        assert_laid_out(batch, layout_by_hand(pool, rows) | {"block_table": held})
+        assert batch.max_seqlen_q == max(span.count for span in rows)
+        assert batch.max_seqlen_k == max(span.start + span.count for span in rows)
+        rows, token_ids = rows_of(*((span.owner, span.start + span.count, 1) for span in rows))
 
 
 def test_one_owner_twice_in_a_forward():

@@ -22,7 +22,7 @@ from specdec_fast.drafters import NAMED_DRAFTERS
 from specdec_fast.engine import Engine
 from specdec_fast.equivalence import Comparison, compare, transformers_greedy, transformers_greedy_batch
 from specdec_fast.errors import ConfigError
-from specdec_fast.models import load_model
+from specdec_fast.loading import load_model
 from specdec_fast.params import SamplingParams
 from specdec_fast.requests import RequestBuilder
 from specdec_fast.schedulers import SCHEDULERS

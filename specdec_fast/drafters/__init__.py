@@ -15,7 +15,8 @@ from specdec_fast.drafters.model import ModelDrafter
 from specdec_fast.drafters.ngram import NgramDrafter
 from specdec_fast.drafters.none import NoDrafter
 from specdec_fast.errors import ConfigError, VocabularyMismatchError
-from specdec_fast.models import RaggedModel, load_model
+from specdec_fast.loading import load_model
+from specdec_fast.models import RaggedModel
 from specdec_fast.ops import Ops
 from specdec_fast.text import load_tokenizer, same_vocabulary
 

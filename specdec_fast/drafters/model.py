@@ -25,6 +25,7 @@ class ModelDrafter(Drafter):
         self.model = model
         # Checkpoints of one family pad the same vocabulary to different widths; ids beyond the shorter are no words.
         self._vocab_size = min(model.vocab_size, target_vocab_size)
+        self._is_narrower = model.vocab_size < target_vocab_size
         self.draft_kv_length: dict[Sequence, int] = {}
         self.pool: PagePool | None = None
 
@@ -54,33 +55,31 @@ class ModelDrafter(Drafter):
         limits = [min(limit, self._room(s)) for s, limit in zip(sequences, limits, strict=True)]
         if not any(limits):
             return Draft(torch.empty(0, dtype=torch.int64), limits)
-        drafted: list[Tensor] = []  # per forward, one token of each member
-        where: list[list[int]] = [[] for _ in sequences]  # each sequence's tokens in the concatenation of those
         with self.model.attached():
-            for forwards, members in _stages(limits):
-                drafting = [sequences[i] for i in members]
-                # a sequence's newest token, if it has one, is in the forward before
-                tokens = torch.cat(drafted)[[where[i][-1] for i in members]] if drafted else None
-                first_place = sum(map(len, drafted))
-                drafted += self._draft(drafting, tokens, forwards)
-                for place, i in enumerate(members, first_place):
-                    where[i] += range(place, sum(map(len, drafted)), len(members))
+            drafted = self._draft(sequences, limits)
         for sequence, limit in zip(sequences, limits, strict=True):
             if limit:
                 self.draft_kv_length[sequence] = sequence.length - 1 + limit
-        return Draft(torch.cat(drafted)[[place for places in where for place in places]], limits)
+        if len(drafted) == min(limits):  # as many from everybody
+            return Draft(torch.stack(drafted, dim=1).flatten(), limits)
+        return Draft(torch.cat(drafted)[_by_sequence(limits)], limits)
 
-    def _draft(self, sequences: list[Sequence], tokens: Tensor | None, forwards: range) -> Iterator[Tensor]:
-        """Yield the ``[B]`` tokens of each forward; the first forward of all has rows to catch up with."""
-        if tokens is None:
-            tokens = self._catch_up(sequences)
-            yield tokens
-            forwards = forwards[1:]
-        if forwards:
-            rows = [Rows(s, s.length - 1 + forwards.start, len(forwards)) for s in sequences]
-            for batch_of in self._pool().successive(rows):
-                tokens = self._most_likely(batch_of(tokens), None)
-                yield tokens
+    def _draft(self, sequences: list[Sequence], limits: list[int]) -> list[Tensor]:
+        """Return the tokens of each forward: one of every sequence that may draft so many, in batch order."""
+        drafted: list[Tensor] = []
+        before: list[int] = []  # who took part in the last forward
+        for num_forwards, members in _stages(limits):
+            drafting = [sequences[i] for i in members]
+            if drafted:
+                rows = [Rows(s, s.length - 1 + len(drafted), 1) for s in drafting]
+                tokens = drafted[-1][[before.index(i) for i in members]]
+            else:
+                rows, tokens = self._catch_up(drafting)
+            for batch_of in self._pool().successive(rows, num_forwards):
+                tokens = self._most_likely(batch_of(token_ids=tokens))
+                drafted.append(tokens)
+            before = members
+        return drafted
 
     def commit(self, sequences: list[Sequence]) -> None:
         """Keep the KV entries of accepted tokens, give up those of rejected ones."""
@@ -105,31 +104,41 @@ class ModelDrafter(Drafter):
 
     def _known(self, token_ids: list[int]) -> list[int]:
         """Replace ids beyond the draft model's embedding: such a token costs acceptance, never correctness."""
-        return [min(token, self.model.vocab_size - 1) for token in token_ids]
+        return [min(token, self.model.vocab_size - 1) for token in token_ids] if self._is_narrower else token_ids
 
-    def _catch_up(self, sequences: list[Sequence]) -> Tensor:
-        """Feed each sequence the committed tokens its KV lacks; return the first draft tokens."""
-        rows, token_ids = [], []
+    def _catch_up(self, sequences: list[Sequence]) -> tuple[list[Rows], Tensor]:
+        """Return the committed tokens that each sequence's KV lacks: their spans, and ``[T]`` ids."""
+        rows: list[Rows] = []
+        token_ids: list[int] = []
         for sequence in sequences:
             start = self.draft_kv_length[sequence]
             rows.append(Rows(sequence, start, sequence.length - start))
-            token_ids += self._known(sequence.token_ids[start:])
-        batch = self._pool().batch(rows, torch.tensor(token_ids, device=self.model.layout.device))
-        # Each sequence's last row; with one row each that is every row.
-        last_rows = batch.cu_seqlens_q[1:].long() - 1 if len(token_ids) > len(rows) else None
-        return self._most_likely(batch, last_rows)
+            token_ids += sequence.token_ids[start:]
+        return rows, torch.tensor(self._known(token_ids), device=self.model.layout.device)
 
-    def _most_likely(self, batch: RaggedBatch, logit_rows: Tensor | None) -> Tensor:
+    def _most_likely(self, batch: RaggedBatch) -> Tensor:
         """Compute the rows; return each sequence's most likely next token ``[B]``."""
-        logits = self.model.forward(batch, self._pool(), logit_rows)
+        logits = self.model.forward(batch, self._pool(), batch.last_rows if batch.max_seqlen_q > 1 else None)
         if self._vocab_size < logits.shape[1]:
             logits = logits[:, : self._vocab_size]
         return logits.argmax(dim=-1)
 
 
-def _stages(limits: list[int]) -> Iterator[tuple[range, list[int]]]:
-    """Yield (forwards, members): successive forwards in which the same sequences draft."""
+def _stages(limits: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield (number of forwards, members): successive forwards in which the same sequences draft."""
     start = 0
     for stop in sorted(set(limits) - {0}):
-        yield range(start, stop), [i for i, limit in enumerate(limits) if limit >= stop]
+        yield stop - start, [i for i, limit in enumerate(limits) if limit >= stop]
         start = stop
+
+
+def _by_sequence(limits: list[int]) -> list[int]:
+    """Return the places that bring the tokens of one forward after the other into the order of the sequences."""
+    places: list[list[int]] = [[] for _ in limits]
+    place = 0
+    for forward in range(max(limits)):
+        for i, limit in enumerate(limits):
+            if limit > forward:
+                places[i].append(place)
+                place += 1
+    return [place for own in places for place in own]
