@@ -1,18 +1,14 @@
-"""How much memory a repad needs beyond the cache it works on: peak resident memory, measured in a fresh process.
-
-A process of its own, because an allocator hands memory that was freed before out again without asking the system,
-and the peak would not rise.
-"""
+"""How much memory a repad needs beyond the cache it works on: peak resident memory, measured in a fresh process."""
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.fresh import in_fresh_process
 from bench.ladder import Shape, Step, layers_of, methods
 from specdec_fast.ops import resolve
 
@@ -31,13 +27,10 @@ def extra_bytes(method: str, backend: str, shape: Shape, num_layers: int, step: 
     """
     if not RESET.exists():
         return None
-    task = (method, backend, shape, num_layers, step, torch.get_num_threads())
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure, task)
+    return in_fresh_process(_measure, method, backend, shape, num_layers, step)
 
 
-def _measure(method: str, backend: str, shape: Shape, num_layers: int, step: Step, num_threads: int) -> int:
-    torch.set_num_threads(num_threads)
+def _measure(method: str, backend: str, shape: Shape, num_layers: int, step: Step) -> int:
     repad = methods(resolve(torch.device("cpu"), backend).realign_kv_)[method]
     small = Shape("warm-up", 1, 1, 1, shape.dtype)
     for _ in range(2):  # what is loaded at first use, threads among it, is not the method's

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from bench import report
 from bench.decoding import accepted_counts, step_rows
 from bench.engine import Bench, add_decoding_options
+from bench.fresh import in_fresh_process
 from bench.ladder import CPU, PUBLISHED, Shape, Step, check, draw_steps, layers_that_fit, measure, methods
 from bench.memory import extra_bytes
 from specdec_fast.commands.common import format_table
@@ -44,13 +45,17 @@ def shapes(args: argparse.Namespace, bench: Bench) -> list[Shape]:
     return [shape for shape in (*published, demo) if shape.name in args.shapes]
 
 
+def _measure(backend: str, shape: Shape, num_layers: int, steps: list[Step]) -> list[dict[str, Any]]:
+    realign_kv_ = resolve(CPU, backend).realign_kv_
+    return measure(methods(realign_kv_), realign_kv_, shape, num_layers, steps)
+
+
 class Ladder:
     """The ladder over shapes and batch sizes: its rows, and the memory each method wants."""
 
     def __init__(self, args: argparse.Namespace, accepted: list[int]) -> None:
         self.args, self.accepted = args, accepted
-        self.realign_kv_ = resolve(CPU, args.backend).realign_kv_
-        self.repads = methods(self.realign_kv_)
+        self.repads = methods(resolve(CPU, args.backend).realign_kv_)
         self.memory_bytes = int(args.memory_gib * GIB) if args.memory_gib else available_bytes()
         self.rows: list[dict[str, Any]] = []
         self.memory: list[dict[str, Any]] = []
@@ -67,7 +72,7 @@ class Ladder:
             problem = check(self.repads, shape, num_layers, steps)
             if problem:
                 sys.exit(f"{shape.name} at batch {batch_size}: {problem}; no speed is reported.")
-            self.rows += measure(self.repads, self.realign_kv_, shape, num_layers, steps)
+            self.rows += in_fresh_process(_measure, self.args.backend, shape, num_layers, steps)
             fitting.append((num_layers, steps[0]))
         if fitting:
             self._measure_memory(shape, *fitting[-1])

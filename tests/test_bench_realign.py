@@ -31,12 +31,13 @@ def arguments(tmp_path):
 
 
 @pytest.fixture
-def _no_memory_measured(monkeypatch):
-    """It takes a new process per method; one test of its own has to do."""
+def _no_new_processes(monkeypatch):
+    """Each takes seconds; the test of the memory has to do for all."""
     monkeypatch.setattr(realign, "extra_bytes", lambda *args: None)
+    monkeypatch.setattr(realign, "in_fresh_process", lambda function, *args: function(*args))
 
 
-@pytest.mark.usefixtures("_no_memory_measured")
+@pytest.mark.usefixtures("_no_new_processes")
 def test_last_line_is_the_report(arguments, capsys, tmp_path):
     path = tmp_path / "realign.json"
     realign.main([*arguments, "--json", str(path)])
@@ -97,7 +98,7 @@ def test_gate_rejects(wrong):
     assert check(methods(REALIGN_KV), SHAPE, 2, steps) is None
 
 
-@pytest.mark.usefixtures("_no_memory_measured")
+@pytest.mark.usefixtures("_no_new_processes")
 def test_no_speed_when_a_method_is_wrong(arguments, monkeypatch, capsys):
     monkeypatch.setattr(realign, "methods", lambda op: methods(op) | {"fused": repad_in_place(leaves_all)})
     with pytest.raises(SystemExit, match="glm-4-9b at batch 2: fused leaves other KV entries"):
@@ -107,7 +108,7 @@ def test_no_speed_when_a_method_is_wrong(arguments, monkeypatch, capsys):
     assert "milliseconds" not in out
 
 
-@pytest.mark.usefixtures("_no_memory_measured")
+@pytest.mark.usefixtures("_no_new_processes")
 def test_no_speed_when_a_decoding_run_is_wrong(arguments, monkeypatch, capsys):
     def wrong_only_when_decoding(layers, moves, num_columns):
         moved = repad_in_python(layers, moves, num_columns)
@@ -208,7 +209,7 @@ def test_options_that_cannot_be_served(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_no_memory_measured")
+@pytest.mark.usefixtures("_no_new_processes")
 def test_plot(arguments, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "ladder.png"

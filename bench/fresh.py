@@ -1,0 +1,24 @@
+"""Calls in a process of their own, for figures that hang on what a process did before.
+
+An allocator hands memory that was freed before out again without asking the system. So peaks do not rise, and whoever
+allocates is fast or slow with the sizes that were freed, and in which order.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a module's function in a new process, with as many threads as this one has; return what it returns."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_call, (torch.get_num_threads(), function, args))
+
+
+def _call(num_threads: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(num_threads)
+    return function(*args)
