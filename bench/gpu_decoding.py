@@ -23,9 +23,10 @@ from bench.parts import Progress, Settings
 from bench.replay import ReplayDrafter
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.drafters.model import ModelDrafter
-from specdec_fast.kv_cache import PagePool, Rows
+from specdec_fast.kv_cache import PagePool
 from specdec_fast.models import RaggedModel, prefill
 from specdec_fast.ops import resolve
+from specdec_fast.rows import Rows
 
 SEED = 0
 # Large against what random layers add to it, so that a token's own embedding decides the next one; see random_model.
@@ -179,6 +180,7 @@ class Bench:
             max_batch_size=batch_size,
             num_draft_tokens=self.sizes.num_draft_tokens,
             page_size=PAGE_SIZE,
+            deterministic=False,  # costs of the forwards as they are; ties are rare in these models
         )
         models = [engine.target] if drafter is None else [engine.target, self.draft]
         return Run(engine, models, self.prompts[: self.sizes.prompts[batch_size]])

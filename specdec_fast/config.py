@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specdec_fast.errors import ConfigError, NotYetSupportedError
+from specdec_fast.errors import ConfigError
 from specdec_fast.params import SamplingParams
 
 _DTYPES = {
@@ -39,11 +39,11 @@ class EngineConfig:
         dtype: of the weights (a torch dtype or its name); None takes the checkpoint's.
         device: where to run; None takes CUDA where there is one, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
-        deterministic: pad forwards so that bf16 and fp16 tokens match bit for bit as well. Not served yet.
+        deterministic: pad forwards to row counts at which every row has the same bits in every batch, in any dtype;
+            which they are is probed when an engine is made (``describe()`` tells), for the number of threads then set.
 
     Raises:
         ConfigError: a value is out of range; the message names it.
-        NotYetSupportedError: ``deterministic=True``.
 
     """
 
@@ -57,7 +57,7 @@ class EngineConfig:
     dtype: torch.dtype | str | None = None
     device: torch.device | str | None = None
     backend: str = "auto"
-    deterministic: bool = False
+    deterministic: bool = True
 
     def __post_init__(self) -> None:
         for name, smallest in (("max_batch_size", 1), ("num_draft_tokens", 0), ("max_wait_steps", 0), ("page_size", 1)):
@@ -67,11 +67,6 @@ class EngineConfig:
         self._check_window()
         object.__setattr__(self, "dtype", _as_dtype(self.dtype))
         object.__setattr__(self, "device", _as_device(self.device))
-        if self.deterministic:
-            raise NotYetSupportedError(
-                "deterministic=True: row-count invariance is not built yet; pass False. fp32 outputs equal plain "
-                "decoding as it is; `specdec-fast verify` reports on your models."
-            )
 
     @property
     def num_resident(self) -> int:

@@ -16,14 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
+from specdec_fast.determinism import make_deterministic
 from specdec_fast.drafters import Draft, Drafter, make_drafter
 from specdec_fast.errors import ConfigError, DrafterError, EngineBusyError, InvalidLogitsError, KVCacheTooSmallError
-from specdec_fast.kv_cache import PagePool, Rows
+from specdec_fast.kv_cache import PagePool
 from specdec_fast.loading import load_model
 from specdec_fast.models import RaggedModel, prefill
 from specdec_fast.ops import INVALID_TOKEN, resolve
 from specdec_fast.progress import Progress
 from specdec_fast.requests import RequestBuilder, as_params_list, as_prompt_list
+from specdec_fast.rows import Rows
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.sequence import Sequence
 from specdec_fast.text import Detokenizer, load_tokenizer
@@ -47,6 +49,7 @@ class Engine:
         UnsupportedModelError: a model cannot be run on a paged KV cache.
         VocabularyMismatchError: the draft's tokens are not the target's.
         BackendError: the backend asked for cannot run here.
+        DeterminismError: ``deterministic=True``, and no row count makes a model's bits independent of the batch.
 
     """
 
@@ -66,6 +69,8 @@ class Engine:
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         self.target = RaggedModel(model, self._ops)
+        if self.config.deterministic:
+            make_deterministic(self.target, self.config.max_batch_size * (self.config.num_draft_tokens + 1))
         self.tokenizer = tokenizer or load_tokenizer(getattr(model.config, "_name_or_path", None))
         wanted = draft if self.config.num_draft_tokens else None
         self.drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
@@ -116,6 +121,8 @@ class Engine:
             "num_draft_tokens": self.config.num_draft_tokens,
             "dtype": str(self.target.layout.dtype).removeprefix("torch."),
             "device": str(self.target.layout.device),
+            "deterministic": self.config.deterministic,
+            "row_multiple": self.target.row_rule.multiple,
             "ops": dict(self._ops.chosen),
             "kv_bytes_per_token": self.target.layout.bytes_per_token,
             "kv_pages": self.pool.num_pages if self.pool else 0,
@@ -180,7 +187,7 @@ class Engine:
         num_tokens = self.config.kv_cache_tokens or sum(needs[: self.scheduler.max_resident])
         if self.pool is None or self.pool.num_pages * page_size < num_tokens:
             self.pool = None  # give the old one back before asking for more
-            self.pool = PagePool(self.target.layout, num_tokens, page_size)
+            self.pool = PagePool(self.target.layout, num_tokens, page_size, self.target.row_rule)
         self.drafter.prepare(self.pool.num_pages * page_size, page_size)
         for sequence in sequences:
             if not self.pool.can_ever_fit(sequence.max_length - 1):
@@ -224,7 +231,7 @@ class Engine:
             ragged = self._pool().batch(rows, token_ids)
             logits = self.target.forward(ragged, self._pool())
         with timer("accept"):
-            results = (self._ops.unchecked or self._ops).verify_chain(logits, token_ids, ragged.cu_seqlens_q)
+            results = (self._ops.unchecked or self._ops).verify_chain(logits, token_ids, ragged.cu_seqlens)
             target_tokens, num_accepted, next_tokens = (result.tolist() for result in results)
         with timer("commit"):
             emitted = []

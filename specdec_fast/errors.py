@@ -42,6 +42,10 @@ class KVCacheAllocationError(SpecDecError, MemoryError):
     """The page pool does not fit into the device's memory."""
 
 
+class DeterminismError(SpecDecError, RuntimeError):
+    """On this machine no row count gives the model's rows the same bits in every batch."""
+
+
 class EngineBusyError(SpecDecError, RuntimeError):
     """A call reached an engine that is still serving another."""
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
-from specdec_fast.ragged import PagedBatch
+from specdec_fast.rows import RaggedBatch, RowRule, Rows, row_layout
 
 
 @dataclass(frozen=True)
@@ -36,53 +35,6 @@ class KVLayout:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-class Rows(NamedTuple):
-    """Consecutive positions of one owner that a forward computes: ``start`` to ``start + count - 1``."""
-
-    owner: Hashable
-    start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody wants
-
-
-@dataclass(frozen=True, kw_only=True)
-class RaggedBatch(PagedBatch):
-    """The rows of one forward, sequence after sequence, never padded.
-
-    Attributes:
-        token_ids: ``[T]`` int64.
-        positions: ``[T]`` int64, each token's index in its own sequence (I1).
-        slot_mapping: ``[T]`` int32, where each row's KV entry goes.
-        last_rows: ``[B]`` int64, the last row of each sequence.
-
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    last_rows: Tensor
-
-
-class _RowLayout(NamedTuple):
-    """What the rows of a forward have in common with those of every other one of the same counts."""
-
-    cu_seqlens: Tensor  # [B + 1] int32, on the device, as is
-    last_rows: Tensor  # [B] int64
-    sequence: np.ndarray  # [T], to which each row belongs
-    back: np.ndarray  # [T], each row's position less the end of its sequence's span; negative
-    max_count: int
-
-
-@lru_cache(maxsize=256)
-def _row_layout(counts: tuple[int, ...], device: torch.device) -> _RowLayout:
-    """Make it once, because a run asks for the same few again and again. Nobody may write to what is shared."""
-    cu_seqlens = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=cu_seqlens[1:])
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    back = np.arange(len(sequence)) - cu_seqlens[1:][sequence]
-    last_rows = torch.from_numpy(cu_seqlens[1:].astype(np.int64) - 1).to(device)
-    return _RowLayout(torch.from_numpy(cu_seqlens).to(device), last_rows, sequence, back, max(counts, default=0))
-
-
 class PagePool:
     """Pages of one model's KV cache, handed out on demand and taken back when their owner ends.
 
@@ -90,8 +42,8 @@ class PagePool:
     the pool empty: whoever does not fit waits, or is told that it never will.
     """
 
-    def __init__(self, layout: KVLayout, num_tokens: int, page_size: int) -> None:
-        self.layout = layout
+    def __init__(self, layout: KVLayout, num_tokens: int, page_size: int, row_rule: RowRule | None = None) -> None:
+        self.layout, self.row_rule = layout, row_rule or RowRule()
         self.page_size = page_size
         self.num_pages = -(-num_tokens // page_size)  # page 0, the scratch page, comes on top
         shape = (layout.num_layers, 2, self.num_pages + 1, page_size, layout.num_kv_heads, layout.head_dim)
@@ -114,9 +66,11 @@ class PagePool:
         # by indexing them.
         self._places: dict[Hashable, int] = {}
         self._free_places: list[int] = []
+        # Padding rows have place 0, all of whose pages are the scratch page.
         self._in_page = np.arange(page_size, dtype=np.int32)
-        self._table_of = np.zeros((0, 1), np.int32)  # [places, pages]
-        self._slot_of = np.zeros((0, page_size), np.int32)  # [places, pages * page_size]
+        self._table_of = np.zeros((1, 1), np.int32)  # [places, pages]
+        self._slot_of = np.zeros((1, page_size), np.int32)  # [places, pages * page_size]
+        self._make_place(self._pages(self.row_rule.multiple))
 
     @property
     def num_free_pages(self) -> int:
@@ -198,44 +152,64 @@ class PagePool:
             ends.append(start + count)
             self._hand_out(owner, start + count + later)
             places.append(self._places[owner])
+        counts = tuple([count for _, _, count in rows])
+        padding = self.row_rule.padding(sum(counts))
+        later_padding = self.row_rule.padding(len(counts)) if later else 0
+        if padding or later_padding:
+            places.append(0)
+            ends.append(padding)
         place, end = np.array([places, ends], np.int64)
         longest = max(ends, default=0)
-        table = self._to_device(self._table_of[:, : max(1, self._pages(longest + later))][place])
-        layout = _row_layout(tuple([count for _, _, count in rows]), self.layout.device)
-        place_of_row, end_of_row = place[layout.sequence], end[layout.sequence]
+        widest = max(longest + later, later_padding)
+        table = self._to_device(self._table_of[:, : max(1, self._pages(widest))][place])
+        if not padding:
+            place, end = place[: len(counts)], end[: len(counts)]
+        layout = row_layout(counts, padding, self.layout.device)
+        end_of_row = end[layout.sequence]
         positions = end_of_row + layout.back
         first = partial(
             RaggedBatch,
             positions=self._to_device(positions),
-            slot_mapping=self._to_device(self._slot_of[place_of_row, positions]),
+            slot_mapping=self._to_device(self._slot_of[place[layout.sequence], positions]),
             seqused_k=self._to_device(end.astype(np.int32)),
-            cu_seqlens_q=layout.cu_seqlens,
+            cu_seqlens_q=layout.cu_seqlens_q,
+            cu_seqlens=layout.cu_seqlens,
             last_rows=layout.last_rows,
-            block_table=table,
+            block_table=table[: len(end)],
             max_seqlen_q=layout.max_count,
             max_seqlen_k=longest,
         )
-        return [first, *(self._one_row_each(place, end, later, table) if later else ())]
+        if not later:
+            return [first]
+        return [first, *self._one_row_each(place[: len(counts)], end[: len(counts)], later, table)]
 
     def _one_row_each(
         self, place: np.ndarray, end: np.ndarray, num_forwards: int, table: Tensor
     ) -> list[partial[RaggedBatch]]:
         """Lay out the forwards after the first: row j of forward i stands at position ``end[j] + i``."""
-        layout = _row_layout((1,) * len(end), self.layout.device)
+        padding = self.row_rule.padding(len(end))
+        layout = row_layout((1,) * len(end), padding, self.layout.device)
         positions = end + np.arange(num_forwards)[:, None]  # [num_forwards, B]
-        longest = int(end.max()) + 1
-        arrays = (positions, self._slot_of[place, positions], (positions + 1).astype(np.int32))
-        per_forward = zip(*(self._to_device(array).unbind() for array in arrays), strict=True)
+        slots, used = self._slot_of[place, positions], (positions + 1).astype(np.int32)
+        if padding:
+            positions, slots = (
+                np.hstack([own, np.broadcast_to(added, (num_forwards, padding))])
+                for own, added in ((positions, np.arange(padding)), (slots, self._slot_of[0, :padding]))
+            )
+            used = np.hstack([used, np.full((num_forwards, 1), padding, np.int32)])
+        longest = max(int(end.max()) + 1, padding)
+        per_forward = zip(*(self._to_device(array).unbind() for array in (positions, slots, used)), strict=True)
         return [
             partial(
                 RaggedBatch,
                 positions=positions,
                 slot_mapping=slots,
                 seqused_k=used,
-                cu_seqlens_q=layout.cu_seqlens,
+                cu_seqlens_q=layout.cu_seqlens_q,
+                cu_seqlens=layout.cu_seqlens,
                 last_rows=layout.last_rows,
-                block_table=table,
-                max_seqlen_q=1,
+                block_table=table[: len(end) + bool(padding)],
+                max_seqlen_q=layout.max_count,
                 max_seqlen_k=longest + i,
             )
             for i, (positions, slots, used) in enumerate(per_forward)
@@ -268,6 +242,7 @@ class PagePool:
         if more or wider:
             self._table_of = np.pad(self._table_of, ((0, more), (0, wider)))
             self._slot_of = np.pad(self._slot_of, ((0, more), (0, wider * self.page_size)))
+            self._slot_of[0] = np.arange(self._slot_of.shape[1]) % self.page_size
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

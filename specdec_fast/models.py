@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from specdec_fast.errors import SpecDecError, UnsupportedModelError
-from specdec_fast.kv_cache import KVLayout, PagePool, RaggedBatch, Rows
+from specdec_fast.kv_cache import KVLayout, PagePool
 from specdec_fast.loading import eos_token_ids
 from specdec_fast.ops import Ops
 from specdec_fast.paged_cache import PagedCache
 from specdec_fast.ragged import Scores
+from specdec_fast.rows import RaggedBatch, RowRule, Rows
 
 _ATTENTION = "specdec_paged"
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -68,6 +70,7 @@ class RaggedModel:
         vocab_size: width of its logits.
         max_positions: positions it can serve; None if it does not say.
         eos_token_ids: ids that end a text, from its generation config.
+        row_rule: what its page pools pad forwards to; nothing, unless somebody probed for it.
 
     """
 
@@ -75,6 +78,7 @@ class RaggedModel:
         _check_decoder(model)
         self.model, self.ops = model, ops
         self.config = model.config.get_text_config(decoder=True)
+        self.row_rule = RowRule(largest=MAX_PREFILL_ROWS)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.max_positions = _max_positions(self.config)
         self.eos_token_ids = eos_token_ids(model)
@@ -116,11 +120,16 @@ class RaggedModel:
 
     def _forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
         cache = PagedCache(pool, batch, self.ops, self._sliding_layers)
-        keep = {"logits_to_keep": logit_rows} if logit_rows is not None and self._keeps_rows else {}
+        token_ids, wanted = batch.token_ids, logit_rows
+        if batch.padding:
+            token_ids = pad(token_ids, (0, batch.padding))  # any token will do
+        if wanted is not None and (missing := pool.row_rule.padding(len(wanted))):
+            wanted = pad(wanted, (0, missing))  # the output layer is a linear as well
+        keep = {"logits_to_keep": wanted} if wanted is not None and self._keeps_rows else {}
         token = _active_cache.set(cache)
         try:
             logits = self.model(
-                input_ids=batch.token_ids[None],
+                input_ids=token_ids[None],
                 position_ids=batch.positions[None],
                 past_key_values=cache,
                 use_cache=True,
@@ -133,7 +142,9 @@ class RaggedModel:
                 f"{cache.num_attended} of {self.layout.num_layers} layers of {type(self.model).__name__} attend "
                 "through transformers' AttentionInterface; the others would not see the paged KV cache."
             )
-        return logits if logit_rows is None or self._keeps_rows else logits[logit_rows]
+        if logit_rows is None:
+            return logits[: len(batch.token_ids)]
+        return logits[: len(logit_rows)] if self._keeps_rows else logits[logit_rows]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -151,7 +162,7 @@ class RaggedModel:
 
 
 def prefill(model: RaggedModel, pool: PagePool, prompts: Mapping[Hashable, list[int]]) -> None:
-    """Compute the KV entries of whole prompts, several in one forward, at most ``MAX_PREFILL_ROWS`` rows each.
+    """Compute the KV entries of whole prompts, several in one forward, at most ``row_rule.largest`` rows each.
 
     Args:
         model: whose KV entries.
@@ -159,22 +170,22 @@ def prefill(model: RaggedModel, pool: PagePool, prompts: Mapping[Hashable, list[
         prompts: token ids from position 0 on; an empty one needs nothing.
 
     """
-    for rows, token_ids in _prefill_forwards(prompts):
+    for rows, token_ids in _prefill_forwards(prompts, model.row_rule.largest):
         batch = pool.batch(rows, torch.tensor(token_ids, device=model.layout.device))
         model.forward(batch, pool, batch.last_rows[:1])  # one row: nobody wants these logits
 
 
-def _prefill_forwards(prompts: Mapping[Hashable, list[int]]) -> Iterator[tuple[list[Rows], list[int]]]:
+def _prefill_forwards(prompts: Mapping[Hashable, list[int]], most_rows: int) -> Iterator[tuple[list[Rows], list[int]]]:
     rows: list[Rows] = []
     token_ids: list[int] = []
     for owner, prompt in prompts.items():
         start = 0
         while start < len(prompt):
-            count = min(len(prompt) - start, MAX_PREFILL_ROWS - len(token_ids))
+            count = min(len(prompt) - start, most_rows - len(token_ids))
             rows.append(Rows(owner, start, count))
             token_ids += prompt[start : start + count]
             start += count
-            if len(token_ids) == MAX_PREFILL_ROWS:
+            if len(token_ids) == most_rows:
                 yield rows, token_ids
                 rows, token_ids = [], []
     if rows:

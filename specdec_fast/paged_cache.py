@@ -8,9 +8,10 @@ from torch import Tensor
 from transformers import Cache
 
 from specdec_fast.errors import UnsupportedModelError
-from specdec_fast.kv_cache import PagePool, RaggedBatch
+from specdec_fast.kv_cache import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.ragged import Scores
+from specdec_fast.rows import RaggedBatch
 
 
 class PagedCache(Cache):
@@ -47,7 +48,7 @@ class PagedCache(Cache):
 
     def _check(self, name: str, layer_idx: int, states: Tensor, heads_fit: bool) -> None:
         """Hold what the model computed to the pool's layout: a kernel would read and write past its rows."""
-        layout, num_rows = self.pool.layout, self.batch.token_ids.shape[0]
+        layout, num_rows = self.pool.layout, self.batch.positions.shape[0]
         fits = heads_fit and (states.shape[0], *states.shape[2:]) == (1, num_rows, layout.head_dim)
         if not fits or states.dtype != layout.dtype:
             raise UnsupportedModelError(

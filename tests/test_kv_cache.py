@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from specdec_fast.errors import KVCacheTooSmallError
-from specdec_fast.kv_cache import KVLayout, PagePool, RaggedBatch, Rows
+from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.rows import RaggedBatch, Rows
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, dtype=torch.float16, device=torch.device("cpu"))
 
@@ -125,8 +126,8 @@ def layout_by_hand(pool: PagePool, rows: list[Rows]) -> dict[str, list]:
     table = [(pool.block_table(s.owner) + [0] * width)[:width] for s in rows]
     last_rows = [stop - 1 for stop in cu_seqlens[1:]]
     return {
-        "positions": positions, "slot_mapping": slots, "cu_seqlens_q": cu_seqlens, "seqused_k": used,
-        "block_table": table, "last_rows": last_rows,
+        "positions": positions, "slot_mapping": slots, "cu_seqlens_q": cu_seqlens, "cu_seqlens": cu_seqlens,
+        "seqused_k": used,        "block_table": table, "last_rows": last_rows,
     }  # fmt: skip
 
 

@@ -174,11 +174,6 @@ def test_device_by_name_or_object():
     assert sd.EngineConfig(device="cpu").device == sd.EngineConfig(device=torch.device("cpu")).device
 
 
-def test_deterministic_is_not_promised_before_it_is_kept():
-    with pytest.raises(NotYetSupportedError, match=r"deterministic=True.*pass False"):
-        sd.EngineConfig(deterministic=True)
-
-
 def test_keywords_make_the_same_config():
     keywords = {"method": "eqspec", "max_batch_size": 3, "dtype": "bf16"}
     assert sd.EngineConfig.from_keywords(keywords) == sd.EngineConfig(**keywords)

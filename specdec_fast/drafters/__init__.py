@@ -10,6 +10,7 @@ from torch import device, nn
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
+from specdec_fast.determinism import make_deterministic
 from specdec_fast.drafters.base import Draft, Drafter
 from specdec_fast.drafters.model import ModelDrafter
 from specdec_fast.drafters.ngram import NgramDrafter
@@ -62,6 +63,8 @@ def make_drafter(
     loaded = isinstance(draft, nn.Module)
     module = load_model(draft, None if loaded else config.dtype, target.layout.device)  # type: ignore[arg-type]
     model = RaggedModel(module, ops)
+    if config.deterministic:
+        make_deterministic(model, 2 * config.max_batch_size)  # it catches up with two rows each
     _check_vocabulary(model, target, tokenizer)
     return ModelDrafter(model, target.vocab_size)
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from specdec_fast.drafters.base import Draft, Drafter
-from specdec_fast.kv_cache import PagePool, RaggedBatch, Rows
+from specdec_fast.kv_cache import PagePool
 from specdec_fast.models import RaggedModel, prefill
+from specdec_fast.rows import RaggedBatch, Rows
 from specdec_fast.sequence import Sequence
 
 
@@ -37,7 +38,7 @@ class ModelDrafter(Drafter):
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the one at hand if it is large enough."""
         if self.pool is None or self.pool.num_pages * page_size < num_tokens:
-            self.pool = PagePool(self.model.layout, num_tokens, page_size)
+            self.pool = PagePool(self.model.layout, num_tokens, page_size, self.model.row_rule)
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prefill every prompt but for its last token."""

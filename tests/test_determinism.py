@@ -1,0 +1,212 @@
+"""Row-count invariance: every logit has the same bits alone and in any batch; the probe finds what that takes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import CONFIGS, tiny_model, truncated_copy
+from transformers import AutoModelForCausalLM
+
+import specdec_fast as sd
+from specdec_fast.assets import demo_pair
+from specdec_fast.determinism import make_deterministic
+from specdec_fast.errors import DeterminismError
+from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.models import RaggedModel
+from specdec_fast.ops import resolve
+from specdec_fast.rows import RowRule, Rows
+
+NEW_TOKENS = 24
+CPU = torch.device("cpu")
+
+
+class RecordedEngine:
+    """Keeps the logits of every row that a verification computes, by prompt and by the tokens up to that row."""
+
+    def __init__(self, target, draft, **settings):
+        self.engine = sd.Engine(target, draft, **settings)
+        self.logits = {}
+        self._rows, self._fed = [], []
+        self._verify_rows, self.engine._verify_rows = self.engine._verify_rows, self.verify_rows
+        self._forward, self.engine.target.forward = self.engine.target.forward, self.forward
+
+    def verify_rows(self, batch, draft):
+        token_ids, self._rows = self._verify_rows(batch, draft)
+        self._fed = token_ids.tolist()
+        return token_ids, self._rows
+
+    def forward(self, batch, pool, logit_rows=None):
+        logits = self._forward(batch, pool, logit_rows)
+        if logit_rows is None:
+            row = 0
+            for owner, start, count in self._rows:
+                for i in range(count):
+                    prefix = (*owner.token_ids[:start], *self._fed[row - i : row + 1])
+                    self.logits[owner.index, prefix] = logits[row].clone()
+                    row += 1
+        return logits
+
+    def decode(self, prompts):
+        outputs = self.engine.generate(prompts, sd.SamplingParams(max_new_tokens=NEW_TOKENS), progress=False)
+        return [output.raise_for_error().token_ids for output in outputs]
+
+
+def assert_same_bits(target, draft, prompts, alone, **settings):
+    """Speculation in a batch emits what plain decoding alone does, from logits of the same bits."""
+    run = RecordedEngine(target, draft, deterministic=True, **settings)
+    assert run.decode(prompts) == alone.tokens
+    assert set(alone.logits) <= set(run.logits)
+    for key, logits in alone.logits.items():
+        assert torch.equal(run.logits[key], logits), f"prompt {key[0]}, after {len(key[1])} tokens"
+
+
+class Alone:
+    """Plain decoding, one prompt at a time."""
+
+    def __init__(self, target, prompts):
+        run = RecordedEngine(target, None, max_batch_size=1, method="eqspec", deterministic=True)
+        self.tokens, self.logits = run.decode(prompts), run.logits
+
+
+# Fewer and more rows than any multiple, one row and many, all drafters' shapes: K 0 in a batch, 1, 5, 8.
+SETTINGS = [(2, 5, "eqspec"), (5, 1, "exspec"), (8, 5, "exspec"), (16, 8, "eqspec"), (8, 0, "eqspec")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_demo_pair_has_the_same_bits_in_every_batch(dtype, prompt_ids):
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(demo_pair() / n, dtype=dtype).eval() for n in ("target", "draft")
+    )
+    alone = Alone(target, prompt_ids)
+    for batch_size, k, method in SETTINGS:
+        assert_same_bits(
+            target, draft, prompt_ids, alone, max_batch_size=batch_size, num_draft_tokens=k, method=method, page_size=7
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_architectures_have_the_same_bits_in_every_batch(architecture, dtype):
+    target = tiny_model(architecture)
+    draft = truncated_copy(target, 2).to(dtype)
+    target = target.to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(97, (n,), generator=generator).tolist() for n in (1, 2, 9, 17, 30, 5, 5)]
+    alone = Alone(target, prompts)
+    for batch_size, k, method in SETTINGS[1:3]:
+        assert_same_bits(target, draft, prompts, alone, max_batch_size=batch_size, num_draft_tokens=k, method=method)
+
+
+def test_prefill_in_other_chunks_has_the_same_bits(prompt_ids, monkeypatch, target):
+    alone = Alone(target, prompt_ids)
+    made = []
+
+    def in_small_chunks(model, most_rows):
+        make_deterministic(model, most_rows)
+        model.row_rule = RowRule(model.row_rule.multiple, 48)
+        made.append(model.row_rule)
+
+    monkeypatch.setattr("specdec_fast.engine.make_deterministic", in_small_chunks)
+    assert_same_bits(target, None, prompt_ids, alone, max_batch_size=8)
+    assert made, "the engine did not ask for the rule"
+
+
+class Counting(torch.nn.Linear):
+    """A linear whose bits hang on the number of its rows, as a library's may."""
+
+    def forward(self, rows):
+        out = super().forward(rows)
+        count = rows.numel() // rows.shape[-1]
+        return out + 1e-3 * self.depends(count)
+
+
+def model_with(depends):
+    model = copy.deepcopy(tiny_model("llama"))
+    model.to(torch.bfloat16)  # whose own linears are the same at every count here
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = type("Broken", (Counting,), {"depends": staticmethod(depends)})
+    return RaggedModel(model, resolve(CPU))
+
+
+@pytest.mark.parametrize(
+    ("depends", "rule"),
+    [(lambda count: count % 4 > 0, RowRule(4, 512)), (lambda count: count % 16 > 0, RowRule(16, 512)),
+     (lambda count: count, RowRule(64, 64)), (lambda count: count > 300, RowRule(64, 64))],
+    ids=["every fourth", "every sixteenth", "no two counts alike", "another kernel for many rows"],
+)  # fmt: skip
+def test_probe_finds_what_the_model_needs(depends, rule):
+    model = model_with(depends)
+    make_deterministic(model, most_rows=48)
+    assert model.row_rule == rule
+
+
+def test_probe_refuses_what_no_row_count_helps():
+    calls = []
+
+    def never_twice_alike(count):
+        calls.append(count)
+        return len(calls)
+
+    with pytest.raises(DeterminismError, match="pass deterministic=False"):
+        make_deterministic(model_with(never_twice_alike), most_rows=48)
+
+
+def test_engine_needs_what_it_probed_for():
+    """Negative control: without padding the same model's logits do depend on the batch."""
+    depends = lambda count: count % 4 > 0  # noqa: E731
+    target = model_with(depends).model
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    alone = Alone(target, prompts)
+    assert_same_bits(target, target, prompts, alone, max_batch_size=3, num_draft_tokens=4)
+    run = RecordedEngine(target, target, max_batch_size=3, num_draft_tokens=4, deterministic=False)
+    run.decode(prompts)
+    shared = set(alone.logits) & set(run.logits)
+    assert any(not torch.equal(run.logits[key], alone.logits[key]) for key in shared)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_describe_tells(target, deterministic):
+    told = sd.Engine(target, None, deterministic=deterministic).describe()
+    assert told["deterministic"] is deterministic
+    assert told["row_multiple"] == (4 if deterministic else 1)  # of fp32 linears on x86-64 with torch's own libraries
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "multiple", "padding"), [(1, 4, 3), (4, 4, 0), (5, 4, 3), (0, 4, 0), (7, 1, 0), (3, 64, 61)]
+)
+def test_padding(num_rows, multiple, padding):
+    assert RowRule(multiple, 512).padding(num_rows) == padding
+
+
+@pytest.mark.parametrize("counts", [(1,), (3, 2), (1, 1, 1, 1), (6, 6, 6)])
+@pytest.mark.parametrize("multiple", [4, 16])
+def test_padding_rows_stand_on_the_scratch_page(counts, multiple):
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype=torch.float32, device=CPU)
+    padded, plain = (PagePool(layout, 200, 3, rule) for rule in (RowRule(multiple, 512), None))
+    for pool in (padded, plain):
+        for owner in range(len(counts)):
+            pool.open(owner, 30)
+    rows = [Rows(owner, 2 * owner, count) for owner, count in enumerate(counts)]
+    forwards = zip(padded.successive(rows, 4), plain.successive(rows, 4), strict=True)
+    for i, (ours, theirs) in enumerate(forwards):
+        num_rows = sum(counts) if i == 0 else len(counts)
+        token_ids = torch.arange(num_rows)
+        batch, wanted = ours(token_ids=token_ids), theirs(token_ids=token_ids)
+        assert (num_rows + batch.padding) % multiple == 0
+        assert wanted.padding == 0
+        for name in ("positions", "slot_mapping"):
+            assert torch.equal(getattr(batch, name)[:num_rows], getattr(wanted, name)), name
+        for name in ("cu_seqlens", "last_rows"):
+            assert torch.equal(getattr(batch, name), getattr(wanted, name)), name
+        own = len(counts)
+        assert torch.equal(batch.seqused_k[:own], wanted.seqused_k)
+        width = wanted.block_table.shape[1]
+        assert torch.equal(batch.block_table[:own, :width], wanted.block_table)
+        assert batch.slot_mapping[num_rows:].lt(3).all(), "outside of the scratch page"
+        assert not batch.block_table[own:].any(), "outside of the scratch page"
+        assert batch.cu_seqlens_q[-1] == len(batch.positions)
+        assert batch.block_table.shape[0] == len(batch.seqused_k) == len(batch.cu_seqlens_q) - 1
+        assert batch.max_seqlen_q >= batch.cu_seqlens_q.diff().max()
+        assert batch.max_seqlen_k >= batch.seqused_k.max()
