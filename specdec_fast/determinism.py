@@ -66,12 +66,16 @@ def _candidates(most_rows: int) -> Iterator[RowRule]:
 
 
 def _linears(model: nn.Module) -> list[nn.Module]:
-    """Return one linear of every kind, whatever its class: a leaf with a matrix that is no table of embeddings."""
+    """Return one linear of every kind, whatever its class: a leaf with a matrix that is no table of embeddings.
+
+    Quantised ones keep their matrix in shapes of their own; the run of the whole model has to do for them.
+    """
     kinds: dict[tuple[object, ...], nn.Module] = {}
     for module in model.modules():
         weight = getattr(module, "weight", None)
+        is_matrix = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()
         is_leaf = next(module.children(), None) is None
-        if is_leaf and isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+        if is_matrix and is_leaf and not isinstance(module, nn.Embedding):
             kinds.setdefault(_kind(module), module)
     return list(kinds.values())
 
@@ -108,8 +112,8 @@ def _compare_counts(linear: nn.Module, rule: RowRule) -> bool:
 
 
 def _counts(rule: RowRule) -> list[int]:
-    """Return row counts to try: the smallest sixteen, where libraries change kernels, and a few larger ones."""
-    wanted = [*(i * rule.multiple for i in range(1, 17)), 24, 31, 33, 48, 63, 65, 96, 127, 192, 256, 384, rule.largest]
+    """Return row counts to try: small ones, where libraries change kernels, and few large ones, which take long."""
+    wanted = [*(i * rule.multiple for i in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)), 33, 63, 65, 127, rule.largest - 1]
     return sorted({count + rule.padding(count) for count in wanted if count <= rule.largest})
 
 
