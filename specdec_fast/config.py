@@ -57,7 +57,7 @@ class EngineConfig:
     dtype: torch.dtype | str | None = None
     device: torch.device | str | None = None
     backend: str = "auto"
-    deterministic: bool = True
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name, smallest in (("max_batch_size", 1), ("num_draft_tokens", 0), ("max_wait_steps", 0), ("page_size", 1)):
