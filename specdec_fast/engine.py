@@ -15,20 +15,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_fast.committing import commit, emissions_of, logprobs_of
 from specdec_fast.config import EngineConfig
 from specdec_fast.determinism import make_deterministic
 from specdec_fast.drafters import Draft, Drafter, make_drafter
-from specdec_fast.errors import ConfigError, DrafterError, EngineBusyError, InvalidLogitsError, KVCacheTooSmallError
+from specdec_fast.errors import ConfigError, DrafterError, EngineBusyError, KVCacheTooSmallError
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.loading import load_model
 from specdec_fast.models import RaggedModel, prefill
-from specdec_fast.ops import INVALID_TOKEN, resolve
+from specdec_fast.ops import resolve
+from specdec_fast.outputs import Steps, chunks_of, output_of
 from specdec_fast.progress import Progress
 from specdec_fast.requests import RequestBuilder, as_params_list, as_prompt_list
 from specdec_fast.rows import Rows
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.sequence import Sequence
-from specdec_fast.text import Detokenizer, load_tokenizer
+from specdec_fast.text import load_tokenizer
 from specdec_fast.types import GenerationOutput, RunStats, StreamChunk
 
 
@@ -100,7 +102,7 @@ class Engine:
         with Progress(len(sequences), progress) as bar:
             for sequence, tokens in self._decode(sequences):
                 bar.update(len(tokens), sequence.finish_reason is not None)
-        return [self._output(sequence) for sequence in sequences]
+        return [output_of(sequence, self.tokenizer) for sequence in sequences]
 
     def stream(self, prompts: Any, params: Any = None) -> Iterator[StreamChunk]:
         """Decode every prompt and yield tokens as steps emit them.
@@ -109,7 +111,7 @@ class Engine:
         up to its ``generate`` output. Close the iterator to stop early: its KV pages return at once.
         """
         sequences = self._build(prompts, params)
-        return self._chunks(sequences)
+        return chunks_of(sequences, self.tokenizer, self._decode(sequences))
 
     def describe(self) -> dict[str, Any]:
         """Return what this engine runs: models, scheduler, backends, KV pool."""
@@ -139,27 +141,7 @@ class Engine:
         if self._busy:
             raise EngineBusyError("a stream of this engine is still open; finish or close() it first.")
 
-    def _output(self, sequence: Sequence) -> GenerationOutput:
-        text = Detokenizer(self.tokenizer).add(sequence.emitted_ids, last=True) if self.tokenizer else None
-        return GenerationOutput(
-            sequence.index,
-            sequence.token_ids[: sequence.prompt_length],
-            sequence.emitted_ids,
-            text,
-            sequence.finish_reason or "length",
-            sequence.stats,
-            sequence.error,
-        )
-
-    def _chunks(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
-        detokenizers = [Detokenizer(self.tokenizer) if self.tokenizer else None for _ in sequences]
-        for sequence, tokens in self._decode(sequences):
-            detokenizer = detokenizers[sequence.index]
-            reason = sequence.finish_reason
-            text = detokenizer.add(tokens, last=reason is not None) if detokenizer else None
-            yield StreamChunk(sequence.index, tokens, text, reason, sequence.error)
-
-    def _decode(self, sequences: list[Sequence]) -> Iterator[tuple[Sequence, list[int]]]:
+    def _decode(self, sequences: list[Sequence]) -> Steps:
         """Run to the end; yield (sequence, tokens) for each sequence that a step served or that failed."""
         self._expect_idle()  # again: another call may have begun since this generator was made
         self._busy, self.last_run, started = True, RunStats(), perf_counter()
@@ -232,14 +214,14 @@ class Engine:
             logits = self.target.forward(ragged, self._pool())
         with timer("accept"):
             results = (self._ops.unchecked or self._ops).verify_chain(logits, token_ids, ragged.cu_seqlens)
-            target_tokens, num_accepted, next_tokens = (result.tolist() for result in results)
+            counts = [span.count for span in rows]
+            emissions = emissions_of(counts, results)
+            logprobs = logprobs_of(batch, counts, emissions, logits)
         with timer("commit"):
-            emitted = []
-            first_row = 0
-            for sequence, span, accepted, next_token in zip(batch, rows, num_accepted, next_tokens, strict=True):
-                emission = target_tokens[first_row : first_row + accepted]
-                first_row += span.count
-                emitted.append((sequence, self._commit(sequence, span.count - 1, emission, next_token)))
+            emitted = [
+                (sequence, commit(sequence, count - 1, emission, values))
+                for sequence, count, emission, values in zip(batch, counts, emissions, logprobs, strict=True)
+            ]
             self.drafter.commit([s for s in batch if s.finish_reason is None])
         self.last_run.num_steps += 1
         self.last_run.num_sequence_steps += len(batch)
@@ -268,20 +250,6 @@ class Engine:
             pairs = zip(last.split(1), drafted.split(counts), strict=True)
             token_ids = torch.cat([piece for pair in pairs for piece in pair])
         return token_ids, [Rows(s, s.target_kv_length, n + 1) for s, n in zip(batch, counts, strict=True)]
-
-    def _commit(self, sequence: Sequence, num_draft: int, accepted_tokens: list[int], next_token: int) -> list[int]:
-        """Commit one sequence's tokens; a row of NaN logits ends the request after the tokens before it."""
-        valid = next_token != INVALID_TOKEN
-        emission = [*accepted_tokens, next_token] if valid else accepted_tokens
-        tokens = sequence.commit(num_draft, len(accepted_tokens), emission) if emission else []
-        if not valid and sequence.finish_reason is None:
-            sequence.fail(
-                InvalidLogitsError(
-                    f"the target's logits after {sequence.length} tokens hold a NaN, so no token can be chosen; check "
-                    "its weights, or load it in a wider dtype."
-                )
-            )
-        return tokens
 
     def _release(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:  # all pages first: a drafter may fail

@@ -58,6 +58,10 @@ class InvalidPromptError(RequestError, ValueError):
     """The prompt is empty, of the wrong type, or holds ids outside the vocabulary."""
 
 
+class MissingTokenizerError(RequestError, ValueError):
+    """The request has stop strings, but no tokenizer is known that would turn its tokens into text."""
+
+
 class PromptTooLongError(RequestError, ValueError):
     """The prompt alone has more tokens than the model has positions."""
 

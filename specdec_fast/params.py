@@ -9,7 +9,15 @@ from typing import Any
 from specdec_fast.errors import InvalidParamsError, NotYetSupportedError
 
 # GenerationConfig fields with a counterpart here. Any other field that was set is an error, never dropped.
-_FROM_GENERATION_CONFIG = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_FROM_GENERATION_CONFIG = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "stop_strings",
+)
 # Fields that say nothing about which tokens come out (or that the target's own config already answers).
 _NEUTRAL_GENERATION_FIELDS = {
     "bos_token_id",
@@ -55,16 +63,18 @@ class SamplingParams:
         min_p: drop tokens less likely than this share of the best one's probability; 0 keeps all.
         repetition_penalty: divide the logits of tokens already seen; 1 leaves them.
         seed: of the request's own noise; None draws a fresh one.
-        stop: strings that end the text.
+        stop: strings that end the request. They are looked for in the emitted text, never in the prompt, across
+            tokens; ``text`` ends just before the first, ``token_ids`` with the token that completes it, and the reason
+            is ``"stop"``. Special tokens have no text; name those in ``stop_token_ids``. Needs a tokenizer.
         stop_token_ids: ids that end the request as EOS does.
         ignore_eos: go on after the target's EOS (``stop_token_ids`` still end the request).
-        logprobs: also return the log-probability of every emitted token.
+        logprobs: also return the log-probability of every emitted token: the float32 ``log_softmax`` of the target's
+            own logits over its whole vocabulary, before temperature, penalties and filters.
 
     Raises:
         InvalidParamsError: a value is out of range; the message names it.
-        NotYetSupportedError: the value asks for sampling, stop strings or log-probabilities, which this version
-            does not serve. The filters of sampling (``top_k``, ``top_p``, ``min_p``, ``seed``) are without effect
-            in greedy decoding and therefore accepted.
+        NotYetSupportedError: the value asks for sampling, which this version does not serve. The filters of sampling
+            (``top_k``, ``top_p``, ``min_p``, ``seed``) are without effect in greedy decoding and therefore accepted.
 
     """
 
@@ -120,19 +130,14 @@ class SamplingParams:
             raise NotYetSupportedError(
                 f"repetition_penalty={self.repetition_penalty}: not served yet; pass 1.0 (no penalty)."
             )
-        if self.stop:
-            raise NotYetSupportedError(
-                f"stop={self.stop!r}: stop strings are not served yet; pass stop_token_ids, or cut the text."
-            )
-        if self.logprobs:
-            raise NotYetSupportedError("logprobs=True: log-probabilities are not returned yet; pass False.")
 
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingParams:
         """Translate a ``transformers.GenerationConfig``.
 
         ``do_sample=False`` (or unset) means greedy, whatever the temperature says, as in transformers. An
-        ``eos_token_id`` set there replaces the target's own, as in transformers.
+        ``eos_token_id`` set there replaces the target's own, as in transformers. ``stop_strings`` become ``stop``:
+        the same tokens come out, but ``text`` ends before the stop string, which transformers leaves in its output.
 
         Raises:
             NotYetSupportedError: the config sets a field that has no counterpart here.
@@ -148,6 +153,8 @@ class SamplingParams:
                 f"unset them. Understood: {', '.join(_FROM_GENERATION_CONFIG)}, eos_token_id, do_sample.{hint}"
             )
         values = {name: given[name] for name in _FROM_GENERATION_CONFIG if name in given}
+        if "stop_strings" in values:
+            values["stop"] = values.pop("stop_strings")
         if not given.get("do_sample", False):
             values["temperature"] = 0.0
         else:

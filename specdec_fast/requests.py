@@ -6,10 +6,18 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from specdec_fast.errors import ConfigError, InvalidPromptError, PromptTooLongError, RequestError
+from specdec_fast.errors import (
+    ConfigError,
+    InvalidPromptError,
+    MissingTokenizerError,
+    PromptTooLongError,
+    RequestError,
+)
 from specdec_fast.models import RaggedModel
 from specdec_fast.params import SamplingParams, as_sampling_params
 from specdec_fast.sequence import Sequence
+from specdec_fast.stopping import StopStrings
+from specdec_fast.text import Detokenizer
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
@@ -77,11 +85,12 @@ class RequestBuilder:
         try:
             token_ids = self._encode(prompt)
             max_length = self._max_length(len(token_ids), params)
+            stop_strings = self._stop_strings(params)
         except RequestError as error:
             sequence = Sequence(index, [], 0, 0, params, stop_ids)
             sequence.fail(error)
             return sequence
-        return Sequence(index, token_ids, len(token_ids), max_length, params, stop_ids)
+        return Sequence(index, token_ids, len(token_ids), max_length, params, stop_ids, stop_strings=stop_strings)
 
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -106,6 +115,16 @@ class RequestBuilder:
                 f"token id {wrong} is outside the target's vocabulary; expected 0 to {self._target.vocab_size - 1}."
             )
         return token_ids
+
+    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop:
+            return None
+        if self._tokenizer is None:
+            raise MissingTokenizerError(
+                f"stop={params.stop!r}, but no tokenizer is known for this target, so its tokens have no text; pass "
+                "tokenizer=..., or stop_token_ids instead."
+            )
+        return StopStrings(Detokenizer(self._tokenizer), params.stop)
 
     def _max_length(self, num_tokens: int, params: SamplingParams) -> int:
         limit = self._target.max_positions

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from specdec_fast.emission import cut_emission
 from specdec_fast.errors import RequestError
 from specdec_fast.params import SamplingParams
+from specdec_fast.stopping import StopStrings
 from specdec_fast.types import DecodingStats, FinishReason
 
 
@@ -23,6 +24,8 @@ class Sequence:
         stop_ids: ids that end the request.
         target_kv_length: positions whose KV entries in the target's pool are those of committed tokens.
         passed_over: steps since the sequence last took part in one (the scheduler's counter).
+        stop_strings: the text watched for the request's stop strings; None if it has none.
+        logprobs: one per emitted token; None if the request does not ask for them.
 
     """
 
@@ -37,6 +40,12 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     stats: DecodingStats = field(default_factory=DecodingStats)
+    stop_strings: StopStrings | None = None
+    logprobs: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.params.logprobs:
+            self.logprobs = []
 
     @property
     def length(self) -> int:
@@ -53,18 +62,31 @@ class Sequence:
         """The ids emitted so far."""
         return self.token_ids[self.prompt_length :]
 
-    def commit(self, num_draft_tokens: int, num_accepted: int, emission: list[int]) -> list[int]:
+    def commit(
+        self, num_draft_tokens: int, num_accepted: int, emission: list[int], logprobs: list[float] | None = None
+    ) -> list[int]:
         """Append one step's tokens (``num_accepted + 1``, unless the last was no token), cut where the request ends.
 
         The target's KV then covers every committed token but the newest (invariant I3); the entries of rejected
         draft tokens lie beyond it and are overwritten by the next step (I4).
 
+        Args:
+            num_draft_tokens: verified in this step.
+            num_accepted: of them.
+            emission: the step's tokens.
+            logprobs: one per token of ``emission``, where the request asks for them; cut with the tokens.
+
         Returns:
             The tokens committed.
 
         """
-        tokens, self.finish_reason = cut_emission(emission, self.stop_ids, self.num_remaining)
+        tokens, reason = cut_emission(emission, self.stop_ids, self.num_remaining)
+        if self.stop_strings is not None:
+            tokens, reason = self.stop_strings.cut(tokens, reason)
+        self.finish_reason = reason
         self.token_ids.extend(tokens)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.extend(logprobs[: len(tokens)])
         self.target_kv_length = self.length - 1
         self.stats.record(num_draft_tokens, num_accepted, len(tokens))
         return tokens

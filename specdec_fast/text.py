@@ -32,8 +32,9 @@ def same_vocabulary(first: Any, second: Any) -> bool:
 class Detokenizer:
     """Turns a growing list of token ids into text, piece by piece.
 
-    A piece ends where the text is certain: bytes of a character that is not complete yet are held back. Only the
-    tokens since the last certain place are decoded again, so a long text costs no more per token than a short one.
+    A piece ends where the text is certain: bytes of a character that is not complete yet are held back, the text
+    before them is not. Only the tokens since the last certain place are decoded again, so a long text costs no more
+    per token than a short one.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -43,16 +44,20 @@ class Detokenizer:
         # decoded once more with what follows, because a tokenizer may join words differently at a beginning.
         self._context = 0
         self._certain = 0
+        self._num_given = 0  # characters given out of the tokens after `_certain`, whose last one is incomplete
 
     def add(self, token_ids: list[int], last: bool = False) -> str:
         """Take new tokens; return the text that became certain (all that is left if they are the ``last``)."""
         self._token_ids += token_ids
         known = self._decode(self._context, self._certain)
-        text = self._decode(self._context, len(self._token_ids))
-        if not last and (text.endswith(_INCOMPLETE) or len(text) <= len(known)):
-            return ""
-        self._context, self._certain = self._certain, len(self._token_ids)
-        return text[len(known) :]
+        text = self._decode(self._context, len(self._token_ids))[len(known) :]
+        given, self._num_given = self._num_given, 0
+        if last or (text and not text.endswith(_INCOMPLETE)):
+            self._context, self._certain = self._certain, len(self._token_ids)
+            return text[given:]
+        certain = text.rstrip(_INCOMPLETE)
+        self._num_given = max(given, len(certain))
+        return certain[given:]
 
     def _decode(self, start: int, stop: int) -> str:
         if start == stop:

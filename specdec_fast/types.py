@@ -20,7 +20,7 @@ class DecodingStats:
         num_draft_tokens: draft tokens verified.
         num_accepted_tokens: draft tokens accepted.
         num_steps: steps the sequence took part in (verifications, with or without draft tokens).
-        num_emitted_tokens: tokens emitted, cut at EOS and ``max_new_tokens``.
+        num_emitted_tokens: tokens emitted, cut at EOS, a stop string and ``max_new_tokens``.
         accepted_per_position: at index i, how often draft token i (0-based) was accepted.
 
     """
@@ -131,12 +131,14 @@ class GenerationOutput:
     Attributes:
         index: position of the prompt in the call; outputs are returned in this order.
         prompt_ids: the token ids the target was given.
-        token_ids: emitted ids, the EOS or stop id that ended them included.
-        text: the emitted ids decoded without special tokens; None when no tokenizer is known.
-        finish_reason: ``"stop"`` (EOS or a stop id), ``"length"`` (``max_new_tokens``, or no position left), or
-            ``"error"``.
+        token_ids: emitted ids, the EOS or stop id that ended them included, or the token that completed a stop string.
+        text: the emitted ids decoded without special tokens, up to where a stop string begins; None when no tokenizer
+            is known.
+        finish_reason: ``"stop"`` (EOS, a stop id or a stop string), ``"length"`` (``max_new_tokens``, or no position
+            left), or ``"error"``.
         stats: acceptance counts of this sequence.
         error: why ``finish_reason`` is ``"error"``; None otherwise. Tokens emitted before the fault are kept.
+        logprobs: one per token of ``token_ids``, see ``SamplingParams.logprobs``; None if not asked for.
 
     """
 
@@ -147,6 +149,7 @@ class GenerationOutput:
     finish_reason: FinishReason
     stats: DecodingStats
     error: RequestError | None = None
+    logprobs: list[float] | None = None
 
     def raise_for_error(self) -> GenerationOutput:
         """Return self, or raise the error that ended this request."""
@@ -162,10 +165,12 @@ class StreamChunk:
     Attributes:
         index: position of the prompt in the call.
         token_ids: ids emitted by this step; several when draft tokens were accepted.
-        text: text that became certain with them (a character split over tokens is held back); None when no
-            tokenizer is known. The concatenation over a sequence is its ``GenerationOutput.text``.
+        text: text that became certain with them (a character split over tokens is held back, and so is what may yet
+            become a stop string); None when no tokenizer is known. The concatenation over a sequence is its
+            ``GenerationOutput.text``.
         finish_reason: None until the sequence's last chunk.
         error: set on the last chunk of a request that failed.
+        logprobs: one per token of ``token_ids``; None if not asked for.
 
     """
 
@@ -174,3 +179,4 @@ class StreamChunk:
     text: str | None
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
+    logprobs: list[float] | None = None

@@ -96,6 +96,23 @@ def test_generate(in_folder, capsys, prompts, prompt_ids, target, tokenizer):
     assert capsys.readouterr().err == ""
 
 
+def test_generate_with_stop_strings_and_logprobs(in_folder):
+    path = write_lines(in_folder / "in.jsonl", {"prompt_ids": [41, 84]})
+    _, (plain,) = generate(path)
+    first, last = plain["text"][:2], plain["text"][-2:]
+    assert "logprobs" not in plain
+    words = {"target": TARGET, "draft": DRAFT, "prompts": path, "output": "out.jsonl", "max-new-tokens": 5}
+    options = ["--dtype", "float32", "--stop", last, "--stop", first, "--logprobs"]
+    assert main(["generate", *options_of(words), *options]) == 0
+    record = json.loads(Path("out.jsonl").read_text(encoding="utf-8"))
+    assert (record["text"], record["finish_reason"]) == ("", "stop")
+    assert record["token_ids"] == plain["token_ids"][: len(record["token_ids"])]
+    assert len(record["logprobs"]) == len(record["token_ids"]) < 5
+    params = sd.SamplingParams(max_new_tokens=5, stop=[last, first], logprobs=True)
+    (output,) = sd.generate(TARGET, DRAFT, [[41, 84]], params, dtype="float32")
+    assert (record["token_ids"], record["logprobs"]) == (output.token_ids, output.logprobs)
+
+
 # Every kind of bad line; the good ones around them must come out as if alone.
 BAD_LINES = [
     ("{not json", "not JSON"),

@@ -95,9 +95,9 @@ def uncomputed_entry(original, drafter, sequences):
         drafter.draft_kv_length[sequence] = sequence.length - 1
 
 
-def no_lag(original, sequence, num_draft, num_accepted, emission):
+def no_lag(original, sequence, num_draft, num_accepted, emission, logprobs):
     """I3: the newest token is taken for cached."""
-    tokens = original(sequence, num_draft, num_accepted, emission)
+    tokens = original(sequence, num_draft, num_accepted, emission, logprobs)
     sequence.target_kv_length += 1
     return tokens
 
@@ -112,16 +112,17 @@ def shared_page(original, pool, owner):
     original(pool, owner)
 
 
-def lost_bonus(original, sequence, num_draft, num_accepted, emission):
+def lost_bonus(original, sequence, num_draft, num_accepted, emission, logprobs):
     """I5: nothing is emitted after a full acceptance but the drafts themselves."""
     if num_accepted == num_draft and num_accepted:
         emission = emission[:-1]
-    return original(sequence, num_draft, num_accepted, emission)
+    return original(sequence, num_draft, num_accepted, emission, logprobs)
 
 
-def draft_bonus_token(original, sequence, num_draft, num_accepted, emission):
+def draft_bonus_token(original, sequence, num_draft, num_accepted, emission, logprobs):
     """I5: another token than the target's stands after the accepted ones."""
-    return original(sequence, num_draft, num_accepted, [*emission[:-1], (emission[-1] + 1) % VOCAB_SIZE])
+    other = (emission[-1] + 1) % VOCAB_SIZE
+    return original(sequence, num_draft, num_accepted, [*emission[:-1], other], logprobs)
 
 
 def neighbours_pages(original, pool, rows, token_ids):

@@ -44,6 +44,7 @@ def test_params_out_of_range(name, value):
         {"max_new_tokens": 1}, {"temperature": 0}, {"top_k": 0}, {"top_k": 50}, {"top_p": 1}, {"top_p": 1e-9},
         {"min_p": 0}, {"min_p": 1.0}, {"repetition_penalty": 1}, {"seed": -1}, {"seed": None},
         {"stop_token_ids": [0, 5]}, {"stop_token_ids": range(3)}, {"ignore_eos": True},
+        {"logprobs": True}, {"stop": ("END", "\n\n", " ")},
     ],
     ids=str,
 )  # fmt: skip
@@ -56,7 +57,7 @@ def test_params_in_range(values):
 # What is planned must be refused until it is served: silently decoding greedily would be a wrong answer.
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", 0.7), ("repetition_penalty", 1.1), ("stop", "END"), ("logprobs", True)],
+    [("temperature", 0.7), ("repetition_penalty", 1.1)],
 )
 def test_params_not_yet_served(name, value):
     with pytest.raises(NotYetSupportedError, match=rf"^{name}=.*pass ") as caught:
@@ -82,6 +83,17 @@ def test_sampling_generation_config_is_not_decoded_greedily():
             sd.SamplingParams.from_generation_config(given)
 
 
+@pytest.mark.parametrize("stop_strings", ["END", ["END"], ["END", "STOP"]], ids=str)
+def test_stop_strings_of_a_generation_config(stop_strings):
+    given = GenerationConfig(stop_strings=stop_strings, do_sample=False)
+    want = ("END",) if isinstance(stop_strings, str) else tuple(stop_strings)
+    assert sd.SamplingParams.from_generation_config(given) == sd.SamplingParams(stop=want)
+
+
+def test_one_stop_string_is_not_its_letters():
+    assert sd.SamplingParams(stop="END").stop == ("END",)
+
+
 class TargetOfTwenty:
     vocab_size, max_positions, eos_token_ids = 20, None, frozenset({19})
 
@@ -103,7 +115,7 @@ def test_stop_token_ids_add_to_eos(ignore_eos, stop_ids):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("num_beams", 4), ("max_length", 30), ("min_new_tokens", 3), ("no_repeat_ngram_size", 2),
-     ("bad_words_ids", [[4]]), ("stop_strings", ["END"]), ("sequence_bias", {(4,): 1.0})],
+     ("bad_words_ids", [[4]]), ("sequence_bias", {(4,): 1.0})],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_generation_config_with_a_field_unknown_here_is_refused(name, value):

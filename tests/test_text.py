@@ -86,6 +86,12 @@ def test_last_piece_gives_out_what_was_held_back():
     assert INCOMPLETE in detokenizer.add([], last=True)
 
 
+def test_text_before_an_incomplete_character_is_certain():
+    a_and_half, rest = ids_of("a🚀")[:-1], ids_of("a🚀")[-1:]
+    detokenizer = Detokenizer(TOKENIZER)
+    assert [detokenizer.add(a_and_half), detokenizer.add(rest), detokenizer.add([], last=True)] == ["a", "🚀", ""]
+
+
 def test_special_tokens_are_no_text():
     detokenizer = Detokenizer(TOKENIZER)
     eos = TOKENIZER.eos_token_id

@@ -19,6 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_options(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="FILE.jsonl", help="one result per input line")
     parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="STRING", help="end a text before it; repeatable"
+    )
+    parser.add_argument("--logprobs", action="store_true", help="write the log-probability of every token")
     add_engine_options(parser)
 
 
@@ -26,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Decode every good line; report every bad one by its number. Exit status 1 if there was one."""
     lines = read_prompts(args.prompts)
     config = engine_config(args, args.dtype)
-    params = SamplingParams(max_new_tokens=args.max_new_tokens)
+    params = SamplingParams(max_new_tokens=args.max_new_tokens, stop=args.stop, logprobs=args.logprobs)
     args.output.open("a").close()  # an unwritable path should be known before hours of decoding, not after
     good = [line for line in lines if line.problem is None]
     outputs = iter(Engine(args.target, draft_of(args.draft), config).generate([g.prompt for g in good], params))
@@ -48,6 +52,8 @@ def _record(output: GenerationOutput) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "mean_acceptance_length": round(output.stats.mean_acceptance_length, 3),
     }
+    if output.logprobs is not None:
+        record["logprobs"] = output.logprobs
     if output.error is not None:
         record["error"] = str(output.error)
     return record

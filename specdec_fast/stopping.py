@@ -1,0 +1,74 @@
+"""Stop strings: the text of one request, watched token by token for the first string that ends it."""
+
+from __future__ import annotations
+
+from specdec_fast.text import Detokenizer
+from specdec_fast.types import FinishReason
+
+
+class StopStrings:
+    """The emitted text of one request that has stop strings.
+
+    Text is given out where no stop string can claim it any more: the longest end of it that begins a stop string is
+    held back. So whatever was given out lies before any match, and only what is held back has to be searched.
+
+    Tokens are taken one at a time even where a step emits several: which token completes a stop string is then a
+    question of the tokens alone, not of the blocks they came in. Text counts once it is certain; a character whose
+    bytes have not all arrived does not.
+
+    Args:
+        detokenizer: a new one, for this request only.
+        stop: the stop strings, at least one, none empty.
+
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self._longest = max(map(len, stop))
+        self._released: list[str] = []  # not fetched by `take` yet
+        self._held = ""
+        self._found = False
+
+    def cut(self, tokens: list[int], reason: FinishReason | None) -> tuple[list[int], FinishReason | None]:
+        """Cut one step's tokens after the first that completes a stop string.
+
+        Args:
+            tokens: what ``cut_emission`` left of the step's emission.
+            reason: what ``cut_emission`` says of its end; it concerns the last token, so a stop string comes first.
+
+        Returns:
+            The tokens to commit, and ``"stop"`` where a stop string is complete, else ``reason``.
+
+        """
+        for i, token in enumerate(tokens, start=1):
+            if self._add(token):
+                return tokens[:i], "stop"
+        return tokens, reason
+
+    def take(self, last: bool) -> str:
+        """Return the text given out since the last call; all that is left if the request has ended."""
+        if last and not self._found:
+            self._released += [self._held, self._detokenizer.add([], last=True)]
+            self._held = ""
+        text = "".join(self._released)
+        self._released.clear()
+        return text
+
+    def _add(self, token: int) -> bool:
+        """Take one token; tell whether its text completes a stop string."""
+        text = self._held + self._detokenizer.add([token])
+        begins = [begin for begin in (text.find(stop) for stop in self._stop) if begin >= 0]
+        self._found = bool(begins)
+        # Both complete with this token: the text ends before the one that begins first.
+        keep = min(begins) if begins else self._num_certain(text)
+        self._released.append(text[:keep])
+        self._held = "" if begins else text[keep:]
+        return self._found
+
+    def _num_certain(self, text: str) -> int:
+        """Count the characters of ``text`` that no stop string can claim, whatever follows."""
+        for begin in range(max(0, len(text) - self._longest + 1), len(text)):
+            if any(stop.startswith(text[begin:]) for stop in self._stop):
+                return begin
+        return len(text)
