@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.timing import Call
-from specdec_fast.ragged import TREE_MASK_BITS, PagedBatch, Scores
+from specdec_fast.ragged import TREE_MASK_BITS, PagedBatch, Sampling, Scores
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,12 @@ def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scor
     return lambda: scaled_dot_product_attention(rows, key, value, mask, scale=scores.scale, enable_gqa=True)
 
 
-def argmax_and_compare(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> Call | None:
+def argmax_and_compare(
+    logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
+) -> Call | None:
     """Vectorised acceptance as one writes it in PyTorch, for equal row counts; a NaN is not noticed."""
     counts = set(cu_seqlens.diff().tolist())
-    if len(counts) != 1:
+    if len(counts) != 1 or sampling is not None:
         return None
     fed = token_ids.view(-1, counts.pop())  # [B, K + 1]
 
@@ -65,6 +67,37 @@ def argmax_and_compare(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) ->
         return target_tokens, num_accepted, target_tokens.gather(1, num_accepted[:, None])
 
     return accept
+
+
+def sort_and_draw(
+    logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
+) -> Call | None:
+    """Draw one token per row as PyTorch code usually does: filter the sorted row, then divide by exponential noise.
+
+    Serves batches of one rule without a penalty. The draws are others than the op's, so nothing is compared.
+    """
+    if sampling is None or bool((sampling.repetition_penalties != 1).any()):
+        return None
+    columns = (sampling.temperatures, sampling.top_k, sampling.top_p, sampling.min_p)
+    if any(len(set(column.tolist())) != 1 for column in columns):
+        return None
+    temperature, top_k, top_p, min_p = (column[0].item() for column in columns)
+    if temperature == 0 or min_p:
+        return None
+
+    def draw() -> Tensor:
+        scores = logits.float() / temperature
+        if top_k:
+            scores = scores.masked_fill(scores < scores.topk(int(top_k)).values[:, -1:], float("-inf"))
+        if top_p < 1:
+            falling, order = scores.sort(descending=True)
+            probs = falling.softmax(dim=-1)
+            falling = falling.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, float("-inf"))
+            scores = scores.scatter(1, order, falling)
+        probs = scores.softmax(dim=-1)
+        return probs.div_(torch.empty_like(probs).exponential_()).argmax(dim=-1)
+
+    return draw
 
 
 def attention_in_float64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
@@ -102,13 +135,15 @@ def _seen(batch: PagedBatch, b: int, context: int, sliding_window: int | None) -
 
 
 REFERENCES = {
-    "paged_attention": Reference("sdpa_dense", sdpa_dense),
-    "verify_chain": Reference("argmax_and_compare", argmax_and_compare),
+    "paged_attention": (Reference("sdpa_dense", sdpa_dense),),
+    "verify_chain": (
+        Reference("argmax_and_compare", argmax_and_compare),
+        Reference("sort_and_draw", sort_and_draw),
+    ),
 }
 
 
 def prepare_reference(op_name: str, args: dict[str, Any]) -> dict[str, Call]:
-    """Return the reference of an op for these arguments, by name; empty if there is none."""
-    reference = REFERENCES.get(op_name)
-    call = reference.prepare(**args) if reference else None
-    return {reference.name: call} if reference and call else {}
+    """Return the references of an op that serve these arguments, by name."""
+    calls = {reference.name: reference.prepare(**args) for reference in REFERENCES.get(op_name, ())}
+    return {name: call for name, call in calls.items() if call is not None}

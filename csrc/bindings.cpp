@@ -11,6 +11,7 @@
 #include "append_kv.h"
 #include "compact_kv.h"
 #include "paged_attention.h"
+#include "philox.h"
 #include "realign_kv.h"
 #include "verify_chain.h"
 
@@ -23,21 +24,35 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-void verify_chain(std::uintptr_t logits, int dtype, std::int64_t num_rows, std::int64_t vocab_size,
-                  std::int64_t row_stride, std::uintptr_t token_ids, std::uintptr_t cu_seqlens,
-                  std::int64_t batch_size, std::uintptr_t target_tokens, std::uintptr_t num_accepted,
-                  std::uintptr_t next_tokens, int num_threads) {
+// `sampling`: its arrays in the order of specdec::Sampling, none for greedy decoding.
+void verify_chain(std::uintptr_t logits, int dtype, std::array<std::int64_t, 3> shape, std::uintptr_t token_ids,
+                  std::uintptr_t cu_seqlens, std::int64_t batch_size, const std::vector<std::uintptr_t>& sampling,
+                  std::array<std::uintptr_t, 3> results, int num_threads) {
+  specdec::Sampling rules{};
+  if (!sampling.empty()) {
+    rules = {pointer<const double>(sampling.at(0)),       pointer<const std::int32_t>(sampling.at(1)),
+             pointer<const double>(sampling.at(2)),       pointer<const double>(sampling.at(3)),
+             pointer<const double>(sampling.at(4)),       pointer<const std::int64_t>(sampling.at(5)),
+             pointer<const std::int64_t>(sampling.at(6)), pointer<const std::int64_t>(sampling.at(7)),
+             pointer<const std::int32_t>(sampling.at(8))};
+  }
   const specdec::VerifyChainArgs args{pointer<const void>(logits),
                                       static_cast<specdec::DType>(dtype),
-                                      num_rows,
-                                      vocab_size,
-                                      row_stride,
+                                      shape[0],
+                                      shape[1],
+                                      shape[2],
                                       pointer<const std::int64_t>(token_ids),
                                       pointer<const std::int32_t>(cu_seqlens),
                                       batch_size,
+                                      sampling.empty() ? nullptr : &rules,
                                       num_threads};
-  specdec::verify_chain(args, {pointer<std::int64_t>(target_tokens), pointer<std::int32_t>(num_accepted),
-                               pointer<std::int64_t>(next_tokens)});
+  specdec::verify_chain(args, {pointer<std::int64_t>(results[0]), pointer<std::int32_t>(results[1]),
+                               pointer<std::int64_t>(results[2])});
+}
+
+std::array<std::uint32_t, 4> philox4x32(std::array<std::uint32_t, 4> counter, std::array<std::uint32_t, 2> key) {
+  specdec::philox4x32(counter[0], counter[1], counter[2], counter[3], {key[0], key[1]});
+  return counter;
 }
 
 void append_kv(std::uintptr_t key_cache, std::uintptr_t value_cache, std::int64_t num_slots,
@@ -109,6 +124,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("paged_attention", &paged_attention, ReleaseGil());
   m.def("attention_versions", &specdec::attention_versions);
   m.def("choose_attention_version", &specdec::choose_attention_version);
+  m.def("philox4x32", &philox4x32);
   m.def("realign_kv", &realign_kv, ReleaseGil());
   m.def("verify_chain", &verify_chain, ReleaseGil());
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <limits>
+#include <vector>
 
 #include "multiversion.h"
 
@@ -85,6 +86,22 @@ std::int64_t argmax_row(const VerifyChainArgs& args, std::int64_t row) {
   return kInvalidToken;
 }
 
+std::int64_t choose(const VerifyChainArgs& args, std::int64_t row, std::vector<double>& scratch) {
+  if (args.sampling == nullptr) return argmax_row(args, row);
+  const Sampling& s = *args.sampling;
+  const std::int32_t* after = std::upper_bound(args.cu_seqlens, args.cu_seqlens + args.batch_size + 1, row);
+  const std::int64_t b = after - args.cu_seqlens - 1;
+  if (s.temperatures[b] == 0.0 && s.repetition_penalties[b] == 1.0) return argmax_row(args, row);
+  const std::int64_t first = args.cu_seqlens[b];
+  const std::int64_t item = args.dtype == DType::kFloat32 ? 4 : 2;
+  return sample_row({static_cast<const char*>(args.logits) + row * args.row_stride * item, args.dtype, args.vocab_size,
+                     s.temperatures[b], s.top_k[b], s.top_p[b], s.min_p[b], s.repetition_penalties[b], s.seeds[b],
+                     s.positions[b] + row - first,
+                     {s.seen_ids + s.cu_seen[b], s.cu_seen[b + 1] - s.cu_seen[b], args.token_ids + first,
+                      row - first + 1}},
+                    scratch);
+}
+
 void accept(const VerifyChainArgs& args, const VerifyChainResult& result, std::int64_t sequence) {
   const std::int64_t start = args.cu_seqlens[sequence];
   const std::int64_t last = args.cu_seqlens[sequence + 1] - 1;
@@ -99,9 +116,12 @@ void accept(const VerifyChainArgs& args, const VerifyChainResult& result, std::i
 void verify_chain(const VerifyChainArgs& args, const VerifyChainResult& result) {
   // Waking a thread costs some microseconds, about what one reads 64K logits in.
   const bool worth_threads = args.num_rows > 1 && args.num_rows * args.vocab_size > (1 << 16);
-#pragma omp parallel for num_threads(args.num_threads) if (worth_threads) schedule(static)
-  for (std::int64_t row = 0; row < args.num_rows; ++row) {
-    result.target_tokens[row] = argmax_row(args, row);
+#pragma omp parallel num_threads(args.num_threads) if (worth_threads)
+  {
+    std::vector<double> scratch;
+    // Dynamic, because a row that is drawn takes many times as long as one that is not.
+#pragma omp for schedule(dynamic)
+    for (std::int64_t row = 0; row < args.num_rows; ++row) result.target_tokens[row] = choose(args, row, scratch);
   }
   for (std::int64_t sequence = 0; sequence < args.batch_size; ++sequence) accept(args, result, sequence);
 }

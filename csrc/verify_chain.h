@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "dtype.h"
+#include "sampling.h"
 
 namespace specdec {
 
@@ -17,6 +18,7 @@ struct VerifyChainArgs {
   const std::int64_t* token_ids;   // [num_rows] what was fed
   const std::int32_t* cu_seqlens;  // [batch_size + 1]
   std::int64_t batch_size;
+  const Sampling* sampling;  // null: all are greedy
   int num_threads;
 };
 

@@ -1,4 +1,4 @@
-"""What attention has to know of one forward: which rows belong to whom, where their pages are, how scores are made."""
+"""What kernels have to know of one forward: which rows belong to whom, where their pages are, how each one draws."""
 
 from __future__ import annotations
 
@@ -51,3 +51,33 @@ class Scores:
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How each of ``B`` sequences chooses its tokens; see ``oracle/ops/verify_chain.py`` for the rule.
+
+    Attributes:
+        temperatures: ``[B]`` float64; 0 is greedy, and the filters then have no effect.
+        top_k: ``[B]`` int32; 0 keeps all tokens.
+        top_p: ``[B]`` float64 in (0, 1]; 1 keeps all.
+        min_p: ``[B]`` float64 in [0, 1]; 0 keeps all.
+        repetition_penalties: ``[B]`` float64; 1 leaves the logits as they are.
+        seeds: ``[B]`` int64, the key of each sequence's noise.
+        positions: ``[B]`` int64, the position in its own sequence of the token that a sequence's first row chooses;
+            its row j chooses the one at ``positions[b] + j``.
+        seen_ids: ``[N]`` int64, committed tokens of the sequences that have a repetition penalty, one sequence after
+            the other; a sequence without one needs none.
+        cu_seen: ``[B + 1]`` int32, where each sequence's ``seen_ids`` begin.
+
+    """
+
+    temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalties: Tensor
+    seeds: Tensor
+    positions: Tensor
+    seen_ids: Tensor
+    cu_seen: Tensor

@@ -167,8 +167,8 @@ def scaled_by_the_batch(query, **others):
     return paged_attention(query, **others) * (1 + 1e-6 * len(query))  # right within rounding
 
 
-def accepts_one_more(logits, token_ids, cu_seqlens):
-    target_tokens, num_accepted, next_tokens = verify_chain(logits, token_ids, cu_seqlens)
+def accepts_one_more(*args, **kwargs):
+    target_tokens, num_accepted, next_tokens = verify_chain(*args, **kwargs)
     return target_tokens, num_accepted + 1, next_tokens
 
 

@@ -49,8 +49,8 @@ def forgets_to_write(key_cache, value_cache, key, value, slot_mapping):
     pass
 
 
-def accepts_one_more(logits, token_ids, cu_seqlens):
-    target_tokens, num_accepted, next_tokens = verify_chain(logits, token_ids, cu_seqlens)
+def accepts_one_more(*args, **kwargs):
+    target_tokens, num_accepted, next_tokens = verify_chain(*args, **kwargs)
     return target_tokens, num_accepted + 1, next_tokens
 
 

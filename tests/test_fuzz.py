@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import CPP, TRITON, append_calls, compact_calls, realign_calls, verify_calls
+from strategies_sampling import sampled_calls
 from test_ops import device_for, same_bits, tensors
 from torch import Tensor
 
@@ -51,6 +52,19 @@ def test_verify_chain_in_triton(call):
     assert_equals_oracle("verify_chain", "triton", call)
 
 
+# Every filter and penalty, alone and together; positions on both sides of 32 bits.
+@fuzz(300)
+@given(call=sampled_calls(CPP, VOCAB_SIZES, batch=6))
+def test_sampling_in_cpp(call):
+    assert_equals_oracle("verify_chain", "cpp", call)
+
+
+@fuzz(40)
+@given(call=sampled_calls(TRITON, VOCAB_SIZES, batch=3))
+def test_sampling_in_triton(call):
+    assert_equals_oracle("verify_chain", "triton", call)
+
+
 # The largest vocabularies there are, in one sequence: many blocks, and more logits than one thread takes.
 LARGE_VOCAB_SIZES = st.integers(100_000, 200_000) | st.sampled_from((128_256, 151_936, 200_000))
 
@@ -65,6 +79,12 @@ def test_verify_chain_of_a_large_vocabulary_in_cpp(call):
 @given(call=verify_calls(TRITON, LARGE_VOCAB_SIZES, batch=1))
 def test_verify_chain_of_a_large_vocabulary_in_triton(call):
     assert_equals_oracle("verify_chain", "triton", call)
+
+
+@fuzz(12)
+@given(call=sampled_calls(CPP, LARGE_VOCAB_SIZES, batch=1))
+def test_sampling_of_a_large_vocabulary_in_cpp(call):
+    assert_equals_oracle("verify_chain", "cpp", call)
 
 
 # None to 40 rows beside padding rows, in pages of one to 16 slots; every layout a model may hand over.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec_fast.errors import BackendError, ConfigError
 from specdec_fast.ops import AUTO, BACKENDS, Op, all_ops, availability, registry, resolve
-from specdec_fast.ragged import PagedBatch, Scores
+from specdec_fast.ragged import PagedBatch, Sampling, Scores
 
 SEEDS = (0, 1, 2)
 INTERPRETED = (
@@ -42,7 +42,7 @@ def device_for(op: Op, backend: str) -> torch.device:
 def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, PagedBatch):
+    elif isinstance(value, (PagedBatch, Sampling)):
         yield from tensors(list(vars(value).values()))
     elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:

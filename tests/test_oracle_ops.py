@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_by_hand import targets_by_hand
 from torch import Tensor
 
 from specdec_fast.ops import all_ops, resolve
-from specdec_fast.ragged import PagedBatch, Scores
+from specdec_fast.ragged import PagedBatch, Sampling, Scores
 
 CPU = torch.device("cpu")
 CASES = {(op.name, case.name): case for op in all_ops().values() for case in op.cases()}
@@ -66,7 +67,7 @@ def positions_seen(batch: PagedBatch, b: int, row: int, sliding_window: int | No
     return before + [prefix + i for i in own]
 
 
-def verify_by_hand(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple[list[int], ...]:
+def greedy_by_hand(logits: Tensor) -> list[int]:
     targets = []
     for row in logits.tolist():
         best = 0
@@ -74,6 +75,13 @@ def verify_by_hand(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tup
             if logit > row[best]:  # strictly, so the lowest id among equals stays
                 best = token
         targets.append(-1 if any(map(math.isnan, row)) else best)
+    return targets
+
+
+def verify_by_hand(
+    logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
+) -> tuple[list[int], ...]:
+    targets = greedy_by_hand(logits) if sampling is None else targets_by_hand(logits, token_ids, cu_seqlens, sampling)
     num_accepted, next_tokens, fed = [], [], token_ids.tolist()
     for start, stop in zip(cu_seqlens.tolist()[:-1], cu_seqlens.tolist()[1:], strict=True):
         accepted = 0
@@ -235,6 +243,22 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "cu_ends_early": ("cu_seqlens", offsets(0, 7, 21), "rise from 0 to the 22 rows"),
         "cu_ends_beyond": ("cu_seqlens", offsets(0, 7, 23), "rise from 0 to the 22 rows"),
         "cu_empty": ("cu_seqlens", offsets(), "rise from 0 to the 22 rows"),
+    },
+    ("verify_chain", "sampled"): {  # 27 rows of 9 sequences
+        "temperatures_dtype": (
+            "sampling.temperatures",
+            Tensor.float,
+            "temperatures is torch.float32; expected float64",
+        ),
+        "top_k_dtype": ("sampling.top_k", Tensor.long, "top_k is torch.int64; expected int32"),
+        "top_p_short": ("sampling.top_p", lambda x: x[1:], r"top_p has shape \[8\]; expected \[9\]"),
+        "min_p_strided": ("sampling.min_p", strided, "contiguous"),
+        "penalties_rank": ("sampling.repetition_penalties", lambda x: x[None], "repetition_penalties has shape"),
+        "seeds_dtype": ("sampling.seeds", Tensor.int, "seeds is torch.int32; expected int64"),
+        "positions_long": ("sampling.positions", lambda x: x.repeat(2), r"positions has shape \[18\]; expected \[9\]"),
+        "seen_dtype": ("sampling.seen_ids", Tensor.int, "seen_ids is torch.int32; expected int64"),
+        "cu_seen_short": ("sampling.cu_seen", lambda x: x[1:], r"cu_seen has shape \[9\]; expected \[10\]"),
+        "cu_seen_ends_beyond": ("sampling.cu_seen", lambda x: x + (x == x[-1]), "cu_seen .* rise from 0"),
     },
     ("append_kv_", "verify"): {  # 48 rows of 2 heads of 32 numbers
         "key_cache_rank": ("key_cache", lambda x: x.flatten(0, 1), "key_cache has shape"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
-from specdec_fast.ragged import PagedBatch, Scores
+from specdec_fast.ragged import PagedBatch, Sampling, Scores
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/dtype.h
 
@@ -78,7 +79,9 @@ def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths
     )
 
 
-def verify_chain(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def verify_chain(
+    logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run ``csrc/verify_chain.cpp``; the contract is the oracle's."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
@@ -89,15 +92,12 @@ def verify_chain(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple
     _C.verify_chain(
         logits.data_ptr(),
         _DTYPE_CODES[logits.dtype],
-        logits.shape[0],
-        logits.shape[1],
-        logits.stride(0),
+        (logits.shape[0], logits.shape[1], logits.stride(0)),
         token_ids.data_ptr(),
         cu_seqlens.data_ptr(),
         batch_size,
-        target_tokens.data_ptr(),
-        num_accepted.data_ptr(),
-        next_tokens.data_ptr(),
+        [] if sampling is None else [getattr(sampling, field.name).data_ptr() for field in fields(sampling)],
+        (target_tokens.data_ptr(), num_accepted.data_ptr(), next_tokens.data_ptr()),
         torch.get_num_threads(),
     )
     return target_tokens, num_accepted, next_tokens

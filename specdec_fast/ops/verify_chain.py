@@ -11,9 +11,21 @@ from torch import Tensor
 
 from specdec_fast.ops.checks import FLOATS, expect, expect_offsets, expect_tensor
 from specdec_fast.ops.registry import Case, Op
+from specdec_fast.oracle.sampling import sampled_tokens
+from specdec_fast.ragged import Sampling
+
+_SAMPLING_DTYPES = {
+    "temperatures": torch.float64,
+    "top_k": torch.int32,
+    "top_p": torch.float64,
+    "min_p": torch.float64,
+    "repetition_penalties": torch.float64,
+    "seeds": torch.int64,
+    "positions": torch.int64,
+}
 
 
-def _check(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> None:
+def _check(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None) -> None:
     rows, device = logits.shape[0], logits.device
     expect_tensor("logits", logits, (None, None), FLOATS, device)
     expect_tensor("token_ids", token_ids, (rows,), (torch.int64,), device)
@@ -21,6 +33,17 @@ def _check(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> None:
     expect(logits.shape[1] > 0, "logits has an empty vocabulary.")
     expect(token_ids.is_contiguous() and cu_seqlens.is_contiguous(), "token_ids and cu_seqlens must be contiguous.")
     expect_offsets("cu_seqlens", cu_seqlens, rows, strictly=True)
+    if sampling is not None:
+        _check_sampling(sampling, cu_seqlens.numel() - 1, device)
+
+
+def _check_sampling(sampling: Sampling, batch_size: int, device: torch.device) -> None:
+    for name, dtype in _SAMPLING_DTYPES.items():
+        expect_tensor(name, getattr(sampling, name), (batch_size,), (dtype,), device)
+    expect_tensor("seen_ids", sampling.seen_ids, (None,), (torch.int64,), device)
+    expect_tensor("cu_seen", sampling.cu_seen, (batch_size + 1,), (torch.int32,), device)
+    expect(all(tensor.is_contiguous() for tensor in vars(sampling).values()), "sampling's tensors must be contiguous.")
+    expect_offsets("cu_seen", sampling.cu_seen, sampling.seen_ids.numel(), strictly=False)
 
 
 def _make(
@@ -52,6 +75,78 @@ def _make(
     }
 
 
+# temperature, top_k, top_p, min_p, repetition penalty
+_Rule = tuple[float, int, float, float, float]
+_GREEDY: _Rule = (0.0, 0, 1.0, 0.0, 1.0)
+_PLAIN: _Rule = (1.0, 0, 1.0, 0.0, 1.0)
+_RULES: tuple[_Rule, ...] = (
+    _PLAIN,
+    (0.7, 0, 0.9, 0.0, 1.0),
+    (1.3, 20, 1.0, 0.0, 1.0),
+    (1.0, 0, 1.0, 0.05, 1.0),
+    (0.8, 40, 0.95, 0.01, 1.2),
+    _GREEDY,
+    (0.0, 3, 0.5, 0.5, 1.3),  # greedy: the penalty counts, the filters do not
+    (5.0, 0, 1.0, 0.0, 0.7),
+    (1e-3, 1, 0.1, 1.0, 1.0),
+)
+
+
+def _make_sampled(
+    counts: list[int],
+    vocab_size: int,
+    rules: tuple[_Rule, ...],
+    special: float | None,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Logits as above, sequence b drawing by rule ``b % len(rules)``; drafts are mostly what the oracle draws."""
+    args = _make(counts, vocab_size, special, generator, dtype, device)
+    batch_size = len(counts)
+    chosen = [rules[b % len(rules)] for b in range(batch_size)]
+    numbers = list(_SAMPLING_DTYPES.items())[:5]
+    seen = torch.randint(0, 30, (batch_size,), generator=generator)
+    sampling = {
+        **{name: torch.tensor([rule[i] for rule in chosen], dtype=kind) for i, (name, kind) in enumerate(numbers)},
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator),
+        "positions": torch.randint(0, 2**34, (batch_size,), generator=generator),
+        # some of them twice, and some of no token: a target may have a narrower vocabulary than what was fed
+        "seen_ids": torch.randint(0, vocab_size + vocab_size // 8, (int(seen.sum()),), generator=generator),
+        "cu_seen": torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)]).int(),
+    }
+    args["sampling"] = Sampling(**{name: tensor.to(device) for name, tensor in sampling.items()})
+    agrees = (torch.rand(sum(counts), generator=generator) < 0.7).to(device)
+    args["token_ids"] = torch.where(agrees, sampled_tokens(**args).clamp(min=0).roll(1), args["token_ids"])
+    return args
+
+
+def _make_normal(
+    counts: list[int],
+    vocab_size: int,
+    rule: _Rule,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Draft tokens of a model whose logits are spread as those of language models: ten tokens share the mass."""
+    args = _make_sampled(counts, 2, (rule,), None, generator, dtype, device)
+    logits = 2.5 * torch.randn(sum(counts), vocab_size, generator=generator)
+    logits[:, :10] += 12
+    return {**args, "logits": logits.to(dtype).to(device)}
+
+
+_SAMPLED_CASES: tuple[tuple[str, str, list[int], int, float | None], ...] = (
+    ("sampled", "every filter and penalty, beside greedy sequences", [3, 1, 6, 2, 4, 1, 3, 2, 5], 1000, None),
+    ("sampled_tiny_vocabulary", "less than one counter of noise; filters that keep all or one", [2] * 9, 3, None),
+    ("sampled_odd_vocabulary", "a tail after the last full block, in it the last counter's words", [1] * 9, 4099, None),
+    ("sampled_nan", "NaN rows must be told, not drawn", [3] * 9, 97, float("nan")),
+    ("sampled_positive_infinity", "the first infinity wins, whatever the noise", [3] * 9, 130, float("inf")),
+    ("sampled_negative_infinity", "masked tokens are never drawn", [3] * 9, 130, float("-inf")),
+    ("sampled_no_sequences", "an empty batch", [], 1024, None),
+)
+
+
 def _cases() -> Iterator[Case]:
     grid: tuple[tuple[str, str, list[int], int, float | None], ...] = (
         ("plain_decoding", "one row per sequence, nothing to accept", [1] * 8, 1000, None),
@@ -67,13 +162,19 @@ def _cases() -> Iterator[Case]:
     )
     for name, why, counts, vocab_size, special in grid:
         yield Case(name, why, partial(_make, counts, vocab_size, special))
+    for name, why, counts, vocab_size, special in _SAMPLED_CASES:
+        yield Case(name, why, partial(_make_sampled, counts, vocab_size, _RULES, special))
 
 
 def _benchmarks() -> Iterator[Case]:
-    yield Case("verify", "batch 8, K 5, the vocabulary of Qwen3", partial(_make, [6] * 8, 151_936, None))
+    why = "batch 8, K 5, the vocabulary of Qwen3"
+    yield Case("verify", why, partial(_make, [6] * 8, 151_936, None))
+    yield Case("sample", f"{why}, at temperature 1", partial(_make_normal, [6] * 8, 151_936, _PLAIN))
+    yield Case("sample_top_p", f"{why}, top_p 0.9", partial(_make_normal, [6] * 8, 151_936, _RULES[1]))
+    yield Case("sample_top_k", f"{why}, top_k 20", partial(_make_normal, [6] * 8, 151_936, _RULES[2]))
 
 
-def _bytes_moved(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> int:
+def _bytes_moved(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None) -> int:
     return logits.numel() * logits.element_size()
 
 

@@ -1,0 +1,120 @@
+"""The rule by which a token is chosen: keyed noise, so that one request has one answer however it is computed.
+
+The token at position t of a request is ``argmax(scores + noise(seed, t))``: Gumbel noise makes the argmax a draw from
+``softmax(scores)`` (Gumbel 1954; the "Gumbel-max trick"), and noise keyed by seed, position and token id is the same
+in plain decoding and in any verification.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from specdec_fast.ragged import Sampling
+
+INVALID_TOKEN = -1
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), any number at a time.
+
+    Args:
+        counter: four tensors of int64 that hold 32-bit words.
+        key: two 32-bit words.
+
+    Returns:
+        Four tensors of int64 that hold random 32-bit words.
+
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # int64 wraps, but the shift and the mask leave the right bits of a 64-bit product
+        high0, low0 = _halves(c0 * _MULTIPLIERS[0])
+        high1, low1 = _halves(c2 * _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(vocab_size: int, seed: int, position: int, device: torch.device) -> Tensor:
+    """Return the noise of every token id at one position: ``[vocab_size]`` float64.
+
+    Token i takes word ``i % 4`` of counter ``(i // 4, position, position >> 32, 0)`` under the key ``seed``; a word x
+    becomes ``u = (x + 0.5) / 2**32``, which is never 0 or 1, and the noise ``-log(-log(u))``, at most 22.9.
+    """
+    blocks = torch.arange(-(-vocab_size // 4), device=device)
+    zero = torch.zeros_like(blocks)
+    counter = (blocks, zero + (position & _WORD), zero + ((position >> 32) & _WORD), zero)
+    words = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
+    uniform = (torch.stack(words, dim=1).flatten()[:vocab_size].double() + 0.5) * 2.0**-32
+    return -(-uniform.log()).log()
+
+
+def sampled_tokens(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling) -> Tensor:
+    """Return the token that each row chooses, ``[T]`` int64; see ``verify_chain`` for the rule and the arguments."""
+    starts, cu_seen = cu_seqlens.tolist(), sampling.cu_seen.tolist()
+    tokens = []
+    for b in range(len(starts) - 1):
+        committed = sampling.seen_ids[cu_seen[b] : cu_seen[b + 1]]
+        for row in range(starts[b], starts[b + 1]):
+            scores = logits[row].double()
+            if float(sampling.repetition_penalties[b]) != 1:
+                seen = torch.cat([committed, token_ids[starts[b] : row + 1]])
+                scores = _penalised(scores, seen, float(sampling.repetition_penalties[b]))
+            tokens.append(_choose(scores, sampling, b, row - starts[b]))
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+
+
+def _halves(product: Tensor) -> tuple[Tensor, Tensor]:
+    return (product >> 32) & _WORD, product & _WORD
+
+
+def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make seen tokens less likely, each once (Keskar et al., CTRL, arXiv 1909.05858, section 4.1).
+
+    As in transformers, a negative logit is multiplied. Ids beyond the vocabulary (a draft's may be smaller) are
+    nobody's.
+    """
+    seen = seen[(seen >= 0) & (seen < len(logits))]
+    before = logits[seen]
+    return logits.index_put((seen,), torch.where(before < 0, before * penalty, before / penalty))
+
+
+def _choose(logits: Tensor, sampling: Sampling, b: int, row: int) -> int:
+    """Choose one token from the penalised logits ``[vocab_size]`` (float64) of row ``row`` of sequence ``b``."""
+    if bool(logits.isnan().any()):
+        return INVALID_TOKEN
+    best = logits.max()
+    temperature = float(sampling.temperatures[b])
+    if temperature == 0 or not math.isfinite(best):
+        return int((logits == best).nonzero()[0])
+    scores = (logits - best) / temperature  # the largest is 0
+    kept = scores >= _threshold(scores, int(sampling.top_k[b]), float(sampling.top_p[b]), float(sampling.min_p[b]))
+    position = int(sampling.positions[b]) + row
+    noise = gumbel_noise(len(scores), int(sampling.seeds[b]), position, scores.device)
+    drawn = torch.where(kept, scores + noise, -math.inf)
+    return int((drawn == drawn.max()).nonzero()[0])
+
+
+def _threshold(scores: Tensor, top_k: int, top_p: float, min_p: float) -> float:
+    """Return the lowest score that is kept; equal scores are kept or dropped together."""
+    threshold = -math.inf
+    falling = scores.sort(descending=True).values
+    if 0 < top_k < len(scores):
+        threshold = float(falling[top_k - 1])
+    if top_p < 1:
+        falling = falling[falling >= threshold]
+        mass = falling.exp().cumsum(0)
+        threshold = float(falling[int((mass < top_p * mass[-1]).sum())])
+    if min_p > 0:
+        threshold = max(threshold, math.log(min_p))
+    return threshold
