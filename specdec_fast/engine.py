@@ -28,6 +28,7 @@ from specdec_fast.outputs import Steps, chunks_of, output_of
 from specdec_fast.progress import Progress
 from specdec_fast.requests import RequestBuilder, as_params_list, as_prompt_list
 from specdec_fast.rows import Rows
+from specdec_fast.sampling import sampling_of
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.sequence import Sequence
 from specdec_fast.text import load_tokenizer
@@ -213,7 +214,8 @@ class Engine:
             ragged = self._pool().batch(rows, token_ids)
             logits = self.target.forward(ragged, self._pool())
         with timer("accept"):
-            results = (self._ops.unchecked or self._ops).verify_chain(logits, token_ids, ragged.cu_seqlens)
+            sampling = sampling_of(batch, logits.device)
+            results = (self._ops.unchecked or self._ops).verify_chain(logits, token_ids, ragged.cu_seqlens, sampling)
             counts = [span.count for span in rows]
             emissions = emissions_of(counts, results)
             logprobs = logprobs_of(batch, counts, emissions, logits)

@@ -29,6 +29,7 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
         sequence.stats,
         sequence.error,
         sequence.logprobs,
+        sequence.seed,
     )
 
 

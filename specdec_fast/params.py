@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -50,19 +51,29 @@ _NEUTRAL_VALUES = {
 }
 
 
+# What transformers' generate() takes where a sampling config says nothing.
+_SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_k": 50}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose the tokens of one request and when to stop.
+
+    Sampling is exact: noise is keyed by the seed and a token's position, so a request has the same tokens with and
+    without speculation, whatever the batch (``docs/design.md``). Penalty, temperature, ``top_k``, ``top_p`` and
+    ``min_p`` apply in this order, as in transformers; tokens of equal score are kept or dropped together.
 
     Attributes:
         max_new_tokens: tokens to emit at most, at least 1. The EOS token counts and is part of the output. A text
             also ends, with the reason ``"length"``, when the target has no position left for another token.
         temperature: 0 is greedy: the target's most likely token, the lowest id among equals.
-        top_k: keep the k most likely tokens; 0 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all. The filters have no effect in greedy decoding.
         top_p: keep the smallest set of tokens with this much probability; 1 keeps all.
         min_p: drop tokens less likely than this share of the best one's probability; 0 keeps all.
-        repetition_penalty: divide the logits of tokens already seen; 1 leaves them.
-        seed: of the request's own noise; None draws a fresh one.
+        repetition_penalty: divide the positive logits of tokens in the prompt or the output by it, multiply negative
+            ones (in greedy decoding too); 1 leaves them.
+        seed: of the request's own noise. None draws a fresh one from torch's generator (``torch.manual_seed``);
+            ``GenerationOutput.seed`` tells which. Prompts that share a seed share their noise: give each its own.
         stop: strings that end the request. They are looked for in the emitted text, never in the prompt, across
             tokens; ``text`` ends just before the first, ``token_ids`` with the token that completes it, and the reason
             is ``"stop"``. Special tokens have no text; name those in ``stop_token_ids``. Needs a tokenizer.
@@ -73,8 +84,6 @@ class SamplingParams:
 
     Raises:
         InvalidParamsError: a value is out of range; the message names it.
-        NotYetSupportedError: the value asks for sampling, which this version does not serve. The filters of sampling
-            (``top_k``, ``top_p``, ``min_p``, ``seed``) are without effect in greedy decoding and therefore accepted.
 
     """
 
@@ -99,21 +108,20 @@ class SamplingParams:
                 raise InvalidParamsError(f"{name}={value!r}: expected a list, here of one element: [{value!r}].")
             object.__setattr__(self, name, tuple(value))
         self._check_ranges()
-        self._check_supported()
 
     def _check_ranges(self) -> None:
         checks = (
             ("max_new_tokens", _is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "an integer >= 1"),
-            ("temperature", _is_real(self.temperature) and self.temperature >= 0, "0 (greedy) or a number > 0"),
+            ("temperature", _is_finite(self.temperature) and self.temperature >= 0, "0 (greedy) or a number > 0"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 keeps all tokens)"),
             ("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
             ("min_p", _is_real(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]"),
             (
                 "repetition_penalty",
-                _is_real(self.repetition_penalty) and self.repetition_penalty > 0,
+                _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
                 "a number > 0 (1 changes nothing)",
             ),
-            ("seed", self.seed is None or _is_int(self.seed), "an integer or None"),
+            ("seed", _is_seed(self.seed), "an integer from -2**63 to 2**63 - 1, or None"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
         )
@@ -121,21 +129,12 @@ class SamplingParams:
             if not ok:
                 raise InvalidParamsError(f"{name}={getattr(self, name)!r}: expected {expected}.")
 
-    def _check_supported(self) -> None:
-        if self.temperature > 0:
-            raise NotYetSupportedError(
-                f"temperature={self.temperature}: this version decodes greedily only; pass temperature=0."
-            )
-        if self.repetition_penalty != 1:
-            raise NotYetSupportedError(
-                f"repetition_penalty={self.repetition_penalty}: not served yet; pass 1.0 (no penalty)."
-            )
-
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingParams:
         """Translate a ``transformers.GenerationConfig``.
 
-        ``do_sample=False`` (or unset) means greedy, whatever the temperature says, as in transformers. An
+        ``do_sample=False`` (or unset) means greedy, whatever the temperature says, as in transformers; sampling keeps
+        the 50 most likely tokens unless ``top_k`` says otherwise, as there. An
         ``eos_token_id`` set there replaces the target's own, as in transformers. ``stop_strings`` become ``stop``:
         the same tokens come out, but ``text`` ends before the stop string, which transformers leaves in its output.
 
@@ -158,7 +157,7 @@ class SamplingParams:
         if not given.get("do_sample", False):
             values["temperature"] = 0.0
         else:
-            values.setdefault("temperature", 1.0)
+            values = _SAMPLING_DEFAULTS | values
         eos = given.get("eos_token_id")
         if eos is not None:
             values["stop_token_ids"] = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
@@ -181,6 +180,14 @@ def as_sampling_params(value: Any) -> SamplingParams:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_seed(value: object) -> bool:
+    return value is None or (_is_int(value) and -(2**63) <= value < 2**63)  # type: ignore[operator]
+
+
+def _is_finite(value: object) -> bool:
+    return _is_real(value) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _is_real(value: object) -> bool:

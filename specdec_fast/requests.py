@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
+import torch
+
 from specdec_fast.errors import (
     ConfigError,
     InvalidPromptError,
@@ -82,15 +84,18 @@ class RequestBuilder:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._target.eos_token_ids
+        seed = _seed(params)
         try:
             token_ids = self._encode(prompt)
             max_length = self._max_length(len(token_ids), params)
             stop_strings = self._stop_strings(params)
         except RequestError as error:
-            sequence = Sequence(index, [], 0, 0, params, stop_ids)
+            sequence = Sequence(index, [], 0, 0, params, stop_ids, seed=seed)
             sequence.fail(error)
             return sequence
-        return Sequence(index, token_ids, len(token_ids), max_length, params, stop_ids, stop_strings=stop_strings)
+        sequence = Sequence(index, token_ids, len(token_ids), max_length, params, stop_ids, seed=seed)
+        sequence.stop_strings = stop_strings
+        return sequence
 
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -136,6 +141,13 @@ class RequestBuilder:
                 f"the prompt has {num_tokens} tokens, the target {limit} positions; shorten it to at most {limit}."
             )
         return min(wanted, limit + 1)  # the last token emitted is never fed, so it needs no position
+
+
+def _seed(params: SamplingParams) -> int | None:
+    """Return the request's seed, a fresh one from torch's generator (``torch.manual_seed``) if it names none."""
+    if params.temperature == 0:
+        return None
+    return int(torch.randint(2**63 - 1, ())) if params.seed is None else params.seed
 
 
 def _as_ids(prompt: Any) -> list[int]:

@@ -26,6 +26,7 @@ class Sequence:
         passed_over: steps since the sequence last took part in one (the scheduler's counter).
         stop_strings: the text watched for the request's stop strings; None if it has none.
         logprobs: one per emitted token; None if the request does not ask for them.
+        seed: of its noise; None if it is greedy.
 
     """
 
@@ -42,6 +43,7 @@ class Sequence:
     stats: DecodingStats = field(default_factory=DecodingStats)
     stop_strings: StopStrings | None = None
     logprobs: list[float] | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.params.logprobs:
@@ -51,6 +53,11 @@ class Sequence:
     def length(self) -> int:
         """Committed tokens: prompt plus emitted."""
         return len(self.token_ids)
+
+    @property
+    def samples(self) -> bool:
+        """Whether it chooses otherwise than by the largest of the target's own logits."""
+        return self.params.temperature > 0 or self.params.repetition_penalty != 1
 
     @property
     def num_remaining(self) -> int:

@@ -139,6 +139,7 @@ class GenerationOutput:
         stats: acceptance counts of this sequence.
         error: why ``finish_reason`` is ``"error"``; None otherwise. Tokens emitted before the fault are kept.
         logprobs: one per token of ``token_ids``, see ``SamplingParams.logprobs``; None if not asked for.
+        seed: with which the same tokens are drawn again; None for greedy decoding.
 
     """
 
@@ -150,6 +151,7 @@ class GenerationOutput:
     stats: DecodingStats
     error: RequestError | None = None
     logprobs: list[float] | None = None
+    seed: int | None = None
 
     def raise_for_error(self) -> GenerationOutput:
         """Return self, or raise the error that ended this request."""

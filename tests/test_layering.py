@@ -21,6 +21,7 @@ LAYERS = (
     {"types", "ragged", "text"},
     {"emission", "params", "stopping"},
     {"config", "sequence", "rows"},
+    {"sampling"},
     {"oracle", "triton_kernels", "_C"},
     {"ops"},
     {"kv_cache", "loading"},

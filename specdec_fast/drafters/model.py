@@ -10,12 +10,14 @@ from torch import Tensor
 from specdec_fast.drafters.base import Draft, Drafter
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.models import RaggedModel, prefill
-from specdec_fast.rows import RaggedBatch, Rows
+from specdec_fast.ragged import Sampling
+from specdec_fast.rows import RaggedBatch, Rows, row_layout
+from specdec_fast.sampling import after, sampling_of
 from specdec_fast.sequence import Sequence
 
 
 class ModelDrafter(Drafter):
-    """Proposes the draft model's greedy continuation.
+    """Proposes the draft model's own continuation, chosen as the request asks and with the noise the target will use.
 
     Its KV cache holds a prefix of every sequence's committed tokens (I3): after a step it lacks one token, two when
     all were accepted, and is fed those first. Rejection only lowers ``draft_kv_length`` (I4); a prompt is computed
@@ -71,14 +73,17 @@ class ModelDrafter(Drafter):
         before: list[int] = []  # who took part in the last forward
         for num_forwards, members in _stages(limits):
             drafting = [sequences[i] for i in members]
+            # What earlier members drafted in this step is missing from a penalty's seen tokens: it costs acceptance.
+            sampling = sampling_of(drafting, self.model.layout.device, ahead=len(drafted))
             if drafted:
                 rows = [Rows(s, s.length - 1 + len(drafted), 1) for s in drafting]
                 tokens = drafted[-1][[before.index(i) for i in members]]
             else:
                 rows, tokens = self._catch_up(drafting)
             for batch_of in self._pool().successive(rows, num_forwards):
-                tokens = self._most_likely(batch_of(token_ids=tokens))
+                tokens = self._choose(batch_of(token_ids=tokens), sampling)
                 drafted.append(tokens)
+                sampling = sampling and after(sampling, tokens)
             before = members
         return drafted
 
@@ -117,12 +122,17 @@ class ModelDrafter(Drafter):
             token_ids += sequence.token_ids[start:]
         return rows, torch.tensor(self._known(token_ids), device=self.model.layout.device)
 
-    def _most_likely(self, batch: RaggedBatch) -> Tensor:
-        """Compute the rows; return each sequence's most likely next token ``[B]``."""
-        logits = self.model.forward(batch, self._pool(), batch.last_rows if batch.max_seqlen_q > 1 else None)
+    def _choose(self, batch: RaggedBatch, sampling: Sampling | None) -> Tensor:
+        """Compute the rows; return each sequence's next token ``[B]``, chosen as the target chooses its own."""
+        last = batch.last_rows if batch.max_seqlen_q > 1 else None
+        logits = self.model.forward(batch, self._pool(), last)
         if self._vocab_size < logits.shape[1]:
             logits = logits[:, : self._vocab_size]
-        return logits.argmax(dim=-1)
+        fed = batch.token_ids if last is None else batch.token_ids[last]
+        one_each = row_layout((1,) * len(fed), 0, fed.device).cu_seqlens
+        ops = self.model.ops.unchecked or self.model.ops
+        tokens = ops.verify_chain(logits, fed, one_each, sampling)[0]
+        return tokens.clamp_(min=0)  # NaN logits have no token; any other is as wrong, and can be fed
 
 
 def _stages(limits: list[int]) -> Iterator[tuple[int, list[int]]]:
