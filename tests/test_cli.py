@@ -113,6 +113,20 @@ def test_generate_with_stop_strings_and_logprobs(in_folder):
     assert (record["token_ids"], record["logprobs"]) == (output.token_ids, output.logprobs)
 
 
+def test_generate_samples_with_a_seed_per_line(in_folder):
+    path = write_lines(in_folder / "in.jsonl", {"prompt_ids": [41, 84]}, {"text": "bad"}, {"prompt_ids": [41, 84]})
+    words = {"target": TARGET, "draft": DRAFT, "prompts": path, "output": "out.jsonl", "max-new-tokens": 8}
+    words |= {"dtype": "float32", "temperature": 1.2, "top-k": 90, "top-p": 0.95, "min-p": 0.001}
+    assert main(["generate", *options_of(words | {"repetition-penalty": 1.1, "seed": 50})]) == 1
+    records = [json.loads(line) for line in Path("out.jsonl").read_text(encoding="utf-8").splitlines()]
+    rule = {"temperature": 1.2, "top_k": 90, "top_p": 0.95, "min_p": 0.001, "repetition_penalty": 1.1}
+    params = [sd.SamplingParams(max_new_tokens=8, seed=seed, **rule) for seed in (51, 53)]
+    outputs = sd.generate(TARGET, DRAFT, [[41, 84]] * 2, params, dtype="float32")
+    assert [records[i]["token_ids"] for i in (0, 2)] == [o.token_ids for o in outputs]
+    assert [records[i]["seed"] for i in (0, 2)] == [51, 53]
+    assert records[0]["token_ids"] != records[2]["token_ids"]
+
+
 # Every kind of bad line; the good ones around them must come out as if alone.
 BAD_LINES = [
     ("{not json", "not JSON"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="STRING", help="end a text before it; repeatable"
     )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens (0: all)")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest with this mass")
+    sampling.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="drop those below this share of the top"
+    )
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="default: 1, none")
+    sampling.add_argument(
+        "--seed",
+        type=int,
+        default=None,
+        metavar="N",
+        help="line i (from 1) draws with seed N + i (default: fresh)",
+    )
     parser.add_argument("--logprobs", action="store_true", help="write the log-probability of every token")
     add_engine_options(parser)
 
@@ -30,10 +46,11 @@ def run(args: argparse.Namespace) -> int:
     """Decode every good line; report every bad one by its number. Exit status 1 if there was one."""
     lines = read_prompts(args.prompts)
     config = engine_config(args, args.dtype)
-    params = SamplingParams(max_new_tokens=args.max_new_tokens, stop=args.stop, logprobs=args.logprobs)
+    params = _params(args)
     args.output.open("a").close()  # an unwritable path should be known before hours of decoding, not after
     good = [line for line in lines if line.problem is None]
-    outputs = iter(Engine(args.target, draft_of(args.draft), config).generate([g.prompt for g in good], params))
+    each = [params if params.seed is None else replace(params, seed=params.seed + line.number) for line in good]
+    outputs = iter(Engine(args.target, draft_of(args.draft), config).generate([g.prompt for g in good], each))
     num_bad = 0
     with args.output.open("w", encoding="utf-8") as sink:
         for line in lines:
@@ -45,6 +62,20 @@ def run(args: argparse.Namespace) -> int:
     return 1 if num_bad else 0
 
 
+def _params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+        stop=args.stop,
+        logprobs=args.logprobs,
+    )
+
+
 def _record(output: GenerationOutput) -> dict[str, Any]:
     record: dict[str, Any] = {
         "text": output.text,
@@ -52,6 +83,8 @@ def _record(output: GenerationOutput) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "mean_acceptance_length": round(output.stats.mean_acceptance_length, 3),
     }
+    if output.seed is not None:
+        record["seed"] = output.seed
     if output.logprobs is not None:
         record["logprobs"] = output.logprobs
     if output.error is not None:
