@@ -17,6 +17,8 @@ from test_oracle_ops import make
 from torch import Tensor
 
 from specdec_fast.ops import all_ops
+from specdec_fast.ragged import Sampling
+from specdec_fast.triton_kernels import kernel_modules
 
 pytest.importorskip("triton")
 
@@ -47,7 +49,7 @@ def report() -> dict[str, Any]:
 
 def test_every_kernel_file_is_compiled_for_every_target(report):
     compiled = {(row["kernel"].split(".")[0], row["target"]) for row in report["kernels"]}
-    files = {module.rpartition(".")[2] for module, _ in KERNELS.values()}
+    files = {module.rpartition(".")[2] for module, _ in KERNELS.values()} | {"sampling"}  # it is part of verify_chain
     assert compiled == {(file, target) for file in files for target in TARGETS}
 
 
@@ -107,6 +109,14 @@ def verify_args(vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def sampled_args(vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    offsets = torch.tensor([0, 1], dtype=torch.int32)
+    numbers = {"temperatures": one, "top_p": one, "min_p": one, "repetition_penalties": one, "top_k": zero.int()}
+    sampling = Sampling(**numbers, seeds=zero, positions=zero, seen_ids=zero, cu_seen=offsets)
+    return {**verify_args(vocab_size, dtype), "sampling": sampling}
+
+
 def compact_args(page_size: int, heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     args = make("compact_kv_", "accepted_path", dtype)
     return {**args, "kv_cache": torch.empty(2, 2, 9, page_size, heads, head_dim, dtype=dtype)}
@@ -121,7 +131,11 @@ def realign_args(head_dim: int, offset: int, dtype: torch.dtype) -> dict[str, An
 # The sizes that the kernels' variants() name, where the sizes are part of a compilation.
 LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
     "append_kv_": [lambda dtype: append_args(8, 128, dtype), lambda dtype: append_args(3, 20, dtype)],
-    "verify_chain": [lambda dtype, v=v: verify_args(v, dtype) for v in (32_000, 151_936, 262_144)],
+    "verify_chain": [
+        lambda dtype, v=v, args=args: args(v, dtype)
+        for args in (verify_args, sampled_args)
+        for v in (32_000, 151_936, 262_144)
+    ],
     "compact_kv_": [lambda dtype: compact_args(16, 8, 128, dtype), lambda dtype: compact_args(4, 3, 20, dtype)],
     "realign_kv_": [
         lambda dtype, d=d, o=o: realign_args(d, o, dtype) for d, o in ((128, 0), (64, 0), (20, 0), (128, 1))
@@ -145,18 +159,20 @@ class Recorder:
         return launch
 
 
-def recorded(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     launches: list[tuple[Any, dict[str, Any]]] = []
-    kernels = {id(variant.kernel) for variant in module.variants()}
-    for name, value in list(vars(module).items()):
-        if id(value) in kernels:
-            monkeypatch.setattr(module, name, Recorder(value, launches))
+    for module in kernel_modules():  # all of them: a launcher may call another file's
+        kernels = {id(variant.kernel) for variant in module.variants()}
+        for name, value in list(vars(module).items()):
+            if id(value) in kernels:
+                monkeypatch.setattr(module, name, Recorder(value, launches))
     return launches
 
 
 def as_listed(value: Any) -> Any:
     """Return a run-time argument's type as a signature spells it; compile-time values stay."""
     names = {
+        torch.float64: "fp64",
         torch.float32: "fp32",
         torch.float16: "fp16",
         torch.bfloat16: "bf16",
@@ -166,8 +182,8 @@ def as_listed(value: Any) -> Any:
     return f"*{names[value.dtype]}" if isinstance(value, Tensor) else value
 
 
-def listed(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    for variant in module.variants():
+def listed() -> Iterator[tuple[Any, dict[str, Any]]]:
+    for variant in (variant for module in kernel_modules() for variant in module.variants()):
         options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
         # integers are of no fixed width in a launch: the compiler takes the narrowest that holds the value
         pointers = {name: kind for name, kind in variant.signature.items() if kind.startswith("*")}
@@ -179,17 +195,28 @@ def listed(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
 def test_launchers_ask_for_nothing_that_is_not_listed(op, index, dtype, monkeypatch):
     name, function = KERNELS[op]
     module = importlib.import_module(name)
-    known = list(listed(module))
-    launches = recorded(module, monkeypatch)
+    known = list(listed())
+    launches = recorded(monkeypatch)
     getattr(module, function)(**LAUNCHES[op][index](dtype))
     assert launches
     assert_listed(launches, known)
 
 
+def test_sampling_launches_every_kernel_that_it_lists(monkeypatch):
+    sampling = importlib.import_module("specdec_fast.triton_kernels.sampling")
+    known, kernels = list(listed()), {id(variant.kernel) for variant in sampling.variants()}
+    launches = recorded(monkeypatch)
+    sampling.philox4x32((torch.zeros(5, dtype=torch.int64),) * 4, (0, 2**32 - 1))
+    name, function = KERNELS["verify_chain"]
+    getattr(importlib.import_module(name), function)(**sampled_args(32_000, torch.float16))
+    assert kernels <= {id(kernel) for kernel, _ in launches}
+    assert_listed(launches, known)
+
+
 def test_launch_check_rejects_another_tile(monkeypatch):
     module = importlib.import_module(KERNELS["compact_kv_"][0])
-    known = list(listed(module))
-    launches = recorded(module, monkeypatch)
+    known = list(listed())
+    launches = recorded(monkeypatch)
     monkeypatch.setattr(module, "_TILE_BYTES", 8192)
     module.compact_kv_(**LAUNCHES["compact_kv_"][0](torch.float16))
     with pytest.raises(AssertionError):

@@ -53,7 +53,7 @@ def p_value(outcomes: Tensor, probs: Tensor) -> float:
 
 def trials(backend: str) -> int:
     """200,000 where compiled code draws; the oracle's loops and interpreted kernels take a thousand times as long."""
-    return 400 if backend in INTERPRETED else 1_500 if backend == "torch" else 200_000
+    return 200 if backend in INTERPRETED else 1_500 if backend == "torch" else 200_000
 
 
 class Chain:

@@ -2,7 +2,8 @@
 
 Bytes: ``T * vocab_size * itemsize`` read; 16 bytes per row and chunk of the vocabulary between the two kernels.
 Grids: (rows, chunks) finds the largest logit of each chunk; (sequences,) combines the chunks of each row and walks the
-sequence's rows. Chunks have a fixed size, and the result does not depend on it: a maximum has no rounding.
+sequence's rows. Chunks have a fixed size, and the result does not depend on it: a maximum has no rounding. If sequences
+draw their tokens, ``sampling`` has each row's token chosen in the first kernel's place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_fast.ragged import Sampling
+from specdec_fast.triton_kernels.sampling import choose_tokens
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 _CHUNK = 8192  # logits per program of the first kernel
@@ -103,8 +106,10 @@ def _accept_launch(num_chunks: int) -> Launch:
     return Launch(constexprs, num_warps=4)
 
 
-def verify_chain(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch both kernels; the contract is the oracle's."""
+def verify_chain(
+    logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch both kernels, or those of ``sampling`` and the second; the contract is the oracle's."""
     (num_rows, vocab_size), batch_size, device = logits.shape, cu_seqlens.numel() - 1, logits.device
     target_tokens = torch.empty_like(token_ids)
     num_accepted = torch.empty(batch_size, dtype=torch.int32, device=device)
@@ -113,11 +118,15 @@ def verify_chain(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor) -> tuple
         return target_tokens, num_accepted, next_tokens
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
-    num_chunks = triton.cdiv(vocab_size, _CHUNK)
-    chunk_keys, chunk_ids = torch.empty(2, num_rows, num_chunks, dtype=torch.int32, device=device)
-    _chunk_kernel[(num_rows, num_chunks)](
-        logits, chunk_keys, chunk_ids, logits.stride(0), vocab_size, **_chunk_launch().options
-    )
+    if sampling is None:
+        num_chunks = triton.cdiv(vocab_size, _CHUNK)
+        chunk_keys, chunk_ids = torch.empty(2, num_rows, num_chunks, dtype=torch.int32, device=device)
+        _chunk_kernel[(num_rows, num_chunks)](
+            logits, chunk_keys, chunk_ids, logits.stride(0), vocab_size, **_chunk_launch().options
+        )
+    else:
+        num_chunks = 1  # the row's choice has been made
+        chunk_keys, chunk_ids = choose_tokens(logits, token_ids, cu_seqlens, sampling)
     _accept_kernel[(batch_size,)](
         chunk_keys,
         chunk_ids,
@@ -142,7 +151,7 @@ def variants() -> Iterator[Variant]:
             yield _chunk_launch().variant(f"chunk_{TYPE_NAMES[dtype]}_{name}", _chunk_kernel, signature, aligned)
     tensors = {**chunks, "token_ids": "*i64", "cu_seqlens": "*i32", "target_tokens": "*i64"}
     tensors |= {"num_accepted": "*i32", "next_tokens": "*i64"}
-    for num_chunks in (4, 19, 32):  # 32,000, 151,936 and 262,144 tokens
+    for num_chunks in (1, 4, 19, 32):  # sampled; 32,000, 151,936 and 262,144 tokens
         signature = {**tensors, "num_chunks": "i32"}
         outputs = ("target_tokens", "num_accepted", "next_tokens")
         divisible = ("chunk_keys", "token_ids", "cu_seqlens", *outputs)

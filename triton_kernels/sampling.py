@@ -1,0 +1,153 @@
+"""The sampled path of ``verify_chain``: each row's token by the rule of ``oracle/sampling.py``, row by row alike.
+
+Bytes: logits are read once to find the best and, in rows with ``top_k`` or ``top_p``, a few times more, of which the L2
+cache serves most; once more to draw, except where no token could win. 32 bytes are written per row and tile, one bit
+per token, and 16 KiB of scratch per row.
+Grids: (rows,) marks seen tokens; (rows, tiles) finds each tile's best; (rows,) combines them and finds what the filters
+keep; (rows, tiles) draws; (rows,) combines. Sums have a fixed order, whatever stands beside a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from specdec_fast.ragged import Sampling
+from specdec_fast.triton_kernels.sampling_kernels import best_kernel, draw_kernel, pick_kernel, row_kernel
+from specdec_fast.triton_kernels.sampling_noise import philox_kernel
+from specdec_fast.triton_kernels.sampling_threshold import threshold_kernel
+from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
+
+_TILE = 1024  # tokens that share a best, and a bound on the noise they would need to win
+_TILES = 2  # tiles that a search reads at a time
+_CANDIDATES = 2048  # gaps that a search holds in registers
+_BLOCK = 1024  # seen tokens, or counters, at a time
+_SEQUENCES = 128  # sequences looked at at a time to find a row's
+
+# Every tensor of a launch but the logits: those that begin on 16 bytes however many rows there are, and the others.
+_TENSORS = {
+    "fp64": ("temperatures", "top_p", "min_p", "penalties", "tile_best", "candidates", "row_best"),
+    "i32": ("cu_seqlens", "top_k", "cu_seen", "row_sequences", "seen", "tile_ids"),
+    "i64": ("token_ids", "positions", "seeds", "seen_ids", "row_positions", "counters", "seed", "words"),
+}
+_OFFSET_TENSORS = {
+    "fp64": ("tile_mass", "tile_drawn", "row_limit", "row_drawn"),
+    "i32": ("row_token", "keys", "tokens"),
+}
+
+_Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _row_launch() -> Launch:
+    return Launch({"SEQUENCES": _SEQUENCES, "BLOCK": _BLOCK}, num_warps=4)
+
+
+def _tile_launch() -> Launch:
+    return Launch({"TILE": _TILE}, num_warps=4)
+
+
+def _threshold_launch(num_tiles: int) -> Launch:
+    block_tiles = triton.next_power_of_2(num_tiles)
+    constexprs = {"TILE": _TILE, "TILES": _TILES, "CANDIDATES": _CANDIDATES, "BLOCK_TILES": block_tiles}
+    return Launch(constexprs, num_warps=8)  # eight tokens a thread; more would not fit into registers
+
+
+def _pick_launch(num_tiles: int) -> Launch:
+    return Launch({"BLOCK_TILES": triton.next_power_of_2(num_tiles)}, num_warps=1)
+
+
+def _philox_launch() -> Launch:
+    return Launch({"BLOCK": _BLOCK}, num_warps=4)
+
+
+def philox4x32(counter: _Words, key: tuple[int, int]) -> _Words:
+    """Launch the generator by itself; the contract is that of the oracle's ``philox4x32``."""
+    counters = torch.stack([words.flatten() for words in counter])
+    size = counters.shape[1]
+    unsigned = key[0] | key[1] << 32
+    seed = torch.tensor([unsigned - (unsigned >> 63 << 64)], dtype=torch.int64, device=counters.device)
+    words = torch.empty_like(counters)
+    if size > 0:
+        philox_kernel[(triton.cdiv(size, _BLOCK),)](counters, seed, words, size, **_philox_launch().options)
+    first, second, third, fourth = (word.view(counter[0].shape) for word in words)
+    return first, second, third, fourth
+
+
+def choose_tokens(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Launch all kernels; return keys and tokens as if each row were one chunk of ``verify_chain``'s first kernel.
+
+    Args:
+        logits: ``[T, vocab_size]`` with a contiguous last axis; neither axis is empty.
+        token_ids: ``[T]`` int64.
+        cu_seqlens: ``[B + 1]`` int32.
+        sampling: how each sequence chooses.
+
+    """
+    (num_rows, vocab_size), device, batch = logits.shape, logits.device, sampling
+    num_tiles = triton.cdiv(vocab_size, _TILE)
+    seen = torch.zeros(num_rows, triton.cdiv(vocab_size, 32), dtype=torch.int32, device=device)
+    sequences, row_tokens, tokens, keys = torch.empty(4, num_rows, dtype=torch.int32, device=device)
+    row_positions = torch.empty(num_rows, dtype=torch.int64, device=device)
+    tile_best, tile_mass, tile_drawn = torch.empty(3, num_rows, num_tiles, dtype=torch.float64, device=device)
+    tile_ids = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
+    row_best, row_limit, row_drawn = torch.empty(3, num_rows, dtype=torch.float64, device=device)
+    candidates = torch.empty(num_rows, _CANDIDATES, dtype=torch.float64, device=device)
+    sizes = (logits.stride(0), seen.stride(0), vocab_size)
+    temperatures, penalties, seeds = batch.temperatures, batch.repetition_penalties, batch.seeds
+
+    row_kernel[(num_rows,)](
+        token_ids, cu_seqlens, penalties, batch.positions, batch.seen_ids, batch.cu_seen,
+        sequences, row_positions, seen, cu_seqlens.numel() - 1, vocab_size, seen.stride(0), **_row_launch().options,
+    )  # fmt: skip
+    best_kernel[(num_rows, num_tiles)](
+        logits, seen, sequences, penalties, temperatures, batch.top_p,
+        tile_best, tile_ids, tile_mass, *sizes, **_tile_launch().options,
+    )  # fmt: skip
+    threshold_kernel[(num_rows,)](
+        logits, seen, sequences, row_positions, temperatures, batch.top_k, batch.top_p, batch.min_p, penalties, seeds,
+        tile_best, tile_ids, tile_mass, candidates, row_best, row_limit, row_drawn, row_tokens, *sizes, num_tiles,
+        **_threshold_launch(num_tiles).options,
+    )  # fmt: skip
+    draw_kernel[(num_rows, num_tiles)](
+        logits, seen, sequences, row_positions, temperatures, penalties, seeds, tile_best, row_best, row_limit,
+        row_drawn, tile_drawn, tile_ids, *sizes, **_tile_launch().options,
+    )  # fmt: skip
+    pick_kernel[(num_rows,)](
+        tile_drawn, tile_ids, row_drawn, row_tokens, keys, tokens, num_tiles, **_pick_launch(num_tiles).options
+    )
+    return keys, tokens
+
+
+def _variant(launch: Launch, name: str, kernel: Any, dtype: torch.dtype | None, aligned: bool) -> Variant:
+    """Name a compilation by the kernel's own arguments: all are tensors above, sizes, or compile-time choices."""
+    tensors = {
+        name: f"*{kind}" for group in (_TENSORS, _OFFSET_TENSORS) for kind, names in group.items() for name in names
+    }
+    if dtype is not None:
+        tensors["logits"] = f"*{TYPE_NAMES[dtype]}"
+    arguments = [argument for argument in kernel.arg_names if argument not in launch.constexprs]
+    whole = {"logits", *(argument for names in _TENSORS.values() for argument in names)}
+    if aligned:
+        whole |= {"stride_logits_row", "stride_seen_row", "vocab_size"}
+    signature = {argument: tensors.get(argument, "i32") for argument in arguments}
+    return launch.variant(name, kernel, signature, tuple(argument for argument in arguments if argument in whole))
+
+
+def variants() -> Iterator[Variant]:
+    """Yield what is launched: logits of every type, rows on 16 bytes or not, small to large vocabularies."""
+    yield _variant(_philox_launch(), "philox", philox_kernel, None, False)
+    yield _variant(_row_launch(), "rows", row_kernel, None, True)
+    for num_tiles in (32, 149, 256):  # 32,000, 151,936 and 262,144 tokens
+        yield _variant(_pick_launch(num_tiles), f"pick_{num_tiles}_tiles", pick_kernel, None, False)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for name, aligned in (("aligned", True), ("odd_vocabulary", False)):
+            suffix = f"{TYPE_NAMES[dtype]}_{name}"
+            yield _variant(_tile_launch(), f"best_{suffix}", best_kernel, dtype, aligned)
+            yield _variant(_tile_launch(), f"draw_{suffix}", draw_kernel, dtype, aligned)
+        for num_tiles in (32, 149, 256):
+            name = f"threshold_{TYPE_NAMES[dtype]}_{num_tiles}_tiles"
+            yield _variant(_threshold_launch(num_tiles), name, threshold_kernel, dtype, True)
