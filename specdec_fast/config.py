@@ -41,6 +41,7 @@ class EngineConfig:
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
         deterministic: pad forwards to row counts at which every row has the same bits in every batch, in any dtype;
             which they are is probed when an engine is made (``describe()`` tells), for the number of threads then set.
+            False saves the padding; near-ties between tokens may then fall differently in different batches.
 
     Raises:
         ConfigError: a value is out of range; the message names it.
@@ -57,7 +58,7 @@ class EngineConfig:
     dtype: torch.dtype | str | None = None
     device: torch.device | str | None = None
     backend: str = "auto"
-    deterministic: bool = False
+    deterministic: bool = True
 
     def __post_init__(self) -> None:
         for name, smallest in (("max_batch_size", 1), ("num_draft_tokens", 0), ("max_wait_steps", 0), ("page_size", 1)):

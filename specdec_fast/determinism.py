@@ -58,11 +58,11 @@ def make_deterministic(model: RaggedModel, most_rows: int) -> None:
 
 
 def _candidates(most_rows: int) -> Iterator[RowRule]:
-    for multiple in _MULTIPLES:
-        largest = max(_LARGEST, most_rows)
-        yield RowRule(multiple, largest + -largest % multiple)
+    largest = max(_LARGEST, most_rows)
     fixed = most_rows + -most_rows % max(_MULTIPLES)
-    yield RowRule(fixed, fixed)
+    for multiple, most in [*((m, largest + -largest % m) for m in _MULTIPLES), (fixed, fixed)]:
+        yield RowRule(multiple, most)
+        yield RowRule(multiple, most, attends_alone=True)
 
 
 def _linears(model: nn.Module) -> list[nn.Module]:
@@ -87,7 +87,7 @@ def _kind(linear: nn.Module) -> tuple[object, ...]:
 
 
 def _is_invariant(linear: nn.Module, rule: RowRule) -> bool:
-    key = (*_kind(linear), rule, torch.get_num_threads())
+    key = (*_kind(linear), rule.multiple, rule.largest, torch.get_num_threads())
     if key not in _found:
         _found[key] = _compare_counts(linear, rule)
     return _found[key]

@@ -23,6 +23,7 @@ class PagedCache(Cache):
     def __init__(self, pool: PagePool, batch: RaggedBatch, ops: Ops, sliding_layers: frozenset[int]) -> None:
         super().__init__(layers=[])
         self.pool, self.batch = pool, batch
+        self._attended = batch.row_by_row() if pool.row_rule.attends_alone else batch
         # The pool has laid the batch out, so only what the model brings is checked, and that here.
         self._ops = ops.unchecked or ops
         self.sliding_layers = sliding_layers  # layers that must tell their window with every call
@@ -44,7 +45,7 @@ class PagedCache(Cache):
         self.num_attended += 1
         self._check("queries", layer_idx, query, query.shape[1] % self.pool.layout.num_kv_heads == 0)
         rows = query[0].transpose(0, 1)
-        return self._ops.paged_attention(rows, self.pool.layers[layer_idx], self.batch, scores)[None]
+        return self._ops.paged_attention(rows, self.pool.layers[layer_idx], self._attended, scores)[None]
 
     def _check(self, name: str, layer_idx: int, states: Tensor, heads_fit: bool) -> None:
         """Hold what the model computed to the pool's layout: a kernel would read and write past its rows."""

@@ -29,11 +29,14 @@ class RowRule:
     Attributes:
         multiple: row counts are rounded up to a multiple of it; 1 pads nothing.
         largest: rows of one forward at most: up to there the claim was probed.
+        attends_alone: attention gets each row as a sequence of its own, for an implementation whose bits otherwise
+            depend on the rows beside it.
 
     """
 
     multiple: int = 1
     largest: int = 2048
+    attends_alone: bool = False
 
     def padding(self, num_rows: int) -> int:
         """Return how many rows to add."""
@@ -67,6 +70,19 @@ class RaggedBatch(PagedBatch):
     def padding(self) -> int:
         """Rows that belong to nobody."""
         return self.positions.shape[0] - self.token_ids.shape[0]
+
+    def row_by_row(self) -> PagedBatch:
+        """Return the same rows for attention, each as a sequence of its own over the same pages."""
+        num_rows = self.positions.shape[0]
+        each = torch.arange(num_rows + 1, dtype=torch.int32, device=self.positions.device)
+        owner = torch.repeat_interleave(self.cu_seqlens_q.diff().long(), output_size=num_rows)
+        return PagedBatch(
+            cu_seqlens_q=each,
+            seqused_k=(self.positions + 1).int(),
+            block_table=self.block_table[owner],
+            max_seqlen_q=1,
+            max_seqlen_k=self.max_seqlen_k,
+        )
 
 
 class RowLayout(NamedTuple):

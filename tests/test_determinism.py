@@ -65,8 +65,8 @@ def assert_same_bits(target, draft, prompts, alone, **settings):
 class Alone:
     """Plain decoding, one prompt at a time."""
 
-    def __init__(self, target, prompts):
-        run = RecordedEngine(target, None, max_batch_size=1, method="eqspec", deterministic=True)
+    def __init__(self, target, prompts, **settings):
+        run = RecordedEngine(target, None, max_batch_size=1, method="eqspec", deterministic=True, **settings)
         self.tokens, self.logits = run.decode(prompts), run.logits
 
 
@@ -164,6 +164,17 @@ def test_engine_needs_what_it_probed_for():
     run.decode(prompts)
     shared = set(alone.logits) & set(run.logits)
     assert any(not torch.equal(run.logits[key], alone.logits[key]) for key in shared)
+
+
+def test_attention_that_depends_on_its_neighbours_gets_each_row_alone(prompt_ids, target, draft):
+    """The PyTorch op is no different for it: its sums hang on how many rows a sequence has."""
+    settings = {"backend": "torch", "num_draft_tokens": 3}
+    engine = sd.Engine(target, draft, **settings)
+    assert engine.describe()["attends_alone"] is True
+    default = sd.Engine(target, draft).describe()
+    assert default["attends_alone"] is (default["ops"]["paged_attention"] == "torch")
+    alone = Alone(target, prompt_ids[:6], backend="torch")
+    assert_same_bits(target, draft, prompt_ids[:6], alone, max_batch_size=4, **settings)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -26,6 +26,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences per step (default: 8)")
     parser.add_argument("--num-draft-tokens", type=int, default=5, metavar="K", help="per step (default: 5)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
+    parser.add_argument(
+        "--no-deterministic", action="store_true", help="do not pad forwards to row counts that keep every bit"
+    )
     add_backend_options(parser)
 
 
@@ -38,6 +41,7 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
         dtype=dtype,
         device=args.device,
         backend=args.backend,
+        deterministic=not args.no_deterministic,
     )
 
 
