@@ -4,7 +4,7 @@ PYTHON ?= python3
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test lint sanitize bench gpu-check clean
+.PHONY: demo test lint sanitize bench exactness gpu-check clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
@@ -25,6 +25,13 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.engine
 	$(VENV)/bin/python -m bench.ops
 	$(VENV)/bin/python -m bench.realign
+
+# Every token against plain decoding in all settings, one dtype after the other: bench/results/exactness-*.json. An hour
+# and a half; on one thread, because the bundled pair is too small for more.
+exactness: $(VENV)/.installed-bench
+	for dtype in bfloat16 float16 float32; do \
+	  $(VENV)/bin/python -m bench.exactness --dtype $$dtype --threads 1 --json bench/results/exactness-$$dtype.json \
+	    --plot bench/results/exactness-$$dtype.png || exit 1; done
 
 # Everything that needs an NVIDIA GPU, in some seven minutes: bench/results/gpu.json.
 gpu-check: $(VENV)/.installed

@@ -19,7 +19,7 @@ from bench.device import full_precision
 from bench.parts import Progress, Settings
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.assets import demo_pair
-from specdec_fast.equivalence import Comparison, compare, transformers_greedy, transformers_greedy_batch
+from specdec_fast.equivalence import Comparison, Setting, compare, transformers_greedy, transformers_greedy_batch
 from specdec_fast.loading import load_model
 from specdec_fast.text import load_tokenizer
 
@@ -110,7 +110,7 @@ def _compare_all(
         if not progress.has_time(name):
             continue
         outputs, engine = pair.decode(method, batch_size, k)
-        found = compare((method, batch_size, k or None), pair.target, pair.prompts, outputs, expected)
+        found = compare(Setting(method, batch_size, k or None), pair.target, pair.prompts, outputs, expected)
         shown = _shown(found, pair, expected)
         stats = engine.last_run
         decoded = {"mean_acceptance_length": stats.decoding.mean_acceptance_length, "seconds": stats.seconds}
@@ -128,7 +128,7 @@ def _noise_floor(pair: Pair, batch_sizes: tuple[int, ...], progress: Progress) -
     expected = pair.transformers(1)
     for batch_size in (b for b in batch_sizes if b > 1):
         if progress.has_time(f"noise floor at batch {batch_size}"):
-            setting = ("transformers", batch_size, None)
+            setting = Setting("transformers", batch_size)
             found = compare(setting, pair.target, pair.prompts, pair.transformers(batch_size), expected)
             progress.row(**_described(found, pair), divergences=_shown(found, pair, expected))
 
@@ -139,9 +139,9 @@ def _name(pair: Pair, method: str, batch_size: int, k: int) -> str:
 
 def _described(found: Comparison, pair: Pair) -> dict[str, Any]:
     return {
-        "method": found.method,
-        "batch": found.batch_size,
-        "num_draft_tokens": found.num_draft_tokens,
+        "method": found.setting.method,
+        "batch": found.setting.batch_size,
+        "num_draft_tokens": found.setting.num_draft_tokens,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "outputs": len(pair.prompts),
         "equal": len(pair.prompts) - len(found.divergences),

@@ -19,13 +19,43 @@ class Divergence:
     Attributes:
         index: the prompt.
         position: of the first differing emitted token, 0-based; the shorter length if one is a prefix of the other.
-        gap: between the reference's two best logits there: near zero, rounding chose; large, something is wrong.
+        best_logits: the reference's two best logits there. Where the first leads by near to nothing, rounding chose;
+            where it leads by far, something is wrong (sampled texts are chosen by noise as well).
 
     """
 
     index: int
     position: int
-    gap: float
+    best_logits: tuple[float, float]
+
+    @property
+    def gap(self) -> float:
+        """By how much the best logit leads."""
+        return self.best_logits[0] - self.best_logits[1]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How outputs were made.
+
+    Attributes:
+        method: a scheduler, "autoregressive" (the engine without a draft) or "transformers".
+        batch_size: sequences decoded together.
+        num_draft_tokens: K; None where nothing is drafted.
+        drafter: "model", "ngram" or "none".
+        dtype: of both models.
+        sampling: "greedy", or the sampling parameters.
+        deterministic: whether forwards were padded to row counts at which bits do not depend on the batch.
+
+    """
+
+    method: str
+    batch_size: int
+    num_draft_tokens: int | None = None
+    drafter: str = "none"
+    dtype: str = "float32"
+    sampling: str = "greedy"
+    deterministic: bool = True
 
 
 @dataclass(frozen=True)
@@ -33,23 +63,24 @@ class Comparison:
     """How the outputs of one setting compare with the reference.
 
     Attributes:
-        method: what produced them.
-        batch_size: sequences decoded together.
-        num_draft_tokens: K; None where nothing is drafted.
+        setting: what produced them.
         exact_match: fraction of outputs that are identical, every token.
-        divergences: of the others.
+        partial_match: fraction of the reference's tokens that stand before the first difference of their output.
+        divergences: of the outputs that differ.
+        equal_logprobs: fraction of those tokens whose log-probability has the very bits of the reference's; what is
+            below 1 is a rounding that may flip a token elsewhere. None where log-probabilities are not known.
 
     """
 
-    method: str
-    batch_size: int
-    num_draft_tokens: int | None
+    setting: Setting
     exact_match: float
+    partial_match: float
     divergences: list[Divergence]
+    equal_logprobs: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return asdict(self)
+        return {**asdict(self.setting), **{k: v for k, v in asdict(self).items() if k != "setting"}}
 
 
 @torch.inference_mode()
@@ -85,34 +116,43 @@ def transformers_greedy_batch(model: PreTrainedModel, prompts: list[list[int]], 
 
 
 def compare(
-    setting: tuple[str, int, int | None],
+    setting: Setting,
     model: PreTrainedModel,
     prompts: list[list[int]],
     outputs: list[list[int]],
     expected: list[list[int]],
+    logprobs: tuple[list[list[float]], list[list[float]]] | None = None,
 ) -> Comparison:
     """Compare outputs with the reference; look up the two best logits where they part.
 
     Args:
-        setting: (method, batch_size, num_draft_tokens), for the report.
+        setting: how the outputs were made, for the report.
         model: the stock model that made the reference.
         prompts: token ids of each prompt.
         outputs: emitted ids to judge.
         expected: the reference's emitted ids.
+        logprobs: of the outputs and of the reference, one per token, where they are known.
 
     """
-    divergences = []
+    divergences, equal_tokens, equal_logprobs = [], 0, 0
     for index, (prompt, got, want) in enumerate(zip(prompts, outputs, expected, strict=True)):
+        position = next(
+            (i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want))
+        )
+        equal_tokens += position
+        if logprobs is not None:
+            pairs = zip(logprobs[0][index][:position], logprobs[1][index][:position], strict=True)
+            equal_logprobs += sum(a == b for a, b in pairs)
         if got != want:
-            position = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
-            position = min(len(got), len(want)) if position is None else position
-            divergences.append(Divergence(index, position, logit_gap(model, prompt + want[:position])))
-    return Comparison(*setting, 1 - len(divergences) / max(1, len(prompts)), divergences)
+            divergences.append(Divergence(index, position, best_logits(model, prompt + want[:position])))
+    exact = 1 - len(divergences) / max(1, len(prompts))
+    partial, bits = equal_tokens / max(1, sum(map(len, expected))), equal_logprobs / max(1, equal_tokens)
+    return Comparison(setting, exact, partial, divergences, None if logprobs is None else bits)
 
 
 @torch.inference_mode()
-def logit_gap(model: PreTrainedModel, token_ids: list[int]) -> float:
-    """Return the difference of the two best logits after ``token_ids``."""
+def best_logits(model: PreTrainedModel, token_ids: list[int]) -> tuple[float, float]:
+    """Return the two best logits after ``token_ids``, as one dense forward computes them."""
     logits = model(torch.tensor([token_ids], device=next(model.parameters()).device)).logits[0, -1].float()
     best, second = logits.topk(2).values.tolist()
-    return best - second
+    return best, second

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import specdec_fast as sd
+from specdec_fast import exactness
 from specdec_fast.cli import main
-from specdec_fast.commands import demo, verify
+from specdec_fast.commands import demo
 from specdec_fast.commands.common import read_prompts
 from specdec_fast.engine import Engine
-from specdec_fast.equivalence import logit_gap, transformers_greedy
+from specdec_fast.equivalence import best_logits, transformers_greedy
 from specdec_fast.ops import BACKENDS, all_ops, registry
 
 TARGET, DRAFT = (str(demo.demo_pair() / which) for which in ("target", "draft"))
@@ -189,40 +190,66 @@ def run_verify(folder: Path, prompts: list[list[int]], **options: object) -> tup
     return status, json.loads(Path("report.json").read_text())
 
 
-def test_verify_reports_every_setting_and_the_noise_floor(in_folder, capsys, prompt_ids):
-    options = {"batch-sizes": "1 2", "num-draft-tokens": "2 4"}
+def test_verify_reports_every_setting_and_what_it_is_worth(in_folder, capsys, prompt_ids):
+    options = {"batch-sizes": "1 2", "num-draft-tokens": "0 2", "dtypes": "float32 bfloat16", "seed": 4}
+    options |= {"draft": f"{DRAFT} ngram", "sampling": "greedy temperature=0.7,top_p=0.9"}
     status, report = run_verify(in_folder, prompt_ids[1:4], **options)
     assert status == 0
-    header = {"target": TARGET, "draft": DRAFT, "dtype": "float32", "prompts": 3, "max_new_tokens": 6}
-    assert header.items() <= report.items()
-    settings = [(c["method"], c["batch_size"], c["num_draft_tokens"]) for c in report["comparisons"]]
-    drafting = [(method, batch, k) for method in ("eqspec", "exspec") for batch in (1, 2) for k in (2, 4)]
-    assert settings == [("autoregressive", 1, None), ("autoregressive", 2, None), *drafting]
-    assert all(c["exact_match"] == 1.0 and c["divergences"] == [] for c in report["comparisons"])
-    assert [c["batch_size"] for c in report["noise_floor"]] == [1, 2]
-    assert report["noise_floor"][0]["exact_match"] == 1.0, "batch 1 against batch 1"
+    assert {"target": TARGET, "drafts": [DRAFT, "ngram"], "max_new_tokens": 6}.items() <= report.items()
+    names = ("dtype", "method", "batch_size", "num_draft_tokens", "drafter", "sampling")
+    settings = [tuple(c[name] for name in names) for c in report["comparisons"]]
+    ways = [("autoregressive", 1, None, "none"), ("autoregressive", 2, None, "none")]
+    for method in ("eqspec", "exspec"):
+        ways += [(method, b, k, d) for b in (1, 2) for k, d in ((0, "none"), (2, DRAFT), (2, "ngram"))]
+    samplings = ("greedy", "temperature=0.7,top_p=0.9")
+    assert settings == [(t, *way, s) for t in ("float32", "bfloat16") for way in ways for s in samplings]
+    for c in report["comparisons"]:
+        assert (c["exact_match"], c["partial_match"], c["equal_logprobs"], c["divergences"]) == (1, 1, 1, [])
+        assert c["deterministic"]
+    assert [c["dtype"] for c in report["against_transformers"]] == ["float32", "bfloat16"]
+    assert [(c["dtype"], c["batch_size"]) for c in report["noise_floor"]] == [("float32", 2), ("bfloat16", 2)]
+    control = [(c["dtype"], c["batch_size"], c["sampling"], c["deterministic"]) for c in report["control"]]
+    assert control == [(t, b, s, False) for t in ("float32", "bfloat16") for b in (1, 2) for s in samplings]
     printed = capsys.readouterr().out
-    assert "noise floor" in printed
-    assert printed.count("100.0%") >= len(settings)
+    assert f"{len(settings)} of {len(settings)} settings give exactly" in printed
 
 
-def test_verify_fails_and_shows_where_a_token_differs(in_folder, capsys, monkeypatch, prompt_ids, target):
+def test_verify_draws_its_report(in_folder, prompt_ids):
+    pytest.importorskip("matplotlib")
+    options = {"batch-sizes": "1 2", "methods": "eqspec", "plot": "report.png"}
+    assert run_verify(in_folder, prompt_ids[1:3], **options)[0] == 0
+    assert Path("report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("wrong", ["token", "logprob"])
+def test_verify_fails_and_shows_where_a_token_differs(in_folder, capsys, monkeypatch, prompt_ids, target, wrong):
     class Lying(Engine):
         def generate(self, *args, **kwargs):
             outputs = super().generate(*args, **kwargs)
-            outputs[1].token_ids[3] ^= 1
+            if self.config.max_batch_size == 2 and self.config.deterministic:
+                if wrong == "token":
+                    outputs[1].token_ids[3] ^= 1
+                else:
+                    outputs[1].logprobs[3] += 1e-7
             return outputs
 
-    monkeypatch.setattr(verify, "Engine", Lying)
+    monkeypatch.setattr(exactness, "Engine", Lying)
     prompts = prompt_ids[1:4]
     status, report = run_verify(in_folder, prompts, **{"batch-sizes": 2, "methods": "eqspec"})
     assert status == 1
     (comparison,) = report["comparisons"]
+    printed = capsys.readouterr().out
+    if wrong == "logprob":
+        assert (comparison["exact_match"], comparison["equal_logprobs"]) == (1, pytest.approx(17 / 18))
+        assert " 94.4%" in printed
+        return
     assert comparison["exact_match"] == pytest.approx(2 / 3)
+    assert comparison["partial_match"] == pytest.approx(15 / 18)
     (divergence,) = comparison["divergences"]
-    gap = logit_gap(target, prompts[1] + transformers_greedy(target, prompts[1], 6)[:3])
-    assert divergence == {"index": 1, "position": 3, "gap": pytest.approx(gap)}
-    assert f"66.7%  prompt 1, token 3, gap {gap:.1e}" in capsys.readouterr().out
+    best, second = best_logits(target, prompts[1] + transformers_greedy(target, prompts[1], 6)[:3])
+    assert divergence == {"index": 1, "position": 3, "best_logits": [pytest.approx(best), pytest.approx(second)]}
+    assert f"prompt 1, token 3: {best:.6g}, {second:.6g} (gap {best - second:.1e})" in printed
+    assert " 66.7% " in printed
 
 
 def test_doctor_shows_every_op_on_every_backend(capsys, monkeypatch):
@@ -259,6 +286,8 @@ UNUSABLE = {
     "verify-bad-line": ("verify", {**VERIFY, "prompts": "bad.jsonl"}),
     "verify-empty-prompt": ("verify", {**VERIFY, "prompts": "empty-prompt.jsonl"}),
     "verify-outside-vocabulary": ("verify", {**VERIFY, "prompts": "outside.jsonl"}),
+    "verify-sampling": ("verify", {**VERIFY, "sampling": "heat=2"}),
+    "verify-sampling-range": ("verify", {**VERIFY, "sampling": "top_p=2"}),
     "verify-no-new-tokens": ("verify", {**VERIFY, "max-new-tokens": 0}),
     "demo-no-prompts": ("demo", {"num-prompts": 0, "max-new-tokens": 2}),
 }

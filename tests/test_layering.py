@@ -32,6 +32,7 @@ LAYERS = (
     {"engine"},
     {"api"},
     {"__init__"},
+    {"exactness"},
     {"commands"},
     {"cli"},
     {"__main__"},

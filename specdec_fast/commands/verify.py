@@ -4,158 +4,165 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
 from specdec_fast.commands.common import (
+    NO_DRAFT,
     add_backend_options,
-    add_pair_options,
-    draft_of,
     format_table,
     read_prompts,
 )
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import NAMED_DRAFTERS
-from specdec_fast.engine import Engine
-from specdec_fast.equivalence import Comparison, compare, transformers_greedy, transformers_greedy_batch
+from specdec_fast.equivalence import Comparison
 from specdec_fast.errors import ConfigError
+from specdec_fast.exactness import GREEDY, PLAIN, Matrix, Report
+from specdec_fast.exactness import run as run_matrix
 from specdec_fast.loading import load_model
+from specdec_fast.models import RaggedModel
+from specdec_fast.ops import resolve
 from specdec_fast.params import SamplingParams
 from specdec_fast.requests import RequestBuilder
 from specdec_fast.schedulers import SCHEDULERS
-from specdec_fast.sequence import Sequence
-
-_PLAIN = "autoregressive"
+from specdec_fast.text import load_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_pair_options(parser)
-    methods = [_PLAIN, *SCHEDULERS]
+    parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
+    parser.add_argument("--draft", required=True, nargs="+", help=f"the same for drafts; or ngram; or {NO_DRAFT}")
+    parser.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="one JSON object per line")
+    methods = [PLAIN, *SCHEDULERS]
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods, help="default: all")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4, 8], metavar="N", help="default: 1 4 8")
     parser.add_argument("--num-draft-tokens", nargs="+", type=int, default=[5], metavar="K", help="default: 5")
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], metavar="D", help="default: float32")
+    parser.add_argument(
+        "--sampling",
+        nargs="+",
+        default=[GREEDY],
+        metavar="S",
+        help=f"{GREEDY} (default), or parameters such as temperature=0.7,top_p=0.9",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="prompt i (from 0) draws with seed N + i")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
-    parser.add_argument("--dtype", default="float32", help="of both models (default: %(default)s)")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after EOS, to compare longer texts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
     add_backend_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Exit status 1 if an output of the engine differs from ``transformers`` at batch 1."""
-    config = EngineConfig(dtype=args.dtype, device=args.device, backend=args.backend)
-    plain = Engine(args.target, None, config)
-    target = plain.target.model
-    requests = _requests(args, RequestBuilder(plain.target, plain.tokenizer))
-    prompts = [request.token_ids for request in requests]
-    limits = [request.num_remaining for request in requests]  # max_new_tokens, or what the positions leave
-    expected = [transformers_greedy(target, prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
-    draft = _load_draft(args, plain.target.layout.device)
-    comparisons = [
-        compare(setting, target, prompts, _decode(args, plain, draft, setting, prompts), expected)
-        for setting in _settings(args.methods, args.batch_sizes, args.num_draft_tokens)
-    ]
-    noise = [_noise_floor(target, batch_size, prompts, limits, expected) for batch_size in args.batch_sizes]
-    _print_report(args, comparisons, noise, len(prompts))
+    """Print the report. Exit status 1 if an output differs from plain decoding, or in fp32 from ``transformers``."""
+    matrix = matrix_of(args)
+    draw = _drawing() if args.plot else None
+    report = run_matrix(matrix, _prompts(args, matrix), lambda text: print(text, file=sys.stderr))
+    print_report(report)
     if args.json:
-        args.json.write_text(json.dumps(_as_json(args, comparisons, noise, len(prompts)), indent=1) + "\n")
-    return 0 if all(c.exact_match == 1 for c in comparisons) else 1
+        header = {name: getattr(matrix, name) for name in ("target", "drafts", "dtypes")}
+        header |= {"max_new_tokens": args.max_new_tokens}
+        args.json.write_text(json.dumps({**header, **report.as_dict()}, indent=1) + "\n")
+    if draw:
+        draw(report, args.plot)
+    return 0 if report.holds else 1
 
 
-def _requests(args: argparse.Namespace, builder: RequestBuilder) -> list[Sequence]:
+def matrix_of(args: argparse.Namespace) -> Matrix:
+    """Make what the command line asks for."""
+    return Matrix(
+        target=args.target,
+        drafts=tuple(name for name in args.draft if name != NO_DRAFT),
+        config=EngineConfig(device=args.device, backend=args.backend),
+        dtypes=tuple(args.dtypes),
+        samplings={text: _sampling(text, args) for text in args.sampling},
+        methods=tuple(args.methods),
+        batch_sizes=tuple(args.batch_sizes),
+        num_draft_tokens=tuple(args.num_draft_tokens),
+    )
+
+
+def _sampling(text: str, args: argparse.Namespace) -> SamplingParams:
+    values: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, "ignore_eos": args.ignore_eos}
+    known = {field.name for field in fields(SamplingParams)}
+    for part in [] if text == GREEDY else text.split(","):
+        name, _, value = part.partition("=")
+        if name not in known - {"stop", "stop_token_ids"} or not value:
+            raise ConfigError(f"--sampling {text}: {part!r} is no parameter; expected {GREEDY}, or temperature=0.7,...")
+        values[name] = json.loads(value) if value.strip("+-.e0123456789") == "" else value
+    return SamplingParams(**values)
+
+
+def _prompts(args: argparse.Namespace, matrix: Matrix) -> list[list[int]]:
     """Check and encode every line; here a bad one ends the command, because a report on the rest would mislead."""
-    params = SamplingParams(max_new_tokens=args.max_new_tokens)
-    requests = []
+    config = EngineConfig(dtype=matrix.dtypes[0], device=args.device, backend=args.backend)
+    model = load_model(args.target, config.dtype, config.device)  # type: ignore[arg-type]
+    target = RaggedModel(model, resolve(model.device, args.backend))
+    builder = RequestBuilder(target, load_tokenizer(getattr(model.config, "_name_or_path", None)))
+    prompts = []
     for line in read_prompts(args.prompts):
-        request = builder.build(line.number, line.prompt, params)
+        request = builder.build(line.number, line.prompt, SamplingParams(max_new_tokens=args.max_new_tokens))
         problem = line.problem or request.error
         if problem is not None:
             raise ConfigError(f"{args.prompts.name}, line {line.number}: {problem}")
-        requests.append(request)
-    return requests
+        prompts.append(request.token_ids)
+    return prompts
 
 
-def _settings(methods: list[str], batch_sizes: list[int], ks: list[int]) -> list[tuple[str, int, int | None]]:
-    return [
-        (method, batch_size, k)
-        for method in methods
-        for batch_size in batch_sizes
-        for k in ([None] if method == _PLAIN else ks)
-    ]
-
-
-def _load_draft(args: argparse.Namespace, device: torch.device) -> PreTrainedModel | str | None:
-    """Load a draft model once for all settings; a named drafter stays a name."""
-    name = draft_of(args.draft)
-    is_model = name is not None and name not in NAMED_DRAFTERS
-    return load_model(name, EngineConfig(dtype=args.dtype).dtype, device) if is_model else name  # type: ignore[arg-type]
-
-
-def _decode(
-    args: argparse.Namespace,
-    loaded: Engine,
-    draft: PreTrainedModel | str | None,
-    setting: tuple[str, int, int | None],
-    prompts: list[list[int]],
-) -> list[list[int]]:
-    """Decode all prompts in one setting, with the target and tokenizer that ``loaded`` holds already."""
-    method, batch_size, k = setting
-    plain = method == _PLAIN
-    config = EngineConfig(
-        method="eqspec" if plain else method,
-        max_batch_size=batch_size,
-        num_draft_tokens=k or 0,
-        dtype=args.dtype,
-        backend=args.backend,
+def print_report(report: Report) -> None:
+    """Print one line per dtype, sampling and method; the batch sizes stand side by side."""
+    print(
+        "\nAgainst the engine's own plain decoding, one prompt at a time. Batch n: share of outputs that are identical,"
     )
-    engine = Engine(loaded.target.model, None if plain else draft, config, tokenizer=loaded.tokenizer)
-    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=args.max_new_tokens))
-    return [output.raise_for_error().token_ids for output in outputs]
+    print(
+        "every token; partial: share of tokens before the first difference; equal bits: of these, share with the very"
+    )
+    print("same log-probability. Both of the worst batch size.\n")
+    print(_table(report.comparisons))
+    print("\nThat plain decoding, greedy, against transformers generate() at batch 1")
+    print(_table(report.against_transformers))
+    print("\nNegative control: the same engine with determinism off")
+    print(_table(report.control))
+    if report.noise_floor:
+        print("\nNoise floor: plain batched generate() of transformers, no speculation, against its own batch 1")
+        print(_table(report.noise_floor))
+    total = len(report.comparisons)
+    exact = sum(c.exact_match == 1 for c in report.comparisons)
+    print(f"\n{exact} of {total} settings give exactly the tokens of plain decoding")
 
 
-def _noise_floor(
-    target: PreTrainedModel, batch_size: int, prompts: list[list[int]], limits: list[int], expected: list[list[int]]
-) -> Comparison:
-    """Compare plain *batched* decoding in transformers with its own batch 1."""
-    outputs: list[list[int]] = []
-    reachable: list[list[int]] = []
-    for start in range(0, len(prompts), batch_size):
-        chunk = slice(start, start + batch_size)
-        # generate() has one limit per batch: texts are compared up to the one that all of its prompts can reach
-        limit = min(limits[chunk])
-        outputs += transformers_greedy_batch(target, prompts[chunk], limit)
-        reachable += [tokens[:limit] for tokens in expected[chunk]]
-    return compare(("transformers", batch_size, None), target, prompts, outputs, reachable)
-
-
-def _print_report(
-    args: argparse.Namespace, comparisons: list[Comparison], noise: list[Comparison], num_prompts: int
-) -> None:
-    print(f"{num_prompts} prompts, {args.max_new_tokens} new tokens at most, {args.dtype}; ", end="")
-    print("reference: transformers generate(), batch 1\n")
+def _table(comparisons: list[Comparison]) -> str:
+    sizes = sorted({c.setting.batch_size for c in comparisons})
+    groups: dict[tuple[Any, ...], dict[int, Comparison]] = {}
+    for c in comparisons:
+        s = c.setting
+        k = "-" if s.num_draft_tokens is None else s.num_draft_tokens
+        groups.setdefault((s.dtype, s.sampling, s.method, Path(s.drafter).name, k), {})[s.batch_size] = c
     rows = []
-    for c in [*comparisons, *noise]:
-        first = min(c.divergences, key=lambda d: d.position, default=None)
-        where = f"prompt {first.index}, token {first.position}, gap {first.gap:.1e}" if first else "-"
-        k = "-" if c.num_draft_tokens is None else c.num_draft_tokens
-        rows.append((c.method, c.batch_size, k, f"{c.exact_match:.1%}", where))
-    print(format_table(("method", "batch", "K", "exact match", "earliest divergence"), rows))
-    print("\n'autoregressive' is the engine without a draft.", end="")
-    print(" 'transformers' is the noise floor: plain batched generate(), no speculation, against its own batch 1.")
+    for key, found in groups.items():
+        shares = [f"{found[size].exact_match:.1%}" if size in found else "" for size in sizes]
+        least = [f"{min(c.partial_match for c in found.values()):.1%}"]
+        bits = [c.equal_logprobs for c in found.values() if c.equal_logprobs is not None]
+        least.append(f"{min(bits):.1%}" if bits else "-")
+        rows.append((*key, *shares, *least, _earliest(found)))
+    header = ("dtype", "sampling", "method", "drafter", "K", *(f"batch {size}" for size in sizes))
+    return format_table((*header, "partial", "equal bits", "earliest divergence"), rows)
 
 
-def _as_json(
-    args: argparse.Namespace, comparisons: list[Comparison], noise: list[Comparison], num_prompts: int
-) -> dict[str, Any]:
-    return {
-        "target": args.target,
-        "draft": args.draft,
-        "dtype": args.dtype,
-        "prompts": num_prompts,
-        "max_new_tokens": args.max_new_tokens,
-        "comparisons": [comparison.as_dict() for comparison in comparisons],
-        "noise_floor": [comparison.as_dict() for comparison in noise],
-    }
+def _earliest(found: dict[int, Comparison]) -> str:
+    """Say where the first of all texts parts, and what the two best logits were there."""
+    divergences = [d for c in found.values() for d in c.divergences]
+    first = min(divergences, key=lambda d: d.position, default=None)
+    if first is None:
+        return "-"
+    best, second = first.best_logits
+    return f"prompt {first.index}, token {first.position}: {best:.6g}, {second:.6g} (gap {first.gap:.1e})"
+
+
+def _drawing() -> Any:
+    try:
+        from specdec_fast.commands.plots import draw_exactness  # asked for now, not after hours of decoding
+    except ImportError as error:
+        raise ConfigError(f"--plot needs matplotlib ({error}); pip install 'specdec-fast[bench]'.") from None
+    return draw_exactness

@@ -1,0 +1,41 @@
+"""Figures of the command line's reports; needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+from specdec_fast.equivalence import Comparison
+from specdec_fast.exactness import Report
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # after the choice of a backend that needs no display
+
+
+def draw_exactness(report: Report, path: Path) -> None:
+    """Draw, per dtype and batch size, the worst share of identical outputs: ours, the control's, the noise floor's."""
+    series = {
+        "specdec_fast, every setting": report.comparisons,
+        "specdec_fast, determinism off": report.control,
+        "transformers, plain batches": report.noise_floor,
+    }
+    dtypes = list(dict.fromkeys(c.setting.dtype for c in report.comparisons))
+    figure, axes = plt.subplots(1, len(dtypes), figsize=(1 + 4 * len(dtypes), 4), squeeze=False, sharey=True)
+    for axis, dtype in zip(axes[0], dtypes, strict=True):
+        for name, comparisons in series.items():
+            worst = _worst([c for c in comparisons if c.setting.dtype == dtype])
+            axis.plot([str(size) for size in worst], [100 * share for share in worst.values()], "o-", label=name)
+        axis.set_title(dtype)
+        axis.set_xlabel("batch size")
+        axis.set_ylim(0, 103)
+    axes[0][0].set_ylabel("outputs identical to batch 1, %")
+    axes[0][-1].legend(loc="lower left", fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _worst(comparisons: list[Comparison]) -> dict[int, float]:
+    sizes = sorted({c.setting.batch_size for c in comparisons})
+    return {n: min(c.exact_match for c in comparisons if c.setting.batch_size == n) for n in sizes}
