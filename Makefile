@@ -26,12 +26,13 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.ops
 	$(VENV)/bin/python -m bench.realign
 
-# Every token against plain decoding in all settings, one dtype after the other: bench/results/exactness-*.json. An hour
-# and a half; on one thread, because the bundled pair is too small for more.
+# Every token against plain decoding in all settings, dtype after dtype (an hour and a half, on one thread: the bundled
+# pair is too small for more), and what that costs: bench/results/exactness-*.json.
 exactness: $(VENV)/.installed-bench
+	$(VENV)/bin/python -m bench.exactness --parts cost,acceptance --json bench/results/exactness-cost.json
 	for dtype in bfloat16 float16 float32; do \
-	  $(VENV)/bin/python -m bench.exactness --dtype $$dtype --threads 1 --json bench/results/exactness-$$dtype.json \
-	    --plot bench/results/exactness-$$dtype.png || exit 1; done
+	  $(VENV)/bin/python -m bench.exactness --parts matrix --dtype $$dtype --threads 1 \
+	    --json bench/results/exactness-$$dtype.json --plot bench/results/exactness-$$dtype.png || exit 1; done
 
 # Everything that needs an NVIDIA GPU, in some seven minutes: bench/results/gpu.json.
 gpu-check: $(VENV)/.installed

@@ -38,7 +38,8 @@ def bundled_prompts() -> list[list[int]]:
     assert tokenizer is not None
     lines = (demo_pair() / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     whole = [list(tokenizer(json.loads(line)["prompt"]).input_ids) for line in lines]
-    return whole + [prompt[: (len(prompt) + 1) // 2] for prompt in whole]
+    halves = [prompt[: (len(prompt) + 1) // 2] for prompt in whole]
+    return [prompt for pair in zip(whole, halves, strict=True) for prompt in pair]
 
 
 def matrix_of(args: argparse.Namespace) -> Matrix:
@@ -57,6 +58,7 @@ def matrix_of(args: argparse.Namespace) -> Matrix:
         methods=(PLAIN, "eqspec", "exspec"),
         batch_sizes=tuple(args.batch_sizes),
         num_draft_tokens=tuple(args.num_draft_tokens),
+        rounds=args.rounds,
     )
 
 
@@ -104,6 +106,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", type=report.names, default=["cost", "acceptance", "matrix"])
     parser.add_argument("--num-prompts", type=int, default=64, help="of the 64")
     parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=16, help="batches of prompts per setting at most")
     parser.add_argument("--batch-sizes", type=report.integers, default=[1, 2, 5, 8, 16, 32])
     parser.add_argument("--num-draft-tokens", type=report.integers, default=[0, 1, 5, 8])
     report.add_report_options(parser)
@@ -116,10 +119,11 @@ def main(argv: list[str] | None = None) -> None:
     report.prepare(args)
     logging.disable_progress_bar()
     prompts = bundled_prompts()
-    prompts = prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]
+    prompts = prompts[: args.num_prompts]
     result: dict[str, Any] = {
         "machine": report.machine(torch.device("cpu")),
         "prompts": len(prompts),
+        "rounds": args.rounds,
         "max_new_tokens": args.max_new_tokens,
     }
     if "cost" in args.parts:

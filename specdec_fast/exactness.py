@@ -41,6 +41,7 @@ class Matrix:
         methods: schedulers, and "autoregressive".
         batch_sizes: sequences per step.
         num_draft_tokens: K of the schedulers; 0 is plain decoding by that scheduler.
+        rounds: a setting gets so many batches of prompts at most, because small batches take long; None: all prompts.
 
     """
 
@@ -52,6 +53,7 @@ class Matrix:
     methods: tuple[str, ...]
     batch_sizes: tuple[int, ...]
     num_draft_tokens: tuple[int, ...]
+    rounds: int | None = None
 
     def settings(self) -> Iterator[Setting]:
         """Yield every way to decode, without dtype and sampling."""
@@ -126,9 +128,11 @@ class Models:
         engine = Engine(self.target, draft, config, tokenizer=self.alone.tokenizer)
         for name in self.matrix.samplings:
             found = replace(setting, dtype=self.dtype, sampling=name)
-            got, want = self._decode(engine, name), self.expected[name]
+            rounds = self.matrix.rounds
+            limit = None if rounds is None else rounds * setting.batch_size
+            got, want = self._decode(engine, name, limit), self.expected[name][:limit]
             logprobs = (_logprobs(got), _logprobs(want))
-            yield compare(found, self.target, self.prompts, _tokens(got), _tokens(want), logprobs)
+            yield compare(found, self.target, self.prompts[:limit], _tokens(got), _tokens(want), logprobs)
 
     def against_transformers(self) -> Comparison:
         """Compare the greedy reference with ``generate()`` at batch 1, each text up to its EOS."""
@@ -146,10 +150,10 @@ class Models:
         setting = Setting("transformers", batch_size, dtype=self.dtype)
         return compare(setting, self.target, self.prompts, outputs, expected)
 
-    def _decode(self, engine: Engine, sampling: str) -> list[GenerationOutput]:
-        first = replace(self.matrix.samplings[sampling], logprobs=True)
-        seeds = [None if first.seed is None else first.seed + i for i in range(len(self.prompts))]
-        outputs = engine.generate(self.prompts, [replace(first, seed=seed) for seed in seeds], progress=False)
+    def _decode(self, engine: Engine, sampling: str, limit: int | None = None) -> list[GenerationOutput]:
+        first, prompts = replace(self.matrix.samplings[sampling], logprobs=True), self.prompts[:limit]
+        seeds = [None if first.seed is None else first.seed + i for i in range(len(prompts))]
+        outputs = engine.generate(prompts, [replace(first, seed=seed) for seed in seeds], progress=False)
         return [output.raise_for_error() for output in outputs]
 
     def _transformers(self, batch_size: int) -> list[list[int]]:

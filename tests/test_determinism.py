@@ -10,10 +10,12 @@ from models import CONFIGS, tiny_model, truncated_copy
 from transformers import AutoModelForCausalLM
 
 import specdec_fast as sd
+from bench.exactness import bundled_prompts
 from specdec_fast.assets import demo_pair
 from specdec_fast.determinism import make_deterministic
 from specdec_fast.errors import DeterminismError
 from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.loading import load_model
 from specdec_fast.models import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.rows import RowRule, Rows
@@ -111,6 +113,57 @@ def test_prefill_in_other_chunks_has_the_same_bits(prompt_ids, monkeypatch, targ
     monkeypatch.setattr("specdec_fast.engine.make_deterministic", in_small_chunks)
     assert_same_bits(target, None, prompt_ids, alone, max_batch_size=8)
     assert made, "the engine did not ask for the rule"
+
+
+LONG_TEXTS = 256
+EACH_RULE = ({}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})  # in one batch, prompt by prompt
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_long_texts_of_all_rules_in_one_batch(dtype):
+    """64 prompts, 256 tokens: speculation at batch 32 against plain decoding at batch 8, some against batch 1."""
+    prompts = bundled_prompts()
+    params = [
+        sd.SamplingParams(max_new_tokens=LONG_TEXTS, ignore_eos=True, logprobs=True, seed=i, **EACH_RULE[i % 3])
+        for i in range(len(prompts))
+    ]
+
+    def decode(draft, num_prompts, **settings):
+        models = (demo_pair() / name if name else None for name in ("target", draft))
+        engine = sd.Engine(*(path and str(path) for path in models), dtype=dtype, **settings)
+        outputs = engine.generate(prompts[:num_prompts], params[:num_prompts])
+        return [(output.token_ids, output.logprobs) for output in outputs]
+
+    plain = decode(None, 64, max_batch_size=8)
+    assert decode("draft", 64, max_batch_size=32, num_draft_tokens=5, method="exspec") == plain
+    assert decode(None, 9, max_batch_size=1) == plain[:9]
+    assert {len(token_ids) for token_ids, _ in plain} == {LONG_TEXTS}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_recomputed_prefix_has_the_bits_of_the_cache(dtype, prompt_ids):
+    """The KV entries of a text, decoded token by token, are those of its prefill, whole, in pieces and in company."""
+    model = RaggedModel(load_model(str(demo_pair() / "target"), dtype, CPU), resolve(CPU))
+    make_deterministic(model, most_rows=48)
+    text = (prompt_ids[4] + prompt_ids[9])[:90]
+
+    def entries(forwards):
+        pool = PagePool(model.layout, 1024, 7, model.row_rule)
+        for owner in ("text", "other"):
+            pool.open(owner, 120)
+        for rows in forwards:
+            ids = [token for r in rows for token in text[r.start : r.start + r.count]]
+            model.forward(pool.batch(rows, torch.tensor(ids)), pool)
+        table = torch.tensor(pool.block_table("text"))
+        return pool.tensor[:, :, table].flatten(2, 3)[:, :, : len(text)]
+
+    decoded = entries([[Rows("text", i, 1)] for i in range(90)])
+    for forwards in (
+        [[Rows("text", 0, 90)]],
+        [[Rows("text", 0, 33)], [Rows("text", 33, 6)], [Rows("text", 39, 51)]],
+        [[Rows("other", 0, 11), Rows("text", 0, 45)], [Rows("text", 45, 45), Rows("other", 11, 62)]],
+    ):
+        assert torch.equal(entries(forwards), decoded)
 
 
 class Counting(torch.nn.Linear):

@@ -12,8 +12,9 @@ from models import tiny_model
 from bench import acceptance
 from bench import exactness as bench_exactness
 from specdec_fast.config import EngineConfig
+from specdec_fast.engine import Engine
 from specdec_fast.equivalence import Comparison, Setting, best_logits, compare
-from specdec_fast.exactness import Matrix, Report
+from specdec_fast.exactness import Matrix, Report, run
 from specdec_fast.params import SamplingParams
 
 
@@ -69,6 +70,25 @@ def test_matrix_is_the_product_of_what_is_asked_for():
     matrix = Matrix("t", ("d", "ngram"), EngineConfig(), ("float32",), {"greedy": params}, ("exspec",), (1, 4), (0, 3))
     settings = [(s.batch_size, s.num_draft_tokens, s.drafter) for s in matrix.settings()]
     assert settings == [(b, k, d) for b in (1, 4) for k, d in ((0, "none"), (3, "d"), (3, "ngram"))]
+
+
+def test_rounds_limit_what_a_setting_decodes(model):
+    calls = []
+
+    class Recorded(Engine):
+        def generate(self, prompts, *args, **kwargs):
+            calls.append((self.config.max_batch_size, len(prompts)))
+            return super().generate(prompts, *args, **kwargs)
+
+    params = SamplingParams(max_new_tokens=2)
+    matrix = Matrix(
+        model, (), EngineConfig(), ("float32",), {"greedy": params}, ("autoregressive",), (1, 2, 4), (0,), 2
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec_fast.exactness.Engine", Recorded)
+        report = run(matrix, [[i] for i in range(1, 7)], lambda text: None)
+    assert calls == [(1, 6), (1, 2), (2, 4), (4, 6), (1, 2), (2, 4), (4, 6)]  # the reference, all settings, the control
+    assert report.holds
 
 
 def test_bench_reports_and_fails_by_what_it_finds(tmp_path, monkeypatch, capsys):
