@@ -1,6 +1,7 @@
 # Everything a checkout needs: make demo, make test. See README.md.
 VENV ?= .venv
 PYTHON ?= python3
+TEST_PROCESSES ?= 2
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
@@ -10,7 +11,7 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
 
 test: $(VENV)/.installed-test
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

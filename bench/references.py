@@ -134,6 +134,12 @@ def _seen(batch: PagedBatch, b: int, context: int, sliding_window: int | None) -
     return seen
 
 
+def linear_in_float64(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what ``linear`` is by definition."""
+    products = rows.double() @ weight.double().T
+    return products if bias is None else products + bias.double()
+
+
 REFERENCES = {
     "paged_attention": (Reference("sdpa_dense", sdpa_dense),),
     "verify_chain": (

@@ -10,6 +10,7 @@
 
 #include "append_kv.h"
 #include "compact_kv.h"
+#include "linear.h"
 #include "paged_attention.h"
 #include "philox.h"
 #include "realign_kv.h"
@@ -96,6 +97,12 @@ void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<st
                             num_threads});
 }
 
+void linear(int dtype, std::array<std::int64_t, 3> shape, std::uintptr_t rows, std::int64_t row_stride,
+            std::uintptr_t weight, std::uintptr_t bias, std::uintptr_t out, int num_threads) {
+  specdec::linear({static_cast<specdec::DType>(dtype), shape[0], shape[1], shape[2], pointer<const void>(rows), row_stride,
+                   pointer<const void>(weight), pointer<const void>(bias), pointer<void>(out), num_threads});
+}
+
 void compact_kv(std::uintptr_t kv_cache, std::array<std::int64_t, 4> shape, std::uintptr_t block_table,
                 std::array<std::int64_t, 2> batch, std::array<std::uintptr_t, 3> moves, int num_threads) {
   specdec::compact_kv({pointer<char>(kv_cache), shape[0], shape[1], shape[2], shape[3],
@@ -121,6 +128,9 @@ PYBIND11_MODULE(_C, m) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   m.def("append_kv", &append_kv, ReleaseGil());
   m.def("compact_kv", &compact_kv, ReleaseGil());
+  m.def("linear", &linear, ReleaseGil());
+  m.def("linear_versions", &specdec::linear_versions);
+  m.def("choose_linear_version", &specdec::choose_linear_version);
   m.def("paged_attention", &paged_attention, ReleaseGil());
   m.def("attention_versions", &specdec::attention_versions);
   m.def("choose_attention_version", &specdec::choose_attention_version);

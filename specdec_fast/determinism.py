@@ -47,7 +47,7 @@ def make_deterministic(model: RaggedModel, most_rows: int) -> None:
 
     """
     for rule in _candidates(most_rows):
-        if all(_is_invariant(linear, rule) for linear in _linears(model.model)) and _reproduces(model, rule):
+        if all(_is_invariant(linear, rule) for linear in _linears(model)) and _reproduces(model, rule):
             model.row_rule = rule
             return
     raise DeterminismError(
@@ -65,17 +65,19 @@ def _candidates(most_rows: int) -> Iterator[RowRule]:
         yield RowRule(multiple, most, attends_alone=True)
 
 
-def _linears(model: nn.Module) -> list[nn.Module]:
+def _linears(model: RaggedModel) -> list[nn.Module]:
     """Return one linear of every kind, whatever its class: a leaf with a matrix that is no table of embeddings.
 
-    Quantised ones keep their matrix in shapes of their own; the run of the whole model has to do for them.
+    Those that the op ``linear`` computes sum in one order by themselves. Quantised ones keep their matrix in shapes of
+    their own; the run of the whole model has to do for them.
     """
+    served = set(model.linears.modules)
     kinds: dict[tuple[object, ...], nn.Module] = {}
-    for module in model.modules():
+    for module in model.model.modules():
         weight = getattr(module, "weight", None)
         is_matrix = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()
         is_leaf = next(module.children(), None) is None
-        if is_matrix and is_leaf and not isinstance(module, nn.Embedding):
+        if is_matrix and is_leaf and module not in served and not isinstance(module, nn.Embedding):
             kinds.setdefault(_kind(module), module)
     return list(kinds.values())
 

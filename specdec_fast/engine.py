@@ -126,6 +126,7 @@ class Engine:
             "device": str(self.target.layout.device),
             "deterministic": self.config.deterministic,
             "row_multiple": self.target.row_rule.multiple,
+            "own_linears": len(self.target.linears.modules),
             "attends_alone": self.target.row_rule.attends_alone,
             "ops": dict(self._ops.chosen),
             "kv_bytes_per_token": self.target.layout.bytes_per_token,

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from specdec_fast.errors import SpecDecError, UnsupportedModelError
 from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.linears import Linears
 from specdec_fast.loading import eos_token_ids
 from specdec_fast.ops import Ops
 from specdec_fast.paged_cache import PagedCache
@@ -65,11 +66,13 @@ class RaggedModel:
     """A causal language model that computes any rows of any sequences in one forward.
 
     Attributes:
-        model: the Hugging Face model, as given; only its attention function is exchanged, and only during a forward.
+        model: the Hugging Face model, as given; only its attention function and large linears are exchanged, and
+            only during a forward.
         layout: what one position of its KV cache is made of.
         vocab_size: width of its logits.
         max_positions: positions it can serve; None if it does not say.
         eos_token_ids: ids that end a text, from its generation config.
+        linears: its layers that the op ``linear`` computes during a forward.
         row_rule: what its page pools pad forwards to; nothing, unless somebody probed for it.
 
     """
@@ -77,6 +80,7 @@ class RaggedModel:
     def __init__(self, model: PreTrainedModel, ops: Ops) -> None:
         _check_decoder(model)
         self.model, self.ops = model, ops
+        self.linears = Linears(model, ops)
         self.config = model.config.get_text_config(decoder=True)
         self.row_rule = RowRule(largest=MAX_PREFILL_ROWS)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -148,16 +152,18 @@ class RaggedModel:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Exchange the model's attention function, as a forward does for itself where nobody has done it.
+        """Exchange the model's attention function and linears, as a forward does for itself where nobody has done it.
 
         Worth doing around several forwards (20 microseconds each); not for longer, because the model is the user's:
         drafters and callbacks may run it between forwards.
         """
         previous = self.config._attn_implementation
         self.config._attn_implementation = _ATTENTION
+        self.linears.attach()
         try:
             yield
         finally:
+            self.linears.detach()
             self.config._attn_implementation = previous
 
 

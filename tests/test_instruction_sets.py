@@ -1,4 +1,4 @@
-"""paged_attention in C++ is compiled once per instruction set: every one that runs here must be right."""
+"""paged_attention and linear in C++ are compiled once per instruction set: every one that runs here must be right."""
 
 from __future__ import annotations
 
@@ -30,6 +30,20 @@ def test_every_version_agrees_with_the_oracle(version, dtype):
             assert_agrees(ATTENTION, ATTENTION.load("cpp")(**args), ATTENTION.load("torch")(**args), args)
 
 
+@each_dtype
+@pytest.mark.parametrize("version", _C.linear_versions())
+def test_every_version_of_linear_agrees_with_the_oracle(version, dtype):
+    op = all_ops()["linear"]
+    _C.choose_linear_version(version)
+    try:
+        for name, case in CASES:
+            if name == op.name:
+                args = make(name, case, dtype)
+                assert_agrees(op, op.load("cpp")(**args), op.load("torch")(**args), args)
+    finally:
+        _C.choose_linear_version(_C.linear_versions()[-1])
+
+
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 100, 128, 256])  # full, half and odd blocks of every version
 def test_every_version_serves_every_head_size(version, head_dim):
     generator = torch.Generator().manual_seed(head_dim)
@@ -47,3 +61,5 @@ def test_rows_are_independent_in_every_version(version, dtype):
 def test_unknown_version_is_refused():
     with pytest.raises(ValueError, match="no version 'mmx'"):
         _C.choose_attention_version("mmx")
+    with pytest.raises(ValueError, match="no version 'mmx'"):
+        _C.choose_linear_version("mmx")

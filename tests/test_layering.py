@@ -24,7 +24,7 @@ LAYERS = (
     {"sampling"},
     {"oracle", "triton_kernels", "_C"},
     {"ops"},
-    {"kv_cache", "loading"},
+    {"kv_cache", "loading", "linears"},
     {"paged_cache"},
     {"models"},
     {"determinism"},

@@ -61,7 +61,15 @@ def same_bits(first: Any, second: Any) -> bool:
 
 
 # An op that is not exact needs its definition in fp64 here, so that the oracle's own error is known.
-REFERENCES: dict[str, Callable[..., Tensor]] = {"paged_attention": attention_by_hand}
+def linear_in_float64(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    products = rows.cpu().double() @ weight.cpu().double().T
+    return products if bias is None else products + bias.cpu().double()
+
+
+REFERENCES: dict[str, Callable[..., Tensor]] = {
+    "paged_attention": attention_by_hand,
+    "linear": linear_in_float64,
+}
 
 
 def assert_agrees(op: Op, got: Any, oracle: Any, args: dict[str, Any]) -> None:
@@ -243,7 +251,7 @@ def test_independence_check_rejects_pieces_by_row_count():
 
 
 # Enough rows or logits that the kernels go to work with several threads.
-THREADED = [("paged_attention", "verify"), ("verify_chain", "large_vocabulary")]
+THREADED = [("paged_attention", "verify"), ("verify_chain", "large_vocabulary"), ("linear", "linear_threads")]
 
 
 @pytest.mark.parametrize(("name", "case"), THREADED)

@@ -244,6 +244,16 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "cu_ends_beyond": ("cu_seqlens", offsets(0, 7, 23), "rise from 0 to the 22 rows"),
         "cu_empty": ("cu_seqlens", offsets(), "rise from 0 to the 22 rows"),
     },
+    ("linear", "linear_odd"): {  # 5 rows of 67 features, 33 outputs
+        "rows_rank": ("rows", lambda x: x[0], r"rows has shape \[67\]; expected \[any, any\]"),
+        "rows_dtype": ("rows", Tensor.double, "rows is torch.float64; expected float32 or float16"),
+        "weight_features": ("weight", lambda x: x[:, 1:], r"weight has shape \[33, 66\]; expected \[any, 67\]"),
+        "weight_dtype": ("weight", Tensor.half, "weight is torch.float16; expected float32"),
+        "weight_strided": ("weight", lambda x: x.T.contiguous().T, "weight must be contiguous"),
+        "bias_short": ("bias", lambda x: x[1:], r"bias has shape \[32\]; expected \[33\]"),
+        "bias_dtype": ("bias", Tensor.half, "bias is torch.float16; expected float32"),
+        "bias_strided": ("bias", strided, "contiguous"),
+    },
     ("verify_chain", "sampled"): {  # 27 rows of 9 sequences
         "temperatures_dtype": (
             "sampling.temperatures",

@@ -52,6 +52,26 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     return out
 
 
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Run ``csrc/linear.cpp``; the contract is the oracle's."""
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    num_rows, in_features = rows.shape
+    out_features = weight.shape[0]
+    out = torch.empty(num_rows, out_features, dtype=rows.dtype)
+    _C.linear(
+        _DTYPE_CODES[rows.dtype],
+        (num_rows, in_features, out_features),
+        rows.data_ptr(),
+        rows.stride(0),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
 def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Run ``csrc/compact_kv.cpp``; the contract is the oracle's."""
     num_layers, _, num_pages, page_size, num_kv_heads, head_dim = kv_cache.shape

@@ -21,7 +21,7 @@ from torch import Tensor
 from specdec_fast.errors import BackendError, ConfigError
 
 AUTO = "auto"
-_DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "compact_kv", "realign_kv")
+_DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "linear", "compact_kv", "realign_kv")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then run on the CPU, as NumPy
 # What "auto" takes, best first; "torch" runs anywhere. FlashAttention refuses too much (fp32, most page sizes) and
 # promises too little (in which order it adds) to be taken unasked.
@@ -74,6 +74,7 @@ class Op:
         benchmarks: argument sets of the sizes that serving has, for ``python -m bench.ops``.
         bytes_moved: bytes that must be read or written at least, for given arguments.
         exact: whether implementations must agree bit for bit (integers, copies) or within rounding.
+        preference: what "auto" takes on a device type, where it is not the best backend that runs there.
 
     """
 
@@ -84,6 +85,7 @@ class Op:
     benchmarks: Callable[[], Iterable[Case]]
     bytes_moved: Callable[..., int]
     exact: bool = True
+    preference: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def load(self, backend: str, check: bool = True) -> Callable[..., Any]:
         """Import the backend's implementation and put the argument check before it, unless told not to.
@@ -122,6 +124,7 @@ class Ops:
         append_kv_: write new K/V rows into pages; see ``oracle/ops/append_kv.py``.
         paged_attention: causal ragged attention over pages; see ``oracle/ops/paged_attention.py``.
         verify_chain: batched acceptance; see ``oracle/ops/verify_chain.py``.
+        linear: rows times weights; see ``oracle/ops/linear.py``.
         compact_kv_: move kept entries inside each sequence; see ``oracle/ops/compact_kv.py``.
         realign_kv_: shift the rows of a dense cache; see ``oracle/ops/realign_kv.py``.
         unchecked: the same ops without the argument check, for a caller that repeats a checked call on tensors of
@@ -133,9 +136,15 @@ class Ops:
     append_kv_: Callable[..., None] = field(repr=False)
     paged_attention: Callable[..., Tensor] = field(repr=False)
     verify_chain: Callable[..., tuple[Tensor, Tensor, Tensor]] = field(repr=False)
+    linear: Callable[..., Tensor] = field(repr=False)
     compact_kv_: Callable[..., None] = field(repr=False)
     realign_kv_: Callable[..., None] = field(repr=False)
     unchecked: Ops | None = field(repr=False, default=None)
+
+    @property
+    def has_own_linear(self) -> bool:
+        """Whether ``linear`` is other than PyTorch's own."""
+        return self.chosen["linear"] != "torch"
 
 
 @cache
@@ -214,7 +223,7 @@ def _load(chosen: Mapping[str, str], check: bool, unchecked: Ops | None) -> Ops:
 
 
 def _best(op: Op, device: torch.device) -> str:
-    preferred = _PREFERENCE.get(device.type, ())
+    preferred = op.preference.get(device.type, _PREFERENCE.get(device.type, ()))
     serving = (name for name in preferred if device.type in BACKENDS[name].device_types)
     return next((name for name in serving if op.why_unavailable(name) is None), "torch")
 

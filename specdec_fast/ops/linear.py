@@ -1,0 +1,82 @@
+"""Declaration of ``linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
+from specdec_fast.ops.registry import Case, Op
+
+
+def _check(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    expect_tensor("rows", rows, (None, None), FLOATS, rows.device)
+    expect_tensor("weight", weight, (None, rows.shape[1]), (rows.dtype,), rows.device)
+    expect(rows.shape[1] > 0, "rows have no features.")
+    expect(weight.is_contiguous(), "weight must be contiguous.")
+    if bias is not None:
+        expect_tensor("bias", bias, (weight.shape[0],), (rows.dtype,), rows.device)
+        expect(bias.is_contiguous(), "bias must be contiguous.")
+
+
+def _make(
+    shape: tuple[int, int, int],
+    has_bias: bool,
+    layout: str,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Normal numbers: ``shape`` is rows, in_features, out_features."""
+    num_rows, in_features, out_features = shape
+    rows = torch.randn(num_rows, in_features + 3, generator=generator).to(dtype)
+    rows = rows[:, 1 : in_features + 1] if layout == "sliced" else rows[:, :in_features].contiguous()
+    weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(dtype)
+    bias = torch.randn(out_features, generator=generator).to(dtype) if has_bias else None
+    return {"rows": rows.to(device), "weight": weight.to(device), "bias": None if bias is None else bias.to(device)}
+
+
+def _cases() -> Iterator[Case]:
+    grid: tuple[tuple[str, str, tuple[int, int, int], bool, str], ...] = (
+        ("linear_one_row", "plain decoding", (1, 96, 64), False, "contiguous"),
+        ("linear_rows", "more than blocks hold, the last block of outputs not full", (13, 160, 70), True, "contiguous"),
+        ("linear_odd", "features after the last full vector; rows that begin anywhere", (5, 67, 33), True, "sliced"),
+        ("linear_narrow", "less than one vector, a single output", (3, 7, 1), True, "contiguous"),
+        ("linear_long", "sums of several chunks and a tail", (2, 2100, 20), False, "contiguous"),
+        ("linear_threads", "enough outputs that several threads share them", (6, 512, 515), True, "contiguous"),
+        ("linear_no_rows", "an empty batch", (0, 32, 16), True, "contiguous"),
+    )  # fmt: skip
+    for name, why, shape, has_bias, layout in grid:
+        yield Case(name, why, partial(_make, shape, has_bias, layout))
+
+
+def _benchmarks() -> Iterator[Case]:
+    for num_rows, why in ((1, "plain decoding"), (8, "a batch"), (48, "batch 8, K 5")):
+        shape = (num_rows, 4096, 12_288)  # weights that no cache holds
+        yield Case(f"linear_{num_rows}", f"{why}, an MLP of Qwen3-8B", partial(_make, shape, False, "contiguous"))
+
+
+def _bytes_moved(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
+    outputs = rows.shape[0] * weight.shape[0]
+    elements = rows.numel() + weight.numel() + outputs + (0 if bias is None else bias.numel())
+    return elements * rows.element_size()
+
+
+OP = Op(
+    name="linear",
+    implementations={
+        "torch": "specdec_fast.oracle.ops.linear:linear",
+        "cpp": "specdec_fast.ops.cpp:linear",
+        "triton": "specdec_fast.triton_kernels.linear:linear",
+    },
+    check=_check,
+    cases=_cases,
+    benchmarks=_benchmarks,
+    bytes_moved=_bytes_moved,
+    exact=False,
+    preference={"cuda": ("torch",)},  # until the Triton kernel has been timed against cuBLAS on a GPU
+)
