@@ -128,6 +128,11 @@ def realign_args(head_dim: int, offset: int, dtype: torch.dtype) -> dict[str, An
     return {**make("realign_kv_", "step", dtype), "layers": [(tensor, tensor)] * 2}
 
 
+def linear_args(in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype) -> dict[str, Any]:
+    rows, weight = torch.empty(2, in_features, dtype=dtype), torch.empty(out_features, in_features, dtype=dtype)
+    return {"rows": rows, "weight": weight, "bias": torch.empty(out_features, dtype=dtype) if has_bias else None}
+
+
 # The sizes that the kernels' variants() name, where the sizes are part of a compilation.
 LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
     "append_kv_": [lambda dtype: append_args(8, 128, dtype), lambda dtype: append_args(3, 20, dtype)],
@@ -135,6 +140,16 @@ LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
         lambda dtype, v=v, args=args: args(v, dtype)
         for args in (verify_args, sampled_args)
         for v in (32_000, 151_936, 262_144)
+    ],
+    "linear": [
+        lambda dtype, i=i, o=o, bias=bias: linear_args(i, o, bias, dtype)
+        for i, o, bias in (
+            (2048, 1024, False),
+            (896, 896, True),
+            (1024, 3072, False),
+            (1024, 151_936, False),
+            (67, 33, True),
+        )
     ],
     "compact_kv_": [lambda dtype: compact_args(16, 8, 128, dtype), lambda dtype: compact_args(4, 3, 20, dtype)],
     "realign_kv_": [
