@@ -37,6 +37,7 @@ class Sizes:
         prefill: rows of prompts.
         copies: how often a batch holds the same sequences, so that it has tiles enough not to be split.
         runs: of the same call, which must have the same bits.
+        linear: features and outputs of a matrix.
 
     """
 
@@ -47,6 +48,7 @@ class Sizes:
     prefill: AttentionShape
     copies: int
     runs: int
+    linear: tuple[int, int]
 
 
 FULL = Sizes(
@@ -57,6 +59,7 @@ FULL = Sizes(
     prefill=AttentionShape((1300, 70), (1300, 70)),
     copies=16,
     runs=10,
+    linear=(4096, 6144),
 )
 SMOKE = Sizes(
     dtypes=(torch.float32,),
@@ -66,6 +69,7 @@ SMOKE = Sizes(
     prefill=AttentionShape((520, 5), (9, 5), heads=2, kv_heads=1, head_dim=16),
     copies=2,
     runs=2,
+    linear=(80, 33),
 )
 
 
@@ -91,6 +95,11 @@ def run(settings: Settings, progress: Progress) -> None:
                 f"independent rows on {backend} in {name_of(dtype)}"
             ):
                 _check_rows(attention, backend, dtype, device, sizes, progress)
+    linear = all_ops()["linear"]
+    for backend in serving(linear, device):
+        for dtype in sizes.dtypes:
+            if not _misinterprets(linear, backend, dtype) and progress.has_time(f"linear on {backend}"):
+                _check_linear(linear, backend, dtype, device, sizes, progress)
 
 
 def backends_on(op: Op, device: torch.device) -> Iterator[str]:
@@ -206,6 +215,28 @@ def _check_rows(
             progress.row(check=what, checks=len(same), wrong=same.count(False))
             if not all(same):
                 progress.fail(what, f"{same.count(False)} of {len(same)} calls have other bits")
+
+
+def _check_linear(
+    op: Op, backend: str, dtype: torch.dtype, device: torch.device, sizes: Sizes, progress: Progress
+) -> None:
+    """Count calls on some of the rows, from either end, whose outputs have other bits than in the call on all."""
+    generator, (in_features, out_features) = torch.Generator().manual_seed(0), sizes.linear
+    rows = torch.randn(65, in_features, generator=generator).to(dtype).to(device)
+    weight = torch.randn(out_features, in_features, generator=generator).to(dtype).to(device)
+    what = f"rows of linear on {backend} in {name_of(dtype)}"
+    try:
+        linear = op.load(backend)
+        whole, same = linear(rows, weight), []
+        for count in (1, 2, 5, 15, 16, 17, 32, 33, 64):
+            same += [same_bits(linear(rows[:count], weight), whole[:count])]
+            same += [same_bits(linear(rows[-count:], weight), whole[-count:])]
+    except Exception as error:
+        progress.fail(what, described(error))
+        return
+    progress.row(check=what, checks=len(same), wrong=same.count(False))
+    if not all(same):
+        progress.fail(what, f"{same.count(False)} of {len(same)} calls have other bits")
 
 
 def parts_of(args: dict[str, Any], shape: AttentionShape) -> Iterator[tuple[dict[str, Any], slice]]:

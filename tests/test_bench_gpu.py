@@ -167,6 +167,10 @@ def scaled_by_the_batch(query, **others):
     return paged_attention(query, **others) * (1 + 1e-6 * len(query))  # right within rounding
 
 
+def product_scaled_by_the_batch(rows, weight, bias=None):
+    return torch.nn.functional.linear(rows, weight, bias) * (1 + 1e-6 * len(rows))
+
+
 def accepts_one_more(*args, **kwargs):
     target_tokens, num_accepted, next_tokens = verify_chain(*args, **kwargs)
     return target_tokens, num_accepted + 1, next_tokens
@@ -182,6 +186,7 @@ def not_implemented(**args):
         ("paged_attention", leaves_the_last_row, "paged_attention prefill on cpp", "error is nan"),
         ("paged_attention", scaled_by_the_batch, "parts of prefill on cpp", "calls have other bits"),
         ("paged_attention", scaled_by_the_batch, "in_larger_batch of verify on cpp", "2 of 2 calls have other bits"),
+        ("linear", product_scaled_by_the_batch, "rows of linear on cpp", "calls have other bits"),
         ("verify_chain", accepts_one_more, "verify_chain ragged on cpp", "results differ from those of the oracle"),
         ("append_kv_", lambda **args: None, "append_kv_ verify on cpp", "arguments, changed in place, differ"),
         ("verify_chain", not_implemented, "verify_chain ragged on cpp", "NotImplementedError: soon"),
