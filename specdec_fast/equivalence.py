@@ -42,7 +42,7 @@ class Setting:
         method: a scheduler, "autoregressive" (the engine without a draft) or "transformers".
         batch_size: sequences decoded together.
         num_draft_tokens: K; None where nothing is drafted.
-        drafter: "model", "ngram" or "none".
+        drafter: name of the draft model or of the drafter, or "none".
         dtype: of both models.
         sampling: "greedy", or the sampling parameters.
         deterministic: whether forwards were padded to row counts at which bits do not depend on the batch.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,7 +128,8 @@ class Models:
         draft = self.drafts.get(setting.drafter)
         engine = Engine(self.target, draft, config, tokenizer=self.alone.tokenizer)
         for name in self.matrix.samplings:
-            found = replace(setting, dtype=self.dtype, sampling=name)
+            # a folder's own name: where it lies on this machine is nobody's business
+            found = replace(setting, dtype=self.dtype, sampling=name, drafter=Path(setting.drafter).name)
             rounds = self.matrix.rounds
             limit = None if rounds is None else rounds * setting.batch_size
             got, want = self._decode(engine, name, limit), self.expected[name][:limit]

@@ -200,7 +200,7 @@ def test_verify_reports_every_setting_and_what_it_is_worth(in_folder, capsys, pr
     settings = [tuple(c[name] for name in names) for c in report["comparisons"]]
     ways = [("autoregressive", 1, None, "none"), ("autoregressive", 2, None, "none")]
     for method in ("eqspec", "exspec"):
-        ways += [(method, b, k, d) for b in (1, 2) for k, d in ((0, "none"), (2, DRAFT), (2, "ngram"))]
+        ways += [(method, b, k, d) for b in (1, 2) for k, d in ((0, "none"), (2, "draft"), (2, "ngram"))]
     samplings = ("greedy", "temperature=0.7,top_p=0.9")
     assert settings == [(t, *way, s) for t in ("float32", "bfloat16") for way in ways for s in samplings]
     for c in report["comparisons"]:

@@ -23,9 +23,10 @@ def draw_exactness(report: Report, path: Path) -> None:
     dtypes = list(dict.fromkeys(c.setting.dtype for c in report.comparisons))
     figure, axes = plt.subplots(1, len(dtypes), figsize=(1 + 4 * len(dtypes), 4), squeeze=False, sharey=True)
     for axis, dtype in zip(axes[0], dtypes, strict=True):
-        for name, comparisons in series.items():
+        for width, (name, comparisons) in zip((7, 3, 2), series.items(), strict=True):  # one may hide another
             worst = _worst([c for c in comparisons if c.setting.dtype == dtype])
-            axis.plot([str(size) for size in worst], [100 * share for share in worst.values()], "o-", label=name)
+            shares = [100 * share for share in worst.values()]
+            axis.plot([str(size) for size in worst], shares, "o-", linewidth=width, label=name)
         axis.set_title(dtype)
         axis.set_xlabel("batch size")
         axis.set_ylim(0, 103)

@@ -138,7 +138,7 @@ def _table(comparisons: list[Comparison]) -> str:
     for c in comparisons:
         s = c.setting
         k = "-" if s.num_draft_tokens is None else s.num_draft_tokens
-        groups.setdefault((s.dtype, s.sampling, s.method, Path(s.drafter).name, k), {})[s.batch_size] = c
+        groups.setdefault((s.dtype, s.sampling, s.method, s.drafter, k), {})[s.batch_size] = c
     rows = []
     for key, found in groups.items():
         shares = [f"{found[size].exact_match:.1%}" if size in found else "" for size in sizes]
