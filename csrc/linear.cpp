@@ -5,9 +5,9 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 
 #include "multiversion.h"
+#include "versions.h"
 
 #ifdef SPECDEC_X86_64_LEVELS
 #include <immintrin.h>
@@ -61,13 +61,10 @@ struct LinearKernel {
 namespace specdec {
 namespace {
 
-struct Version {
-  const char* name;
-  const std::array<LinearKernel, 3>* kernels;  // by DType
-};
+using Kernels = const std::array<LinearKernel, 3>*;  // by DType
 
-std::vector<Version> versions() {
-  std::vector<Version> usable = {{"portable", &linear_portable::kKernels}};
+std::vector<Versions<Kernels>::Version> usable() {
+  std::vector<Versions<Kernels>::Version> usable = {{"portable", &linear_portable::kKernels}};
 #ifdef SPECDEC_X86_64_LEVELS
   if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", &linear_x86_64_v3::kKernels});
   if (__builtin_cpu_supports("x86-64-v4")) {
@@ -78,12 +75,12 @@ std::vector<Version> versions() {
   return usable;
 }
 
-Version chosen = versions().back();
+Versions<Kernels> versions("linear", usable());
 
 }  // namespace
 
 void linear(const LinearArgs& args) {
-  const LinearKernel& kernel = (*chosen.kernels)[static_cast<std::size_t>(args.dtype)];
+  const LinearKernel& kernel = (*versions.chosen())[static_cast<std::size_t>(args.dtype)];
   const std::int64_t padded = (args.in_features + kernel.step - 1) / kernel.step * kernel.step;
   const std::unique_ptr<char[]> inputs(new char[static_cast<std::size_t>(args.num_rows * padded * kernel.input_size)]);
   kernel.prepare(args, inputs.get(), padded);
@@ -96,20 +93,8 @@ void linear(const LinearArgs& args) {
   }
 }
 
-std::vector<std::string> linear_versions() {
-  std::vector<std::string> names;
-  for (const Version& version : versions()) names.emplace_back(version.name);
-  return names;
-}
+std::vector<std::string> linear_versions() { return versions.names(); }
 
-void choose_linear_version(const std::string& name) {
-  for (const Version& version : versions()) {
-    if (version.name == name) {
-      chosen = version;
-      return;
-    }
-  }
-  throw std::invalid_argument("linear has no version '" + name + "' that this machine can run");
-}
+void choose_linear_version(const std::string& name) { versions.choose(name); }
 
 }  // namespace specdec

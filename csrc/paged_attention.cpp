@@ -12,6 +12,7 @@
 #include "attention_task.h"
 #include "bounds.h"
 #include "multiversion.h"
+#include "versions.h"
 
 #define SPECDEC_ISA portable
 #define SPECDEC_LANES 4
@@ -38,14 +39,10 @@ namespace {
 
 using Run = void (*)(const PagedAttentionArgs&, Scratch&, const Task&);
 
-struct Version {
-  const char* name;
-  const std::array<Run, 3>* run;  // by DType
-};
+using Runs = const std::array<Run, 3>*;  // by DType
 
-// The versions of the kernel that this machine can run, the best last.
-std::vector<Version> versions() {
-  std::vector<Version> usable = {{"portable", &portable::kRun}};
+std::vector<Versions<Runs>::Version> usable() {
+  std::vector<Versions<Runs>::Version> usable = {{"portable", &portable::kRun}};
 #ifdef SPECDEC_X86_64_LEVELS
   if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", &x86_64_v3::kRun});
   if (__builtin_cpu_supports("x86-64-v4")) usable.push_back({"x86-64-v4", &x86_64_v4::kRun});
@@ -53,7 +50,7 @@ std::vector<Version> versions() {
   return usable;
 }
 
-Version chosen = versions().back();
+Versions<Runs> versions("paged_attention", usable());
 
 void check(const PagedAttentionArgs& args) {
   if (args.cu_seqlens_q[0] != 0 || args.cu_seqlens_q[args.batch_size] > args.num_rows) {
@@ -90,7 +87,7 @@ std::vector<Task> make_tasks(const PagedAttentionArgs& args) {
 
 void paged_attention(const PagedAttentionArgs& args) {
   check(args);
-  const Run run = (*chosen.run)[static_cast<std::size_t>(args.dtype)];
+  const Run run = (*versions.chosen())[static_cast<std::size_t>(args.dtype)];
   const std::vector<Task> tasks = make_tasks(args);
   const std::int64_t num_tasks = static_cast<std::int64_t>(tasks.size());
 #pragma omp parallel num_threads(args.num_threads) if (num_tasks > 1)
@@ -101,20 +98,8 @@ void paged_attention(const PagedAttentionArgs& args) {
   }
 }
 
-std::vector<std::string> attention_versions() {
-  std::vector<std::string> names;
-  for (const Version& version : versions()) names.emplace_back(version.name);
-  return names;
-}
+std::vector<std::string> attention_versions() { return versions.names(); }
 
-void choose_attention_version(const std::string& name) {
-  for (const Version& version : versions()) {
-    if (version.name == name) {
-      chosen = version;
-      return;
-    }
-  }
-  throw std::invalid_argument("paged_attention has no version '" + name + "' that this machine can run");
-}
+void choose_attention_version(const std::string& name) { versions.choose(name); }
 
 }  // namespace specdec
