@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "linear.h"
 #include "paged_attention.h"
 #include "philox.h"
+#include "program.h"
 #include "realign_kv.h"
 #include "verify_chain.h"
 
@@ -121,6 +123,79 @@ void realign_kv(const std::vector<std::uintptr_t>& addresses, std::array<std::in
                        pointer<const std::int32_t>(moves[2]), num_threads});
 }
 
+// place, dtype, buffer, address of a constant, immediate, offset, strides
+using OperandTuple =
+    std::tuple<int, int, int, std::uintptr_t, float, std::int64_t, std::array<std::int64_t, specdec::kMaxRank>>;
+
+specdec::Operand operand(const OperandTuple& t) {
+  return {static_cast<specdec::Operand::Place>(std::get<0>(t)),
+          static_cast<specdec::DType>(std::get<1>(t)),
+          std::get<2>(t),
+          pointer<const char>(std::get<3>(t)),
+          std::get<4>(t),
+          std::get<5>(t),
+          std::get<6>(t)};
+}
+
+void bind_program(py::module_& m) {
+  using specdec::Program;
+  using Sizes = std::vector<std::int64_t>;
+  py::class_<Program>(m, "Program")
+      .def(py::init([](int dtype, const Sizes& kv, const Sizes& bytes) {
+        return new Program(static_cast<specdec::DType>(dtype), {kv.at(0), kv.at(1)}, bytes.at(0), bytes.at(1),
+                           bytes.at(2));
+      }))
+      .def("add_buffer",
+           [](Program& self, int place, int domain, std::int64_t offset, std::int64_t row_bytes) {
+             self.add(specdec::Buffer{static_cast<specdec::Buffer::Place>(place), static_cast<specdec::Domain>(domain),
+                                      offset, row_bytes});
+           })
+      .def("add_row_op",
+           [](Program& self, int domain, int code, std::array<std::int64_t, specdec::kMaxRank> shape,
+              const std::vector<OperandTuple>& in, const OperandTuple& out, float scalar, bool by_position,
+              std::int64_t table_rows) {
+             specdec::RowOp op{static_cast<specdec::RowCode>(code), shape,      {}, operand(out), scalar,
+                               by_position,                         table_rows};
+             for (const OperandTuple& each : in) op.in.push_back(operand(each));
+             self.add(op, static_cast<specdec::Domain>(domain));
+           })
+      .def("add_linear",
+           [](Program& self, int dtype, int in, int out, std::int64_t in_offset, std::array<std::int64_t, 3> sizes,
+              std::uintptr_t weight, std::uintptr_t bias) {
+             self.add(specdec::LinearStep{static_cast<specdec::DType>(dtype), in, out, in_offset, sizes[0], sizes[1], sizes[2], pointer<const void>(weight),
+                                          pointer<const void>(bias)});
+           })
+      .def("add_append",
+           [](Program& self, std::int64_t layer, std::array<std::int64_t, 3> key, std::array<std::int64_t, 3> value) {
+             self.add(specdec::AppendStep{layer,
+                                          {static_cast<int>(key[0]), key[1], key[2]},
+                                          {static_cast<int>(value[0]), value[1], value[2]}});
+           })
+      .def("add_attend",
+           [](Program& self, std::int64_t layer, std::int64_t num_heads, std::array<std::int64_t, 3> query, int out,
+              std::array<double, 3> scores) {
+             self.add(specdec::AttendStep{layer,
+                                          num_heads,
+                                          {static_cast<int>(query[0]), query[1], query[2]},
+                                          out,
+                                          static_cast<float>(scores[0]),
+                                          static_cast<float>(scores[2]),
+                                          static_cast<std::int64_t>(scores[1])});
+           })
+      .def("add_gather", [](Program& self, int in, int out) { self.add(specdec::GatherStep{in, out}); })
+      .def(
+          "run",
+          [](Program& self, const std::array<std::uintptr_t, 10>& at, const std::array<std::int64_t, 8>& sizes) {
+            self.run({sizes[0], sizes[1], pointer<const std::int64_t>(at[0]), pointer<const std::int64_t>(at[1]),
+                      pointer<const std::int64_t>(at[2]), pointer<const std::int32_t>(at[3]),
+                      pointer<const std::int32_t>(at[4]), pointer<const std::int32_t>(at[5]),
+                      pointer<const std::int32_t>(at[6]), sizes[2], sizes[3], pointer<const std::int32_t>(at[7]),
+                      sizes[4], pointer<char>(at[8]), sizes[5], sizes[6], pointer<void>(at[9]),
+                      static_cast<int>(sizes[7])});
+          },
+          py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -137,4 +212,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("philox4x32", &philox4x32);
   m.def("realign_kv", &realign_kv, ReleaseGil());
   m.def("verify_chain", &verify_chain, ReleaseGil());
+  bind_program(m);
 }

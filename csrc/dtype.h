@@ -9,6 +9,8 @@ namespace specdec {
 
 enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
+inline std::int64_t item_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }  // bytes
+
 template <typename To, typename From>
 inline To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "");

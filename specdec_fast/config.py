@@ -42,6 +42,9 @@ class EngineConfig:
         deterministic: pad forwards to row counts at which every row has the same bits in every batch, in any dtype;
             which they are is probed when an engine is made (``describe()`` tells), for the number of threads then set.
             False saves the padding; near-ties between tokens may then fall differently in different batches.
+        enforce_eager: run every forward as the model's own PyTorch code, operation by operation: for debugging, or for
+            hooks that must see every forward. By default, on the CPU, a forward is written down when an engine is made,
+            with the weights that the model has then, and runs as one call (``specdec_fast/program/``).
 
     Raises:
         ConfigError: a value is out of range; the message names it.
@@ -59,6 +62,7 @@ class EngineConfig:
     device: torch.device | str | None = None
     backend: str = "auto"
     deterministic: bool = True
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         for name, smallest in (("max_batch_size", 1), ("num_draft_tokens", 0), ("max_wait_steps", 0), ("page_size", 1)):

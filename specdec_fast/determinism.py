@@ -3,7 +3,7 @@
 Kernels are deterministic, but a library chooses another order of summation for another number of rows, and a near-tie
 between two logits then flips. So forwards are padded to row counts at which it does not: a multiple of a few rows, or,
 should no multiple do, one fixed count. What holds depends on the model, its dtype, the machine and the number of
-threads, so it is probed, not assumed.
+threads, so it is probed, not assumed. A forward program (``program/``) computes every row by itself and needs none.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_deterministic(model: RaggedModel, most_rows: int) -> None:
         DeterminismError: no rule holds on this machine.
 
     """
-    for rule in _candidates(most_rows):
+    for rule in _candidates(most_rows, computes_row_by_row=model.program is not None):
         if all(_is_invariant(linear, rule) for linear in _linears(model)) and _reproduces(model, rule):
             model.row_rule = rule
             return
@@ -57,8 +57,10 @@ def make_deterministic(model: RaggedModel, most_rows: int) -> None:
     )
 
 
-def _candidates(most_rows: int) -> Iterator[RowRule]:
+def _candidates(most_rows: int, computes_row_by_row: bool) -> Iterator[RowRule]:
     largest = max(_LARGEST, most_rows)
+    if computes_row_by_row:  # a forward program; the multiples are for PyTorch's kernels
+        yield RowRule(1, largest)
     fixed = most_rows + -most_rows % max(_MULTIPLES)
     for multiple, most in [*((m, largest + -largest % m) for m in _MULTIPLES), (fixed, fixed)]:
         yield RowRule(multiple, most)
@@ -68,9 +70,11 @@ def _candidates(most_rows: int) -> Iterator[RowRule]:
 def _linears(model: RaggedModel) -> list[nn.Module]:
     """Return one linear of every kind, whatever its class: a leaf with a matrix that is no table of embeddings.
 
-    Those that the op ``linear`` computes sum in one order by themselves. Quantised ones keep their matrix in shapes of
-    their own; the run of the whole model has to do for them.
+    Those that the op ``linear`` computes, in a program all, sum in one order by themselves. Quantised ones keep their
+    matrix in shapes of their own; the run of the whole model has to do for them.
     """
+    if model.program is not None:
+        return []
     served = set(model.linears.modules)
     kinds: dict[tuple[object, ...], nn.Module] = {}
     for module in model.model.modules():

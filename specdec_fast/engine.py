@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -71,6 +72,8 @@ class Engine:
         self.scheduler = make_scheduler(self.config)
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
+        if self.config.enforce_eager:
+            self._ops = replace(self._ops, program=None)
         self.target = RaggedModel(model, self._ops)
         if self.config.deterministic:
             make_deterministic(self.target, self.config.max_batch_size * (self.config.num_draft_tokens + 1))
@@ -127,6 +130,8 @@ class Engine:
             "deterministic": self.config.deterministic,
             "row_multiple": self.target.row_rule.multiple,
             "own_linears": len(self.target.linears.modules),
+            "forward_program": self.target.program is not None,
+            "why_no_program": self.target.why_no_program,
             "attends_alone": self.target.row_rule.attends_alone,
             "ops": dict(self._ops.chosen),
             "kv_bytes_per_token": self.target.layout.bytes_per_token,

@@ -9,7 +9,7 @@ by comparing its ragged logits with its own dense ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
+from specdec_fast.architecture import check_decoder, max_positions, sliding_layers
 from specdec_fast.errors import SpecDecError, UnsupportedModelError
 from specdec_fast.kv_cache import KVLayout, PagePool
 from specdec_fast.linears import Linears
 from specdec_fast.loading import eos_token_ids
 from specdec_fast.ops import Ops
 from specdec_fast.paged_cache import PagedCache
+from specdec_fast.program import NotLowerableError, compile_forward
 from specdec_fast.ragged import Scores
 from specdec_fast.rows import RaggedBatch, RowRule, Rows
 
 _ATTENTION = "specdec_paged"
-_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
-_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # The cache of the forward under way. Not every architecture hands unknown keyword arguments down to its attention,
 # so the hook finds its batch here.
 _active_cache: ContextVar[PagedCache] = ContextVar("active_cache")
@@ -73,25 +73,31 @@ class RaggedModel:
         max_positions: positions it can serve; None if it does not say.
         eos_token_ids: ids that end a text, from its generation config.
         linears: its layers that the op ``linear`` computes during a forward.
+        program: its whole forward in one call, made when it is loaded; None where PyTorch runs it.
+        why_no_program: the reason, for an installation that has programs.
         row_rule: what its page pools pad forwards to; nothing, unless somebody probed for it.
 
     """
 
     def __init__(self, model: PreTrainedModel, ops: Ops) -> None:
-        _check_decoder(model)
+        check_decoder(model)
         self.model, self.ops = model, ops
         self.linears = Linears(model, ops)
         self.config = model.config.get_text_config(decoder=True)
         self.row_rule = RowRule(largest=MAX_PREFILL_ROWS)
+        self.program: Callable[..., Tensor] | None = None
+        self.why_no_program: str | None = None
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.max_positions = _max_positions(self.config)
+        self.max_positions = max_positions(self.config)
         self.eos_token_ids = eos_token_ids(model)
         probe = torch.arange(8, device=model.device) % self.config.vocab_size
         try:
             logits, self.layout = _probe_dense(model, probe)
             self.vocab_size = logits.shape[-1]
-            self._sliding_layers = _sliding_layers(self.config, self.layout.num_layers)
-            _check_reproduces(self, probe, logits)
+            self._sliding_layers = sliding_layers(self.config, self.layout.num_layers)
+            self._make_program(probe, logits)
+            if self.program is None:
+                _check_reproduces(self, probe, logits)
         except SpecDecError:
             raise
         except Exception as error:  # whatever code of the model's own stumbles over an absent mask or dense cache
@@ -116,11 +122,19 @@ class RaggedModel:
             Logits ``[R, vocab_size]`` (``[T, vocab_size]`` without ``logit_rows``) in the model's dtype.
 
         """
+        if self.program is not None:
+            return self._run_program(batch, pool, logit_rows)
         # A step is in inference mode already, and a drafting loop attached: each costs microseconds to enter.
         if torch.is_inference_mode_enabled() and self.config._attn_implementation == _ATTENTION:
             return self._forward(batch, pool, logit_rows)
         with torch.inference_mode(), self.attached():
             return self._forward(batch, pool, logit_rows)
+
+    def _run_program(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
+        assert self.program is not None
+        token_ids = pad(batch.token_ids, (0, batch.padding)) if batch.padding else batch.token_ids
+        logits = self.program(token_ids, batch, pool.tensor, logit_rows)
+        return logits if logit_rows is not None else logits[: len(batch.token_ids)]
 
     def _forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
         cache = PagedCache(pool, batch, self.ops, self._sliding_layers)
@@ -129,18 +143,7 @@ class RaggedModel:
             token_ids = pad(token_ids, (0, batch.padding))  # any token will do
         if wanted is not None and (missing := pool.row_rule.padding(len(wanted))):
             wanted = pad(wanted, (0, missing))  # the output layer is a linear as well
-        keep = {"logits_to_keep": wanted} if wanted is not None and self._keeps_rows else {}
-        token = _active_cache.set(cache)
-        try:
-            logits = self.model(
-                input_ids=token_ids[None],
-                position_ids=batch.positions[None],
-                past_key_values=cache,
-                use_cache=True,
-                **keep,
-            ).logits[0]
-        finally:
-            _active_cache.reset(token)
+        logits = self._call(token_ids[None], batch.positions[None], cache, wanted)[0]
         if cache.num_attended != self.layout.num_layers:
             raise UnsupportedModelError(
                 f"{cache.num_attended} of {self.layout.num_layers} layers of {type(self.model).__name__} attend "
@@ -150,6 +153,29 @@ class RaggedModel:
             return logits[: len(batch.token_ids)]
         return logits[: len(logit_rows)] if self._keeps_rows else logits[logit_rows]
 
+    def _call(self, token_ids: Tensor, positions: Tensor, cache: PagedCache, logit_rows: Tensor | None) -> Tensor:
+        """Call the Hugging Face model itself: ``[1, T]`` ids and positions to logits ``[1, R, vocab_size]``."""
+        keep = {"logits_to_keep": logit_rows} if logit_rows is not None and self._keeps_rows else {}
+        token = _active_cache.set(cache)
+        try:
+            return self.model(
+                input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, **keep
+            ).logits
+        finally:
+            _active_cache.reset(token)
+
+    def _make_program(self, token_ids: Tensor, dense_logits: Tensor) -> None:
+        """Write the forward down as a program, if it can be and reproduces the model's own logits."""
+        if self.ops.program is None:
+            return
+        try:
+            with self.attached():
+                plan = compile_forward(self.model, self._call, self.layout, self.ops, self._sliding_layers)
+            self.program = self.ops.program(plan)
+            _check_reproduces(self, token_ids, dense_logits)
+        except (NotLowerableError, UnsupportedModelError) as error:
+            self.program, self.why_no_program = None, str(error)
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Exchange the model's attention function and linears, as a forward does for itself where nobody has done it.
@@ -157,6 +183,9 @@ class RaggedModel:
         Worth doing around several forwards (20 microseconds each); not for longer, because the model is the user's:
         drafters and callbacks may run it between forwards.
         """
+        if self.program is not None:  # nothing of the model runs
+            yield
+            return
         previous = self.config._attn_implementation
         self.config._attn_implementation = _ATTENTION
         self.linears.attach()
@@ -198,21 +227,6 @@ def _prefill_forwards(prompts: Mapping[Hashable, list[int]], most_rows: int) -> 
         yield rows, token_ids
 
 
-def _check_decoder(model: PreTrainedModel) -> None:
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
-        raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass one, or its name.")
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; only decoders are supported.")
-    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    exotic = sorted(set(layer_types) - _SERVED_LAYER_TYPES)
-    if exotic:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has layers of type {', '.join(exotic)}; "
-            f"only {', '.join(sorted(_SERVED_LAYER_TYPES))} can be paged."
-        )
-
-
 @torch.inference_mode()
 def _probe_dense(model: PreTrainedModel, token_ids: Tensor) -> tuple[Tensor, KVLayout]:
     """Run the model as it is on one short sequence; read its logits ``[n, vocab_size]`` and its KV shapes."""
@@ -250,25 +264,3 @@ def _check_reproduces(model: RaggedModel, token_ids: Tensor, dense_logits: Tenso
                 f"distance {distance:.1e}, bound {bound:.1e}): it does not attend through transformers' "
                 "AttentionInterface, or adds terms of its own to the scores."
             )
-
-
-def _max_positions(config: Any) -> int | None:
-    """Positions the model serves. Two kinds of RoPE change their frequencies, for the whole batch, with its longest
-    sequence; outputs would then depend on the neighbours (I6), so such models are held to their original length.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and rope.get("original_max_position_embeddings"):
-        return int(rope["original_max_position_embeddings"])
-    return getattr(config, "max_position_embeddings", None)
-
-
-def _sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
-    """Layers that must hand their window to the attention hook: one that slides by its mask alone would see too much.
-
-    The probe is too short to notice a window, so this is decided from the config.
-    """
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types:
-        return frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
-    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return frozenset(range(num_layers) if slides else ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def model_with(depends):
     model.to(torch.bfloat16)  # whose own linears are the same at every count here
     for layer in model.model.layers:
         layer.mlp.up_proj.__class__ = type("Broken", (Counting,), {"depends": staticmethod(depends)})
-    return RaggedModel(model, resolve(CPU))
+    return RaggedModel(model, replace(resolve(CPU), program=None))  # a program would not ask for the count
 
 
 @pytest.mark.parametrize(
@@ -211,9 +212,10 @@ def test_engine_needs_what_it_probed_for():
     depends = lambda count: count % 4 > 0  # noqa: E731
     target = model_with(depends).model
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    alone = Alone(target, prompts)
-    assert_same_bits(target, target, prompts, alone, max_batch_size=3, num_draft_tokens=4)
-    run = RecordedEngine(target, target, max_batch_size=3, num_draft_tokens=4, deterministic=False)
+    alone = Alone(target, prompts, enforce_eager=True)
+    settings = {"max_batch_size": 3, "num_draft_tokens": 4, "enforce_eager": True}
+    assert_same_bits(target, target, prompts, alone, **settings)
+    run = RecordedEngine(target, target, **settings, deterministic=False)
     run.decode(prompts)
     shared = set(alone.logits) & set(run.logits)
     assert any(not torch.equal(run.logits[key], alone.logits[key]) for key in shared)
@@ -232,9 +234,12 @@ def test_attention_that_depends_on_its_neighbours_gets_each_row_alone(prompt_ids
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_describe_tells(target, deterministic):
-    told = sd.Engine(target, None, deterministic=deterministic).describe()
+    told = sd.Engine(target, None, deterministic=deterministic, enforce_eager=True).describe()
     assert told["deterministic"] is deterministic
     assert told["row_multiple"] == (4 if deterministic else 1)  # of fp32 linears on x86-64 with torch's own libraries
+    default = sd.Engine(target, None, deterministic=deterministic).describe()
+    assert default["forward_program"] is (default["ops"]["linear"] == "cpp")
+    assert default["row_multiple"] == 1 or not default["forward_program"]
 
 
 @pytest.mark.parametrize(

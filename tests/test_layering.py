@@ -18,14 +18,15 @@ ROOT = Path(__file__).parents[1]
 # a new one has to be named here.
 LAYERS = (
     {"errors", "assets"},
-    {"types", "ragged", "text"},
+    {"types", "ragged", "text", "instructions"},
     {"emission", "params", "stopping"},
     {"config", "sequence", "rows"},
     {"sampling"},
     {"oracle", "triton_kernels", "_C"},
     {"ops"},
-    {"kv_cache", "loading", "linears"},
+    {"architecture", "kv_cache", "loading", "linears"},
     {"paged_cache"},
+    {"program"},
     {"models"},
     {"determinism"},
     {"drafters", "schedulers", "requests", "committing", "outputs", "progress", "equivalence"},

@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
 from specdec_fast.ragged import PagedBatch, Sampling, Scores
 
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/dtype.h
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/dtype.h
 
 
 def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -38,7 +38,7 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     num_pages, page_size, num_kv_heads, head_dim = kv[0].shape
     tree_mask = batch.tree_mask
     _C.paged_attention(
-        _DTYPE_CODES[query.dtype],
+        DTYPE_CODES[query.dtype],
         (query.data_ptr(), query.stride(0), query.stride(1), query.shape[0]),
         (kv[0].data_ptr(), kv[1].data_ptr()),
         (num_pages, page_size, query.shape[1], num_kv_heads, head_dim),
@@ -60,7 +60,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out_features = weight.shape[0]
     out = torch.empty(num_rows, out_features, dtype=rows.dtype)
     _C.linear(
-        _DTYPE_CODES[rows.dtype],
+        DTYPE_CODES[rows.dtype],
         (num_rows, in_features, out_features),
         rows.data_ptr(),
         rows.stride(0),
@@ -111,7 +111,7 @@ def verify_chain(
     next_tokens = torch.empty(batch_size, dtype=torch.int64, device=logits.device)
     _C.verify_chain(
         logits.data_ptr(),
-        _DTYPE_CODES[logits.dtype],
+        DTYPE_CODES[logits.dtype],
         (logits.shape[0], logits.shape[1], logits.stride(0)),
         token_ids.data_ptr(),
         cu_seqlens.data_ptr(),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.errors import BackendError, ConfigError
+from specdec_fast.instructions import Plan
 
 AUTO = "auto"
 _DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "linear", "compact_kv", "realign_kv")
@@ -26,6 +27,8 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then 
 # What "auto" takes, best first; "torch" runs anywhere. FlashAttention refuses too much (fp32, most page sizes) and
 # promises too little (in which order it adds) to be taken unasked.
 _PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "torch")}
+# What runs whole forwards (specdec_fast/program/), where one backend serves every op.
+_PROGRAMS = {"cpp": "specdec_fast.ops.cpp_program:Program"}
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,7 @@ class Op:
         reason = self.why_unavailable(backend)
         if reason is not None:
             raise BackendError(f"backend {backend!r} cannot serve {self.name}: {reason}")
-        module, function = self.implementations[backend].split(":")
-        implementation = getattr(importlib.import_module(module), function)
+        implementation = _imported(self.implementations[backend])
         if not check:
             return implementation
 
@@ -127,6 +129,7 @@ class Ops:
         linear: rows times weights; see ``oracle/ops/linear.py``.
         compact_kv_: move kept entries inside each sequence; see ``oracle/ops/compact_kv.py``.
         realign_kv_: shift the rows of a dense cache; see ``oracle/ops/realign_kv.py``.
+        program: builds a model's whole forward from a ``Plan``; None where forwards are PyTorch's.
         unchecked: the same ops without the argument check, for a caller that repeats a checked call on tensors of
             the same shapes (the layers of one forward).
 
@@ -139,6 +142,7 @@ class Ops:
     linear: Callable[..., Tensor] = field(repr=False)
     compact_kv_: Callable[..., None] = field(repr=False)
     realign_kv_: Callable[..., None] = field(repr=False)
+    program: Callable[[Plan], Callable[..., Tensor]] | None = field(repr=False, default=None)
     unchecked: Ops | None = field(repr=False, default=None)
 
     @property
@@ -219,7 +223,14 @@ def resolve(device: torch.device, backend: str = AUTO) -> Ops:
 
 def _load(chosen: Mapping[str, str], check: bool, unchecked: Ops | None) -> Ops:
     functions: dict[str, Any] = {name: all_ops()[name].load(choice, check) for name, choice in chosen.items()}
-    return Ops(chosen, unchecked=unchecked, **functions)
+    backends = set(chosen.values())
+    path = _PROGRAMS.get(backends.pop()) if len(backends) == 1 else None
+    return Ops(chosen, program=None if path is None else _imported(path), unchecked=unchecked, **functions)
+
+
+def _imported(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _best(op: Op, device: torch.device) -> str:

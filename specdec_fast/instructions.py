@@ -1,0 +1,216 @@
+"""The steps of a forward program: what one run of a model boils down to, row by row (see ``specdec_fast/program/``).
+
+Sizes and strides count numbers of one row of the ragged batch; which row it is goes without saying.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# In the order of RowCode in csrc/rowwise.h.
+UNARY = (
+    "copy", "neg", "abs", "square", "sqrt", "rsqrt", "reciprocal", "exp", "sin", "cos", "sigmoid", "silu", "tanh",
+    "relu", "gelu", "gelu_tanh",
+)  # fmt: skip
+BINARY = ("add", "sub", "mul", "div")
+REDUCTIONS = ("mean", "sum")  # over the last axis
+ROW_CODES = (*UNARY, *BINARY, *REDUCTIONS, "layer_norm", "position", "embedding")
+MAX_RANK = 4
+
+ROWS, LOGIT_ROWS = 0, 1  # domains: the rows of the batch, or those whose logits are wanted
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """``size`` numbers per row of ``domain``."""
+
+    domain: int
+    size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """Numbers of a buffer (by its number), of a constant, or one number again and again.
+
+    Attributes:
+        source: a buffer's number, a constant, or a float.
+        dtype: of the numbers.
+        offset: of the first from the beginning of the row.
+        strides: one per axis of the operation.
+
+    """
+
+    source: int | Tensor | float
+    dtype: torch.dtype
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RowOp:
+    """One operation on every row: elementwise, or over the last axis.
+
+    Attributes:
+        code: one of ``ROW_CODES``.
+        shape: of the inputs, at most ``MAX_RANK`` axes.
+        inputs: of an embedding, its table.
+        out: of a reduction, one number along the last axis.
+        scalar: epsilon of a norm; what is added to a position.
+        by_position: an embedding that is looked up by position, not by token id.
+
+    """
+
+    code: str
+    shape: tuple[int, ...]
+    inputs: tuple[Operand, ...]
+    out: Operand
+    scalar: float = 0.0
+    by_position: bool = False
+
+    @property
+    def reads(self) -> list[int]:
+        """Buffers."""
+        return [operand.source for operand in self.inputs if isinstance(operand.source, int)]
+
+    @property
+    def writes(self) -> list[int]:
+        """Buffers."""
+        assert isinstance(self.out.source, int)
+        return [self.out.source]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """``[heads, head_dim]`` numbers of a buffer's row, each head's side by side, ``stride`` from head to head."""
+
+    buffer: int
+    offset: int
+    stride: int
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """``lines`` products per row of ``in_features`` numbers with ``weight`` ``[out_features, in_features]``."""
+
+    source: int
+    offset: int
+    lines: int
+    weight: Tensor
+    bias: Tensor | None
+    out: int
+
+    @property
+    def reads(self) -> list[int]:
+        """Buffers."""
+        return [self.source]
+
+    @property
+    def writes(self) -> list[int]:
+        """Buffers."""
+        return [self.out]
+
+
+@dataclass(frozen=True)
+class Append:
+    """Write keys and values of a layer into their pages."""
+
+    layer: int
+    key: Heads
+    value: Heads
+
+    @property
+    def reads(self) -> list[int]:
+        """Buffers."""
+        return [self.key.buffer, self.value.buffer]
+
+    @property
+    def writes(self) -> list[int]:
+        """Buffers: none, but pages."""
+        return []
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attend over the pages of a layer."""
+
+    layer: int
+    num_heads: int
+    query: Heads
+    out: int
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+
+    @property
+    def reads(self) -> list[int]:
+        """Buffers."""
+        return [self.query.buffer]
+
+    @property
+    def writes(self) -> list[int]:
+        """Buffers."""
+        return [self.out]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Take the rows whose logits are wanted."""
+
+    source: int
+    out: int
+
+    @property
+    def reads(self) -> list[int]:
+        """Buffers."""
+        return [self.source]
+
+    @property
+    def writes(self) -> list[int]:
+        """Buffers."""
+        return [self.out]
+
+
+Instruction = RowOp | Linear | Append | Attend | Gather
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a buffer is while a program runs: ``place`` 0 is shared memory, 1 a thread's own, 2 the logits."""
+
+    place: int
+    domain: int
+    offset: int  # bytes
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program ready to be built.
+
+    Attributes:
+        dtype: of weights, keys and values.
+        num_kv_heads, head_dim: of the KV cache.
+        buffers: by number.
+        instructions: in the order in which they run.
+        arena_bytes: of shared memory, per row of each domain.
+        scratch_bytes: of a thread's own.
+        vocab_size: width of the logits.
+        logits_dtype: of the logits.
+
+    """
+
+    dtype: torch.dtype
+    num_kv_heads: int
+    head_dim: int
+    buffers: list[Placed]
+    instructions: list[Instruction]
+    arena_bytes: tuple[int, int]
+    scratch_bytes: int
+    vocab_size: int
+    logits_dtype: torch.dtype

@@ -1,0 +1,128 @@
+"""Forward programs in C++: from a plan to ``csrc/program.cpp``, and from a batch to its addresses."""
+
+from __future__ import annotations
+
+from functools import singledispatchmethod
+
+import torch
+from torch import Tensor
+
+from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
+from specdec_fast.instructions import MAX_RANK, ROW_CODES, Append, Attend, Gather, Heads, Linear, Operand, Plan, RowOp
+from specdec_fast.ops.cpp import DTYPE_CODES
+from specdec_fast.rows import RaggedBatch
+
+
+class Program:
+    """A model's forward as one call.
+
+    Args:
+        plan: what to run. Its constants, the model's weights among them, are kept alive and read where they are.
+
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        sizes = (plan.num_kv_heads, plan.head_dim)
+        self._program = _C.Program(DTYPE_CODES[plan.dtype], sizes, (*plan.arena_bytes, plan.scratch_bytes))
+        for buffer in plan.buffers:
+            self._program.add_buffer(buffer.place, buffer.domain, buffer.offset, buffer.row_bytes)
+        for instruction in plan.instructions:
+            self._add(instruction)
+        self._every_row: dict[int, Tensor] = {}
+
+    def __call__(self, token_ids: Tensor, batch: RaggedBatch, kv_cache: Tensor, logit_rows: Tensor | None) -> Tensor:
+        """Compute the batch's rows.
+
+        Args:
+            token_ids: ``[T]`` int64, padding included.
+            batch: ``T`` rows, laid out by the pool that ``kv_cache`` belongs to.
+            kv_cache: ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``.
+            logit_rows: ``[R]`` int64 rows whose logits are wanted; None wants all.
+
+        Returns:
+            Logits ``[R, vocab_size]``.
+
+        Raises:
+            IndexError: the batch points outside its rows or pages, or has a token that is not in the vocabulary.
+
+        """
+        num_rows = token_ids.shape[0]
+        if logit_rows is None:
+            logit_rows = self._every_row.get(num_rows)
+            if logit_rows is None:
+                logit_rows = self._every_row[num_rows] = torch.arange(num_rows)
+        num_logit_rows = logit_rows.shape[0]
+        logits = torch.empty(num_logit_rows, self._plan.vocab_size, dtype=self._plan.logits_dtype)
+        tree_mask, table = batch.tree_mask, batch.block_table
+        addresses = (
+            token_ids.data_ptr(),
+            batch.positions.data_ptr(),
+            logit_rows.data_ptr(),
+            batch.slot_mapping.data_ptr(),
+            table.data_ptr(),
+            batch.cu_seqlens_q.data_ptr(),
+            batch.seqused_k.data_ptr(),
+            0 if tree_mask is None else tree_mask.data_ptr(),
+            kv_cache.data_ptr(),
+            logits.data_ptr(),
+        )
+        tree_words = 0 if tree_mask is None else tree_mask.shape[1]
+        sizes = (num_rows, num_logit_rows, *table.shape, tree_words, *kv_cache.shape[2:4], torch.get_num_threads())
+        self._program.run(addresses, sizes)
+        return logits
+
+    @singledispatchmethod
+    def _add(self, instruction: object) -> None:
+        raise TypeError(f"no such instruction: {instruction!r}")
+
+    @_add.register
+    def _(self, op: RowOp) -> None:
+        rank = len(op.shape)
+        table = op.inputs[0].source if op.code == "embedding" else None
+        self._program.add_row_op(
+            self._plan.buffers[op.writes[0]].domain,
+            ROW_CODES.index(op.code),
+            (1,) * (MAX_RANK - rank) + op.shape,
+            [_operand(operand) for operand in op.inputs],
+            _operand(op.out),
+            op.scalar,
+            op.by_position,
+            table.shape[0] if isinstance(table, Tensor) else 0,
+        )
+
+    @_add.register
+    def _(self, step: Linear) -> None:
+        out_features, in_features = step.weight.shape
+        dtype, offset = step.weight.dtype, step.offset * step.weight.dtype.itemsize
+        bias = 0 if step.bias is None else step.bias.data_ptr()
+        sizes = (step.lines, in_features, out_features)
+        weight = step.weight.data_ptr()
+        self._program.add_linear(DTYPE_CODES[dtype], step.source, step.out, offset, sizes, weight, bias)
+
+    @_add.register
+    def _(self, step: Append) -> None:
+        self._program.add_append(step.layer, self._heads(step.key), self._heads(step.value))
+
+    @_add.register
+    def _(self, step: Attend) -> None:
+        scores = (step.scale, step.sliding_window or 0, step.softcap or 0.0)
+        self._program.add_attend(step.layer, step.num_heads, self._heads(step.query), step.out, scores)
+
+    @_add.register
+    def _(self, step: Gather) -> None:
+        self._program.add_gather(step.source, step.out)
+
+    def _heads(self, heads: Heads) -> tuple[int, int, int]:
+        return heads.buffer, heads.offset * self._plan.dtype.itemsize, heads.stride
+
+
+def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...]]:
+    """Return place, dtype, buffer, address, immediate, offset and strides, as csrc/bindings.cpp takes them."""
+    strides = (0,) * (MAX_RANK - len(operand.strides)) + operand.strides
+    code, source = DTYPE_CODES[operand.dtype], operand.source
+    if isinstance(source, Tensor):
+        return 1, code, 0, source.data_ptr(), 0.0, operand.offset, strides
+    if isinstance(source, float):
+        return 2, code, 0, 0, source, 0, strides
+    return 0, code, source, 0, 0.0, operand.offset, strides

@@ -1,0 +1,157 @@
+"""From a model to its forward program: record it twice, compare, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec_fast.instructions import Instruction, Operand, Plan, RowOp
+from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.ops import Ops
+from specdec_fast.paged_cache import PagedCache
+from specdec_fast.program.planning import linears_first, placed, without_unread
+from specdec_fast.program.recording import Recorder
+from specdec_fast.program.tape import Index, Tape
+from specdec_fast.program.views import NotLowerableError
+from specdec_fast.ragged import Scores
+from specdec_fast.rows import RaggedBatch, Rows
+
+# Rows, and rows whose logits are wanted: numbers that are unlikely to be a size of a model, odd and even; two pairs, so
+# that what is mistaken for the number of rows once is not so twice.
+_COUNTS = ((37, 23), (44, 29))
+_SPAN = 8  # rows of a sequence, within the positions of any model
+_PAGE_SIZE = 16
+
+Forward = Callable[[Tensor, Tensor, PagedCache, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    tape: Tape
+    instructions: list[Instruction]
+    logits: int  # a buffer
+    vocab_size: int
+
+
+class _RecordingCache(PagedCache):
+    """Writes and attends as ever, and tells the tape."""
+
+    def __init__(self, recorder: Recorder, *args: Any) -> None:
+        super().__init__(*args)
+        self._recorder = recorder
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        with self._recorder.paused():
+            states = super().update(key_states, value_states, layer_idx)
+        self._recorder.tape.append(layer_idx, key_states, value_states)
+        return states
+
+    def attend(self, query: Tensor, layer_idx: int, scores: Scores) -> Tensor:
+        with self._recorder.paused():
+            result = super().attend(query, layer_idx, scores)
+        self._recorder.tape.attend(layer_idx, query, scores, result)
+        return result
+
+
+@torch.inference_mode()
+def compile_forward(model: nn.Module, forward: Forward, layout: KVLayout, ops: Ops, sliding: frozenset[int]) -> Plan:
+    """Write down a model's forward.
+
+    Args:
+        model: in eval mode.
+        forward: runs it: from ``[T]`` token ids and positions, a cache and ``[R]`` rows to their logits.
+        layout: of its KV cache.
+        ops: that the recorded runs use.
+        sliding: layers that must tell their window.
+
+    Returns:
+        What a program class of ``ops`` is built from.
+
+    Raises:
+        NotLowerableError: the model does something that a program cannot express.
+
+    """
+    hooked = next((m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks), None)
+    if hooked is not None:
+        raise NotLowerableError(f"a {type(hooked).__name__} has forward hooks, which a program would not call")
+    first, second = (_record(forward, layout, ops, sliding, *counts) for counts in _COUNTS)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    if _signature(first, own) != _signature(second, own):
+        raise NotLowerableError("two batches are not computed in the same way")
+    places, arena_bytes, scratch_bytes = placed(first.instructions, first.tape.buffers, first.logits)
+    return Plan(
+        layout.dtype,
+        layout.num_kv_heads,
+        layout.head_dim,
+        places,
+        first.instructions,
+        arena_bytes,
+        scratch_bytes,
+        first.vocab_size,
+        first.tape.buffers[first.logits].dtype,
+    )
+
+
+def _record(
+    forward: Forward, layout: KVLayout, ops: Ops, sliding: frozenset[int], num_rows: int, num_logit_rows: int
+) -> _Recorded:
+    batch, pool = _batch(layout, num_rows)
+    tape = Tape(num_rows, num_logit_rows, layout.dtype)
+    token_ids, positions = batch.token_ids[None], batch.positions[None]
+    logit_rows = torch.arange(num_logit_rows)
+    for tensor, kind in ((token_ids, "token_ids"), (positions, "positions"), (logit_rows, "logit_rows")):
+        tape.know(tensor, Index(kind))
+    recorder = Recorder(tape)
+    cache = _RecordingCache(recorder, pool, batch, ops, sliding)
+    with recorder:
+        logits = forward(token_ids, positions, cache, logit_rows)
+    if cache.num_attended != layout.num_layers:
+        raise NotLowerableError(f"{cache.num_attended} of {layout.num_layers} layers attend over pages")
+    view = tape.row_view(logits)
+    if (view.domain, view.axis, view.sizes[:2]) != (1, 1, (1, 1)) or logits.dim() != 3:
+        raise NotLowerableError("logits are not computed for the wanted rows alone")
+    if not view.is_dense or view.size != tape.buffers[view.buffer].size:
+        view = tape.copied(view)
+    instructions = linears_first(without_unread(tape.instructions, view.buffer))
+    return _Recorded(tape, instructions, view.buffer, view.size)
+
+
+def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:
+    """Make a batch of several sequences, the last one shorter."""
+    pool = PagePool(layout, (num_rows // _SPAN + 1) * _PAGE_SIZE, _PAGE_SIZE)
+    starts = range(0, num_rows, _SPAN)
+    for owner in starts:
+        pool.open(owner, _SPAN)
+    rows = [Rows(start, 0, min(_SPAN, num_rows - start)) for start in starts]
+    return pool.batch(rows, torch.arange(num_rows) % 2), pool  # any tokens will do
+
+
+def _signature(recorded: _Recorded, own: set[int]) -> list[tuple[Any, ...]]:
+    """Return what must be the same of every recording of a model, constants by their values."""
+    return [(type(instruction).__name__, *_comparable(instruction, own)) for instruction in recorded.instructions]
+
+
+def _comparable(instruction: Instruction, own: set[int]) -> tuple[Any, ...]:
+    if isinstance(instruction, RowOp):
+        operands = [_operand_key(operand, own) for operand in (*instruction.inputs, instruction.out)]
+        return (instruction.code, instruction.shape, instruction.scalar, instruction.by_position, operands)
+    fields = vars(instruction).values()
+    return tuple(_constant_key(value, own) if isinstance(value, Tensor) else value for value in fields)
+
+
+def _operand_key(operand: Operand, own: set[int]) -> tuple[Any, ...]:
+    source = operand.source
+    key = _constant_key(source, own) if isinstance(source, Tensor) else (type(source).__name__, source)
+    return (key, operand.dtype, operand.offset, operand.strides)
+
+
+def _constant_key(constant: Tensor, own: set[int]) -> tuple[Any, ...]:
+    if constant.untyped_storage().data_ptr() in own:
+        return (constant.data_ptr(), constant.shape, constant.stride())
+    return (constant.shape, constant.dtype, constant.flatten().tolist())

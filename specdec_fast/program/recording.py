@@ -1,0 +1,61 @@
+"""One run of a model, written down as instructions while PyTorch computes it.
+
+The recorder stands between the model and ATen (``TorchDispatchMode``). It follows every tensor that depends on the rows
+of the batch; what does not, PyTorch has computed by the end of the run, and is a constant. There is no code for any
+particular architecture: an operation without an entry in ``LOWERED`` ends the recording with ``NotLowerableError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specdec_fast.program import lowered_math, lowered_views
+from specdec_fast.program.tape import Tape
+from specdec_fast.program.views import NotLowerableError
+
+LOWERED = lowered_views.LOWERED | lowered_math.LOWERED
+
+
+class Recorder(TorchDispatchMode):
+    """Computes what the model asks for, and writes down on a tape what it does to the rows."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+        self._is_paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute one ATen operation, and write it down if it depends on the rows."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._is_paused or all(self.tape.value(tensor) is None for tensor in _tensors(args, kwargs)):
+            return result
+        handler = LOWERED.get(str(func).removeprefix("aten."))
+        if handler is None:
+            raise NotLowerableError(f"{func} has no counterpart in a forward program")
+        handler(self.tape, result, *args, **kwargs)
+        return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let something be computed without being written down."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, Tensor))

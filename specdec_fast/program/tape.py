@@ -1,0 +1,210 @@
+"""What a run of a model does to the rows of its batch, as instructions: the tape that ``recording.py`` writes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.instructions import (
+    LOGIT_ROWS,
+    MAX_RANK,
+    REDUCTIONS,
+    ROWS,
+    Append,
+    Attend,
+    Buffer,
+    Gather,
+    Heads,
+    Instruction,
+    Linear,
+    Operand,
+    RowOp,
+)
+from specdec_fast.program.views import NotLowerableError, RowView, collapsed, dense, row_axis
+from specdec_fast.ragged import Scores
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Index:
+    """A tensor of the batch's own integers: one per row, whatever its shape, plus ``added``."""
+
+    kind: str  # "token_ids", "positions" or "logit_rows"
+    added: int = 0
+
+
+Value = RowView | Index
+
+
+class Tape:
+    """Instructions so far, and what every tensor of the run is.
+
+    Args:
+        num_rows: of the batch, a number that is no size of the model.
+        num_logit_rows: the same for those whose logits are wanted.
+        kv_dtype: of the pages.
+
+    Attributes:
+        instructions: so far.
+        buffers: what they read and write.
+
+    """
+
+    def __init__(self, num_rows: int, num_logit_rows: int, kv_dtype: torch.dtype) -> None:
+        self.kv_dtype = kv_dtype
+        self.counts = {ROWS: num_rows, LOGIT_ROWS: num_logit_rows}
+        self.instructions: list[Instruction] = []
+        self.buffers: list[Buffer] = []
+        self._values: dict[int, tuple[Tensor, Value]] = {}  # by id; the tensor is kept, so that its id stays its own
+
+    def value(self, tensor: Any) -> Value | None:
+        """Return what a tensor is; None for a constant and for what is no tensor."""
+        known = self._values.get(id(tensor))
+        return None if known is None else known[1]
+
+    def know(self, tensor: Tensor, value: Value) -> None:
+        """Note what a tensor is."""
+        self._values[id(tensor)] = (tensor, value)
+
+    def row_view(self, tensor: Tensor) -> RowView:
+        """Return where a tensor's numbers are.
+
+        Raises:
+            NotLowerableError: they are the batch's integers, or a constant.
+
+        """
+        value = self.value(tensor)
+        if not isinstance(value, RowView):
+            raise NotLowerableError("an operation on integers of the batch, or on a constant where rows are expected")
+        return value
+
+    def fresh(self, domain: int, axis: int, sizes: tuple[int, ...], dtype: torch.dtype) -> RowView:
+        """Return a view of a new buffer; ``sizes`` with 1 at ``axis``, the rows'."""
+        if dtype not in _FLOATS:
+            raise NotLowerableError(f"numbers of {dtype}")
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(sizes, dense(sizes), strict=True))
+        view = RowView(len(self.buffers), domain, axis, sizes, strides, 0, dtype)
+        self.buffers.append(Buffer(domain, view.size, dtype))
+        return view
+
+    def fresh_like(self, tensor: Tensor, axis: int, domain: int) -> RowView:
+        """Return a view of a new buffer in the shape of ``tensor``."""
+        if tensor.shape[axis] != self.counts[domain]:
+            raise NotLowerableError(f"a result of shape {list(tensor.shape)} has other rows than its input")
+        sizes = tuple(1 if d == axis else size for d, size in enumerate(tensor.shape))
+        return self.fresh(domain, axis, sizes, tensor.dtype)
+
+    def row_op(self, code: str, inputs: list[RowView | Tensor | float], out: RowView, **more: Any) -> None:
+        """Write down one operation whose inputs are broadcast to each other; ``out`` has their shape.
+
+        A reduction's ``out`` has 1 on the last axis.
+        """
+        rank = max(len(out.sizes), *(len(each.sizes) for each in inputs if isinstance(each, RowView)))
+        views = [*inputs, out]
+        sizes = [_sizes(each, rank) for each in views]
+        shape = tuple(max(each[d] for each in sizes) for d in range(rank))
+        strides = [_strides(each, shape, rank) for each in views]
+        for each in views:
+            if isinstance(each, RowView) and each.axis - len(each.sizes) != out.axis - len(out.sizes):
+                raise NotLowerableError(f"{code} of tensors whose rows are different axes")
+        if code not in REDUCTIONS and sizes[-1] != shape:
+            raise NotLowerableError(f"{code} gives a shape {list(sizes[-1])} from one of {list(shape)}")
+        last = code in (*REDUCTIONS, "layer_norm")  # the last axis must stay apart
+        head, own = collapsed(shape[:-1] if last else shape, [s[:-1] if last else s for s in strides])
+        if last:
+            head = (*head, shape[-1])
+            own = [(*o, s[-1]) for o, s in zip(own, strides, strict=True)]
+        if len(head) > MAX_RANK:
+            raise NotLowerableError(f"{code} over more than {MAX_RANK} axes")
+        operands = [_operand(each, stride) for each, stride in zip(views, own, strict=True)]
+        self.instructions.append(RowOp(code, head, tuple(operands[:-1]), operands[-1], **more))
+
+    def copied(self, view: RowView, dtype: torch.dtype | None = None) -> RowView:
+        """Return the same numbers side by side in a buffer of their own."""
+        out = self.fresh(view.domain, view.axis, view.sizes, dtype or view.dtype)
+        self.row_op("copy", [view], out)
+        return out
+
+    def linear(self, view: RowView, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
+        """Write down a linear layer over the last axis."""
+        is_plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
+        dtypes = {view.dtype, weight.dtype, view.dtype if bias is None else bias.dtype}
+        if not is_plain or len(dtypes) > 1 or view.axis == len(view.sizes) - 1:
+            raise NotLowerableError("a linear layer with weights that are not plain, or of another dtype")
+        lines = view.size // view.sizes[-1]
+        if not view.is_dense or (lines > 1 and view.size != self.buffers[view.buffer].size):
+            view = self.copied(view)
+        out = self.fresh_like(result, view.axis, view.domain)
+        self.instructions.append(Linear(view.buffer, view.offset, lines, weight, bias, out.buffer))
+        self.know(result, out)
+
+    def gather(self, view: RowView, result: Tensor) -> None:
+        """Write down that only the rows are kept whose logits are wanted."""
+        if view.domain != ROWS:
+            raise NotLowerableError("rows are chosen twice")
+        if not view.is_dense or view.size != self.buffers[view.buffer].size:
+            view = self.copied(view)
+        out = self.fresh_like(result, view.axis, LOGIT_ROWS)
+        self.instructions.append(Gather(view.buffer, out.buffer))
+        self.know(result, out)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write down that ``[1, num_kv_heads, T, head_dim]`` keys and values go into their pages."""
+        self.instructions.append(Append(layer, self._heads(keys), self._heads(values)))
+
+    def attend(self, layer: int, query: Tensor, scores: Scores, result: Tensor) -> None:
+        """Write down the attention of ``[1, num_heads, T, head_dim]`` queries to ``[1, T, num_heads, head_dim]``."""
+        heads, out = self._heads(query), self.fresh_like(result, 1, ROWS)
+        rule = (scores.scale, scores.sliding_window, scores.softcap)
+        self.instructions.append(Attend(layer, query.shape[1], heads, out.buffer, *rule))
+        self.know(result, out)
+
+    def _heads(self, tensor: Tensor) -> Heads:
+        view = self.row_view(tensor)
+        if view.domain != ROWS or view.axis != 2 or len(view.sizes) != 4 or view.dtype != self.kv_dtype:
+            raise NotLowerableError(f"queries, keys or values are not [1, heads, T, head_dim] in {self.kv_dtype}")
+        if view.strides[3] != 1 and view.sizes[3] != 1:
+            view = self.copied(view)
+        return Heads(view.buffer, view.offset, view.strides[1])
+
+    def reshaped(self, view: RowView, shape: tuple[int, ...]) -> RowView:
+        """Return the view in the shape of a PyTorch tensor, rows included; numbers are moved if they have to be."""
+        before, after = (prod(view.sizes[part]) for part in (slice(0, view.axis), slice(view.axis + 1, None)))
+        axis = row_axis(shape, before, after, self.counts[view.domain])
+        sizes = tuple(1 if d == axis else size for d, size in enumerate(shape))
+        viewed = view.viewed(axis, sizes)
+        if viewed is None:
+            viewed = self.copied(view).viewed(axis, sizes)
+        assert viewed is not None, "numbers side by side have every shape"
+        return viewed
+
+
+def _sizes(value: RowView | Tensor | float, rank: int) -> tuple[int, ...]:
+    own = tuple(value.shape) if isinstance(value, Tensor) else () if isinstance(value, float) else value.sizes
+    return (1,) * (rank - len(own)) + own
+
+
+def _strides(value: RowView | Tensor | float, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    if isinstance(value, float):
+        return (0,) * rank
+    strides = value.stride() if isinstance(value, Tensor) else value.strides
+    sizes = _sizes(value, rank)
+    own = (0,) * (rank - len(strides)) + tuple(strides)
+    if any(size not in (1, whole) for size, whole in zip(sizes, shape, strict=True)):
+        raise NotLowerableError(f"shapes {list(sizes)} and {list(shape)} of one row do not broadcast")
+    return tuple(0 if size == 1 else stride for size, stride in zip(sizes, own, strict=True))
+
+
+def _operand(value: RowView | Tensor | float, strides: tuple[int, ...]) -> Operand:
+    if isinstance(value, RowView):
+        return Operand(value.buffer, value.dtype, value.offset, strides)
+    if isinstance(value, Tensor):
+        if value.dtype not in _FLOATS:
+            raise NotLowerableError(f"a constant of {value.dtype}")
+        return Operand(value, value.dtype, 0, strides)
+    return Operand(float(value), torch.float32, 0, strides)

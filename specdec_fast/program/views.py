@@ -1,0 +1,165 @@
+"""Views of a row: what PyTorch's views of a ``[1, T, ...]`` tensor mean for one of its ``T`` rows.
+
+A tensor of a forward has one axis that counts the rows, wherever transposes have brought it. The others are the row's
+own; a view that leaves the rows apart from each other is a view of every row by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+
+class NotLowerableError(Exception):
+    """The model does something that a forward program cannot express; the message says what."""
+
+
+@dataclass(frozen=True)
+class RowView:
+    """Where the numbers of a tensor are in a buffer's row.
+
+    Attributes:
+        buffer: its number.
+        domain: what the rows are.
+        axis: of the tensor that counts the rows.
+        sizes: of all axes, with 1 at ``axis``.
+        strides: in numbers, with 0 at ``axis``.
+        offset: of the first number from the beginning of the row.
+        dtype: of the numbers.
+
+    """
+
+    buffer: int
+    domain: int
+    axis: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Numbers per row."""
+        return prod(self.sizes)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether a row's numbers stand side by side in their order."""
+        return all(s == 1 or a == b for s, a, b in zip(self.sizes, self.strides, dense(self.sizes), strict=True))
+
+    def permuted(self, order: Sequence[int]) -> RowView:
+        """Return ``tensor.permute(order)``."""
+        order = [d % len(self.sizes) for d in order]
+        sizes, strides = (tuple(values[d] for d in order) for values in (self.sizes, self.strides))
+        return replace(self, axis=order.index(self.axis), sizes=sizes, strides=strides)
+
+    def narrowed(self, axis: int, start: int, size: int, step: int = 1) -> RowView:
+        """Return every ``step``-th of an axis' numbers from ``start`` on, ``size`` of them."""
+        axis %= len(self.sizes)
+        sizes, strides = list(self.sizes), list(self.strides)
+        sizes[axis], strides[axis] = size, strides[axis] * step
+        offset = self.offset + start * self.strides[axis]
+        return replace(self, sizes=tuple(sizes), strides=tuple(strides), offset=offset)
+
+    def without(self, axis: int, index: int) -> RowView:
+        """Return ``tensor.select(axis, index)``."""
+        axis %= len(self.sizes)
+        kept = [d for d in range(len(self.sizes)) if d != axis]
+        sizes, strides = (tuple(values[d] for d in kept) for values in (self.sizes, self.strides))
+        offset = self.offset + index % self.sizes[axis] * self.strides[axis]
+        return replace(self, axis=kept.index(self.axis), sizes=sizes, strides=strides, offset=offset)
+
+    def expanded(self, axis: int, sizes: tuple[int, ...]) -> RowView:
+        """Return ``tensor.expand(...)``; ``sizes`` as in a view, with the rows at ``axis``."""
+        added = len(sizes) - len(self.sizes)
+        if axis - added != self.axis:
+            raise NotLowerableError("an expand moves the rows")
+        old = ((1,) * added + self.sizes, (0,) * added + self.strides)
+        strides = tuple(0 if was == 1 else stride for was, stride in zip(*old, strict=True))
+        return replace(self, axis=axis, sizes=sizes, strides=strides)
+
+    def viewed(self, axis: int, sizes: tuple[int, ...]) -> RowView | None:
+        """Return ``tensor.view(...)``, None if numbers would have to be moved for it."""
+        pieces = []
+        own = (slice(0, self.axis), slice(self.axis + 1, None))
+        for mine, other in zip(own, (slice(0, axis), slice(axis + 1, None)), strict=True):
+            strides = _view_strides(self.sizes[mine], self.strides[mine], sizes[other])
+            if strides is None:
+                return None
+            pieces.append(strides)
+        return replace(self, axis=axis, sizes=sizes, strides=(*pieces[0], 0, *pieces[1]))
+
+
+def dense(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of numbers that stand side by side."""
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def row_axis(shape: Sequence[int], before: int, after: int, num_rows: int) -> int:
+    """Return which axis of ``shape`` counts the rows, ``before`` numbers standing in front of it, ``after`` behind.
+
+    Raises:
+        NotLowerableError: none does; rows have been merged with something else.
+
+    """
+    for axis, size in enumerate(shape):
+        if size == num_rows and prod(shape[:axis]) == before and prod(shape[axis + 1 :]) == after:
+            return axis
+    raise NotLowerableError(f"the rows are not an axis of their own in a shape {list(shape)}")
+
+
+def _view_strides(
+    sizes: tuple[int, ...], strides: tuple[int, ...], new_sizes: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return the strides of the same numbers in another shape, None if there are none."""
+    kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    merged: list[list[int]] = []  # runs of numbers at equal distances: [count, distance]
+    for size, stride in kept:
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = [merged[-1][0] * size, stride]
+        else:
+            merged.append([size, stride])
+    new_strides: list[int] = []
+    for size in reversed(new_sizes):
+        while merged and merged[-1][0] == 1:
+            merged.pop()
+        if size == 1:
+            new_strides.append(0)
+            continue
+        if not merged or merged[-1][0] % size:
+            return None
+        new_strides.append(merged[-1][1])
+        merged[-1] = [merged[-1][0] // size, merged[-1][1] * size]
+    return tuple(reversed(new_strides))
+
+
+def collapsed(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Drop axes of 1 and merge neighbours that all operands step through alike.
+
+    Args:
+        shape: of an operation.
+        strides: of each operand.
+
+    Returns:
+        The same with as few axes as possible, at least one.
+
+    """
+    axes: list[tuple[int, tuple[int, ...]]] = []
+    for d, size in enumerate(shape):
+        if size == 1:
+            continue
+        own = tuple(each[d] for each in strides)
+        if axes and all(before == size * now for before, now in zip(axes[-1][1], own, strict=True)):
+            axes[-1] = (axes[-1][0] * size, own)
+        else:
+            axes.append((size, own))
+    if not axes:
+        axes = [(1, (0,) * len(strides))]
+    return tuple(size for size, _ in axes), [tuple(own[i] for _, own in axes) for i in range(len(strides))]

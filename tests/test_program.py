@@ -1,0 +1,280 @@
+"""Forward programs: whole models, single operations, what cannot be written down, and where buffers lie."""
+
+from __future__ import annotations
+
+import copy
+from itertools import combinations
+
+import pytest
+import torch
+from models import CONFIGS, VOCAB_SIZE, tiny_model
+from torch.nn import functional as F
+
+import specdec_fast as sd
+from specdec_fast.instructions import LOGIT_ROWS, RowOp
+from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.models import RaggedModel
+from specdec_fast.ops import resolve
+from specdec_fast.ops.registry import all_ops
+from specdec_fast.program import NotLowerableError, compile_forward
+from specdec_fast.program.planning import _lives, _steps, placed
+from specdec_fast.rows import Rows
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    all_ops()["linear"].why_unavailable("cpp") is not None, reason="programs run in the C++ extension"
+)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def ragged_logits(model, logit_rows=None):
+    """Three sequences in two forwards: the second forward's logits."""
+    pool = PagePool(model.layout, 512, 16, model.row_rule)
+    for owner in "abc":
+        pool.open(owner, 40)
+    ids = torch.arange(41) * 7 % VOCAB_SIZE
+    first = [Rows("a", 0, 20), Rows("b", 0, 11), Rows("c", 0, 10)]
+    model.forward(pool.batch(first, ids), pool)
+    second = [Rows("a", 20, 6), Rows("b", 11, 1), Rows("c", 10, 3)]
+    return model.forward(pool.batch(second, ids[:10]), pool, logit_rows)
+
+
+@torch.inference_mode()
+def dense_logits(model):
+    """The same from the Hugging Face model itself, sequence by sequence."""
+    first, second = (
+        (torch.arange(41) * 7 % VOCAB_SIZE).split([20, 11, 10]),
+        (torch.arange(10) * 7 % VOCAB_SIZE).split([6, 1, 3]),
+    )
+    texts = [torch.cat(pieces) for pieces in zip(first, second, strict=True)]
+    return torch.cat([model(text[None]).logits[0, -len(own) :] for text, own in zip(texts, second, strict=True)])
+
+
+def eager(model):
+    """The same model without its program."""
+    other = copy.copy(model)
+    other.program = None
+    return other
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", [name for name in CONFIGS if name != "gpt2"])
+def test_models_are_computed_as_pytorch_does(architecture, dtype):
+    """At most twice as far from the fp64 model as PyTorch's own forward of that dtype."""
+    model = RaggedModel(tiny_model(architecture).to(dtype), resolve(CPU))
+    assert model.program is not None, model.why_no_program
+    truth = dense_logits(copy.deepcopy(model.model).double())
+    ours, theirs = ((ragged_logits(m).double() - truth).norm() for m in (model, eager(model)))
+    assert ours <= 2 * theirs
+    assert torch.equal(ragged_logits(model, torch.tensor([3, 0, 9])), ragged_logits(model)[[3, 0, 9]])
+
+
+def test_what_cannot_be_written_down_runs_in_pytorch():
+    model = RaggedModel(tiny_model("gpt2"), resolve(CPU))
+    assert model.program is None
+    assert "addmm" in model.why_no_program
+    assert sd.Engine(tiny_model("gpt2"), None).describe()["why_no_program"] == model.why_no_program
+
+
+WIDTH = 24  # of the rows that single operations get
+NO_LAYERS = KVLayout(num_layers=0, num_kv_heads=1, head_dim=4, dtype=torch.float32, device=CPU)
+
+
+class Function(torch.nn.Module):
+    """A model without layers: ``function`` of the embedded tokens ``[1, T, WIDTH]`` and the positions ``[1, T]``."""
+
+    def __init__(self, function, dtype=torch.float32):
+        super().__init__()
+        self.function = function
+        self.embedding = torch.nn.Embedding(VOCAB_SIZE, WIDTH, dtype=dtype)
+        torch.manual_seed(0)
+        self.embedding.weight.data = torch.randn(VOCAB_SIZE, WIDTH).mul(3).to(dtype)
+        self.embedding.weight.data[:3] = torch.linspace(-30, 30, 3 * WIDTH).view(3, WIDTH)  # far from 0 as well
+
+    def forward(self, token_ids, positions, cache=None, logit_rows=None):
+        out = self.function(self.embedding(token_ids), positions)
+        return out if logit_rows is None else out[:, logit_rows]
+
+
+def compiled(model):
+    ops = resolve(CPU)
+    program = ops.program(compile_forward(model, model, NO_LAYERS, ops, frozenset()))
+
+    def run(token_ids):
+        pool = PagePool(NO_LAYERS, 256, 16)
+        pool.open("a", 200)
+        batch = pool.batch([Rows("a", 0, len(token_ids))], token_ids)
+        return program(token_ids, batch, pool.tensor, None)
+
+    return run
+
+
+FREQUENCIES = torch.linspace(0.01, 2, 5)
+WEIGHT, BIAS = torch.linspace(-2, 2, WIDTH), torch.linspace(0.5, 3, WIDTH)
+TABLE = torch.randn(VOCAB_SIZE + 2, WIDTH, generator=torch.Generator().manual_seed(1))
+FUNCTIONS = {
+    # functions of one number
+    "copy": lambda x, p: x.clone(), "neg": lambda x, p: -x, "abs": lambda x, p: x.abs(),
+    "square": lambda x, p: x**2, "cube": lambda x, p: x**3, "sqrt": lambda x, p: (x * x).sqrt(),
+    "rsqrt": lambda x, p: (x * x + 0.1).rsqrt(), "reciprocal": lambda x, p: x.abs().add(1).reciprocal(),
+    "exp": lambda x, p: x.exp(), "sin": lambda x, p: x.sin(), "cos": lambda x, p: x.cos(),
+    "sigmoid": lambda x, p: x.sigmoid(), "silu": lambda x, p: F.silu(x), "tanh": lambda x, p: x.tanh(),
+    "relu": lambda x, p: x.relu(), "gelu": lambda x, p: F.gelu(x),
+    "gelu_tanh": lambda x, p: F.gelu(x, approximate="tanh"),
+    # of two, with constants, scalars and repeated numbers on either side
+    "add": lambda x, p: x + WEIGHT, "sub": lambda x, p: WEIGHT - x, "rsub": lambda x, p: 1.5 - x,
+    "mul": lambda x, p: 2.5 * x, "div": lambda x, p: x / BIAS, "by_a_number": lambda x, p: x / torch.tensor(3.0),
+    "broadcast": lambda x, p: (x.view(1, -1, 4, 6) * x[..., :6].unsqueeze(2)).flatten(2),
+    # over the last axis
+    "mean": lambda x, p: x.mean(-1, keepdim=True), "sum": lambda x, p: x.view(1, -1, 4, 6).sum(-1),
+    "layer_norm": lambda x, p: F.layer_norm(x, (WIDTH,), WEIGHT.to(x.dtype), BIAS.to(x.dtype)),
+    "layer_norm_bare": lambda x, p: F.layer_norm(x, (WIDTH,)),
+    "rms_norm": lambda x, p: F.rms_norm(x, (WIDTH,), WEIGHT.to(x.dtype), 1e-6),
+    "rms_norm_of_heads": lambda x, p: F.rms_norm(x.view(1, -1, 4, 6), (6,)).flatten(2),
+    # the same numbers elsewhere
+    "rotate_half": lambda x, p: torch.cat((-x[..., WIDTH // 2 :], x[..., : WIDTH // 2]), -1),
+    "rotate_pairs": lambda x, p: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2),
+    "repeat": lambda x, p: x[..., :5].repeat_interleave(2, dim=-1),
+    "split": lambda x, p: x.split([8, 4, 12], -1)[2] * x.chunk(2, -1)[0],
+    "heads": lambda x, p: (x.view(1, -1, 4, 6).transpose(1, 2) * 2).transpose(1, 2).reshape(1, x.shape[1], WIDTH),
+    "swapped": lambda x, p: x.view(1, -1, 4, 6).transpose(2, 3).reshape(1, x.shape[1], WIDTH),
+    "expand": lambda x, p: (x[:, :, None, :6].expand(1, -1, 3, 6) + 1).flatten(2),
+    "unbind": lambda x, p: x.view(1, -1, 3, 8).unbind(2)[1], "select": lambda x, p: x.view(1, -1, 3, 8)[:, :, -1],
+    # of positions
+    "rotary": lambda x, p: (p[..., None].float() * FREQUENCIES).cos().to(x.dtype),
+    "rotary_product": lambda x, p: (FREQUENCIES[None, :, None] @ p[:, None, :].float()).transpose(1, 2),
+    "learned_positions": lambda x, p: x + F.embedding(p + 2, TABLE.to(x.dtype)),
+    # linear layers
+    "linear": lambda x, p: F.linear(x, TABLE[:11].to(x.dtype), WEIGHT[:11].to(x.dtype)),
+    "linear_of_heads": lambda x, p: F.linear(x.view(1, -1, 4, 6), TABLE[:5, :6].contiguous().to(x.dtype)).flatten(2),
+    "linear_of_a_slice": lambda x, p: F.linear(x[..., 3:9], TABLE[:5, :6].contiguous().to(x.dtype)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@torch.inference_mode()
+def test_operations_are_computed_as_pytorch_does(name, dtype):
+    """At most twice as far from fp64 as PyTorch's own result, and two units in the last place where that is exact."""
+    model = Function(FUNCTIONS[name], dtype)
+    token_ids, positions = torch.arange(97), torch.arange(97)[None]
+    got, theirs = compiled(model)(token_ids), model(token_ids[None], positions)[0].flatten(1)
+    truth = copy.deepcopy(model).double()(token_ids[None], positions)[0].flatten(1).double()
+    assert got.shape == theirs.shape
+    assert got.dtype == theirs.dtype
+    rows = model.embedding.weight[token_ids].double().abs()
+    cancelling = {"gelu": rows, "gelu_tanh": rows, "mean": rows.mean(-1, True), "sum": rows.view(-1, 4, 6).sum(-1)}
+    unit = torch.finfo(dtype).eps * torch.maximum(truth.abs(), cancelling.get(name, truth.abs()))
+    allowed = 2 * torch.maximum((theirs.double() - truth).abs(), unit) + torch.finfo(dtype).smallest_normal
+    if "norm" in name or "linear" in name:  # sums of numbers larger than the result
+        allowed = allowed.amax(dim=-1, keepdim=True)
+    finite = theirs.isfinite()
+    assert torch.equal(got[~finite], theirs[~finite])
+    assert ((got.double() - truth).abs() <= allowed)[finite].all()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x, p: x.softmax(-1), "softmax"),
+        (lambda x, p: x - x.mean(1, keepdim=True), "anything but the last axis"),
+        (lambda x, p: x.flip(1), "flip"),
+        (lambda x, p: x[:, :5], "rows are cut out"),
+        (lambda x, p: torch.cat((x, x), 1), "appended"),
+        (lambda x, p: x.add_(1), "add_"),
+        (lambda x, p: x * p.max(), "max"),
+        (lambda x, p: x.flatten(0, 2), "axis of their own"),
+        (lambda x, p: x * x.shape[1], "not computed in the same way"),
+        (lambda x, p: x * torch.arange(x.shape[1])[:, None].float(), "shape"),
+        (lambda x, p: F.dropout(x, 0.5), "dropout"),
+        (lambda x, p: x**1.7, "power"),
+        (lambda x, p: x if bool((x > 0).all()) else -x, "gt"),
+        (lambda x, p: p[..., None] * 2, "integers"),
+    ],
+)
+def test_what_a_program_cannot_express_is_refused(function, message):
+    with pytest.raises(NotLowerableError, match=message):
+        compiled(Function(function))
+
+
+def test_hooks_are_not_passed_over():
+    """A program would not call them, so a model that has some stays with PyTorch."""
+    model = tiny_model("llama")
+    calls = []
+    model.model.layers[1].register_forward_hook(lambda *args: calls.append(args))
+    ragged = RaggedModel(model, resolve(CPU))
+    assert "hooks" in ragged.why_no_program
+    calls.clear()
+    ragged_logits(ragged)
+    assert len(calls) == 2
+
+
+def test_weights_are_read_where_they_are():
+    model = RaggedModel(tiny_model("llama"), resolve(CPU))
+    before = ragged_logits(model)
+    with torch.no_grad():
+        model.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    assert not torch.equal(ragged_logits(model), before)
+    with torch.no_grad():
+        model.model.model.layers[0].mlp.up_proj.weight.div_(1.5)
+    torch.testing.assert_close(ragged_logits(model), before)
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
+def test_tokens_outside_the_vocabulary_are_refused(token_id):
+    with pytest.raises(IndexError, match=f"token id {token_id} lies outside a table of {VOCAB_SIZE} rows"):
+        compiled(Function(lambda x, p: x))(torch.tensor([1, token_id, 2]))
+
+
+def test_logit_rows_outside_the_batch_are_refused():
+    with pytest.raises(IndexError, match=r"logit_rows\[1\] is 10; there are 10 rows"):
+        ragged_logits(RaggedModel(tiny_model("llama"), resolve(CPU)), torch.tensor([0, 10]))
+
+
+def test_engine_can_be_told_to_run_pytorch(prompts, target, draft):
+    params = sd.SamplingParams(max_new_tokens=12)
+    eagerly = sd.Engine(target, draft, enforce_eager=True)
+    assert eagerly.describe()["forward_program"] is False
+    assert eagerly.describe()["why_no_program"] is None
+    expected = [output.token_ids for output in eagerly.generate(prompts[:4], params)]
+    engine = sd.Engine(target, draft)
+    assert engine.describe()["forward_program"] is True
+    assert [output.token_ids for output in engine.generate(prompts[:4], params)] == expected
+
+
+def overlapping(plan, buffers, logits, lives_of):
+    """Pairs of buffers that lie at the same place while both are needed."""
+    steps = _steps(plan.instructions, buffers)
+    by_step, by_operation = _lives(plan.instructions, lives_of(steps)), _lives(plan.instructions, lambda i: i)
+    found = []
+    for a, b in combinations(sorted(by_step), 2):
+        one, other = plan.buffers[a], plan.buffers[b]
+        if (one.place, one.domain * (one.place == 0)) != (other.place, other.domain * (other.place == 0)) or logits in (
+            a,
+            b,
+        ):
+            continue
+        lives = by_step if one.place == 0 else by_operation
+        meet = lives[a].first <= lives[b].last and lives[b].first <= lives[a].last
+        apart = one.offset + one.row_bytes <= other.offset or other.offset + other.row_bytes <= one.offset
+        if meet and not apart:
+            found.append((a, b))
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["llama", "glm4", "gemma2"])
+def test_buffers_that_are_needed_together_lie_apart(architecture, monkeypatch):
+    kept = {}
+
+    def keeping(instructions, buffers, logits):
+        kept.update(buffers=buffers, logits=logits)
+        return placed(instructions, buffers, logits)
+
+    monkeypatch.setattr("specdec_fast.program.compiling.placed", keeping)
+    plan = RaggedModel(tiny_model(architecture).to(torch.bfloat16), resolve(CPU)).program._plan
+    assert overlapping(plan, **kept, lives_of=lambda steps: steps.__getitem__) == []
+    assert sum(buffer.place == 1 for buffer in plan.buffers) > 20, "row operations hand on in a thread's own memory"
+    # negative control: by a clock too slow to tell some steps apart, some do meet
+    assert overlapping(plan, **kept, lives_of=lambda steps: lambda i: steps[i] // 3)
+    domains = {kept["buffers"][i.writes[0]].domain for i in plan.instructions if isinstance(i, RowOp)}
+    assert (LOGIT_ROWS in domains) is (architecture == "gemma2")  # whose logits are capped
