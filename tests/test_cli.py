@@ -142,6 +142,10 @@ BAD_LINES = [
     ({"prompt_ids": [5, 6.0]}, '"prompt_ids" is not a list of integers'),
     ({"prompt_ids": [True]}, '"prompt_ids" is not a list of integers'),
     ({"prompt_ids": []}, "no tokens"),
+    ({"turns": []}, '"turns" is not a list that begins with a string'),
+    ({"turns": "Hi"}, '"turns" is not a list that begins with a string'),
+    ({"turns": [["Hi"]]}, '"turns" is not a list that begins with a string'),
+    ({"turns": [""]}, "empty string"),
     ({"prompt_ids": [5, 1024]}, "1024 is outside the target's vocabulary; expected 0 to 1023"),
     ({"prompt_ids": [-1]}, "-1 is outside the target's vocabulary"),
     ({"prompt_ids": [5] * 600}, "600 tokens"),
@@ -333,3 +337,15 @@ def test_request_fields_in_a_line_are_refused_not_dropped(tmp_path):
     refused, taken = read_prompts(path)
     assert "max_new_tokens, temperature cannot be set per line" in refused.problem
     assert (taken.prompt, taken.problem) == ("b", None)
+
+
+def test_a_question_of_spec_bench_is_its_first_turn(in_folder, capsys):
+    question = {"question_id": 81, "category": "writing", "turns": ["One day", "Rewrite it."], "reference": ["x"]}
+    path = write_lines(in_folder / "question.jsonl", question, {"prompt": "One day", "turns": ["Not this"]})
+    assert [line.prompt for line in read_prompts(Path(path))] == ["One day", "One day"]
+    status, (first, second) = generate(path)
+    assert status == 0
+    assert first["token_ids"] == second["token_ids"]
+    words = {"target": TARGET, "draft": DRAFT, "prompts": path, "max-new-tokens": 4, "methods": "eqspec"}
+    assert main(["verify", *options_of(words | {"batch-sizes": 2, "num-draft-tokens": 2})]) == 0
+    assert "1 of 1 settings" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,9 @@ class PromptLine:
 def read_prompts(path: Path) -> list[PromptLine]:
     """Read ``{"prompt": TEXT}`` or ``{"prompt_ids": [IDS]}`` per line; blank lines at the end do not count.
 
-    Other fields are left alone, but for those of SamplingParams: dropping them would answer another request.
+    A line without either is taken for one of Spec-Bench's question file: ``{"turns": [TEXT, ...]}``, of which the
+    first turn is the prompt, as it is, without a chat template. Other fields are left alone, but for those of
+    SamplingParams: dropping them would answer another request.
 
     Raises:
         ConfigError: the file is empty, or no text.
@@ -95,18 +97,40 @@ def _parse_line(number: int, line: str) -> PromptLine:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         return PromptLine(number, None, f"not JSON ({error.msg} at column {error.colno})")
-    misplaced = set(record) & _REQUEST_FIELDS if isinstance(record, dict) else set()
-    if misplaced:
+    fields = set(record) if isinstance(record, dict) else set()
+    if misplaced := fields & _REQUEST_FIELDS:
         return PromptLine(number, None, f"{', '.join(sorted(misplaced))} cannot be set per line; use the options")
-    fields = [name for name in ("prompt", "prompt_ids") if isinstance(record, dict) and name in record]
-    if len(fields) != 1:
-        return PromptLine(number, None, 'expected an object with either "prompt" or "prompt_ids"')
-    value = record[fields[0]]
-    if fields[0] == "prompt" and not isinstance(value, str):
-        return PromptLine(number, None, f'"prompt" is a {type(value).__name__}; expected a string')
-    if fields[0] == "prompt_ids" and not (isinstance(value, list) and all(type(token) is int for token in value)):
-        return PromptLine(number, None, '"prompt_ids" is not a list of integers')
-    return PromptLine(number, value)
+    known = [name for name in ("prompt", "prompt_ids") if name in fields] or ["turns"]
+    if len(known) != 1 or known[0] not in fields:
+        return PromptLine(number, None, 'expected an object with either "prompt" or "prompt_ids", or with "turns"')
+    prompt, problem = _PARSERS[known[0]](record[known[0]])
+    return PromptLine(number, prompt, problem)
+
+
+def _parse_prompt(value: Any) -> tuple[str | None, str | None]:
+    """Return the prompt, or what is wrong."""
+    if isinstance(value, str):
+        return value, None
+    return None, f'"prompt" is a {type(value).__name__}; expected a string'
+
+
+def _parse_prompt_ids(value: Any) -> tuple[list[int] | None, str | None]:
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        return value, None
+    return None, '"prompt_ids" is not a list of integers'
+
+
+def _parse_turns(value: Any) -> tuple[str | None, str | None]:
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return value[0], None
+    return None, '"turns" is not a list that begins with a string'
+
+
+_PARSERS: dict[str, Callable[[Any], tuple[Any, str | None]]] = {
+    "prompt": _parse_prompt,
+    "prompt_ids": _parse_prompt_ids,
+    "turns": _parse_turns,
+}
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
