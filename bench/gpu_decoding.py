@@ -11,14 +11,24 @@ That alone would hide wrong attention, so the logits of a verification are compa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
 from bench.device import ForwardMeter, free_memory, full_precision, synchronize
+from bench.pairs import (
+    QWEN3_06B,
+    QWEN3_8B,
+    SEED,
+    TINY_DRAFT,
+    TINY_TARGET,
+    ModelShape,
+    random_model,
+    random_prompts,
+)
 from bench.parts import Progress, Settings
 from bench.replay import ReplayDrafter
 from specdec_fast import Engine, SamplingParams
@@ -28,26 +38,10 @@ from specdec_fast.models import RaggedModel, prefill
 from specdec_fast.ops import resolve
 from specdec_fast.rows import Rows
 
-SEED = 0
-# Large against what random layers add to it, so that a token's own embedding decides the next one; see random_model.
-EMBEDDING_SCALE = 4.0
 PLAIN = "plain"
 PAGE_SIZE = 16
 
 Tokens = list[list[int]]
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a model, by the names of ``Qwen3Config``."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    tie_word_embeddings: bool
 
 
 @dataclass(frozen=True)
@@ -78,12 +72,10 @@ class Sizes:
     warm_up_tokens: int
 
 
-QWEN3_8B = ModelShape(4096, 12288, 36, 32, 8, 128, tie_word_embeddings=False)
-QWEN3_06B = ModelShape(1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True)
 FULL = Sizes(QWEN3_8B, QWEN3_06B, 151_936, torch.bfloat16, 128, 64, {8: 16, 32: 64, 1: 1}, 5, (0.8, 0.6), 8)
 SMOKE = Sizes(
-    ModelShape(32, 64, 2, 4, 2, 16, tie_word_embeddings=False),
-    ModelShape(16, 32, 1, 2, 1, 16, tie_word_embeddings=True),
+    TINY_TARGET,
+    TINY_DRAFT,
     vocab_size=97,
     dtype=torch.float32,
     prompt_tokens=6,
@@ -102,42 +94,14 @@ def run(settings: Settings, progress: Progress) -> None:
     target = random_model(sizes.target, sizes.vocab_size, sizes.dtype, device, SEED)
     draft = random_model(sizes.draft, sizes.vocab_size, sizes.dtype, device, SEED + 1)
     progress.note(target_parameters=target.num_parameters(), draft_parameters=draft.num_parameters())
-    generator = torch.Generator().manual_seed(SEED)
     count = max(sizes.prompts.values())
-    prompts: Tokens = torch.randint(sizes.vocab_size, (count, sizes.prompt_tokens), generator=generator).tolist()
+    prompts: Tokens = random_prompts(count, sizes.prompt_tokens, sizes.vocab_size, SEED)
     bench = Bench(target, draft, prompts, sizes)
     largest = max(sizes.prompts)
     bench.transcripts = bench.engine(PLAIN, largest, None).decode(sizes.new_tokens)
     texts = [p + t for p, t in zip(prompts, bench.transcripts, strict=True)][: min(8, count)]
     _check_logits(bench, texts, progress)
     measure_all(bench, progress)
-
-
-def config_of(shape: ModelShape, vocab_size: int) -> Qwen3Config:
-    """Return the config of a Qwen3 of this shape."""
-    return Qwen3Config(**asdict(shape), vocab_size=vocab_size)
-
-
-def random_model(
-    shape: ModelShape, vocab_size: int, dtype: torch.dtype, device: torch.device, seed: int
-) -> PreTrainedModel:
-    """Build a Qwen3 of this shape with random weights, on the device itself.
-
-    Usual random weights would leave the best logits so close that in bf16 every tenth is a tie. So embeddings weigh as
-    much as all that the layers add, and an output layer of its own holds them in another order: the next token is the
-    one whose row is the last token's embedding, by a margin that rounding does not bridge.
-    """
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config_of(shape, vocab_size), dtype=dtype).eval()
-    with torch.no_grad():
-        embedding: Tensor = model.get_input_embeddings().weight
-        embedding.normal_(std=EMBEDDING_SCALE)
-        if not shape.tie_word_embeddings:
-            order = torch.randperm(vocab_size, device=device)
-            unit = 1 / (EMBEDDING_SCALE * shape.hidden_size**0.5)
-            model.get_output_embeddings().weight.copy_(embedding[order]).mul_(unit)
-    return model
 
 
 class Run:

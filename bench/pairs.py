@@ -1,0 +1,114 @@
+"""Pairs worth timing: the shapes of published models with random weights, built from seeds, and the bundled pair.
+
+Costs are those of the shapes. Random weights agree on nothing, so what a draft model of this kind proposes is almost
+never accepted; how much is accepted is chosen with ``bench/replay.py`` instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+SEED = 0
+# Large against what random layers add to it, so that a token's own embedding decides the next one; see random_model.
+EMBEDDING_SCALE = 4.0
+TIED_GAIN = 0.8  # of a layer's matrices where embeddings are tied; see random_model
+DEMO = "demo"  # the bundled pair: trained, so not in PAIRS
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model, by the names of its config, but for the vocabulary, which a pair shares."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    model_type: str = "qwen3"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, its draft, and the vocabulary of both."""
+
+    target: ModelShape
+    draft: ModelShape
+    vocab_size: int
+
+
+QWEN3_8B = ModelShape(4096, 12288, 36, 32, 8, 128, tie_word_embeddings=False)
+QWEN3_1B7 = ModelShape(2048, 6144, 28, 16, 8, 128, tie_word_embeddings=True)
+QWEN3_06B = ModelShape(1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True)
+# No published model: Qwen3 made small enough to draft for Qwen3-0.6B on a CPU. 39 of its 42 million parameters are
+# the embedding, which is its output layer as well.
+QWEN3_42M = ModelShape(256, 768, 4, 4, 2, 64, tie_word_embeddings=True)
+VICUNA_7B = ModelShape(4096, 11008, 32, 32, 32, 128, tie_word_embeddings=False, model_type="llama")
+VICUNA_68M = ModelShape(768, 3072, 2, 12, 12, 64, tie_word_embeddings=False, model_type="llama")
+GLM_4_9B = ModelShape(4096, 13696, 40, 32, 2, 128, tie_word_embeddings=False, model_type="glm4")
+TINY_TARGET = ModelShape(32, 64, 2, 4, 2, 16, tie_word_embeddings=False)
+TINY_DRAFT = ModelShape(16, 32, 1, 2, 1, 16, tie_word_embeddings=True)
+
+# By the target's name. GLM-4-9B has no small sibling: a Qwen3-0.6B with its vocabulary drafts for it.
+PAIRS = {
+    "qwen3-0.6b": Pair(QWEN3_06B, QWEN3_42M, 151_936),
+    "qwen3-1.7b": Pair(QWEN3_1B7, QWEN3_06B, 151_936),
+    "qwen3-8b": Pair(QWEN3_8B, QWEN3_06B, 151_936),
+    "vicuna-7b": Pair(VICUNA_7B, VICUNA_68M, 32_000),
+    "glm-4-9b": Pair(GLM_4_9B, QWEN3_06B, 151_552),
+    "smoke": Pair(TINY_TARGET, TINY_DRAFT, 97),
+}
+
+
+def config_of(shape: ModelShape, vocab_size: int) -> PreTrainedConfig:
+    """Return the config of a model of this shape. It has no special tokens, so no text ends before its limit."""
+    config = AutoConfig.for_model(**asdict(shape), vocab_size=vocab_size)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    if shape.tie_word_embeddings:
+        config.initializer_range = TIED_GAIN / shape.hidden_size**0.5
+    return config
+
+
+def random_model(
+    shape: ModelShape, vocab_size: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> PreTrainedModel:
+    """Build a model of this shape with random weights, on the device itself.
+
+    Usual random weights leave the best logits so close that in bf16 every tenth is a tie. So where the output layer is
+    one of its own, embeddings weigh as much as all that the layers add, and the output layer holds them in another
+    order: the next token is the one whose row is the last token's embedding, by a margin that rounding does not bridge.
+    Where the two are tied that would only repeat the last token, and so would weights of the usual size; with somewhat
+    wider ones a text varies and hangs on all of its context. In fp32 one token in tens of thousands is then a tie, in
+    bf16 several in a hundred.
+    """
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_of(shape, vocab_size), dtype=dtype).eval()
+    if shape.tie_word_embeddings:
+        return model
+    with torch.no_grad():
+        embedding: Tensor = model.get_input_embeddings().weight
+        embedding.normal_(std=EMBEDDING_SCALE)
+        order = torch.randperm(vocab_size, device=device)
+        unit = 1 / (EMBEDDING_SCALE * shape.hidden_size**0.5)
+        model.get_output_embeddings().weight.copy_(embedding[order]).mul_(unit)
+    return model
+
+
+def random_pair(
+    pair: Pair, dtype: torch.dtype, device: torch.device, seed: int = SEED
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Build a target and its draft."""
+    target = random_model(pair.target, pair.vocab_size, dtype, device, seed)
+    return target, random_model(pair.draft, pair.vocab_size, dtype, device, seed + 1)
+
+
+def random_prompts(count: int, num_tokens: int, vocab_size: int, seed: int = SEED) -> list[list[int]]:
+    """Draw prompts of ``num_tokens`` ids each."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (count, num_tokens), generator=generator).tolist()
