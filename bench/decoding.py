@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
 
-from bench.engine import Bench, Contender, Measurement, measure
+from bench.contenders import TRANSFORMERS, Bench
+from bench.measurement import Contender, Measurement, accepted_histogram, measure
 from specdec_fast.oracle.dense import Repad
 
 ACCEPTANCE_BATCH_SIZE = 8  # any other gives the same: acceptance does not depend on the batch (I6)
 
 
-def accepted_counts(bench: Bench) -> list[int]:
+def accepted_counts(bench: Bench, num_draft_tokens: int) -> list[int]:
     """Decode all prompts once; return, at index a, how many sequence steps accepted a draft tokens (0 to K)."""
-    run = bench.oracle_exspec(ACCEPTANCE_BATCH_SIZE)
-    accepted = Counter(a for step in run.steps for a in step.num_accepted)  # a group has no finished row
-    return [accepted[a] for a in range(bench.args.num_draft_tokens + 1)]
+    run = bench.run_oracle_exspec(ACCEPTANCE_BATCH_SIZE, num_draft_tokens)
+    return accepted_histogram(run.decoding, num_draft_tokens)
 
 
-def contenders(bench: Bench, repads: Mapping[str, Repad], batch_sizes: list[int]) -> Iterator[Contender]:
+def contenders(
+    bench: Bench, repads: Mapping[str, Repad], batch_sizes: list[int], num_draft_tokens: int
+) -> Iterator[Contender]:
     """Yield the reference, then at every batch size the oracle with every repad, and the engine."""
-    yield Contender("transformers", 1, bench.run_transformers)
+    yield bench.contender(TRANSFORMERS, 1)
     for batch_size in batch_sizes:
         for name, run in (("eqspec", bench.run_oracle_eqspec), ("exspec", bench.run_oracle_exspec)):
             for repad_name, repad in repads.items():
-                yield Contender(f"oracle-{name}-{repad_name}", batch_size, partial(run, batch_size, repad))
+                decode = partial(run, batch_size, num_draft_tokens, repad)
+                yield Contender(f"oracle-{name}-{repad_name}", batch_size, decode)
         for method in ("eqspec", "exspec"):
-            yield Contender(f"engine-{method}", batch_size, bench.engine_runner(batch_size, method, bench.draft))
+            yield Contender(f"engine-{method}", batch_size, bench.engine_runner(batch_size, method, num_draft_tokens))
 
 
-def step_rows(bench: Bench, repads: Mapping[str, Repad], batch_sizes: list[int], repeats: int) -> list[dict[str, Any]]:
+def step_rows(contenders: list[Contender], repeats: int) -> list[dict[str, Any]]:
     """Decode with every contender, interleaved; exit if an output differs from transformers at batch 1.
 
     Returns:
@@ -40,8 +42,8 @@ def step_rows(bench: Bench, repads: Mapping[str, Repad], batch_sizes: list[int],
         KV; assembling (oracle-exspec only) stacks a group's KV before the step and splits it afterwards.
 
     """
-    runs = measure(list(contenders(bench, repads, batch_sizes)), repeats)
-    return [_row(c, measurements) for c, measurements in runs.items() if c.name != "transformers"]
+    runs = measure(contenders, repeats)
+    return [_row(c, measurements) for c, measurements in runs.items() if c.name != TRANSFORMERS]
 
 
 def _row(contender: Contender, measurements: list[Measurement]) -> dict[str, Any]:

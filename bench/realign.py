@@ -17,11 +17,12 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from bench import report
-from bench.decoding import accepted_counts, step_rows
-from bench.engine import Bench, add_decoding_options
+from bench.contenders import Bench
+from bench.decoding import accepted_counts, contenders, step_rows
 from bench.fresh import in_fresh_process
 from bench.ladder import CPU, PUBLISHED, Shape, Step, check, draw_steps, layers_that_fit, measure, methods
 from bench.memory import extra_bytes
+from bench.workload import add_workload_options, check_workload, load
 from specdec_fast.commands.common import format_table
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import AUTO, BACKENDS, resolve
@@ -184,7 +185,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     known = [name for name, *_ in PUBLISHED] + [DEMO]
     parser = argparse.ArgumentParser(prog="python -m bench.realign", description=(__doc__ or "").split("\n")[0])
-    add_decoding_options(parser)
+    add_workload_options(parser)
+    parser.add_argument("--num-draft-tokens", type=int, default=5, metavar="K", help="per step (default: 5)")
     parser.add_argument("--shapes", type=report.names, default=known, help=f"some of {','.join(known)} (default: all)")
     parser.add_argument("--batch-sizes", type=report.integers, default=[2, 4, 8, 16, 32])
     parser.add_argument("--columns", type=int, default=512, help="length of the longest row (default: %(default)s)")
@@ -194,6 +196,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--decoding-batch-sizes", type=report.integers, default=[8, 32], help="of the decoding runs")
     report.add_report_options(parser)
     args = parser.parse_args(argv)
+    check_workload(parser, args)
     unknown = set(args.shapes) - set(known)
     if min(args.batch_sizes) < 2:
         parser.error("--batch-sizes: a batch of one row is never realigned; expected 2 or more")
@@ -207,8 +210,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     report.prepare(args)
     logging.disable_progress_bar()
-    bench = Bench(args)
-    accepted = accepted_counts(bench)
+    bench = Bench(load(args, 2 * max(args.decoding_batch_sizes)))
+    accepted = accepted_counts(bench, args.num_draft_tokens)
     if sum(count > 0 for count in accepted) < 2:
         sys.exit(
             f"the pair accepts alike in every step ({accepted}, 0 to K draft tokens), so nothing is ever realigned."
@@ -219,7 +222,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(str(error))
     for shape in tqdm(shapes(args, bench), disable=not sys.stderr.isatty()):
         ladder.run(shape)
-    steps = step_rows(bench, ladder.repads, args.decoding_batch_sizes, args.repeats)
+    decoders = contenders(bench, ladder.repads, args.decoding_batch_sizes, args.num_draft_tokens)
+    steps = step_rows(list(decoders), args.repeats)
     share = {str(b): sum((a / sum(accepted)) ** b for a in accepted) for b in args.batch_sizes}
     print(
         f"{args.columns} columns, {args.repeats} interleaved repeats, torch {torch.__version__}, "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+AUTO_DRAFT_TOKENS = "auto"  # of EngineConfig.num_draft_tokens
 
 
 def rounded(value: Any) -> Any:
@@ -26,6 +27,25 @@ def rounded(value: Any) -> Any:
 def integers(text: str) -> list[int]:
     """Parse ``2,4,8``."""
     return [int(part) for part in text.split(",")]
+
+
+def draft_tokens(text: str) -> list[int | str]:
+    """Parse ``3,5,auto``: numbers of draft tokens, or the engine's own choice."""
+    return [part if part == AUTO_DRAFT_TOKENS else _natural(part) for part in text.split(",")]
+
+
+def _natural(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected integers from 0 on, or {AUTO_DRAFT_TOKENS}")
+    return int(text)
+
+
+def probabilities(text: str) -> list[float]:
+    """Parse ``0.8,0.4,0``."""
+    values = [float(part) for part in text.split(",")]
+    if not all(0 <= value <= 1 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 0 to 1")
+    return values
 
 
 def names(text: str) -> list[str]:

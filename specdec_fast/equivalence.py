@@ -90,8 +90,13 @@ def transformers_greedy(model: PreTrainedModel, prompt_ids: list[int], max_new_t
 
 
 @torch.inference_mode()
-def transformers_greedy_batch(model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """Decode prompts together with ``generate()``, left-padded as its users do; return each one's emitted ids."""
+def transformers_greedy_batch(
+    model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, **options: Any
+) -> list[list[int]]:
+    """Decode prompts together with ``generate()``, left-padded as its users do; return each one's emitted ids.
+
+    ``options`` are handed on to ``generate()``.
+    """
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     stop_ids = eos_token_ids(model)
@@ -110,6 +115,7 @@ def transformers_greedy_batch(model: PreTrainedModel, prompts: list[list[int]], 
         top_k=None,
         top_p=None,
         pad_token_id=pad,
+        **options,
     )
     emitted = sequences[:, longest:].tolist()
     return [cut_emission(tokens, stop_ids, max_new_tokens)[0] for tokens in emitted]

@@ -1,42 +1,413 @@
-"""The benchmark itself: it ends in one JSON line, and reports no speed when an output is wrong."""
+"""The benchmark of whole runs: what it measures, what its figures mean, and no speed when an output is wrong."""
 
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
 from bench import engine as bench
-from specdec_fast import Engine
+from bench import report
+from bench.contenders import METHODS, Bench
+from bench.measurement import (
+    Contender,
+    Measurement,
+    accepted_histogram,
+    equal_length_steps,
+    grouping_rate,
+    measure,
+)
+from bench.pairs import PAIRS, random_pair, random_prompts
+from bench.summary import STAGES, latency_percentiles, stage_shares, summarise
+from bench.workload import Workload, load
+from specdec_fast import DecodingStats, Engine, oracle
 
-METHODS = ["plain", "oracle-eqspec", "oracle-exspec", "eqspec", "exspec"]
+CPU = torch.device("cpu")
+SMOKE = ["--pair", "smoke", "--prompt-tokens", "5", "--max-new-tokens", "8", "--repeats", "1"]
+DEFAULT = [
+    "autoregressive",
+    "eqspec",
+    "exspec",
+    "oracle-eqspec",
+    "oracle-exspec",
+    "transformers",
+    "transformers-assisted",
+]
 
 
 @pytest.fixture
-def arguments(tmp_path):
+def demo(tmp_path):
+    """Options that decode three prompts with the bundled pair."""
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One day"}\n{"prompt_ids": [0, 70, 71]}\n{"prompt": "Sums: 3"}\n')
-    return ["--prompts", str(path), "--batch-sizes", "2", "--repeats", "1", "--max-new-tokens", "6"]
+    return ["--prompts", str(path), "--batch-sizes", "2", "--repeats", "1", "--max-new-tokens", "16"]
 
 
-def test_last_line_is_the_report(arguments, capsys):
-    bench.main(arguments)
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["method"] for row in report["rows"]] == ["transformers", *METHODS]
-    assert all(row["tokens_per_second"] > 0 for row in report["rows"])
-    moved = {row["method"]: row["moved_megabytes"] for row in report["rows"]}
-    assert moved["eqspec"] == moved["exspec"] == 0
+def run(capsys, options):
+    """Run the command; return its tables and its last line."""
+    bench.main(options)
+    *text, last = capsys.readouterr().out.splitlines()
+    return "\n".join(text), json.loads(last)
 
 
-def test_no_speed_when_an_output_is_wrong(arguments, capsys, monkeypatch):
-    original = Engine.generate
+def workload(count=5, new_tokens=12, dtype=torch.float32):
+    target, draft = random_pair(PAIRS["smoke"], dtype, CPU)
+    return Workload("smoke", target, draft, random_prompts(count, 5, 97), new_tokens)
 
-    def wrong(self, *args, **kwargs):
-        outputs = original(self, *args, **kwargs)
-        outputs[1].token_ids[-1] += 1
-        return outputs
 
-    monkeypatch.setattr(Engine, "generate", wrong)
-    with pytest.raises(SystemExit, match="plain at batch 2: 1 outputs differ"):
-        bench.main(arguments)
+# A whole run
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bench") / "out.json"
+    bench.main([*SMOKE, "--batch-sizes", "1,3", "--num-draft-tokens", "2,4", "--json", str(path)])
+    return json.loads(path.read_text())
+
+
+def test_every_method_at_every_batch_with_every_k(smoke):
+    got = [(row["batch_size"], row["method"], row["num_draft_tokens"]) for row in smoke["rows"]]
+    wanted = []
+    for batch_size in (1, 3):
+        for method in DEFAULT:
+            if method != "transformers-assisted" or batch_size == 1:
+                wanted += [(batch_size, method, k) for k in ([2, 4] if "spec" in method or "ass" in method else [None])]
+    assert got == wanted
+    assert (smoke["reference"], smoke["prompts"], smoke["pair"]) == ("transformers", 6, "smoke")
+    assert smoke["ignore_eos"] is True
+
+
+def test_figures_of_a_run_agree_with_each_other(smoke):
+    num_tokens = smoke["prompts"] * smoke["max_new_tokens"]
+    for row in smoke["rows"]:
+        assert row["tokens_per_second"] > 0
+        assert row["equal_share"] == 1
+        if row["latency_seconds"]:
+            p50, p90, p99 = (row["latency_seconds"][p] for p in ("p50", "p90", "p99"))
+            assert 0 < p50 <= p90 <= p99 <= 1.001 * num_tokens / row["tokens_per_second"]
+        if row["stage_shares"]:
+            assert list(row["stage_shares"]) == list(STAGES)
+            assert sum(row["stage_shares"].values()) == pytest.approx(1, abs=2e-3)
+            assert 0 < row["stage_shares"]["host"] < 0.5
+            counts = row["accepted_histogram"]
+            assert len(counts) == (row["num_draft_tokens"] or 0) + 1
+            accepted = sum(a * count for a, count in enumerate(counts))
+            assert row["mean_acceptance_length"] == pytest.approx(1 + accepted / sum(counts), rel=1e-3)
+            assert accepted + sum(counts) >= num_tokens, "every step emits what it accepted and one token more"
+        else:
+            assert row["method"].startswith("transformers")
+
+
+def test_speedups_stand_where_both_were_run(smoke):
+    for row in smoke["rows"]:
+        assert row["speedup_over_plain"] > 0
+        assert (row["speedup_over_oracle"] is None) == (row["method"] not in ("eqspec", "exspec"))
+        if row["method"] == "autoregressive":
+            assert row["speedup_over_plain"] == 1
+            assert (row["speedup_over_plain_batch_1"] == 1) == (row["batch_size"] == 1)
+        if row["method"] == "transformers":
+            assert row["speedup_over_transformers"] == 1
+
+
+def test_kv_belongs_to_the_engine_and_moving_it_to_the_oracle(smoke):
+    # 5 + 8 - 1 positions are one page of 16; numbers of a position: 2 layers x 2 x 2 heads x 16, and 1 x 2 x 1 x 16
+    target, draft = 16 * 4 * 128, 16 * 4 * 32
+    kv_bytes = {(row["method"], row["batch_size"]): row["kv_bytes"] for row in smoke["rows"]}
+    assert kv_bytes["autoregressive", 3] == 3 * target
+    assert kv_bytes["eqspec", 1] == target + draft
+    assert kv_bytes["eqspec", 3] == 3 * (target + draft)
+    assert kv_bytes["exspec", 3] == 6 * (target + draft), "its window is two batches"
+    assert kv_bytes["oracle-eqspec", 3] is kv_bytes["transformers", 3] is None
+    for row in smoke["rows"]:
+        if row["method"] in ("eqspec", "exspec", "autoregressive"):
+            assert row["moved_bytes"] == 0
+            assert 0 <= row["grouping_rate"] <= 1
+        assert (row["equal_length_steps"] is None) == row["method"].startswith("transformers")
+
+
+def test_demo_pair_prints_tables_and_ends_in_the_report(demo, capsys):
+    text, result = run(capsys, demo)
+    rows = {row["method"]: row for row in result["rows"]}
+    assert list(rows) == DEFAULT[:-1], "assisted generation has batch 1 only, and is left out at others"
+    assert rows["oracle-eqspec"]["moved_bytes"] > 0 == rows["eqspec"]["moved_bytes"]
+    assert rows["eqspec"]["mean_acceptance_length"] > 1.5
+    assert rows["eqspec"]["speedup_over_plain_batch_1"] is None
+    for column in ("x plain", "x same oracle", "x transformers", "P99 s", "outside forwards", "MB of KV", "grouped"):
+        assert column in text
+    assert "3 prompts of 3 to" in text
+
+
+def test_replayed_acceptances_share_an_engine(capsys, monkeypatch):
+    made = []
+    monkeypatch.setattr("bench.contenders.Engine", lambda *args, **kw: made.append(args) or Engine(*args, **kw))
+    options = ["--acceptance", "1,0", "--batch-sizes", "2", "--num-draft-tokens", "3"]
+    text, result = run(capsys, [*SMOKE, *options])
+    rows = {(row["method"], row["acceptance"]): row for row in result["rows"]}
+    drafting = [(method, p) for method in ("eqspec", "exspec") for p in (1.0, 0.0)]
+    assert list(rows) == [("autoregressive", None), *drafting, ("transformers", None)]
+    assert rows["eqspec", 0.0]["mean_acceptance_length"] == 1
+    assert rows["eqspec", 1.0]["mean_acceptance_length"] == 4, "8 tokens are two full steps"
+    assert "replayed" in text
+    assert len(made) == 4, "plain for the transcripts and for batch 2, eqspec, exspec"
+    assert len({id(args[0]) for args in made}) == len({id(args[1]) for args in made if args[1] is not None}) == 1
+
+
+def test_plot(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "out.png"
+    run(capsys, [*SMOKE, "--methods", "autoregressive,eqspec", "--batch-sizes", "1,2", "--plot", str(path)])
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# The gate
+
+
+def wrong_stream(self, *args, **kwargs):
+    """What the engine streams, with one token of the second prompt another one."""
+    for chunk in STREAM(self, *args, **kwargs):
+        last = chunk.index == 1 and chunk.finish_reason is not None
+        yield replace(chunk, token_ids=[*chunk.token_ids[:-1], chunk.token_ids[-1] + 1]) if last else chunk
+
+
+STREAM = Engine.stream
+
+
+def test_no_speed_when_an_output_of_the_engine_is_wrong(demo, capsys, monkeypatch):
+    monkeypatch.setattr(Engine, "stream", wrong_stream)
+    with pytest.raises(SystemExit, match="autoregressive at batch 2: 1 outputs differ from transformers at batch 1"):
+        bench.main(demo)
     assert "tokens/s" not in capsys.readouterr().out
+
+
+def wrong_oracle(*args, **kwargs):
+    run = EQSPEC(*args, **kwargs)
+    run.outputs[0][-1] += 1
+    return run
+
+
+EQSPEC = oracle.eqspec
+
+
+def test_a_wrong_oracle_ends_it_in_fp32_and_is_told_in_bf16(capsys, monkeypatch):
+    monkeypatch.setattr(oracle, "eqspec", wrong_oracle)
+    options = [*SMOKE, "--batch-sizes", "2", "--methods", "oracle-eqspec,eqspec"]
+    with pytest.raises(SystemExit, match="oracle-eqspec, K 5 at batch 2: 2 outputs differ"):  # of two batches
+        bench.main(options)
+    assert "tokens/s" not in capsys.readouterr().out
+    text, result = run(capsys, [*options, "--dtype", "bfloat16"])
+    assert result["reference"] == "autoregressive"
+    equal = {row["method"]: (row["equal_share"], row["gated"]) for row in result["rows"]}
+    assert equal == {"oracle-eqspec": (0.5, False), "eqspec": (1.0, True)}
+    assert "50.0%*" in text
+
+
+def test_who_is_held_to_the_reference():
+    gated = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        contenders = Bench(workload(dtype=dtype)).contenders(list(METHODS), [1, 2], [3], [None])
+        gated[dtype] = {(c.name, c.batch_size) for c in contenders if c.gated}
+    engine = {(m, b) for m in ("autoregressive", "autoregressive-exspec", "eqspec", "exspec") for b in (1, 2)}
+    oracles = {(m, b) for m in ("oracle-eqspec", "oracle-exspec") for b in (1, 2)}
+    assert gated[torch.float32] == engine | oracles | {("transformers", 1), ("transformers-assisted", 1)}
+    assert gated[torch.bfloat16] == engine
+
+
+def test_reference_is_measured_once_where_it_is_asked_for():
+    bench_of = {dtype: Bench(workload(dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)}
+    for dtype, name in ((torch.float32, "transformers"), (torch.bfloat16, "autoregressive")):
+        contenders = list(bench_of[dtype].contenders(["eqspec", "transformers", "autoregressive"], [2, 1], [3], [None]))
+        reference = bench_of[dtype].reference(contenders)
+        assert (reference.name, reference.batch_size) == (name, 1)
+        assert reference in contenders
+        other = bench_of[dtype].reference([c for c in contenders if c is not reference])
+        assert (other.name, other.batch_size) == (name, 1)
+
+
+def scripted(name, *outputs, gated=True):
+    """A contender that emits ``outputs``, run after run."""
+    ran = iter(outputs)
+    return Contender(name, 1, lambda: Measurement(next(ran), 1.0, {}, 0, 1), gated=gated)
+
+
+def test_warm_up_is_not_measured_but_held_to_the_reference():
+    right, wrong = [[1], [2]], [[1], [3]]
+    with pytest.raises(SystemExit, match="b at batch 1: 1 outputs differ from a"):
+        measure([scripted("a", right, right), scripted("b", wrong, right)], 1)
+    with pytest.raises(SystemExit, match="b at batch 1: 1 outputs differ from a"):
+        measure([scripted("a", right, right), scripted("b", right, wrong)], 1)
+    told = scripted("b", right, wrong, right, gated=False)
+    runs = measure([told], 2, reference=scripted("a", right))
+    assert [m.equal_share for m in runs[told]] == [0.5, 1.0]
+
+
+# What the figures are
+
+
+def measurement(seconds=1.0, outputs=((0,) * 10,), **fields):
+    return Measurement([list(o) for o in outputs], seconds, fields.pop("stages", {}), 0, 1, **fields)
+
+
+def test_latency_percentiles():
+    hundred = [float(i) for i in range(1, 102)]  # 1 to 101: the n-th percentile is n + 1
+    found = latency_percentiles([measurement(latencies=[x + shift for x in hundred]) for shift in (0, 7, 1)])
+    assert found == {"p50": 52, "p90": 92, "p99": 101}  # of the repeat that is the median: shifted by 1
+    assert latency_percentiles([measurement(latencies=[0.25])]) == {"p50": 0.25, "p90": 0.25, "p99": 0.25}
+    assert latency_percentiles([measurement()]) is None
+
+
+def test_host_is_what_no_stage_covers():
+    stages = [{"prefill": 1.0, "verify": 2.0}, {"prefill": 3.0, "verify": 4.0}, {"prefill": 2.0, "verify": 2.0}]
+    shares = stage_shares([measurement(10.0, stages=s) for s in stages])
+    assert shares["prefill"] == 0.2
+    assert shares["verify"] == 0.2
+    assert shares["host"] == pytest.approx(0.6)
+    assert stage_shares([measurement()]) is None
+
+
+def test_grouping_rate():
+    steps = [[5, 5, 7], [6], [8, 8, 9, 9], [1, 2, 3]]  # 2 + 0 + 4 + 0 of 11
+    assert grouping_rate(steps) == 6 / 11
+    assert equal_length_steps([[5, 5], [6], [8, 9]]) == pytest.approx(2 / 3)
+    assert grouping_rate([]) == equal_length_steps([]) == 0
+
+
+def test_grouping_is_seen_before_each_step():
+    """Nothing is accepted, so prompts of one length stay of one length, and others never meet."""
+    for prompts, rate in (([[1, 2]] * 4, 1.0), ([[1, 2], [1, 2, 3], [4], [5, 6, 7, 8]], 0.0)):
+        base = replace(workload(), prompts=prompts)
+        assert Bench(base).contender("eqspec", 4, 3, 0.0).run().grouping_rate == rate
+
+
+def test_histogram_of_accepted_tokens():
+    stats, counted, draws = DecodingStats(), Counter(), random.Random(0)
+    for _ in range(200):
+        drafted = draws.randint(0, 5)
+        accepted = draws.randint(0, drafted)
+        stats.record(drafted, accepted, accepted + 1)
+        counted[accepted] += 1
+    assert accepted_histogram(stats, 5) == [counted[a] for a in range(6)]
+    assert accepted_histogram(stats, 7) == [*(counted[a] for a in range(6)), 0, 0]
+    assert accepted_histogram(stats, 0) == [counted[a] for a in range(6)], "K auto: as wide as what was drafted"
+
+
+def test_speedups_are_medians_of_ratios_within_a_repeat():
+    def contender(name, batch_size, k=None, acceptance=None):
+        return Contender(name, batch_size, lambda: None, k, acceptance)
+
+    runs = {
+        contender("autoregressive", 1): [measurement(8.0), measurement(8.0), measurement(8.0)],
+        contender("autoregressive", 4): [measurement(4.0), measurement(2.0), measurement(4.0)],
+        contender("oracle-eqspec", 4, 5): [measurement(3.0), measurement(3.0), measurement(3.0)],
+        contender("oracle-eqspec", 4, 3): [measurement(9.0), measurement(9.0), measurement(9.0)],
+        contender("transformers", 4): [measurement(5.0, [(0,) * 5])] * 3,  # half of the tokens: they count, not the run
+        contender("eqspec", 4, 5): [measurement(1.0), measurement(1.0), measurement(2.0)],
+        contender("eqspec", 4, 5, 0.8): [measurement(1.0)] * 3,
+        contender("eqspec", 8, 5): [measurement(1.0)] * 3,
+    }
+    *_, row, replayed, alone = summarise(runs)
+    assert row["tokens_per_second"] == 10
+    assert row["speedup_over_plain"] == 2  # of 4, 2 and 2
+    assert row["speedup_over_plain_batch_1"] == 8
+    assert row["speedup_over_oracle"] == 3
+    assert row["speedup_over_transformers"] == 10
+    assert replayed["speedup_over_plain"] == 4
+    assert replayed["speedup_over_oracle"] is None, "the oracle ran the draft as it is"
+    assert alone["speedup_over_plain"] is alone["speedup_over_transformers"] is None
+    assert alone["speedup_over_plain_batch_1"] == 8
+
+
+# How methods are run
+
+
+def test_engine_gives_its_kv_back_between_runs_and_finds_it_made():
+    contender = Bench(workload()).contender("exspec", 2, 3)
+    runner = contender.run
+    first, second = runner(), runner()
+    assert runner.engine.pool is runner.drafter.pool is None
+    assert (first.outputs, first.kv_bytes) == (second.outputs, second.kv_bytes)
+    seen = []
+    stream = runner.engine.stream
+    runner.engine.stream = lambda *args: seen.append((runner.engine.pool, runner.drafter.pool)) or stream(*args)
+    runner()
+    assert all(pool is not None for pool in seen[0]), "made before the time runs"
+
+
+def test_batches_of_transformers_end_together():
+    run = Bench(workload()).contender("transformers", 2).run()
+    a, b, c, d, e = run.latencies
+    assert a == b < c == d < e == run.seconds
+
+
+def test_assisted_generation_drafts_as_many_as_asked(target, draft, tokenizer):
+    bundled = Workload(
+        "demo", target, draft, [tokenizer("Repeat 6 times: plum fig.\n1. plum fig\n2. plum").input_ids], 20
+    )
+    forwards = []
+    hook = target.register_forward_hook(lambda *args: forwards.append(1))
+    counted, outputs = {}, []
+    for k in (1, 6):
+        forwards.clear()
+        outputs.append(Bench(bundled).contender("transformers-assisted", 1, k).run().outputs)
+        counted[k] = len(forwards)
+    hook.remove()
+    assert outputs == [Bench(bundled).contender("transformers", 1).run().outputs] * 2
+    assert 0 < counted[6] < counted[1] / 2, "the more are drafted, the fewer verifications"
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_ignored_eos_ends_no_text(tmp_path, ignore):
+    path = tmp_path / "early.jsonl"  # it ends after ten tokens
+    prompt = "Items: owl, green, hen, box, grey, key.\nReversed: key, grey, box, hen, green, owl.\nSorted: box, green,"
+    path.write_text(json.dumps({"prompt": prompt}))
+    options = ["--prompts", str(path), "--max-new-tokens", "16", *(["--ignore-eos"] if ignore else [])]
+    found = Bench(load(bench.parse_args(options), 0)).contenders(DEFAULT, [1], [5], [None])
+    lengths = {contender.name: [len(tokens) for tokens in contender.run().outputs] for contender in found}
+    assert lengths == {name: [16 if ignore else 10] for name in DEFAULT}
+
+
+# The command line
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("5", [5]), ("0,3,auto", [0, 3, "auto"]), ("auto", ["auto"])])
+def test_numbers_of_draft_tokens(text, wanted):
+    args = bench.parse_args(["--num-draft-tokens", text])
+    assert args.num_draft_tokens == wanted == report.draft_tokens(text)
+
+
+def test_only_the_engine_is_asked_for_auto(monkeypatch):
+    monkeypatch.setattr(Bench, "_runner", lambda self, *args: lambda: None)
+    found = Bench(workload()).contenders(DEFAULT, [1], ["auto", 0, 3], [None])
+    asked = {}
+    for contender in found:
+        asked.setdefault(contender.name, []).append(contender.num_draft_tokens)
+    assert asked["eqspec"] == asked["exspec"] == ["auto", 0, 3]
+    assert asked["oracle-eqspec"] == asked["oracle-exspec"] == asked["transformers-assisted"] == [3]
+    assert asked["autoregressive"] == asked["transformers"] == [None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num-draft-tokens", "5,many"], "'many': expected integers from 0 on, or auto"),
+        (["--num-draft-tokens", "-1"], "expected"),
+        (["--acceptance", "0.5,1.5"], "expected numbers from 0 to 1"),
+        (["--methods", "eqspec,vllm"], "--methods: vllm; expected some of autoregressive"),
+        (["--acceptance", "0.8", "--methods", "oracle-eqspec,eqspec"], "--acceptance: oracle-eqspec would run"),
+        (["--acceptance", "0", "--methods", "transformers-assisted"], "cannot be replayed there"),
+        (["--repeats", "0"], "expected 1 or more"),
+    ],
+)
+def test_options_that_cannot_be_served(options, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_args(options)
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_to_run_is_said(capsys):
+    options = [*SMOKE, "--methods", "transformers-assisted", "--batch-sizes", "2"]
+    with pytest.raises(SystemExit, match="transformers-assisted cannot be run with these"):
+        bench.main(options)

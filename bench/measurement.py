@@ -1,0 +1,141 @@
+"""Whole decoding runs, interleaved and held against a reference: what every one of them is measured by."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+from tqdm import tqdm
+
+from specdec_fast import DecodingStats
+
+Tokens = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One run of one contender over all prompts; None stands for what it cannot tell.
+
+    Attributes:
+        outputs: emitted ids, in the order of the prompts.
+        seconds: from the call to its last token.
+        stage_seconds: host's wall-clock time per stage; empty for transformers.
+        moved_bytes: KV moved to realign rows; the engine moves none.
+        num_steps: steps of the whole run (for transformers: tokens).
+        decoding: acceptance counts.
+        latencies: seconds from the call to each request's last token. All requests arrive with the call. In a fixed
+            batch (transformers, oracle-eqspec) the caller has a token when the batch has ended.
+        outside_forwards: share of the engine's steps that is spent outside of all model forwards, prefill left out
+            but for what is around its forwards.
+        kv_bytes: of the engine's page pools, target's and draft's.
+        grouping_rate: share of the engine's sequence-steps whose batch held another sequence of equal length before
+            the step.
+        equal_length_steps: share of steps before which all sequences of the batch had one length; in the oracle these
+            are the steps that exspec need not realign.
+        equal_share: share of outputs that are the reference's, every token.
+
+    """
+
+    outputs: Tokens
+    seconds: float
+    stage_seconds: dict[str, float]
+    moved_bytes: int
+    num_steps: int
+    decoding: DecodingStats | None = None
+    latencies: list[float] | None = None
+    outside_forwards: float | None = None
+    kv_bytes: int | None = None
+    grouping_rate: float | None = None
+    equal_length_steps: float | None = None
+    equal_share: float = 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens of all requests over the whole time, prefill included."""
+        return sum(map(len, self.outputs)) / self.seconds
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that decodes all prompts.
+
+    Attributes:
+        name: of the method.
+        batch_size: sequences decoded together at most.
+        run: does it.
+        num_draft_tokens: K or ``"auto"``; None where the method drafts nothing, or all contenders share one K.
+        acceptance: probability that a replayed draft token is the target's own; None where a draft is not replayed.
+        gated: whether an output that differs from the reference's ends the benchmark.
+
+    """
+
+    name: str
+    batch_size: int
+    run: Callable[[], Measurement]
+    num_draft_tokens: int | str | None = None
+    acceptance: float | None = None
+    gated: bool = True
+
+    @property
+    def label(self) -> str:
+        """What messages and plots call it."""
+        k = "" if self.num_draft_tokens is None else f", K {self.num_draft_tokens}"
+        return self.name + k + ("" if self.acceptance is None else f", acceptance {self.acceptance:g}")
+
+
+Runs = dict[Contender, list[Measurement]]
+
+
+def measure(contenders: list[Contender], repeats: int, reference: Contender | None = None) -> Runs:
+    """Run every contender once unmeasured, then ``repeats`` times in turn; exit if a gated output differs.
+
+    Args:
+        contenders: in the order of each turn.
+        repeats: measured runs of each.
+        reference: whose outputs are the right ones: run once, first. None takes the first contender.
+
+    """
+    reference = reference or contenders[0]
+    warm_up = [reference, *(contender for contender in contenders if contender is not reference)]
+    runs: Runs = {contender: [] for contender in contenders}
+    expected: Tokens = []
+    turns = [*warm_up, *(contender for _ in range(repeats) for contender in contenders)]
+    for i, contender in enumerate(tqdm(turns, disable=not sys.stderr.isatty())):
+        measurement = contender.run()
+        expected = expected if i else measurement.outputs
+        differing = sum(a != b for a, b in zip(measurement.outputs, expected, strict=True))
+        if differing and contender.gated:
+            sys.exit(
+                f"{contender.label} at batch {contender.batch_size}: {differing} outputs differ from "
+                f"{reference.label} at batch {reference.batch_size}; no speed is reported."
+            )
+        if i >= len(warm_up):
+            runs[contender].append(replace(measurement, equal_share=1 - differing / max(1, len(expected))))
+    return runs
+
+
+def accepted_histogram(decoding: DecodingStats, num_draft_tokens: int) -> list[int]:
+    """Return, at index a, how many sequence-steps accepted a draft tokens (0 to K, or to the most ever drafted)."""
+    at_least = np.zeros(max(num_draft_tokens, len(decoding.accepted_per_position)) + 2, np.int64)
+    at_least[0] = decoding.num_steps
+    at_least[1 : 1 + len(decoding.accepted_per_position)] = decoding.accepted_per_position
+    return (-np.diff(at_least)).tolist()
+
+
+def grouping_rate(steps: Collection[list[int]]) -> float:
+    """Return the share of sequence-steps with another sequence of equal length beside them.
+
+    Args:
+        steps: the lengths of each step's sequences before it.
+
+    """
+    together = sum(count for lengths in steps for count in Counter(lengths).values() if count > 1)
+    return together / max(1, sum(map(len, steps)))
+
+
+def equal_length_steps(steps: Collection[list[int]]) -> float:
+    """Return the share of steps before which all sequences had one length; a lone sequence has."""
+    return sum(len(set(lengths)) == 1 for lengths in steps) / max(1, len(steps))
