@@ -107,8 +107,8 @@ class EngineRunner:
 class Bench:
     """The models and prompts of one benchmark, and every way to decode them. Models are loaded once for all."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
+    def __init__(self, workload: Workload, deterministic: bool = True) -> None:
+        self.workload, self.deterministic = workload, deterministic
         self.target, self.draft, self.prompts = workload.target, workload.draft, workload.prompts
         self.limits = oracle.Limits(workload.max_new_tokens, eos_token_ids(self.target))
         self.engine = cache(self._engine)
@@ -234,7 +234,8 @@ class Bench:
     def _engine(self, batch_size: int, method: str, num_draft_tokens: int | str | None) -> tuple[Engine, Drafter]:
         draft, k = (None, {}) if method in PLAIN_METHODS else (self.draft, {"num_draft_tokens": num_draft_tokens})
         scheduler = PLAIN_METHODS.get(method, method)
-        engine = Engine(self.target, draft, method=scheduler, max_batch_size=batch_size, **k)
+        options = {"max_batch_size": batch_size, "deterministic": self.deterministic, **k}
+        engine = Engine(self.target, draft, method=scheduler, **options)
         return engine, engine.drafter
 
     @cached_property

@@ -20,7 +20,7 @@ from bench.device import full_precision
 from bench.measurement import Contender, measure
 from bench.summary import print_tables, summarise
 from bench.workload import add_workload_options, check_workload, load
-from specdec_fast.errors import ConfigError
+from specdec_fast.errors import SpecDecError
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,6 +39,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=report.probabilities,
         metavar="P,P",
         help="replay the target's own tokens with these probabilities in place of what the draft model proposes",
+    )
+    parser.add_argument(
+        "--no-deterministic", action="store_true", help="do not pad the engine's forwards; the gate stays as it is"
     )
     report.add_report_options(parser)
     parser.set_defaults(repeats=3)
@@ -77,13 +80,13 @@ def main(argv: list[str] | None = None) -> None:
     full_precision()
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # assisted generation warns of what it does itself
-    workload = load(args, 2 * max(args.batch_sizes))
-    bench = Bench(workload)
     try:
+        workload = load(args, 2 * max(args.batch_sizes))
+        bench = Bench(workload, deterministic=not args.no_deterministic)
         contenders = make_contenders(bench, args)
-    except ConfigError as error:
+        reference = bench.reference(contenders)
+    except SpecDecError as error:
         sys.exit(str(error))
-    reference = bench.reference(contenders)
     rows = summarise(measure(contenders, args.repeats, reference))
     print(
         f"{workload.name}, {len(workload.prompts)} prompts of {min(map(len, workload.prompts))} to "
@@ -102,6 +105,7 @@ def main(argv: list[str] | None = None) -> None:
         "max_new_tokens": args.max_new_tokens,
         "ignore_eos": args.ignore_eos,
         "dtype": args.dtype,
+        "deterministic": not args.no_deterministic,
         "repeats": args.repeats,
         "reference": reference.label,
         "rows": rows,

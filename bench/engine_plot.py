@@ -50,4 +50,4 @@ def _draw_stages(axis: Any, rows: list[Row]) -> None:
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axis.invert_yaxis()
     axis.set(xlabel="share of time, largest batch", xlim=(0, 1))
-    axis.legend(fontsize="small", loc="lower right")
+    axis.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)

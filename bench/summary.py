@@ -126,7 +126,7 @@ def _speeds(row: Row) -> tuple[str, ...]:
     over = ("plain", "plain_batch_1", "oracle", "transformers")
     latency = row["latency_seconds"] or {}
     return (
-        f"{row['tokens_per_second']:.0f}",
+        f"{row['tokens_per_second']:.1f}",
         *(_shown(row[f"speedup_over_{other}"], ".2f") for other in over),
         _shown(row["mean_acceptance_length"], ".2f"),
         *(_shown(latency.get(f"p{p}"), ".2f") for p in PERCENTILES),

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from bench import report
 from bench.pairs import DEMO, PAIRS, random_pair, random_prompts
 from specdec_fast.assets import demo_pair
-from specdec_fast.commands.common import read_prompts
+from specdec_fast.commands.common import PromptLine, read_prompts
 from specdec_fast.loading import load_model
 from specdec_fast.text import load_tokenizer
 
@@ -94,7 +94,8 @@ def load(args: argparse.Namespace, num_random: int) -> Workload:
     if file is None:
         prompts = random_prompts(args.num_prompts or num_random, args.prompt_tokens, PAIRS[args.pair].vocab_size)
     else:
-        prompts = _read(file, tokenizer, args.num_prompts or None)
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        prompts = [_encode(line, tokenizer, vocab_size) for line in read_prompts(file)[: args.num_prompts or None]]
     fitting = [p for p in prompts if len(p) + args.max_new_tokens <= _positions(target) + 1]  # the last is never fed
     if not fitting:
         sys.exit(f"no prompt leaves room for {args.max_new_tokens} new tokens in the target's {_positions(target)}.")
@@ -106,13 +107,14 @@ def _positions(model: PreTrainedModel) -> int:
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
 
 
-def _read(path: Path, tokenizer: Any | None, count: int | None) -> list[list[int]]:
-    prompts = []
-    for line in read_prompts(path)[:count]:
-        problem = line.problem
-        if isinstance(line.prompt, str) and tokenizer is None:
-            problem = "text, but the pair has no tokenizer; expected prompt_ids"
-        if problem:
-            sys.exit(f"{path.name}, line {line.number}: {problem}")
-        prompts.append(tokenizer(line.prompt).input_ids if isinstance(line.prompt, str) else line.prompt)
-    return prompts
+def _encode(line: PromptLine, tokenizer: Any | None, vocab_size: int) -> list[int]:
+    problem, prompt = line.problem, line.prompt
+    if isinstance(prompt, str) and tokenizer is None:
+        problem = "text, but the pair has no tokenizer; expected prompt_ids"
+    if problem is None:
+        prompt = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
+            problem = f"expected at least one token, of 0 to {vocab_size - 1}"
+    if problem:
+        sys.exit(f"--prompts, line {line.number}: {problem}")
+    return prompt

@@ -407,6 +407,17 @@ def test_options_that_cannot_be_served(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_determinism_can_be_left_out():
+    for deterministic in (True, False):
+        engine = Bench(workload(), deterministic=deterministic).contender("eqspec", 2, 3).run.engine
+        assert engine.describe()["deterministic"] is deterministic
+
+
+def test_a_pair_that_cannot_be_run_is_explained(demo):
+    with pytest.raises(SystemExit, match=r"cannot load 'nowhere' \(there is no such folder\)"):
+        bench.main([*demo, "--target", "nowhere", "--draft", "nowhere"])
+
+
 def test_nothing_to_run_is_said(capsys):
     options = [*SMOKE, "--methods", "transformers-assisted", "--batch-sizes", "2"]
     with pytest.raises(SystemExit, match="transformers-assisted cannot be run with these"):

@@ -107,10 +107,18 @@ def test_a_random_pair_draws_its_prompts():
 def test_a_random_pair_has_no_words(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt_ids": [1, 2]}\n{"prompt": "text"}\n')
-    with pytest.raises(SystemExit, match=r"in\.jsonl, line 2: text, but the pair has no tokenizer"):
+    with pytest.raises(SystemExit, match="line 2: text, but the pair has no tokenizer"):
         load(options("--pair", "smoke", "--prompts", str(path)), 1)
     args = options("--pair", "smoke", "--prompts", str(path), "--num-prompts", "1")
     assert load(args, 9).prompts == [[1, 2]]
+
+
+@pytest.mark.parametrize("line", ['{"prompt_ids": []}', '{"prompt_ids": [97]}', '{"prompt_ids": [-1]}', "{}"])
+def test_prompts_that_are_none(tmp_path, line):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt_ids": [96]}\n' + line + "\n")
+    with pytest.raises(SystemExit, match="--prompts, line 2: expected"):
+        load(options("--pair", "smoke", "--prompts", str(path)), 1)
 
 
 @pytest.mark.parametrize(
