@@ -105,11 +105,12 @@ class ForwardMeter:
     def __enter__(self) -> ForwardMeter:
         for model in self._models:
             model.forward = self._timed(model.forward)  # type: ignore[method-assign]
+            model.draft = self._timed(model.draft)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:
         for model in self._models:
-            del model.forward  # the class's own again
+            del model.forward, model.draft  # the class's own again
 
     def seconds(self) -> float:
         """Return the sum over all forwards so far."""

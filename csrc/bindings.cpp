@@ -11,6 +11,7 @@
 
 #include "append_kv.h"
 #include "compact_kv.h"
+#include "drafting.h"
 #include "linear.h"
 #include "paged_attention.h"
 #include "philox.h"
@@ -27,18 +28,20 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// `sampling`: its arrays in the order of specdec::Sampling, none for greedy decoding.
+// `addresses`: of its arrays in the order of specdec::Sampling, none for greedy decoding.
+specdec::Sampling sampling_at(const std::vector<std::uintptr_t>& addresses) {
+  if (addresses.empty()) return {};
+  return {pointer<const double>(addresses.at(0)),       pointer<const std::int32_t>(addresses.at(1)),
+          pointer<const double>(addresses.at(2)),       pointer<const double>(addresses.at(3)),
+          pointer<const double>(addresses.at(4)),       pointer<const std::int64_t>(addresses.at(5)),
+          pointer<const std::int64_t>(addresses.at(6)), pointer<const std::int64_t>(addresses.at(7)),
+          pointer<const std::int32_t>(addresses.at(8))};
+}
+
 void verify_chain(std::uintptr_t logits, int dtype, std::array<std::int64_t, 3> shape, std::uintptr_t token_ids,
                   std::uintptr_t cu_seqlens, std::int64_t batch_size, const std::vector<std::uintptr_t>& sampling,
                   std::array<std::uintptr_t, 3> results, int num_threads) {
-  specdec::Sampling rules{};
-  if (!sampling.empty()) {
-    rules = {pointer<const double>(sampling.at(0)),       pointer<const std::int32_t>(sampling.at(1)),
-             pointer<const double>(sampling.at(2)),       pointer<const double>(sampling.at(3)),
-             pointer<const double>(sampling.at(4)),       pointer<const std::int64_t>(sampling.at(5)),
-             pointer<const std::int64_t>(sampling.at(6)), pointer<const std::int64_t>(sampling.at(7)),
-             pointer<const std::int32_t>(sampling.at(8))};
-  }
+  const specdec::Sampling rules = sampling_at(sampling);
   const specdec::VerifyChainArgs args{pointer<const void>(logits),
                                       static_cast<specdec::DType>(dtype),
                                       shape[0],
@@ -137,6 +140,42 @@ specdec::Operand operand(const OperandTuple& t) {
           std::get<6>(t)};
 }
 
+using Addresses = std::array<std::uintptr_t, 10>;
+using ForwardSizes = std::array<std::int64_t, 8>;
+
+// In the order of specdec_fast/ops/cpp_program.py.
+specdec::Forward forward(const Addresses& at, const ForwardSizes& sizes) {
+  return {sizes[0],
+          sizes[1],
+          pointer<const std::int64_t>(at[0]),
+          pointer<const std::int64_t>(at[1]),
+          pointer<const std::int64_t>(at[2]),
+          pointer<const std::int32_t>(at[3]),
+          pointer<const std::int32_t>(at[4]),
+          pointer<const std::int32_t>(at[5]),
+          pointer<const std::int32_t>(at[6]),
+          sizes[2],
+          sizes[3],
+          pointer<const std::int32_t>(at[7]),
+          sizes[4],
+          pointer<char>(at[8]),
+          sizes[5],
+          sizes[6],
+          pointer<void>(at[9]),
+          static_cast<int>(sizes[7])};
+}
+
+void draft(specdec::Program& program, const std::vector<std::pair<Addresses, ForwardSizes>>& forwards,
+           const std::array<std::int64_t, 3>& logits, const std::vector<std::uintptr_t>& sampling,
+           std::uintptr_t chosen) {
+  std::vector<specdec::Forward> each;
+  for (const auto& [at, sizes] : forwards) each.push_back(forward(at, sizes));
+  const specdec::Sampling rules = sampling_at(sampling);
+  const specdec::Choice choice{static_cast<specdec::DType>(logits[0]), logits[1], logits[2],
+                               sampling.empty() ? nullptr : &rules};
+  specdec::draft(program, std::move(each), choice, pointer<std::int64_t>(chosen));
+}
+
 void bind_program(py::module_& m) {
   using specdec::Program;
   using Sizes = std::vector<std::int64_t>;
@@ -184,16 +223,9 @@ void bind_program(py::module_& m) {
            })
       .def("add_gather", [](Program& self, int in, int out) { self.add(specdec::GatherStep{in, out}); })
       .def(
-          "run",
-          [](Program& self, const std::array<std::uintptr_t, 10>& at, const std::array<std::int64_t, 8>& sizes) {
-            self.run({sizes[0], sizes[1], pointer<const std::int64_t>(at[0]), pointer<const std::int64_t>(at[1]),
-                      pointer<const std::int64_t>(at[2]), pointer<const std::int32_t>(at[3]),
-                      pointer<const std::int32_t>(at[4]), pointer<const std::int32_t>(at[5]),
-                      pointer<const std::int32_t>(at[6]), sizes[2], sizes[3], pointer<const std::int32_t>(at[7]),
-                      sizes[4], pointer<char>(at[8]), sizes[5], sizes[6], pointer<void>(at[9]),
-                      static_cast<int>(sizes[7])});
-          },
-          py::call_guard<py::gil_scoped_release>());
+          "run", [](Program& self, const Addresses& at, const ForwardSizes& sizes) { self.run(forward(at, sizes)); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("draft", &draft, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

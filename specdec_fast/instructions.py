@@ -6,11 +6,16 @@ Sizes and strides count numbers of one row of the ragged batch; which row it is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
+
+    from specdec_fast.ragged import Sampling
+    from specdec_fast.rows import RaggedBatch
 
 # In the order of RowCode in csrc/rowwise.h.
 UNARY = (
@@ -177,6 +182,18 @@ class Gather:
 
 
 Instruction = RowOp | Linear | Append | Attend | Gather
+
+
+class ForwardProgram(Protocol):
+    """What a backend builds from a ``Plan``; see ``ops/cpp_program.py``."""
+
+    def __call__(self, token_ids: Tensor, batch: RaggedBatch, kv_cache: Tensor, logit_rows: Tensor | None) -> Tensor:
+        """Compute one batch; return its logits."""
+
+    def draft(
+        self, forwards: Sequence[RaggedBatch], kv_cache: Tensor, chosen: Tensor, choice: tuple[int, Sampling | None]
+    ) -> None:
+        """Compute batches one after the other, each on the tokens that the one before it chose."""
 
 
 @dataclass(frozen=True)

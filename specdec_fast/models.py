@@ -9,7 +9,7 @@ by comparing its ragged logits with its own dense ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -21,13 +21,14 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from specdec_fast.architecture import check_decoder, max_positions, sliding_layers
 from specdec_fast.errors import SpecDecError, UnsupportedModelError
+from specdec_fast.instructions import ForwardProgram
 from specdec_fast.kv_cache import KVLayout, PagePool
 from specdec_fast.linears import Linears
 from specdec_fast.loading import eos_token_ids
 from specdec_fast.ops import Ops
 from specdec_fast.paged_cache import PagedCache
 from specdec_fast.program import NotLowerableError, compile_forward
-from specdec_fast.ragged import Scores
+from specdec_fast.ragged import Sampling, Scores
 from specdec_fast.rows import RaggedBatch, RowRule, Rows
 
 _ATTENTION = "specdec_paged"
@@ -85,7 +86,7 @@ class RaggedModel:
         self.linears = Linears(model, ops)
         self.config = model.config.get_text_config(decoder=True)
         self.row_rule = RowRule(largest=MAX_PREFILL_ROWS)
-        self.program: Callable[..., Tensor] | None = None
+        self.program: ForwardProgram | None = None
         self.why_no_program: str | None = None
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.max_positions = max_positions(self.config)
@@ -129,6 +130,16 @@ class RaggedModel:
             return self._forward(batch, pool, logit_rows)
         with torch.inference_mode(), self.attached():
             return self._forward(batch, pool, logit_rows)
+
+    def draft(
+        self, forwards: list[RaggedBatch], pool: PagePool, chosen: Tensor, choice: tuple[int, Sampling | None]
+    ) -> None:
+        """Compute batches one after the other, each on the tokens that the one before it chose; needs a program.
+
+        Takes what ``Program.draft`` does (``ops/cpp_program.py``).
+        """
+        assert self.program is not None
+        self.program.draft(forwards, pool.tensor, chosen, choice)
 
     def _run_program(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
         assert self.program is not None

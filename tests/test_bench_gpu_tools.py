@@ -79,7 +79,7 @@ def test_poison_shows_and_is_taken_back():
 def test_forward_meter_counts_forwards_and_leaves():
     sizes = gpu_decoding.SMOKE
     model = pairs.random_model(sizes.target, sizes.vocab_size, sizes.dtype, CPU, 0)
-    engine = Engine(model, None, method="eqspec")
+    engine = Engine(model, None, method="eqspec", enforce_eager=True)  # so that forwards take most of a stage
     with bench_device.ForwardMeter([engine.target], CPU) as meter:
         engine.generate([[1, 2, 3]], progress=False)
     stages = engine.last_run.timer.seconds
@@ -108,11 +108,12 @@ def test_forward_meter_reads_the_events_of_a_gpu(monkeypatch):
     synchronized = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
-    model = SimpleNamespace(forward=lambda x, scale: scale * x)
+    model = SimpleNamespace(forward=lambda x, scale: scale * x, draft=lambda x: -x)
     cuda = torch.device("cuda")
     with bench_device.ForwardMeter([model], cuda) as meter:
         assert [model.forward(x, scale=2) for x in (1, 2, 3)] == [2, 4, 6]
-    assert meter.seconds() == pytest.approx(3e-3)
+        assert model.draft(7) == -7
+    assert meter.seconds() == pytest.approx(4e-3)
     assert synchronized == [cuda], "an event that has not happened yet has no time"
 
 

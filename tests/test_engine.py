@@ -57,7 +57,12 @@ class TestScheduling:
                 computed[model] += batch.positions.tolist()[: len(batch.token_ids)]  # padding computes nobody's token
                 return original(batch, pool, logit_rows)
 
+            def draft_tokens(forwards, pool, *rest, model=model, original=model.draft):
+                computed[model] += [position for batch in forwards for position in batch.positions.tolist()]
+                original(forwards, pool, *rest)
+
             monkeypatch.setattr(model, "forward", forward)
+            monkeypatch.setattr(model, "draft", draft_tokens)
         outputs = engine.generate(prompt_ids, PARAMS)
         for model in models:
             # position 0 belongs to prompts only: as many rows there as there are sequences

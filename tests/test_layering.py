@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 # a new one has to be named here.
 LAYERS = (
     {"errors", "assets"},
-    {"types", "ragged", "text", "instructions"},
+    {"types", "ragged", "text"},
     {"emission", "params", "stopping"},
     {"config", "sequence", "rows"},
-    {"sampling"},
+    {"sampling", "instructions"},
     {"oracle", "triton_kernels", "_C"},
     {"ops"},
     {"architecture", "kv_cache", "loading", "linears"},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,11 +84,28 @@ class ModelDrafter(Drafter):
                 tokens = drafted[-1][[before.index(i) for i in members]]
             else:
                 rows, tokens = self._catch_up(drafting)
-            for batch_of in self._pool().successive(rows, num_forwards):
-                tokens = self._choose(batch_of(token_ids=tokens), sampling)
-                drafted.append(tokens)
-                sampling = sampling and after(sampling, tokens)
+            drafted += self._run(self._pool().successive(rows, num_forwards), tokens, len(drafting), sampling)
             before = members
+        return drafted
+
+    def _run(
+        self, forwards: list[partial[RaggedBatch]], tokens: Tensor, batch_size: int, sampling: Sampling | None
+    ) -> Iterable[Tensor]:
+        """Run the forwards, each on the tokens chosen before; return each one's ``[B]`` tokens."""
+        pool = self._pool()
+        has_penalties = sampling is not None and sampling.seen_ids.numel() > 0
+        if self.model.program is not None and not has_penalties and pool.row_rule.multiple == 1:
+            chosen = torch.empty(len(forwards), batch_size, dtype=torch.int64)
+            each = chosen.unbind()
+            fed = (tokens, *each[:-1])
+            batches = [batch_of(token_ids=ids) for batch_of, ids in zip(forwards, fed, strict=True)]
+            self.model.draft(batches, pool, chosen, (self._vocab_size, sampling))
+            return each
+        drafted: list[Tensor] = []
+        for batch_of in forwards:
+            tokens = self._choose(batch_of(token_ids=tokens), sampling)
+            drafted.append(tokens)
+            sampling = sampling and after(sampling, tokens)
         return drafted
 
     def commit(self, sequences: list[Sequence]) -> None:

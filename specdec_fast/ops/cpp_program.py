@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from functools import singledispatchmethod
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
 from specdec_fast.instructions import MAX_RANK, ROW_CODES, Append, Attend, Gather, Heads, Linear, Operand, Plan, RowOp
 from specdec_fast.ops.cpp import DTYPE_CODES
+from specdec_fast.ragged import Sampling
 from specdec_fast.rows import RaggedBatch
 
 
@@ -47,30 +50,41 @@ class Program:
             IndexError: the batch points outside its rows or pages, or has a token that is not in the vocabulary.
 
         """
-        num_rows = token_ids.shape[0]
         if logit_rows is None:
-            logit_rows = self._every_row.get(num_rows)
-            if logit_rows is None:
-                logit_rows = self._every_row[num_rows] = torch.arange(num_rows)
-        num_logit_rows = logit_rows.shape[0]
-        logits = torch.empty(num_logit_rows, self._plan.vocab_size, dtype=self._plan.logits_dtype)
-        tree_mask, table = batch.tree_mask, batch.block_table
-        addresses = (
-            token_ids.data_ptr(),
-            batch.positions.data_ptr(),
-            logit_rows.data_ptr(),
-            batch.slot_mapping.data_ptr(),
-            table.data_ptr(),
-            batch.cu_seqlens_q.data_ptr(),
-            batch.seqused_k.data_ptr(),
-            0 if tree_mask is None else tree_mask.data_ptr(),
-            kv_cache.data_ptr(),
-            logits.data_ptr(),
-        )
-        tree_words = 0 if tree_mask is None else tree_mask.shape[1]
-        sizes = (num_rows, num_logit_rows, *table.shape, tree_words, *kv_cache.shape[2:4], torch.get_num_threads())
-        self._program.run(addresses, sizes)
+            logit_rows = self._all_rows(token_ids.shape[0])
+        logits = torch.empty(logit_rows.shape[0], self._plan.vocab_size, dtype=self._plan.logits_dtype)
+        self._program.run(*_forward(token_ids, batch, kv_cache, logit_rows, logits.data_ptr()))
         return logits
+
+    def draft(
+        self, forwards: Sequence[RaggedBatch], kv_cache: Tensor, chosen: Tensor, choice: tuple[int, Sampling | None]
+    ) -> None:
+        """Run a draft model's forwards, each on the tokens that the one before it chose.
+
+        Args:
+            forwards: ``K`` of them, of the same ``B`` sequences, without padding; a later one's ``token_ids`` are the
+                row of ``chosen`` that the one before it writes.
+            kv_cache: as above.
+            chosen: ``[K, B]`` int64, written.
+            choice: how many ids may be chosen, and how the first forward chooses: None is greedy; there may be no
+                penalties. Logits with a NaN choose token 0.
+
+        """
+        vocab_size, sampling = choice
+        each = [_forward(f.token_ids, f, kv_cache, self._all_rows(f.token_ids.shape[0]), 0) for f in forwards[1:]]
+        first = forwards[0]
+        rules = [] if sampling is None else [getattr(sampling, f.name).data_ptr() for f in fields(sampling)]
+        self._program.draft(
+            [_forward(first.token_ids, first, kv_cache, first.last_rows, 0), *each],
+            (DTYPE_CODES[self._plan.logits_dtype], self._plan.vocab_size, vocab_size),
+            rules,
+            chosen.data_ptr(),
+        )
+
+    def _all_rows(self, num_rows: int) -> Tensor:
+        if num_rows not in self._every_row:
+            self._every_row[num_rows] = torch.arange(num_rows)
+        return self._every_row[num_rows]
 
     @singledispatchmethod
     def _add(self, instruction: object) -> None:
@@ -115,6 +129,28 @@ class Program:
 
     def _heads(self, heads: Heads) -> tuple[int, int, int]:
         return heads.buffer, heads.offset * self._plan.dtype.itemsize, heads.stride
+
+
+def _forward(
+    token_ids: Tensor, batch: RaggedBatch, kv_cache: Tensor, logit_rows: Tensor, logits: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return addresses and sizes, as csrc/bindings.cpp takes them."""
+    tree_mask, table = batch.tree_mask, batch.block_table
+    addresses = (
+        token_ids.data_ptr(),
+        batch.positions.data_ptr(),
+        logit_rows.data_ptr(),
+        batch.slot_mapping.data_ptr(),
+        table.data_ptr(),
+        batch.cu_seqlens_q.data_ptr(),
+        batch.seqused_k.data_ptr(),
+        0 if tree_mask is None else tree_mask.data_ptr(),
+        kv_cache.data_ptr(),
+        logits,
+    )
+    tree_words = 0 if tree_mask is None else tree_mask.shape[1]
+    counts = (token_ids.shape[0], logit_rows.shape[0], *table.shape, tree_words)
+    return addresses, (*counts, *kv_cache.shape[2:4], torch.get_num_threads())
 
 
 def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...]]:

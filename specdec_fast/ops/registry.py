@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.errors import BackendError, ConfigError
-from specdec_fast.instructions import Plan
+from specdec_fast.instructions import ForwardProgram, Plan
 
 AUTO = "auto"
 _DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "linear", "compact_kv", "realign_kv")
@@ -142,7 +142,7 @@ class Ops:
     linear: Callable[..., Tensor] = field(repr=False)
     compact_kv_: Callable[..., None] = field(repr=False)
     realign_kv_: Callable[..., None] = field(repr=False)
-    program: Callable[[Plan], Callable[..., Tensor]] | None = field(repr=False, default=None)
+    program: Callable[[Plan], ForwardProgram] | None = field(repr=False, default=None)
     unchecked: Ops | None = field(repr=False, default=None)
 
     @property
