@@ -180,7 +180,7 @@ class RaggedModel:
         if self.ops.program is None:
             return
         try:
-            with self.attached():
+            with self._attending_over_pages():  # with linears that ATen sees
                 plan = compile_forward(self.model, self._call, self.layout, self.ops, self._sliding_layers)
             self.program = self.ops.program(plan)
             _check_reproduces(self, token_ids, dense_logits)
@@ -197,13 +197,20 @@ class RaggedModel:
         if self.program is not None:  # nothing of the model runs
             yield
             return
+        with self._attending_over_pages():
+            self.linears.attach()
+            try:
+                yield
+            finally:
+                self.linears.detach()
+
+    @contextmanager
+    def _attending_over_pages(self) -> Iterator[None]:
         previous = self.config._attn_implementation
         self.config._attn_implementation = _ATTENTION
-        self.linears.attach()
         try:
             yield
         finally:
-            self.linears.detach()
             self.config._attn_implementation = previous
 
 

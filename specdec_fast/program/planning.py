@@ -56,11 +56,8 @@ def placed(
     """
     steps = _steps(instructions, buffers)
     by_step, by_operation = _lives(instructions, steps.__getitem__), _lives(instructions, lambda i: i)
-    is_local = {
-        number: life.first == life.last
-        and all(isinstance(i, RowOp) for i in instructions if number in (*i.reads, *i.writes))
-        for number, life in by_step.items()
-    }
+    others = {n for i in instructions if not isinstance(i, RowOp) for n in (*i.reads, *i.writes)}
+    is_local = {n: life.first == life.last and n not in others for n, life in by_step.items()}
     places = [Placed(_LOGITS, buffer.domain, 0, buffer.size * buffer.dtype.itemsize) for buffer in buffers]
     spaces = {(_ARENA, 0): _Space(), (_ARENA, 1): _Space(), (_SCRATCH, 0): _Space()}
     for number in sorted(by_step, key=lambda n: by_operation[n].first):
