@@ -1,0 +1,46 @@
+"""The ablation of exspec: all variants run, ratios are eqspec's, and each variant is what its name says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import ablation
+from bench.ablation import InTurn, variants
+from specdec_fast import SamplingParams
+from specdec_fast.config import EngineConfig
+from specdec_fast.schedulers.exspec import ExspecScheduler
+from specdec_fast.sequence import Sequence
+
+SMALL = ["--pair", "smoke", "--num-prompts", "6", "--max-new-tokens", "10", "--prompt-tokens", "5", "--repeats", "1"]
+
+
+def test_ablation_end_to_end(tmp_path, capsys):
+    file = tmp_path / "ablation.json"
+    ablation.main([*SMALL, "--batch-sizes", "2,3", "--json", str(file)])
+    report = json.loads(file.read_text())
+    names = [name for name, _, _ in variants(2)]
+    assert [(row["batch_size"], row["variant"]) for row in report["rows"]] == [(b, n) for b in (2, 3) for n in names]
+    for row in report["rows"]:
+        ratios = [row[key] for key in ("speedup_over_eqspec", "p50_over_eqspec", "p99_over_eqspec")]
+        assert all(ratio > 0 for ratio in ratios)
+        assert row["variant"] != "eqspec" or ratios == [1, 1, 1]
+        assert 1 <= row["sequences_per_step"] <= row["batch_size"]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
+
+
+def test_ablation_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "ablation.png"
+    ablation.main([*SMALL, "--batch-sizes", "2", "--plot", str(file)])
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("scheduler", "expected"), [(ExspecScheduler, [0, 2]), (InTurn, [1, 0])])
+def test_in_turn_looks_at_no_length(scheduler, expected):
+    """Two of three have one length; the third has waited once."""
+    sequences = [Sequence(i, [0] * n, n, 99, SamplingParams(), frozenset()) for i, n in enumerate((4, 7, 4))]
+    sequences[1].passed_over = 1
+    config = EngineConfig(max_batch_size=2, window_size=4)
+    assert [s.index for s in scheduler(config).select(sequences)] == expected
