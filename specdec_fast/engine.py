@@ -206,15 +206,15 @@ class Engine:
             prefill(self.target, pool, {s: s.token_ids[:-1] for s in joining})
             for sequence in joining:
                 sequence.target_kv_length = sequence.length - 1
-            self.drafter.admit(joining)
 
     @torch.inference_mode()
     def _step(self, batch: list[Sequence]) -> list[tuple[Sequence, list[int]]]:
         """Draft, verify, accept and commit for one batch; return what each sequence emitted."""
         timer, num_draft_tokens = self.last_run.timer, self.config.num_draft_tokens
+        # One token comes from the target itself, so drafting more than the others that may still come is waste.
+        limits = [min(num_draft_tokens, s.num_remaining - 1) for s in batch]
+        self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
         with timer("draft"):
-            # One token comes from the target itself, so drafting more than the others that may still come is waste.
-            limits = [min(num_draft_tokens, s.num_remaining - 1) for s in batch]
             draft = self._propose(batch, limits)
         with timer("verify"):
             token_ids, rows = self._verify_rows(batch, draft)
@@ -231,10 +231,18 @@ class Engine:
                 (sequence, commit(sequence, count - 1, emission, values))
                 for sequence, count, emission, values in zip(batch, counts, emissions, logprobs, strict=True)
             ]
-            self.drafter.commit([s for s in batch if s.finish_reason is None])
+            self.drafter.commit([s for s in batch if s.is_admitted and s.finish_reason is None])
         self.last_run.num_steps += 1
         self.last_run.num_sequence_steps += len(batch)
         return emitted
+
+    def _admit_to_drafter(self, sequences: list[Sequence]) -> None:
+        """Let the drafter take in what it is about to draft for; where nothing is drafted, no prompt is prefilled."""
+        if sequences:
+            with self.last_run.timer("prefill"):
+                self.drafter.admit(sequences)
+            for sequence in sequences:
+                sequence.is_admitted = True
 
     def _propose(self, batch: list[Sequence], limits: list[int]) -> Draft:
         """Ask the drafter, and hold it to its contract."""

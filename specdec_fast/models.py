@@ -214,25 +214,33 @@ class RaggedModel:
             self.config._attn_implementation = previous
 
 
-def prefill(model: RaggedModel, pool: PagePool, prompts: Mapping[Hashable, list[int]]) -> None:
+def prefill(
+    model: RaggedModel,
+    pool: PagePool,
+    prompts: Mapping[Hashable, list[int]],
+    starts: Mapping[Hashable, int] | None = None,
+) -> None:
     """Compute the KV entries of whole prompts, several in one forward, at most ``row_rule.largest`` rows each.
 
     Args:
         model: whose KV entries.
         pool: where each key of ``prompts`` is an owner that has reserved enough pages.
         prompts: token ids from position 0 on; an empty one needs nothing.
+        starts: how many of them have their entries already; None: none of anybody's.
 
     """
-    for rows, token_ids in _prefill_forwards(prompts, model.row_rule.largest):
+    for rows, token_ids in _prefill_forwards(prompts, model.row_rule.largest, starts or {}):
         batch = pool.batch(rows, torch.tensor(token_ids, device=model.layout.device))
         model.forward(batch, pool, batch.last_rows[:1])  # one row: nobody wants these logits
 
 
-def _prefill_forwards(prompts: Mapping[Hashable, list[int]], most_rows: int) -> Iterator[tuple[list[Rows], list[int]]]:
+def _prefill_forwards(
+    prompts: Mapping[Hashable, list[int]], most_rows: int, starts: Mapping[Hashable, int]
+) -> Iterator[tuple[list[Rows], list[int]]]:
     rows: list[Rows] = []
     token_ids: list[int] = []
     for owner, prompt in prompts.items():
-        start = 0
+        start = starts.get(owner, 0)
         while start < len(prompt):
             count = min(len(prompt) - start, most_rows - len(token_ids))
             rows.append(Rows(owner, start, count))

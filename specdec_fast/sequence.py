@@ -23,6 +23,7 @@ class Sequence:
         params: the request's sampling parameters.
         stop_ids: ids that end the request.
         target_kv_length: positions whose KV entries in the target's pool are those of committed tokens.
+        is_admitted: whether the drafter has taken it in.
         passed_over: steps since the sequence last took part in one (the scheduler's counter).
         stop_strings: the text watched for the request's stop strings; None if it has none.
         logprobs: one per emitted token; None if the request does not ask for them.
@@ -37,6 +38,7 @@ class Sequence:
     params: SamplingParams
     stop_ids: frozenset[int]
     target_kv_length: int = 0
+    is_admitted: bool = False
     passed_over: int = 0
     finish_reason: FinishReason | None = None
     error: RequestError | None = None

@@ -51,8 +51,9 @@ class Draft:
 class Drafter(ABC):
     """Proposes tokens. A poor proposal costs time, never a wrong token: the target verifies every one.
 
-    The engine calls ``prepare`` when a run begins, ``admit`` when sequences join, then per step ``propose`` and,
-    once the target's tokens are committed, ``commit``; ``release`` when a sequence leaves, for whatever reason.
+    The engine calls ``prepare`` when a run begins, ``admit`` before sequences are proposed for the first time (so
+    never, if that does not pay), then per step ``propose`` and, once the target's tokens are committed, ``commit``;
+    ``release`` when a sequence leaves, for whatever reason. Steps may pass in which nothing is asked for a sequence.
     """
 
     @property
@@ -73,10 +74,10 @@ class Drafter(ABC):
         """Make room for ``num_tokens`` KV positions in all, in pages of ``page_size``."""
 
     def admit(self, sequences: list[Sequence]) -> None:  # noqa: B027
-        """Take in sequences that join, each of at most ``max_length`` tokens; prefill their prompts."""
+        """Take in sequences, each of at most ``max_length`` tokens; prefill what they have but for the last."""
 
     def commit(self, sequences: list[Sequence]) -> None:  # noqa: B027
-        """Learn that ``token_ids`` of these have grown by what the target emitted."""
+        """Learn that ``token_ids`` of these, all admitted, have grown by what the target emitted."""
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
-        """Forget a sequence. It may be unknown, when an error came between joining and ``admit``."""
+        """Forget a sequence. It may be unknown: nothing was proposed for it, or an error came before ``admit``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -24,8 +24,8 @@ class ModelDrafter(Drafter):
     """Proposes the draft model's own continuation, chosen as the request asks and with the noise the target will use.
 
     Its KV cache holds a prefix of every sequence's committed tokens (I3): after a step it lacks one token, two when
-    all were accepted, and is fed those first. Rejection only lowers ``draft_kv_length`` (I4); a prompt is computed
-    once.
+    all were accepted, all that was emitted since where it was not asked, and is fed those first. Rejection only lowers
+    ``draft_kv_length`` (I4); a prompt is computed once.
     """
 
     def __init__(self, model: RaggedModel, target_vocab_size: int) -> None:
@@ -53,9 +53,7 @@ class ModelDrafter(Drafter):
         for sequence in sequences:
             pool.open(sequence, sequence.max_length - 1)
             self.draft_kv_length[sequence] = 0
-        prefill(self.model, pool, {s: self._known(s.token_ids[:-1]) for s in served})
-        for sequence in served:
-            self.draft_kv_length[sequence] = sequence.length - 1
+        self._feed(served)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Run the draft model ``max(limits)`` times, each time on one row per sequence still drafting."""
@@ -133,8 +131,21 @@ class ModelDrafter(Drafter):
         """Replace ids beyond the draft model's embedding: such a token costs acceptance, never correctness."""
         return [min(token, self.model.vocab_size - 1) for token in token_ids] if self._is_narrower else token_ids
 
+    def _feed(self, sequences: list[Sequence]) -> None:
+        """Compute the KV entries of all committed tokens but the last."""
+        known: dict[Hashable, list[int]] = {s: self._known(s.token_ids[:-1]) for s in sequences}
+        prefill(self.model, self._pool(), known, {s: self.draft_kv_length[s] for s in sequences})
+        for sequence in sequences:
+            self.draft_kv_length[sequence] = sequence.length - 1
+
     def _catch_up(self, sequences: list[Sequence]) -> tuple[list[Rows], Tensor]:
-        """Return the committed tokens that each sequence's KV lacks: their spans, and ``[T]`` ids."""
+        """Return the committed tokens that each sequence's KV lacks: their spans, and ``[T]`` ids.
+
+        If they are too many for one forward, because some have not been drafted for in a while, all but the last of
+        each are computed first.
+        """
+        if sum(s.length - self.draft_kv_length[s] for s in sequences) > self.model.row_rule.largest:
+            self._feed(sequences)
         rows: list[Rows] = []
         token_ids: list[int] = []
         for sequence in sequences:
