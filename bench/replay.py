@@ -71,6 +71,10 @@ class ReplayDrafter(Drafter):
         own = draft.token_ids.to(replayed.device)
         return Draft(torch.where(replayed == _BEYOND, own, replayed), draft.num_draft_tokens)
 
+    def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
+        """Pass on."""
+        return self.inner.forward_seconds(row_counts)
+
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Pass on."""
         self.inner.prepare(num_tokens, page_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,10 @@ _DTYPES = {
 }
 
 
+ADAPTIVE: Literal["auto"] = "auto"
+_MOST_ADAPTIVE = 8  # draft tokens that a choice per step may come to
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How an engine decodes. Nothing here changes which tokens come out.
@@ -30,7 +34,9 @@ class EngineConfig:
         method: scheduler: ``"exspec"`` (sliding window of sequences, refilled as they end) or ``"eqspec"`` (fixed
             batches in lockstep).
         max_batch_size: sequences in one step at most.
-        num_draft_tokens: K, draft tokens per sequence and step; 0 decodes plainly.
+        num_draft_tokens: K, draft tokens per sequence and step; 0 decodes plainly. ``"auto"`` chooses K of 0 to 8 for
+            every sequence, again and again, from costs measured here and from what was accepted of it so far; the
+            engine then takes about a second longer to make (dozens of forwards, however long they take).
         window_size: sequences that exspec keeps resident; None takes twice ``max_batch_size``.
         max_wait_steps: how many steps in a row exspec may pass a resident sequence over.
         kv_cache_tokens: KV positions in the pool (the draft model's pool gets as many); None makes room for a full
@@ -53,7 +59,7 @@ class EngineConfig:
 
     method: str = "exspec"
     max_batch_size: int = 8
-    num_draft_tokens: int = 5
+    num_draft_tokens: int | Literal["auto"] = 5
     window_size: int | None = None
     max_wait_steps: int = 4
     kv_cache_tokens: int | None = None
@@ -65,13 +71,25 @@ class EngineConfig:
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
-        for name, smallest in (("max_batch_size", 1), ("num_draft_tokens", 0), ("max_wait_steps", 0), ("page_size", 1)):
+        for name, smallest in (("max_batch_size", 1), ("max_wait_steps", 0), ("page_size", 1)):
             _expect_at_least(name, getattr(self, name), smallest)
+        if not self.is_adaptive:
+            _expect_at_least("num_draft_tokens", self.num_draft_tokens, 0, or_else=ADAPTIVE)
         if self.kv_cache_tokens is not None:
             _expect_at_least("kv_cache_tokens", self.kv_cache_tokens, 1)
         self._check_window()
         object.__setattr__(self, "dtype", _as_dtype(self.dtype))
         object.__setattr__(self, "device", _as_device(self.device))
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether K is chosen per step."""
+        return isinstance(self.num_draft_tokens, str) and self.num_draft_tokens == ADAPTIVE
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """The largest K that a sequence may get in a step."""
+        return self.num_draft_tokens if isinstance(self.num_draft_tokens, int) else _MOST_ADAPTIVE
 
     @property
     def num_resident(self) -> int:
@@ -108,9 +126,10 @@ class EngineConfig:
         return cls(**keywords)
 
 
-def _expect_at_least(name: str, value: Any, smallest: int) -> None:
+def _expect_at_least(name: str, value: Any, smallest: int, or_else: str | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-        raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}.")
+        other = f", or {or_else!r}" if or_else else ""
+        raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}{other}.")
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from specdec_fast.committing import commit, emissions_of, logprobs_of
 from specdec_fast.config import EngineConfig
 from specdec_fast.determinism import make_deterministic
+from specdec_fast.draft_lengths import StepRecord, make_draft_lengths
 from specdec_fast.drafters import Draft, Drafter, make_drafter
 from specdec_fast.errors import ConfigError, DrafterError, EngineBusyError, KVCacheTooSmallError
 from specdec_fast.kv_cache import PagePool
@@ -76,10 +77,11 @@ class Engine:
             self._ops = replace(self._ops, program=None)
         self.target = RaggedModel(model, self._ops)
         if self.config.deterministic:
-            make_deterministic(self.target, self.config.max_batch_size * (self.config.num_draft_tokens + 1))
+            make_deterministic(self.target, self.config.max_batch_size * (self.config.most_draft_tokens + 1))
         self.tokenizer = tokenizer or load_tokenizer(getattr(model.config, "_name_or_path", None))
-        wanted = draft if self.config.num_draft_tokens else None
+        wanted = draft if self.config.most_draft_tokens else None
         self.drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
+        self.draft_lengths = make_draft_lengths(self.config, self.target, None if wanted is None else self.drafter)
         self.pool: PagePool | None = None
         self.last_run = RunStats()
         self._busy = False
@@ -210,16 +212,18 @@ class Engine:
     @torch.inference_mode()
     def _step(self, batch: list[Sequence]) -> list[tuple[Sequence, list[int]]]:
         """Draft, verify, accept and commit for one batch; return what each sequence emitted."""
-        timer, num_draft_tokens = self.last_run.timer, self.config.num_draft_tokens
-        # One token comes from the target itself, so drafting more than the others that may still come is waste.
-        limits = [min(num_draft_tokens, s.num_remaining - 1) for s in batch]
+        timer = self.last_run.timer
+        limits = self.draft_lengths.limits(batch)
         self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
+        started = perf_counter()
         with timer("draft"):
             draft = self._propose(batch, limits)
+        drafted = perf_counter()
         with timer("verify"):
             token_ids, rows = self._verify_rows(batch, draft)
             ragged = self._pool().batch(rows, token_ids)
             logits = self.target.forward(ragged, self._pool())
+        verified = perf_counter()
         with timer("accept"):
             sampling = sampling_of(batch, logits.device)
             results = (self._ops.unchecked or self._ops).verify_chain(logits, token_ids, ragged.cu_seqlens, sampling)
@@ -232,6 +236,9 @@ class Engine:
                 for sequence, count, emission, values in zip(batch, counts, emissions, logprobs, strict=True)
             ]
             self.drafter.commit([s for s in batch if s.is_admitted and s.finish_reason is None])
+        accepted = [len(emission) - 1 for emission in emissions]
+        seconds = drafted - started, verified - drafted, perf_counter() - verified
+        self.draft_lengths.observe(StepRecord(batch, limits, draft.num_draft_tokens, accepted, *seconds))
         self.last_run.num_steps += 1
         self.last_run.num_sequence_steps += len(batch)
         return emitted
@@ -272,6 +279,7 @@ class Engine:
         for sequence in sequences:  # all pages first: a drafter may fail
             self._pool().close(sequence)
             self.last_run.decoding.add(sequence.stats)
+            self.draft_lengths.forget(sequence)
         for sequence in sequences:
             self.drafter.release(sequence)
 

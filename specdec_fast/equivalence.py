@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ class Setting:
     Attributes:
         method: a scheduler, "autoregressive" (the engine without a draft) or "transformers".
         batch_size: sequences decoded together.
-        num_draft_tokens: K; None where nothing is drafted.
+        num_draft_tokens: K, or "auto"; None where nothing is drafted.
         drafter: name of the draft model or of the drafter, or "none".
         dtype: of both models.
         sampling: "greedy", or the sampling parameters.
@@ -51,7 +51,7 @@ class Setting:
 
     method: str
     batch_size: int
-    num_draft_tokens: int | None = None
+    num_draft_tokens: int | Literal["auto"] | None = None
     drafter: str = "none"
     dtype: str = "float32"
     sampling: str = "greedy"

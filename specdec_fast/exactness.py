@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ class Matrix:
         samplings: name to the parameters of the first prompt; prompt i (from 0) has the seed plus i.
         methods: schedulers, and "autoregressive".
         batch_sizes: sequences per step.
-        num_draft_tokens: K of the schedulers; 0 is plain decoding by that scheduler.
+        num_draft_tokens: K of the schedulers, or "auto"; 0 is plain decoding by that scheduler.
         rounds: a setting gets so many batches of prompts at most, because small batches take long; None: all prompts.
 
     """
@@ -53,7 +53,7 @@ class Matrix:
     samplings: dict[str, SamplingParams]
     methods: tuple[str, ...]
     batch_sizes: tuple[int, ...]
-    num_draft_tokens: tuple[int, ...]
+    num_draft_tokens: tuple[int | Literal["auto"], ...]
     rounds: int | None = None
 
     def settings(self) -> Iterator[Setting]:
@@ -220,6 +220,10 @@ def _controls(matrix: Matrix) -> list[Setting]:
     chosen: dict[int, Setting] = {}
     for setting in matrix.settings():
         kept = chosen.get(setting.batch_size)
-        if kept is None or (setting.num_draft_tokens or 0) > (kept.num_draft_tokens or 0):
+        if kept is None or _most_draft_tokens(setting) > _most_draft_tokens(kept):
             chosen[setting.batch_size] = setting
     return [replace(setting, deterministic=False) for setting in chosen.values()]
+
+
+def _most_draft_tokens(setting: Setting) -> int:
+    return EngineConfig(num_draft_tokens=setting.num_draft_tokens or 0).most_draft_tokens

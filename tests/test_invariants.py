@@ -40,7 +40,7 @@ schedules = st.fixed_dictionaries(
         "method": st.sampled_from(["eqspec", "exspec"]),
         "draft": st.sampled_from(["model", "ngram"]),
         "max_batch_size": st.integers(1, 4),
-        "num_draft_tokens": st.integers(0, 6),
+        "num_draft_tokens": st.one_of(st.integers(0, 6), st.just("auto")),
         "max_wait_steps": st.integers(0, 3),
         "stop_id": st.integers(0, VOCAB_SIZE - 1),
         "spare_pages": st.integers(0, 8),

@@ -127,7 +127,8 @@ def test_params_from_what_callers_pass():
 # Just outside each range, and the types that a comparison would let slip through.
 BAD_CONFIG = [
     ("max_batch_size", 0), ("max_batch_size", 2.0), ("max_batch_size", True), ("max_batch_size", None),
-    ("num_draft_tokens", -1), ("num_draft_tokens", "5"), ("num_draft_tokens", NAN), ("max_wait_steps", -1),
+    ("num_draft_tokens", -1), ("num_draft_tokens", "5"), ("num_draft_tokens", NAN), ("num_draft_tokens", "Auto"),
+    ("num_draft_tokens", True), ("num_draft_tokens", None), ("max_wait_steps", -1),
     ("page_size", 0), ("page_size", True), ("kv_cache_tokens", 0), ("kv_cache_tokens", 1e6),
     ("window_size", 7), ("window_size", 41), ("window_size", 16.0), ("window_size", "16"), ("dtype", "int8"),
     ("dtype", torch.int8), ("dtype", torch.float64), ("dtype", "torch.float32"), ("device", "warp-drive"),
@@ -146,8 +147,8 @@ def test_config_out_of_range(name, value):
 # The ends of every range, which are inside: for a batch of 8 and 4 steps of waiting a window of 8 to 40.
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("max_batch_size", 1), ("num_draft_tokens", 0), ("max_wait_steps", 0), ("page_size", 1),
-     ("kv_cache_tokens", 1), ("window_size", 8), ("window_size", 40)],
+    [("max_batch_size", 1), ("num_draft_tokens", 0), ("num_draft_tokens", "auto"), ("max_wait_steps", 0),
+     ("page_size", 1), ("kv_cache_tokens", 1), ("window_size", 8), ("window_size", 40)],
 )  # fmt: skip
 def test_config_in_range(name, value):
     assert getattr(sd.EngineConfig(**{name: value}), name) == value

@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from specdec_fast.config import EngineConfig
+from specdec_fast.config import ADAPTIVE, EngineConfig
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
 from specdec_fast.params import SamplingParams
@@ -24,12 +24,28 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that make an EngineConfig."""
     parser.add_argument("--method", choices=list(SCHEDULERS), default="exspec", help="scheduler (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences per step (default: 8)")
-    parser.add_argument("--num-draft-tokens", type=int, default=5, metavar="K", help="per step (default: 5)")
+    parser.add_argument(
+        "--num-draft-tokens",
+        type=num_draft_tokens,
+        default=5,
+        metavar="K",
+        help=f"per sequence and step; or {ADAPTIVE}: chosen at every step from cost and acceptance (default: 5)",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
     parser.add_argument(
         "--no-deterministic", action="store_true", help="do not pad forwards to row counts that keep every bit"
     )
     add_backend_options(parser)
+
+
+def num_draft_tokens(text: str) -> int | Literal["auto"]:
+    """Parse K: an integer, or the word for a K that is chosen per step."""
+    if text == ADAPTIVE:
+        return ADAPTIVE
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an integer nor {ADAPTIVE!r}") from None
 
 
 def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:

@@ -13,9 +13,10 @@ from specdec_fast.commands.common import (
     NO_DRAFT,
     add_backend_options,
     format_table,
+    num_draft_tokens,
     read_prompts,
 )
-from specdec_fast.config import EngineConfig
+from specdec_fast.config import ADAPTIVE, EngineConfig
 from specdec_fast.equivalence import Comparison
 from specdec_fast.errors import ConfigError
 from specdec_fast.exactness import GREEDY, PLAIN, Matrix, Report
@@ -37,7 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     methods = [PLAIN, *SCHEDULERS]
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods, help="default: all")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4, 8], metavar="N", help="default: 1 4 8")
-    parser.add_argument("--num-draft-tokens", nargs="+", type=int, default=[5], metavar="K", help="default: 5")
+    parser.add_argument(
+        "--num-draft-tokens",
+        nargs="+",
+        type=num_draft_tokens,
+        default=[5],
+        metavar="K",
+        help=f"integers, or {ADAPTIVE} (default: 5)",
+    )
     parser.add_argument("--dtypes", nargs="+", default=["float32"], metavar="D", help="default: float32")
     parser.add_argument(
         "--sampling",

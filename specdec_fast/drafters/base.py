@@ -70,6 +70,15 @@ class Drafter(ABC):
 
     # The hooks below do nothing for a drafter that keeps no state of its own.
 
+    def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
+        """Measure drafting one token for so many sequences at once; asked when ``num_draft_tokens="auto"``.
+
+        Returns:
+            Seconds by count; a drafter that does not know is measured while it is at work.
+
+        """
+        return None
+
     def prepare(self, num_tokens: int, page_size: int) -> None:  # noqa: B027
         """Make room for ``num_tokens`` KV positions in all, in pages of ``page_size``."""
 

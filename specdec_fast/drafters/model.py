@@ -15,6 +15,7 @@ from specdec_fast.ragged import Sampling
 from specdec_fast.rows import RaggedBatch, Rows, row_layout
 from specdec_fast.sampling import after, sampling_of
 from specdec_fast.sequence import Sequence
+from specdec_fast.timing import forward_seconds
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192
@@ -40,6 +41,10 @@ class ModelDrafter(Drafter):
     def name(self) -> str:
         """What reports call it."""
         return self.model.name
+
+    def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
+        """Measure the draft model's forward at so many rows."""
+        return forward_seconds(self.model, row_counts)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the one at hand if it is large enough."""

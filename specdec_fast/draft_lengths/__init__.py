@@ -1,0 +1,40 @@
+"""How many draft tokens each sequence of a step gets: a fixed K, or one chosen from cost and acceptance."""
+
+from __future__ import annotations
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.draft_lengths.adaptive import AdaptiveLength, StepCosts
+from specdec_fast.draft_lengths.base import DraftLengths, StepRecord
+from specdec_fast.draft_lengths.costs import CostCurve, row_counts, unknown_cost
+from specdec_fast.draft_lengths.fixed import FixedLength
+from specdec_fast.drafters import Drafter
+from specdec_fast.models import RaggedModel
+from specdec_fast.timing import forward_seconds
+
+__all__ = ["DraftLengths", "StepRecord", "make_draft_lengths"]
+
+_CATCHING_UP = 64  # rows at which a draft model's forward is measured for the price of a prompt
+
+
+def make_draft_lengths(config: EngineConfig, target: RaggedModel, drafter: Drafter | None) -> DraftLengths:
+    """Build what ``config.num_draft_tokens`` asks for; to adapt, measure the forwards of both models first.
+
+    Args:
+        config: K and the largest batch.
+        target: with the row rule it will be run with.
+        drafter: None for plain decoding.
+
+    """
+    if drafter is None:
+        return FixedLength(0)
+    if not config.is_adaptive:
+        return FixedLength(config.most_draft_tokens)
+    most, num = config.most_draft_tokens, config.max_batch_size
+    measured = forward_seconds(target, row_counts(num * (most + 1)), num)
+    verify = CostCurve(measured, target.row_rule.multiple)
+    drafting = drafter.forward_seconds(row_counts(max(num, _CATCHING_UP)))
+    if drafting is None:
+        return AdaptiveLength(most, StepCosts(verify, unknown_cost(num)))
+    largest = max(drafting)
+    costs = StepCosts(verify, CostCurve(drafting), drafting[largest] / largest, target.layout.device.type != "cpu")
+    return AdaptiveLength(most, costs)

@@ -1,0 +1,199 @@
+"""K from measured cost and measured acceptance, anew every few steps, for every sequence; 0 where it does not pay."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec_fast.draft_lengths.acceptance import Acceptance
+from specdec_fast.draft_lengths.allocation import Costs, allocate
+from specdec_fast.draft_lengths.base import DraftLengths, StepRecord, num_at_least
+from specdec_fast.draft_lengths.costs import CostCurve
+from specdec_fast.sequence import Sequence
+
+_STEPS_DRAFTING, _STEPS_LEARNING, _STEPS_PLAIN = 16, 4, 32  # a choice costs some 100 microseconds, a step may take 1000
+_CONFIDENT = 48  # draft tokens tried, below which the choice is made at every step
+_USUAL_LAG = 2  # tokens that a draft model lacks after a step in which it drafted
+_HORIZON = 32  # steps over which the price of catching up is spread, at most
+_SHARE_TRYING = 0.02  # of the time of plain steps, for finding out whether drafting would pay by now
+_TRIED_LENGTH, _MOST_IN_A_ROW = 3, 4
+_CALIBRATE, _CLOSE = 64, 1.25  # a plain step every so many, if drafting is not faster than that: to know what it costs
+_OTHER_RATE = 0.1  # share of the latest step in the average of what steps take besides forwards
+_MOST_PATIENCE = 2.0  # by how much trying may become rarer, if it keeps failing
+
+
+class StepCosts(NamedTuple):
+    """What is known of a step's cost.
+
+    Attributes:
+        verify: of the target's forward, by rows.
+        draft: of one drafting forward, by sequences.
+        entry_seconds: of one token that a draft model lacks, where it catches up with many.
+        is_asynchronous: on a GPU only a whole step's time means something: it is shared out as expected.
+
+    """
+
+    verify: CostCurve
+    draft: CostCurve
+    entry_seconds: float = 0.0
+    is_asynchronous: bool = False
+
+
+class AdaptiveLength(DraftLengths):
+    """Gives each sequence the K that makes the batch's expected tokens per second largest.
+
+    Costs are measured, acceptance is estimated from the past alone, and the target decides every token: so which K is
+    chosen depends on the machine's timings, and what comes out does not. While nothing pays, all decode plainly; two
+    percent of that time go into trying, and less if that keeps failing.
+    """
+
+    def __init__(self, most: int, costs: StepCosts) -> None:
+        self._most, self._costs = most, costs
+        self._acceptance = Acceptance(most)
+        self._plan: dict[Sequence, int] = {}
+        self._is_plain = False
+        self._size = self._steps_left = self._num_steps = self._chosen_at = 0
+        self._drafted_at: dict[Sequence, int] = {}  # length up to which the drafter has come
+        self._credit, self._patience = 0.0, 1.0  # seconds saved up for trying
+        self._other_seconds = 0.0
+        self._steps_drafting = 0  # since the last plain one
+        self._num_in_a_row = 0
+        self._is_trying = self._is_catching_up = False
+
+    def limits(self, batch: list[Sequence]) -> list[int]:
+        """Return K of each sequence."""
+        if self._steps_left <= 0 or len(batch) != self._size or not self._knows(batch):
+            self._choose(batch)
+        self._steps_left -= 1
+        self._num_steps += 1
+        if self._is_plain:
+            return [0] * len(batch)
+        return [min(self._plan[sequence], sequence.num_remaining - 1) for sequence in batch]
+
+    def observe(self, step: StepRecord) -> None:
+        """Learn costs and acceptance from a step."""
+        rows = len(step.batch) + sum(step.num_draft_tokens)
+        if not self._is_catching_up:
+            self._observe_costs(step, rows)
+        self._is_catching_up = False
+        if not any(step.limits):
+            self._credit += _SHARE_TRYING * (step.verify_seconds + step.other_seconds)
+            self._steps_drafting = 0
+            return
+        self._steps_drafting += 1
+        if self._is_trying and sum(step.num_accepted) == sum(step.limits) and self._num_in_a_row < _MOST_IN_A_ROW:
+            self._credit, self._patience = math.inf, 1.0  # good news: go on at once
+            self._num_in_a_row += 1
+        self._acceptance.observe(step)
+        for sequence, limit in zip(step.batch, step.limits, strict=True):
+            if limit:
+                self._drafted_at[sequence] = sequence.length - 1
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept of a sequence."""
+        self._acceptance.forget(sequence)
+        self._drafted_at.pop(sequence, None)
+        self._plan.pop(sequence, None)
+
+    def _knows(self, batch: list[Sequence]) -> bool:
+        return self._is_plain or all(sequence in self._plan for sequence in batch)
+
+    def _choose(self, batch: list[Sequence]) -> None:
+        """Make the plan of the next steps."""
+        num, most = len(batch), self._most
+        probabilities = self._acceptance.probabilities(batch)
+        remaining = np.array([sequence.num_remaining for sequence in batch])
+        caps = np.minimum(most, remaining - 1)
+        entry_seconds = self._entry_seconds(batch)
+        costs = Costs(
+            self._costs.verify(np.arange(num, num * (most + 1) + 1)) + self._other_seconds,
+            self._costs.draft(np.arange(num + 1)),
+            # spread over the steps in which it may come back, of some two tokens each
+            entry_seconds / np.clip(remaining / 2, 1, _HORIZON),
+        )
+        lengths, speed, plain_speed = allocate(probabilities, caps, costs, self._acceptance.share_proposed)
+        steps = self._steps(batch, lengths)
+        if self._steps_drafting > _CALIBRATE and speed < _CLOSE * plain_speed:
+            lengths, steps = [0] * num, 1
+        elif any(lengths):
+            steps = 1 if self._hold_back(batch, lengths) else steps
+            self._is_trying, self._patience, self._credit = False, 1.0, 0.0
+        else:
+            if self._is_trying:  # and it was not worth it
+                self._patience = min(1.5 * self._patience, _MOST_PATIENCE)
+            self._is_trying = self._try(caps, costs, entry_seconds, lengths)
+            steps = 1 if self._is_trying else _STEPS_PLAIN
+        if self._steps_left <= 0:
+            self._plan.clear()
+        self._acceptance.fade(batch, lengths, self._num_steps - self._chosen_at)
+        self._chosen_at = self._num_steps
+        self._is_catching_up = any(
+            k and s.is_admitted and self._lag(s) > _USUAL_LAG for s, k in zip(batch, lengths, strict=True)
+        )
+        self._is_plain = not any(lengths)
+        self._plan.update(zip(batch, lengths, strict=True))
+        self._size, self._steps_left = num, steps
+
+    def _steps(self, batch: list[Sequence], lengths: list[int]) -> int:
+        """Return for how many steps a choice may stand: few, as long as the run or a drafting sequence is not known."""
+        if self._acceptance.num_tried < _CONFIDENT:
+            return 1
+        is_known = self._acceptance.is_known
+        known = all(is_known(sequence) for sequence, k in zip(batch, lengths, strict=True) if k)
+        return _STEPS_DRAFTING if known else _STEPS_LEARNING
+
+    def _hold_back(self, batch: list[Sequence], lengths: list[int]) -> bool:
+        """Take in few sequences at a time as long as little is known, because to prefill a draft model has its price.
+
+        Returns:
+            Whether somebody was held back.
+
+        """
+        num_tried = int(self._acceptance.num_tried)
+        if num_tried < _CONFIDENT:
+            lengths[:] = [min(length, max(_TRIED_LENGTH, num_tried)) for length in lengths]
+        places = max(1, len(batch) // 8, num_tried)
+        entering = [i for i, (s, k) in enumerate(zip(batch, lengths, strict=True)) if k and self._lag(s) > _USUAL_LAG]
+        for i in entering[places:]:
+            lengths[i] = 0
+        return len(entering) > places
+
+    def _try(self, caps: np.ndarray, costs: Costs, entry_seconds: np.ndarray, lengths: list[int]) -> bool:
+        """Draft for the cheapest sequence if enough time has been saved up for it, and tell whether."""
+        cheapest = int(np.where(caps > 0, entry_seconds, np.inf).argmin())
+        length = min(_TRIED_LENGTH, int(caps[cheapest]))
+        seconds = costs.verify[length] - costs.verify[0] + length * costs.draft[1] + entry_seconds[cheapest]
+        if not length or self._credit < seconds * self._patience:
+            self._num_in_a_row = 0
+            return False
+        if not any(allocate(np.ones((len(caps), self._most)), caps, costs).lengths):
+            return False  # it would not pay if everything were accepted
+        self._credit = 0.0
+        lengths[cheapest] = length
+        return True
+
+    def _lag(self, sequence: Sequence) -> int:
+        return sequence.length - self._drafted_at.get(sequence, 0)
+
+    def _entry_seconds(self, batch: list[Sequence]) -> np.ndarray:
+        """Return ``[B]``: what catching up with a sequence costs."""
+        lags = np.array([self._lag(sequence) for sequence in batch])
+        return np.where(lags > _USUAL_LAG, lags, 0) * self._costs.entry_seconds
+
+    def _observe_costs(self, step: StepRecord, rows: int) -> None:
+        """Compare the parts of a step with what they were measured to take."""
+        drafting = num_at_least(step.limits, self._most)  # sequences in each of the drafting forwards
+        verify = self._costs.verify.measured(rows)
+        draft = sum(map(self._costs.draft.measured, drafting))
+        verify_ratio, draft_ratio = step.verify_seconds / verify, step.draft_seconds / (draft or 1.0)
+        if self._costs.is_asynchronous:
+            verify_ratio = (step.draft_seconds + step.verify_seconds + step.other_seconds) / (draft + verify)
+            draft_ratio = verify_ratio
+        else:
+            rate = _OTHER_RATE if self._other_seconds else 1.0
+            self._other_seconds += rate * (min(step.other_seconds, step.verify_seconds) - self._other_seconds)
+        self._costs.verify.observe(rows, verify_ratio)
+        if drafting[0]:
+            self._costs.draft.observe(drafting[0], draft_ratio)

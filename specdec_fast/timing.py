@@ -1,0 +1,59 @@
+"""What a model's forward takes at given numbers of rows, on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+
+from specdec_fast.kv_cache import PagePool
+from specdec_fast.models import RaggedModel
+from specdec_fast.rows import Rows
+
+_REPEATS = 3
+_BUDGET_SECONDS = 0.5  # after which a count that has been timed is not timed again
+_CONTEXT, _PAGE_SIZE = 64, 16
+
+
+@torch.inference_mode()
+def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequences: int = 2048) -> dict[int, float]:
+    """Time forwards over short contexts on pages of their own, the least of up to three repeats each.
+
+    It takes one forward to warm up, one at each count, and up to half a second for the repeats.
+
+    Args:
+        model: with the row rule it will be run with.
+        row_counts: rows of the forwards.
+        most_sequences: over so many sequences the rows are spread, evenly.
+
+    Returns:
+        Seconds by row count.
+
+    """
+    num_owners = min(most_sequences, max(row_counts))
+    longest = -(-max(row_counts) // num_owners)
+    context = max(longest, min(_CONTEXT, model.max_positions or _CONTEXT))
+    pool = PagePool(model.layout, num_owners * (context + _PAGE_SIZE), _PAGE_SIZE, model.row_rule)
+    for owner in range(num_owners):
+        pool.open(owner, context)
+    found: dict[int, float] = {}
+    _forward(model, pool, max(row_counts), num_owners, context)
+    deadline = perf_counter() + _BUDGET_SECONDS
+    for _ in range(_REPEATS):  # round by round, so that a busy moment of the machine meets a count but once
+        for count in row_counts:
+            if count not in found or perf_counter() < deadline:
+                started = perf_counter()
+                _forward(model, pool, count, num_owners, context)
+                found[count] = min(found.get(count, float("inf")), perf_counter() - started)
+    return found
+
+
+def _forward(model: RaggedModel, pool: PagePool, num_rows: int, num_owners: int, context: int) -> None:
+    """Compute the last positions of ``context`` for as many owners as there are rows for; wait for the result."""
+    num_owners = min(num_owners, num_rows)
+    shares = [num_rows // num_owners + (owner < num_rows % num_owners) for owner in range(num_owners)]
+    rows = [Rows(owner, context - count, count) for owner, count in enumerate(shares)]
+    token_ids = torch.zeros(num_rows, dtype=torch.int64, device=model.layout.device)
+    logits = model.forward(pool.batch(rows, token_ids), pool)
+    logits[0, 0].item()  # on a GPU forwards are only queued

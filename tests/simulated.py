@@ -1,0 +1,119 @@
+"""A machine and models that are numbers: steps cost what tables say, draft tokens are accepted by a seeded draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from specdec_fast.draft_lengths import StepRecord
+from specdec_fast.draft_lengths.adaptive import AdaptiveLength, StepCosts
+from specdec_fast.draft_lengths.base import DraftLengths
+from specdec_fast.draft_lengths.costs import CostCurve, row_counts, unknown_cost
+from specdec_fast.draft_lengths.fixed import FixedLength
+
+MOST = 8
+
+
+class SimulatedSequence:
+    """What ``DraftLengths`` see of a sequence."""
+
+    def __init__(self, prompt_length: int, new_tokens: int, rng: np.random.Generator) -> None:
+        self.length, self.max_length = prompt_length, prompt_length + new_tokens
+        self.draws = rng.random((2, new_tokens)).tolist()  # of the positions, so that every K meets the same
+        self.is_admitted = False
+        self.num_emitted = 0
+
+    @property
+    def num_remaining(self) -> int:
+        return self.max_length - self.length
+
+
+@dataclass(frozen=True)
+class World:
+    """Costs in seconds by rows, acceptance by (sequence number, tokens emitted), and the requests."""
+
+    verify: Callable[[int], float]
+    draft: Callable[[int], float]
+    acceptance: Callable[[int, int], float]
+    batch_size: int
+    num_sequences: int = 0  # 0: three batches
+    prompt_length: int = 48
+    new_tokens: int = 128
+    noise: float = 0.05  # of a step's seconds; now and then one takes five times as long
+    overhead: float = 0.0  # of a step, besides forwards
+    growth: float = 0.0  # of a verification per committed token: what attention costs, which no measurement shows
+    proposes: float = 1.0  # how often the drafter has something to say
+    seed: int = 0
+
+    def warm(self) -> AdaptiveLength:
+        """Return an AdaptiveLength that has seen such requests before."""
+        lengths = self.adaptive()
+        tokens_per_second(replace(self, seed=self.seed + 1000), lengths)
+        return lengths
+
+    def adaptive(self, is_measured: bool = True) -> AdaptiveLength:
+        """Return an AdaptiveLength that knows the forwards, but neither overhead nor acceptance."""
+        verify = CostCurve({n: self.verify(n) for n in row_counts(self.batch_size * (MOST + 1))})
+        if not is_measured:
+            return AdaptiveLength(MOST, StepCosts(verify, unknown_cost(self.batch_size)))
+        draft = CostCurve({n: self.draft(n) for n in row_counts(64)})
+        return AdaptiveLength(MOST, StepCosts(verify, draft, self.draft(64) / 64))
+
+
+def tokens_per_second(world: World, lengths: DraftLengths) -> float:
+    """Decode every sequence in batches that are refilled at once, and return the speed."""
+    number, clock, tokens = 0, 0.0, 0
+    rng = np.random.default_rng(world.seed)
+    batch: list[tuple[int, SimulatedSequence]] = []
+    total = world.num_sequences or 3 * world.batch_size
+    while number < total or batch:
+        while number < total and len(batch) < world.batch_size:
+            sequence = SimulatedSequence(
+                world.prompt_length, world.new_tokens, np.random.default_rng((world.seed, number))
+            )
+            clock += world.verify(world.prompt_length)
+            batch.append((number, sequence))
+            number += 1
+        sequences = [s for _, s in batch]
+        limits = lengths.limits(sequences)
+        for s, k in zip(sequences, limits, strict=True):
+            assert 0 <= k <= max(0, s.num_remaining - 1)
+            if k and not s.is_admitted:
+                clock += world.draft(s.length)
+                s.is_admitted = True
+        counts = [
+            k if k and s.draws[1][s.num_emitted] < world.proposes else 0 for s, k in zip(sequences, limits, strict=True)
+        ]
+        drafting = sum(world.draft(sum(k > i for k in limits)) for i in range(max(limits)))
+        verify = world.verify(len(batch) + sum(counts)) + world.growth * sum(s.length for s in sequences)
+        slow = (1 + world.noise * rng.exponential(size=2)) * np.where(rng.random(2) < 0.01 * (world.noise > 0), 5, 1)
+        accepted = []
+        for (i, s), k in zip(batch, counts, strict=True):
+            taken = 0
+            while taken < k and s.draws[0][s.num_emitted + taken] < world.acceptance(i, s.num_emitted + taken):
+                taken += 1
+            accepted.append(taken)
+            s.length += taken + 1
+            s.num_emitted += taken + 1
+            tokens += taken + 1
+        clock += drafting + verify + world.overhead  # what everybody is charged is without the noise
+        lengths.observe(
+            StepRecord(sequences, limits, counts, accepted, drafting * slow[0], verify * slow[1], world.overhead)
+        )
+        for s in sequences:
+            if not s.num_remaining:
+                lengths.forget(s)
+        batch = [(i, s) for i, s in batch if s.num_remaining]
+    return tokens / clock
+
+
+def speed(runs: list[World], lengths: Callable[[World], DraftLengths]) -> float:
+    """Return the mean speed of several runs, each with lengths of its own."""
+    return float(np.mean([tokens_per_second(run, lengths(run)) for run in runs]))
+
+
+def best_fixed(runs: list[World]) -> float:
+    """Return the speed of the K that is best over all of them."""
+    return max(speed(runs, lambda run, k=k: FixedLength(k)) for k in range(MOST + 1))
