@@ -112,6 +112,16 @@ def test_the_likelier_sequence_gets_more():
     assert poor < fair < good
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(choices())
+def test_the_rule_behind_a_choice_gives_as_much_to_others_alike(choice):
+    """What comes between two choices is not given less than the choice gave it, nor anything beyond its depth."""
+    probabilities, caps, costs = choice
+    found = allocate(probabilities, caps, costs)
+    others = found.lengths_of(probabilities, costs.entry)
+    assert all(k <= other <= max(found.lengths) for k, other in zip(found.lengths, others, strict=True))
+
+
 def test_rows_that_are_not_proposed_are_not_charged():
     probabilities = np.full((4, 4), 0.8).cumprod(axis=1)
     costs = Costs(1 + 0.02 * np.arange(17), np.full(5, 1e-6), np.zeros(4))

@@ -12,7 +12,8 @@ from specdec_fast.sequence import Sequence
 _FIRST_GUESS, _GUESS_TOKENS = 0.95, 4.0  # hopeful, because only what is tried is learned
 _RUN_TOKENS = 16.0  # what the run's history weighs against a sequence's own, in draft tokens
 _PROFILE_TOKENS = 16.0  # what it takes, in accepted tokens, for a place of a draft to be told from the others
-_OWN_WINDOW, _RUN_WINDOW, _PROFILE_WINDOW = 32.0, 64.0, 512.0  # draft tokens that are remembered; older ones fade
+_OWN_WINDOW, _RUN_WINDOW, _PROFILE_WINDOW = 32.0, 128.0, 512.0  # draft tokens that are remembered; older ones fade
+_LEAST_KEPT = 0.9  # of a full window per step: ten steps of a large batch are remembered, however many tokens
 _FADE = 0.994  # of a history per step in which it is not added to: half in 115 steps
 
 
@@ -26,7 +27,7 @@ class _History:
 
     def add(self, accepted: int, tried: int) -> None:
         if self.tried > self.window:
-            self.fade(max(0.5, 1 - tried / self.window))
+            self.fade(max(_LEAST_KEPT, 1 - tried / self.window))
         self.accepted += accepted
         self.tried += tried
 
@@ -102,6 +103,10 @@ class Acceptance:
         for sequence, length in zip(batch, lengths, strict=True):
             if not length and sequence in self._own:
                 self._own[sequence].fade(_FADE**num_steps)
+
+    def doubt(self) -> None:
+        """Trust the run's history half as much: what has just been seen is not what it says."""
+        self._run.fade(0.5)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop a sequence's own history."""

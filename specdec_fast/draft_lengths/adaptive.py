@@ -8,15 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec_fast.draft_lengths.acceptance import Acceptance
-from specdec_fast.draft_lengths.allocation import Costs, allocate
+from specdec_fast.draft_lengths.allocation import NOTHING, Costs, allocate
 from specdec_fast.draft_lengths.base import DraftLengths, StepRecord, num_at_least
 from specdec_fast.draft_lengths.costs import CostCurve
 from specdec_fast.sequence import Sequence
 
-_STEPS_DRAFTING, _STEPS_LEARNING, _STEPS_PLAIN = 16, 4, 32  # a choice costs some 100 microseconds, a step may take 1000
+_STEPS_DRAFTING, _STEPS_LEARNING, _STEPS_PLAIN = 16, 8, 32  # a choice costs some 100 microseconds, a step may take 1000
 _CONFIDENT = 48  # draft tokens tried, below which the choice is made at every step
 _USUAL_LAG = 2  # tokens that a draft model lacks after a step in which it drafted
-_HORIZON = 32  # steps over which the price of catching up is spread, at most
+_HORIZON = 64  # steps over which the price of catching up is spread, at most
 _SHARE_TRYING = 0.02  # of the time of plain steps, for finding out whether drafting would pay by now
 _TRIED_LENGTH, _MOST_IN_A_ROW = 3, 4
 _CALIBRATE, _CLOSE = 64, 1.25  # a plain step every so many, if drafting is not faster than that: to know what it costs
@@ -53,6 +53,7 @@ class AdaptiveLength(DraftLengths):
         self._most, self._costs = most, costs
         self._acceptance = Acceptance(most)
         self._plan: dict[Sequence, int] = {}
+        self._allocation = NOTHING
         self._is_plain = False
         self._size = self._steps_left = self._num_steps = self._chosen_at = 0
         self._drafted_at: dict[Sequence, int] = {}  # length up to which the drafter has come
@@ -64,8 +65,10 @@ class AdaptiveLength(DraftLengths):
 
     def limits(self, batch: list[Sequence]) -> list[int]:
         """Return K of each sequence."""
-        if self._steps_left <= 0 or len(batch) != self._size or not self._knows(batch):
+        if self._steps_left <= 0 or len(batch) != self._size:
             self._choose(batch)
+        elif not self._is_plain:
+            self._add_to_plan([sequence for sequence in batch if sequence not in self._plan])
         self._steps_left -= 1
         self._num_steps += 1
         if self._is_plain:
@@ -86,6 +89,7 @@ class AdaptiveLength(DraftLengths):
         if self._is_trying and sum(step.num_accepted) == sum(step.limits) and self._num_in_a_row < _MOST_IN_A_ROW:
             self._credit, self._patience = math.inf, 1.0  # good news: go on at once
             self._num_in_a_row += 1
+            self._acceptance.doubt()
         self._acceptance.observe(step)
         for sequence, limit in zip(step.batch, step.limits, strict=True):
             if limit:
@@ -97,23 +101,29 @@ class AdaptiveLength(DraftLengths):
         self._drafted_at.pop(sequence, None)
         self._plan.pop(sequence, None)
 
-    def _knows(self, batch: list[Sequence]) -> bool:
-        return self._is_plain or all(sequence in self._plan for sequence in batch)
+    def _add_to_plan(self, sequences: list[Sequence]) -> None:
+        """Give those that have come since the choice what it would have given them."""
+        if sequences:
+            probabilities = self._acceptance.probabilities(sequences)
+            _, entry = self._entry_seconds(sequences)
+            lengths = self._allocation.lengths_of(probabilities, entry)
+            self._plan.update(zip(sequences, lengths, strict=True))
+            self._is_catching_up |= self._must_catch_up(sequences, lengths)
+            self._steps_left = min(self._steps_left, _STEPS_LEARNING)
 
     def _choose(self, batch: list[Sequence]) -> None:
         """Make the plan of the next steps."""
         num, most = len(batch), self._most
         probabilities = self._acceptance.probabilities(batch)
-        remaining = np.array([sequence.num_remaining for sequence in batch])
-        caps = np.minimum(most, remaining - 1)
-        entry_seconds = self._entry_seconds(batch)
+        caps = np.array([min(most, sequence.num_remaining - 1) for sequence in batch])
+        entry_seconds, entry = self._entry_seconds(batch)
         costs = Costs(
             self._costs.verify(np.arange(num, num * (most + 1) + 1)) + self._other_seconds,
             self._costs.draft(np.arange(num + 1)),
-            # spread over the steps in which it may come back, of some two tokens each
-            entry_seconds / np.clip(remaining / 2, 1, _HORIZON),
+            entry,
         )
-        lengths, speed, plain_speed = allocate(probabilities, caps, costs, self._acceptance.share_proposed)
+        self._allocation = allocate(probabilities, caps, costs, self._acceptance.share_proposed)
+        lengths, speed, plain_speed = self._allocation.lengths, self._allocation.speed, self._allocation.plain_speed
         steps = self._steps(batch, lengths)
         if self._steps_drafting > _CALIBRATE and speed < _CLOSE * plain_speed:
             lengths, steps = [0] * num, 1
@@ -125,15 +135,11 @@ class AdaptiveLength(DraftLengths):
                 self._patience = min(1.5 * self._patience, _MOST_PATIENCE)
             self._is_trying = self._try(caps, costs, entry_seconds, lengths)
             steps = 1 if self._is_trying else _STEPS_PLAIN
-        if self._steps_left <= 0:
-            self._plan.clear()
         self._acceptance.fade(batch, lengths, self._num_steps - self._chosen_at)
         self._chosen_at = self._num_steps
-        self._is_catching_up = any(
-            k and s.is_admitted and self._lag(s) > _USUAL_LAG for s, k in zip(batch, lengths, strict=True)
-        )
+        self._is_catching_up = self._must_catch_up(batch, lengths)
         self._is_plain = not any(lengths)
-        self._plan.update(zip(batch, lengths, strict=True))
+        self._plan = dict(zip(batch, lengths, strict=True))
         self._size, self._steps_left = num, steps
 
     def _steps(self, batch: list[Sequence], lengths: list[int]) -> int:
@@ -177,10 +183,18 @@ class AdaptiveLength(DraftLengths):
     def _lag(self, sequence: Sequence) -> int:
         return sequence.length - self._drafted_at.get(sequence, 0)
 
-    def _entry_seconds(self, batch: list[Sequence]) -> np.ndarray:
-        """Return ``[B]``: what catching up with a sequence costs."""
+    def _must_catch_up(self, batch: list[Sequence], lengths: list[int]) -> bool:
+        return any(k and s.is_admitted and self._lag(s) > _USUAL_LAG for s, k in zip(batch, lengths, strict=True))
+
+    def _entry_seconds(self, batch: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``[B]`` twice: what catching up with a sequence costs, in all and per step in which it may come back.
+
+        A step is taken to emit two tokens.
+        """
         lags = np.array([self._lag(sequence) for sequence in batch])
-        return np.where(lags > _USUAL_LAG, lags, 0) * self._costs.entry_seconds
+        seconds = np.where(lags > _USUAL_LAG, lags, 0) * self._costs.entry_seconds
+        num_steps = np.array([min(max(1.0, sequence.num_remaining / 2), _HORIZON) for sequence in batch])
+        return seconds, seconds / num_steps
 
     def _observe_costs(self, step: StepRecord, rows: int) -> None:
         """Compare the parts of a step with what they were measured to take."""

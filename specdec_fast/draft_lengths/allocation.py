@@ -23,11 +23,40 @@ class Costs(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """Draft tokens per sequence, and the tokens per second expected of them and of none."""
+    """What was chosen, and the rule behind it, which holds for other sequences as long as costs are the same.
+
+    Attributes:
+        lengths: draft tokens per sequence.
+        depth: the most that any gets.
+        least_worth: that a token needs in order to be taken, by those that were taken and by what one more row costs.
+        speed: tokens per second expected of these lengths.
+        plain_speed: of no draft tokens.
+
+    """
 
     lengths: list[int]
+    depth: int
+    least_worth: float
     speed: float
     plain_speed: float
+
+    def lengths_of(self, probabilities: np.ndarray, entry: np.ndarray) -> list[int]:
+        """Apply the rule to ``B`` other sequences: ``[B, most]``, ``[B]``."""
+        worth = worth_of(probabilities, entry, self.plain_speed)[:, : self.depth]
+        return (worth >= self.least_worth).sum(axis=1).tolist()
+
+
+NOTHING = Allocation([], 0, 0.0, 0.0, 0.0)
+
+
+def worth_of(probabilities: np.ndarray, entry: np.ndarray, plain_speed: float) -> np.ndarray:
+    """Return ``[B, most]``: tokens expected of each draft token, less what could be emitted in its sequence's entry.
+
+    Whoever pays for entering comes later, with all its tokens.
+    """
+    worth = probabilities.copy()
+    worth[:, 0] -= plain_speed * entry
+    return np.minimum.accumulate(worth, axis=1, out=worth)
 
 
 def allocate(probabilities: np.ndarray, caps: np.ndarray, costs: Costs, share_proposed: float = 1.0) -> Allocation:
@@ -48,15 +77,13 @@ def allocate(probabilities: np.ndarray, caps: np.ndarray, costs: Costs, share_pr
     """
     num, most = probabilities.shape
     plain_speed = num / float(costs.verify[0])
-    # Entering costs tokens at the speed there is anyway; whoever pays it comes later, with all its tokens.
-    worth = probabilities * share_proposed
-    worth[:, 0] -= plain_speed * costs.entry
-    np.minimum.accumulate(worth, axis=1, out=worth)
+    worth = worth_of(probabilities, costs.entry, plain_speed).T.ravel()
     allowed = (np.arange(most)[:, None] < caps).ravel()  # place-major, so that equals keep the order of their places
-    order = np.argsort(-worth.T.ravel(), kind="stable")
+    order = np.argsort(-worth, kind="stable")
     order = order[allowed[order]]
+    nothing = Allocation([0] * num, 0, 0.0, plain_speed, plain_speed)
     if not len(order):
-        return Allocation([0] * num, plain_speed, plain_speed)
+        return nothing
     place, sequence = np.divmod(order, num)
     at_place = place == np.arange(most)[:, None]  # [most, S]
     # The n-th token of its place makes that place's forward one row larger, whatever is taken of other places.
@@ -70,6 +97,14 @@ def allocate(probabilities: np.ndarray, caps: np.ndarray, costs: Costs, share_pr
     speeds = (num + gained) / (costs.verify[rows] + (within * seconds).cumsum(axis=1))
     depth, last = divmod(int(speeds.argmax()), len(order))
     if speeds[depth, last] <= plain_speed:
-        return Allocation([0] * num, plain_speed, plain_speed)
-    taken = sequence[: last + 1][within[depth, : last + 1]]
-    return Allocation(np.bincount(taken, minlength=num).tolist(), float(speeds[depth, last]), plain_speed)
+        return nothing
+    taken = within[depth, : last + 1]
+    lengths = np.bincount(sequence[: last + 1][taken], minlength=num).tolist()
+    best = float(speeds[depth, last])
+    least_worth = min(float(worth[order[: last + 1][taken][-1]]), best * _seconds_per_row(costs))
+    return Allocation(lengths, depth + 1, least_worth, best, plain_speed)
+
+
+def _seconds_per_row(costs: Costs) -> float:
+    verify = (costs.verify[-1] - costs.verify[0]) / (len(costs.verify) - 1)
+    return float(verify + (costs.draft[-1] - costs.draft[1]) / max(1, len(costs.draft) - 2))
