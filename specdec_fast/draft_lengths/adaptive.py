@@ -14,6 +14,7 @@ from specdec_fast.draft_lengths.costs import CostCurve
 from specdec_fast.sequence import Sequence
 
 _STEPS_DRAFTING, _STEPS_LEARNING, _STEPS_PLAIN = 16, 8, 32  # a choice costs some 100 microseconds, a step may take 1000
+_PLAIN_OBSERVED = 8  # of so many plain steps one is observed
 _CONFIDENT = 48  # draft tokens tried, below which the choice is made at every step
 _USUAL_LAG = 2  # tokens that a draft model lacks after a step in which it drafted
 _HORIZON = 64  # steps over which the price of catching up is spread, at most
@@ -76,13 +77,15 @@ class AdaptiveLength(DraftLengths):
         return [min(self._plan[sequence], sequence.num_remaining - 1) for sequence in batch]
 
     def observe(self, step: StepRecord) -> None:
-        """Learn costs and acceptance from a step."""
+        """Learn costs and acceptance from a step; of plain steps from every eighth, because each has microseconds."""
+        if self._is_plain and self._steps_left % _PLAIN_OBSERVED:
+            return
         rows = len(step.batch) + sum(step.num_draft_tokens)
         if not self._is_catching_up:
             self._observe_costs(step, rows)
         self._is_catching_up = False
         if not any(step.limits):
-            self._credit += _SHARE_TRYING * (step.verify_seconds + step.other_seconds)
+            self._credit += _SHARE_TRYING * _PLAIN_OBSERVED * (step.verify_seconds + step.other_seconds)
             self._steps_drafting = 0
             return
         self._steps_drafting += 1
