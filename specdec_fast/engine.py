@@ -222,8 +222,9 @@ class Engine:
         with timer("verify"):
             token_ids, rows = self._verify_rows(batch, draft)
             ragged = self._pool().batch(rows, token_ids)
+            laid_out = perf_counter()
             logits = self.target.forward(ragged, self._pool())
-        verified = perf_counter()
+            verified = perf_counter()
         with timer("accept"):
             sampling = sampling_of(batch, logits.device)
             results = (self._ops.unchecked or self._ops).verify_chain(logits, token_ids, ragged.cu_seqlens, sampling)
@@ -237,7 +238,7 @@ class Engine:
             ]
             self.drafter.commit([s for s in batch if s.is_admitted and s.finish_reason is None])
         accepted = [len(emission) - 1 for emission in emissions]
-        seconds = drafted - started, verified - drafted, perf_counter() - verified
+        seconds = drafted - started, verified - laid_out, laid_out - drafted + perf_counter() - verified
         self.draft_lengths.observe(StepRecord(batch, limits, draft.num_draft_tokens, accepted, *seconds))
         self.last_run.num_steps += 1
         self.last_run.num_sequence_steps += len(batch)

@@ -43,17 +43,18 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
     for _ in range(_REPEATS):  # round by round, so that a busy moment of the machine meets a count but once
         for count in row_counts:
             if count not in found or perf_counter() < deadline:
-                started = perf_counter()
-                _forward(model, pool, count, num_owners, context)
-                found[count] = min(found.get(count, float("inf")), perf_counter() - started)
+                seconds = _forward(model, pool, count, num_owners, context)
+                found[count] = min(found.get(count, float("inf")), seconds)
     return found
 
 
-def _forward(model: RaggedModel, pool: PagePool, num_rows: int, num_owners: int, context: int) -> None:
-    """Compute the last positions of ``context`` for as many owners as there are rows for; wait for the result."""
+def _forward(model: RaggedModel, pool: PagePool, num_rows: int, num_owners: int, context: int) -> float:
+    """Compute the last positions of ``context`` for as many owners as there are rows for; return what it took."""
     num_owners = min(num_owners, num_rows)
     shares = [num_rows // num_owners + (owner < num_rows % num_owners) for owner in range(num_owners)]
     rows = [Rows(owner, context - count, count) for owner, count in enumerate(shares)]
     token_ids = torch.zeros(num_rows, dtype=torch.int64, device=model.layout.device)
-    logits = model.forward(pool.batch(rows, token_ids), pool)
-    logits[0, 0].item()  # on a GPU forwards are only queued
+    batch = pool.batch(rows, token_ids)
+    started = perf_counter()
+    model.forward(batch, pool)[0, 0].item()  # on a GPU forwards are only queued
+    return perf_counter() - started

@@ -43,6 +43,7 @@ class World:
     new_tokens: int = 128
     noise: float = 0.05  # of a step's seconds; now and then one takes five times as long
     overhead: float = 0.0  # of a step, besides forwards
+    once: float = 0.0  # of drafting in a step, besides its forwards
     growth: float = 0.0  # of a verification per committed token: what attention costs, which no measurement shows
     proposes: float = 1.0  # how often the drafter has something to say
     seed: int = 0
@@ -59,7 +60,7 @@ class World:
         if not is_measured:
             return AdaptiveLength(MOST, StepCosts(verify, unknown_cost(self.batch_size)))
         draft = CostCurve({n: self.draft(n) for n in row_counts(64)})
-        return AdaptiveLength(MOST, StepCosts(verify, draft, self.draft(64) / 64))
+        return AdaptiveLength(MOST, StepCosts(verify, draft, self.once, self.draft(64) / 64))
 
 
 def tokens_per_second(world: World, lengths: DraftLengths) -> float:
@@ -87,6 +88,7 @@ def tokens_per_second(world: World, lengths: DraftLengths) -> float:
             k if k and s.draws[1][s.num_emitted] < world.proposes else 0 for s, k in zip(sequences, limits, strict=True)
         ]
         drafting = sum(world.draft(sum(k > i for k in limits)) for i in range(max(limits)))
+        drafting += world.once * any(limits)
         verify = world.verify(len(batch) + sum(counts)) + world.growth * sum(s.length for s in sequences)
         slow = (1 + world.noise * rng.exponential(size=2)) * np.where(rng.random(2) < 0.01 * (world.noise > 0), 5, 1)
         accepted = []

@@ -29,6 +29,7 @@ REGIMES = {
         "verify": lambda n: 1e-3 * (1 + 0.02 * n),
         "draft": lambda n: 5e-4 * (1 + 0.02 * n),
         "overhead": 1e-3,
+        "once": 1e-3,
     },
     "long contexts": {
         "verify": lambda n: 1e-2 * (1 + 0.002 * n),
@@ -49,7 +50,7 @@ def expected_speed(lengths, probabilities, costs, share=1.0):
     drafting = sum(costs.draft[sum(k > j for k in lengths)] for j in range(max(lengths)))
     entering = sum(costs.entry[i] for i, k in enumerate(lengths) if k)
     rows = round(sum(lengths) * share)
-    return (len(lengths) + gained) / (costs.verify[rows] + drafting + entering)
+    return (len(lengths) + gained) / (costs.verify[rows] + drafting + entering + costs.once * any(lengths))
 
 
 @st.composite
@@ -62,7 +63,7 @@ def choices(draw, most_sequences=3, most=4):
     draft = np.array([0.0, *(draw(st.floats(0.001, 0.6)) * (1 + np.sort(rng.random(num))))])
     entry = rng.random(num) * draw(st.sampled_from([0.0, 0.3]))
     caps = np.minimum(rng.integers(0, most + 3, num), most)
-    return probabilities, caps, Costs(verify, draft, entry)
+    return probabilities, caps, Costs(verify, draft, entry, float(rng.random() * draw(st.sampled_from([0, 0.5]))))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -123,3 +123,15 @@ def test_plain_decoding_has_nothing_to_adapt(target, prompt_ids, expected):
 def test_misspelt_auto_is_told():
     with pytest.raises(sd.ConfigError, match="num_draft_tokens='adaptive': expected an integer >= 0, or 'auto'"):
         sd.EngineConfig(num_draft_tokens="adaptive")
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_draft_model_tells_what_drafting_takes(target, draft, enforce_eager):
+    """Forwards by sequences, and at 0 what a proposal takes besides; nothing is left behind."""
+    drafter = sd.Engine(target, draft, enforce_eager=enforce_eager).drafter
+    seconds = drafter.forward_seconds([1, 2, 16])
+    assert set(seconds) == {0, 1, 2, 16}
+    assert all(seconds[count] > 0 for count in (1, 2, 16))
+    assert 0 <= seconds[0] < 0.1
+    assert drafter.draft_kv_length == {}
+    assert drafter.pool.num_free_pages == drafter.pool.num_pages

@@ -35,6 +35,7 @@ def make_draft_lengths(config: EngineConfig, target: RaggedModel, drafter: Draft
     drafting = drafter.forward_seconds(row_counts(max(num, _CATCHING_UP)))
     if drafting is None:
         return AdaptiveLength(most, StepCosts(verify, unknown_cost(num)))
-    largest = max(drafting)
-    costs = StepCosts(verify, CostCurve(drafting), drafting[largest] / largest, target.layout.device.type != "cpu")
+    once, largest = drafting.pop(0, 0.0), max(drafting)
+    entry_seconds, is_asynchronous = drafting[largest] / largest, target.layout.device.type != "cpu"
+    costs = StepCosts(verify, CostCurve(drafting), once, entry_seconds, is_asynchronous)
     return AdaptiveLength(most, costs)

@@ -31,6 +31,7 @@ class StepCosts(NamedTuple):
     Attributes:
         verify: of the target's forward, by rows.
         draft: of one drafting forward, by sequences.
+        once: of drafting in a step, besides its forwards.
         entry_seconds: of one token that a draft model lacks, where it catches up with many.
         is_asynchronous: on a GPU only a whole step's time means something: it is shared out as expected.
 
@@ -38,6 +39,7 @@ class StepCosts(NamedTuple):
 
     verify: CostCurve
     draft: CostCurve
+    once: float = 0.0
     entry_seconds: float = 0.0
     is_asynchronous: bool = False
 
@@ -124,6 +126,7 @@ class AdaptiveLength(DraftLengths):
             self._costs.verify(np.arange(num, num * (most + 1) + 1)) + self._other_seconds,
             self._costs.draft(np.arange(num + 1)),
             entry,
+            self._costs.once * self._costs.draft.factor,
         )
         self._allocation = allocate(probabilities, caps, costs, self._acceptance.share_proposed)
         lengths, speed, plain_speed = self._allocation.lengths, self._allocation.speed, self._allocation.plain_speed
@@ -173,7 +176,9 @@ class AdaptiveLength(DraftLengths):
         """Draft for the cheapest sequence if enough time has been saved up for it, and tell whether."""
         cheapest = int(np.where(caps > 0, entry_seconds, np.inf).argmin())
         length = min(_TRIED_LENGTH, int(caps[cheapest]))
-        seconds = costs.verify[length] - costs.verify[0] + length * costs.draft[1] + entry_seconds[cheapest]
+        seconds = (
+            costs.verify[length] - costs.verify[0] + costs.once + length * costs.draft[1] + entry_seconds[cheapest]
+        )
         if not length or self._credit < seconds * self._patience:
             self._num_in_a_row = 0
             return False
@@ -203,7 +208,7 @@ class AdaptiveLength(DraftLengths):
         """Compare the parts of a step with what they were measured to take."""
         drafting = num_at_least(step.limits, self._most)  # sequences in each of the drafting forwards
         verify = self._costs.verify.measured(rows)
-        draft = sum(map(self._costs.draft.measured, drafting))
+        draft = sum(map(self._costs.draft.measured, drafting)) + (self._costs.once if drafting[0] else 0.0)
         verify_ratio, draft_ratio = step.verify_seconds / verify, step.draft_seconds / (draft or 1.0)
         if self._costs.is_asynchronous:
             verify_ratio = (step.draft_seconds + step.verify_seconds + step.other_seconds) / (draft + verify)

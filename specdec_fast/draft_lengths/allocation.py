@@ -14,12 +14,14 @@ class Costs(NamedTuple):
         verify: ``[B * most + 1]``, of a step with so many draft tokens in all, without drafting.
         draft: ``[B + 1]``, of a drafting forward for so many sequences.
         entry: ``[B]``, once for each sequence that is drafted for at all.
+        once: of a step in which anything is drafted, besides its forwards.
 
     """
 
     verify: np.ndarray
     draft: np.ndarray
     entry: np.ndarray
+    once: float = 0.0
 
 
 class Allocation(NamedTuple):
@@ -94,7 +96,7 @@ def allocate(probabilities: np.ndarray, caps: np.ndarray, costs: Costs, share_pr
     rows = within.cumsum(axis=1)
     if share_proposed < 1:
         rows = np.rint(rows * share_proposed).astype(np.int64)
-    speeds = (num + gained) / (costs.verify[rows] + (within * seconds).cumsum(axis=1))
+    speeds = (num + gained) / (costs.verify[rows] + costs.once + (within * seconds).cumsum(axis=1))
     depth, last = divmod(int(speeds.argmax()), len(order))
     if speeds[depth, last] <= plain_speed:
         return nothing

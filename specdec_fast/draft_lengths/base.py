@@ -18,8 +18,8 @@ class StepRecord(NamedTuple):
         num_draft_tokens: draft tokens proposed and verified.
         num_accepted: of them.
         draft_seconds: wall-clock time of the drafter.
-        verify_seconds: of the target's forward. On a GPU both may have been queued only.
-        other_seconds: of all that follows: accept, which waits for them, and commit.
+        verify_seconds: of the target's forward alone. On a GPU both may have been queued only.
+        other_seconds: of everything else: laying the forward out, accept, which waits for it, and commit.
 
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from math import log
+from math import exp, log
 
 import numpy as np
 
@@ -49,6 +49,11 @@ class CostCurve:
         # More rows do not cost less: what says so is noise, and would make useless draft tokens look cheap.
         values = np.minimum.accumulate((factors * self._measured)[::-1])[::-1]
         return np.where(rows > 0, np.interp(rows + -rows % self._multiple, self._counts, values), 0.0)
+
+    @property
+    def factor(self) -> float:
+        """By how much everything takes longer than it was measured to."""
+        return exp(self._overall)
 
     def measured(self, rows: int) -> float:
         """Return the seconds at ``rows`` before any correction."""

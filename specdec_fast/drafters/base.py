@@ -74,7 +74,8 @@ class Drafter(ABC):
         """Measure drafting one token for so many sequences at once; asked when ``num_draft_tokens="auto"``.
 
         Returns:
-            Seconds by count; a drafter that does not know is measured while it is at work.
+            Seconds by count, and at 0 what a proposal takes besides, however long it is. A drafter that does not know
+            is measured while it is at work.
 
         """
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from specdec_fast.drafters.base import Draft, Drafter
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.models import RaggedModel, prefill
+from specdec_fast.params import SamplingParams
 from specdec_fast.ragged import Sampling
 from specdec_fast.rows import RaggedBatch, Rows, row_layout
 from specdec_fast.sampling import after, sampling_of
@@ -19,6 +21,7 @@ from specdec_fast.timing import forward_seconds
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192
+_MEASURED_LENGTHS, _MEASURED_TIMES = (1, 4), 3  # of proposals
 
 
 class ModelDrafter(Drafter):
@@ -43,8 +46,27 @@ class ModelDrafter(Drafter):
         return self.model.name
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
-        """Measure the draft model's forward at so many rows."""
-        return forward_seconds(self.model, row_counts)
+        """Measure the draft model's forward at so many rows, and by proposals of two lengths what they take besides."""
+        found = forward_seconds(self.model, row_counts)
+        short, long = (self._proposal_seconds(count) for count in _MEASURED_LENGTHS)
+        each = max(0.0, long - short) / (_MEASURED_LENGTHS[1] - _MEASURED_LENGTHS[0])
+        besides = max(0.0, found[1] - each)  # a forward by itself is a call from Python; in a proposal several are one
+        found = {count: max(seconds - besides, seconds / 10) for count, seconds in found.items()}
+        return found | {0: max(0.0, short - _MEASURED_LENGTHS[0] * found[1])}
+
+    def _proposal_seconds(self, num_draft_tokens: int) -> float:
+        """Return what a proposal for one short sequence takes, the least of some."""
+        sequence = Sequence(0, [0, 0], 2, 2 + max(_MEASURED_LENGTHS) + 1, SamplingParams(), frozenset())
+        self.prepare(sequence.max_length, page_size=16)
+        self.admit([sequence])
+        seconds = []
+        for _ in range(_MEASURED_TIMES):
+            started = perf_counter()
+            self.propose([sequence], [num_draft_tokens]).token_ids.tolist()  # on a GPU it is only queued
+            seconds.append(perf_counter() - started)
+            self.commit([sequence])
+        self.release(sequence)
+        return min(seconds)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the one at hand if it is large enough."""
