@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from specdec_fast.errors import InvalidLogitsError
 from specdec_fast.ops import INVALID_TOKEN
 from specdec_fast.sequence import Sequence
+from specdec_fast.transfers import to_device, to_host
 
 
 def emissions_of(counts: Many[int], results: Many[Tensor]) -> list[list[int]]:
@@ -24,7 +24,7 @@ def emissions_of(counts: Many[int], results: Many[Tensor]) -> list[list[int]]:
         Per sequence its accepted draft tokens and the next token, which is ``INVALID_TOKEN`` after NaN logits.
 
     """
-    target_tokens, num_accepted, next_tokens = (result.tolist() for result in results)
+    target_tokens, num_accepted, next_tokens = to_host(results)
     emissions, first_row = [], 0
     for count, accepted, next_token in zip(counts, num_accepted, next_tokens, strict=True):
         emissions.append([*target_tokens[first_row : first_row + accepted], next_token])
@@ -77,7 +77,7 @@ def token_logprobs(logits: Tensor, rows: list[int], tokens: list[int]) -> list[f
         ``R`` values of float32.
 
     """
-    index = torch.tensor([rows, tokens], dtype=torch.int64, device=logits.device)
+    index = to_device([*rows, *tokens], logits.device).view(2, -1)
     logprobs = logits[index[0]].float().log_softmax(dim=-1)  # [R, vocab_size]
     return logprobs.gather(1, index[1, :, None])[:, 0].tolist()
 

@@ -34,6 +34,7 @@ from specdec_fast.sampling import sampling_of
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.sequence import Sequence
 from specdec_fast.text import load_tokenizer
+from specdec_fast.transfers import to_device
 from specdec_fast.types import GenerationOutput, RunStats, StreamChunk
 
 
@@ -266,9 +267,9 @@ class Engine:
     def _verify_rows(self, batch: list[Sequence], draft: Draft) -> tuple[Tensor, list[Rows]]:
         """Interleave each sequence's last committed token with its draft tokens: ``[T]`` ids, and their spans."""
         counts = draft.num_draft_tokens
-        last = torch.tensor([s.token_ids[-1] for s in batch], device=self.target.layout.device)
+        last = to_device([s.token_ids[-1] for s in batch], self.target.layout.device)
         # A draft token that is no word is as wrong as any other, but would reach beyond the embedding.
-        drafted = draft.token_ids.to(last.device).clamp(0, self.target.vocab_size - 1)
+        drafted = draft.token_ids.to(last.device, non_blocking=True).clamp(0, self.target.vocab_size - 1)
         if min(counts) == max(counts):
             token_ids = torch.cat([last[:, None], drafted.view(len(batch), -1)], dim=1).flatten()
         else:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.rows import RaggedBatch, RowRule, Rows, row_layout
+from specdec_fast.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,6 @@ class PagePool:
             ) from error
         # per layer: keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim]
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.tensor]
-        self._on_cpu = layout.device.type == "cpu"
         self._free = list(range(self.num_pages, 0, -1))
         self._tables: dict[Hashable, list[int]] = {}
         self._reserved: dict[Hashable, int] = {}
@@ -245,5 +245,4 @@ class PagePool:
             self._slot_of[0] = np.arange(self._slot_of.shape[1]) % self.page_size
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._on_cpu else tensor.to(self.layout.device, non_blocking=True)
+        return to_device(array, self.layout.device)

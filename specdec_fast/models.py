@@ -30,6 +30,7 @@ from specdec_fast.paged_cache import PagedCache
 from specdec_fast.program import NotLowerableError, compile_forward
 from specdec_fast.ragged import Sampling, Scores
 from specdec_fast.rows import RaggedBatch, RowRule, Rows
+from specdec_fast.transfers import to_device
 
 _ATTENTION = "specdec_paged"
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
@@ -230,7 +231,7 @@ def prefill(
 
     """
     for rows, token_ids in _prefill_forwards(prompts, model.row_rule.largest, starts or {}):
-        batch = pool.batch(rows, torch.tensor(token_ids, device=model.layout.device))
+        batch = pool.batch(rows, to_device(token_ids, model.layout.device))
         model.forward(batch, pool, batch.last_rows[:1])  # one row: nobody wants these logits
 
 

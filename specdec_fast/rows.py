@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.ragged import PagedBatch
+from specdec_fast.transfers import to_device
 
 
 class Rows(NamedTuple):
@@ -104,6 +105,6 @@ def row_layout(counts: tuple[int, ...], padding: int, device: torch.device) -> R
     np.cumsum(padded, out=cu_seqlens[1:])
     sequence = np.repeat(np.arange(len(padded)), padded)
     back = np.arange(len(sequence)) - cu_seqlens[1:][sequence]
-    on_device = torch.from_numpy(cu_seqlens).to(device)
+    on_device = to_device(cu_seqlens, device)
     own = on_device[: len(counts) + 1]
     return RowLayout(on_device, own, own[1:].long() - 1, sequence, back, max(padded, default=0))

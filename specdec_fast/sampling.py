@@ -10,6 +10,7 @@ import torch
 
 from specdec_fast.ragged import Sampling
 from specdec_fast.sequence import Sequence
+from specdec_fast.transfers import to_device
 
 
 def sampling_of(batch: Many[Sequence], device: torch.device, ahead: int = 0) -> Sampling | None:
@@ -20,7 +21,7 @@ def sampling_of(batch: Many[Sequence], device: torch.device, ahead: int = 0) -> 
     seen = [s.token_ids if s.params.repetition_penalty != 1 else [] for s in batch]
 
     def column(values: Many[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return to_device(values, device, dtype)
 
     return Sampling(
         temperatures=column([p.temperature for p in params], torch.float64),

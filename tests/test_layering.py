@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # a new one has to be named here.
 LAYERS = (
     {"errors", "assets"},
-    {"types", "ragged", "text"},
+    {"types", "ragged", "text", "transfers"},
     {"emission", "params", "stopping"},
     {"config", "sequence", "rows"},
     {"sampling", "instructions"},

@@ -18,6 +18,7 @@ from specdec_fast.rows import RaggedBatch, Rows, row_layout
 from specdec_fast.sampling import after, sampling_of
 from specdec_fast.sequence import Sequence
 from specdec_fast.timing import forward_seconds
+from specdec_fast.transfers import to_device
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192
@@ -94,7 +95,7 @@ class ModelDrafter(Drafter):
                 self.draft_kv_length[sequence] = sequence.length - 1 + limit
         if len(drafted) == min(limits):  # as many from everybody
             return Draft(torch.stack(drafted, dim=1).flatten(), limits)
-        return Draft(torch.cat(drafted)[_by_sequence(limits)], limits)
+        return Draft(torch.cat(drafted)[to_device(_by_sequence(limits), self.model.layout.device)], limits)
 
     def _draft(self, sequences: list[Sequence], limits: list[int]) -> list[Tensor]:
         """Return the tokens of each forward: one of every sequence that may draft so many, in batch order."""
@@ -106,7 +107,7 @@ class ModelDrafter(Drafter):
             sampling = sampling_of(drafting, self.model.layout.device, ahead=len(drafted))
             if drafted:
                 rows = [Rows(s, s.length - 1 + len(drafted), 1) for s in drafting]
-                tokens = drafted[-1][[before.index(i) for i in members]]
+                tokens = drafted[-1][to_device([before.index(i) for i in members], self.model.layout.device)]
             else:
                 rows, tokens = self._catch_up(drafting)
             drafted += self._run(self._pool().successive(rows, num_forwards), tokens, len(drafting), sampling)
@@ -179,7 +180,7 @@ class ModelDrafter(Drafter):
             start = self.draft_kv_length[sequence]
             rows.append(Rows(sequence, start, sequence.length - start))
             token_ids += sequence.token_ids[start:]
-        return rows, torch.tensor(self._known(token_ids), device=self.model.layout.device)
+        return rows, to_device(self._known(token_ids), self.model.layout.device)
 
     def _choose(self, batch: RaggedBatch, sampling: Sampling | None) -> Tensor:
         """Compute the rows; return each sequence's next token ``[B]``, chosen as the target chooses its own."""

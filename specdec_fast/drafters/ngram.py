@@ -7,6 +7,7 @@ import torch
 from specdec_fast.drafters.base import Draft, Drafter
 from specdec_fast.oracle.prompt_lookup import prompt_lookup
 from specdec_fast.sequence import Sequence
+from specdec_fast.transfers import to_device
 
 
 class NgramDrafter(Drafter):
@@ -27,7 +28,4 @@ class NgramDrafter(Drafter):
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
         token_ids = [token for proposal in proposals for token in proposal]
-        return Draft(
-            torch.tensor(token_ids, dtype=torch.int64, device=self._device),
-            [len(proposal) for proposal in proposals],
-        )
+        return Draft(to_device(token_ids, self._device), [len(proposal) for proposal in proposals])
