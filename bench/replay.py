@@ -6,6 +6,7 @@ For measuring at the shapes of models whose weights are not at hand: random weig
 from __future__ import annotations
 
 from collections.abc import Sequence as Sized
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,10 @@ class ReplayDrafter(Drafter):
     def name(self) -> str:
         """What reports call it."""
         return f"replay over {self.inner.name}"
+
+    def describe(self) -> dict[str, Any]:
+        """Pass on."""
+        return self.inner.describe()
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Have the inner drafter propose, and replay as many tokens as it did."""

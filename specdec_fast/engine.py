@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_fast.buckets import Limits
 from specdec_fast.committing import commit, emissions_of, logprobs_of
 from specdec_fast.config import EngineConfig
 from specdec_fast.determinism import make_deterministic
 from specdec_fast.draft_lengths import StepRecord, make_draft_lengths
 from specdec_fast.drafters import Draft, Drafter, make_drafter
 from specdec_fast.errors import ConfigError, DrafterError, EngineBusyError, KVCacheTooSmallError
+from specdec_fast.graphs import described
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.loading import load_model
 from specdec_fast.models import RaggedModel, prefill
@@ -75,10 +77,11 @@ class Engine:
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         if self.config.enforce_eager:
-            self._ops = replace(self._ops, program=None)
+            self._ops = replace(self._ops, program=None, capture=None)
         self.target = RaggedModel(model, self._ops)
         if self.config.deterministic:
             make_deterministic(self.target, self.config.max_batch_size * (self.config.most_draft_tokens + 1))
+        self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = tokenizer or load_tokenizer(getattr(model.config, "_name_or_path", None))
         wanted = draft if self.config.most_draft_tokens else None
         self.drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
@@ -136,6 +139,8 @@ class Engine:
             "forward_program": self.target.program is not None,
             "why_no_program": self.target.why_no_program,
             "attends_alone": self.target.row_rule.attends_alone,
+            **described(self.target.graphs),
+            "draft": self.drafter.describe(),
             "ops": dict(self._ops.chosen),
             "kv_bytes_per_token": self.target.layout.bytes_per_token,
             "kv_pages": self.pool.num_pages if self.pool else 0,

@@ -117,19 +117,19 @@ class PagePool:
         self._num_reserved -= self._reserved.pop(owner)
         self._free_places.append(self._places.pop(owner))
 
-    def batch(self, rows: Sequence[Rows], token_ids: Tensor) -> RaggedBatch:
+    def batch(self, rows: Sequence[Rows], token_ids: Tensor, ahead: int = 0) -> RaggedBatch:
         """Lay out one forward, handing out the pages that its new positions need.
 
         Args:
             rows: the spans of each sequence, in batch order.
             token_ids: ``[T]`` int64 on the layout's device, the spans' tokens one after the other.
+            ahead: how many positions after each span get their pages, and their places in the block table, as well.
 
         Raises:
-            KVCacheTooSmallError: a span goes beyond what its owner has reserved.
+            KVCacheTooSmallError: a span, or what comes after it, goes beyond what its owner has reserved.
 
         """
-        (batch_of,) = self.successive(rows, num_forwards=1)
-        return batch_of(token_ids=token_ids)
+        return self._laid_out(rows, ahead)[0](token_ids=token_ids)
 
     def successive(self, rows: Sequence[Rows], num_forwards: int) -> list[partial[RaggedBatch]]:
         """Lay out several forwards at once: the spans, then the position after each of them, then the next, ...
@@ -147,7 +147,15 @@ class PagePool:
             KVCacheTooSmallError: a span, or what comes after it, goes beyond what its owner has reserved.
 
         """
-        places, ends, later = [], [], num_forwards - 1
+        later = num_forwards - 1
+        first, place, end, table = self._laid_out(rows, later)
+        return [first, *self._one_row_each(place, end, table, later)] if later else [first]
+
+    def _laid_out(
+        self, rows: Sequence[Rows], later: int
+    ) -> tuple[partial[RaggedBatch], np.ndarray, np.ndarray, Tensor]:
+        """Lay out one forward with ``later`` to follow; return it, each span's place and end, and the block table."""
+        places, ends = [], []
         for owner, start, count in rows:
             ends.append(start + count)
             self._hand_out(owner, start + count + later)
@@ -175,16 +183,15 @@ class PagePool:
             cu_seqlens_q=layout.cu_seqlens_q,
             cu_seqlens=layout.cu_seqlens,
             last_rows=layout.last_rows,
+            most_rows=layout.most_rows,
             block_table=table[: len(end)],
             max_seqlen_q=layout.max_count,
             max_seqlen_k=longest,
         )
-        if not later:
-            return [first]
-        return [first, *self._one_row_each(place[: len(counts)], end[: len(counts)], later, table)]
+        return first, place[: len(counts)], end[: len(counts)], table
 
     def _one_row_each(
-        self, place: np.ndarray, end: np.ndarray, num_forwards: int, table: Tensor
+        self, place: np.ndarray, end: np.ndarray, table: Tensor, num_forwards: int
     ) -> list[partial[RaggedBatch]]:
         """Lay out the forwards after the first: row j of forward i stands at position ``end[j] + i``."""
         padding = self.row_rule.padding(len(end))
@@ -208,6 +215,7 @@ class PagePool:
                 cu_seqlens_q=layout.cu_seqlens_q,
                 cu_seqlens=layout.cu_seqlens,
                 last_rows=layout.last_rows,
+                most_rows=1,
                 block_table=table[: len(end) + bool(padding)],
                 max_seqlen_q=layout.max_count,
                 max_seqlen_k=longest + i,

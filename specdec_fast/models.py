@@ -20,7 +20,9 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from specdec_fast.architecture import check_decoder, max_positions, sliding_layers
+from specdec_fast.buckets import Limits
 from specdec_fast.errors import SpecDecError, UnsupportedModelError
+from specdec_fast.graphs import Graphs
 from specdec_fast.instructions import ForwardProgram
 from specdec_fast.kv_cache import KVLayout, PagePool
 from specdec_fast.linears import Linears
@@ -77,6 +79,7 @@ class RaggedModel:
         linears: its layers that the op ``linear`` computes during a forward.
         program: its whole forward in one call, made when it is loaded; None where PyTorch runs it.
         why_no_program: the reason, for an installation that has programs.
+        graphs: its forwards of few rows as graphs; None until ``use_graphs``, and where the device has none.
         row_rule: what its page pools pad forwards to; nothing, unless somebody probed for it.
 
     """
@@ -89,6 +92,7 @@ class RaggedModel:
         self.row_rule = RowRule(largest=MAX_PREFILL_ROWS)
         self.program: ForwardProgram | None = None
         self.why_no_program: str | None = None
+        self.graphs: Graphs | None = None
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.max_positions = max_positions(self.config)
         self.eos_token_ids = eos_token_ids(model)
@@ -121,11 +125,21 @@ class RaggedModel:
             logit_rows: ``[R]`` int64 row indices whose logits are wanted; None wants all.
 
         Returns:
-            Logits ``[R, vocab_size]`` (``[T, vocab_size]`` without ``logit_rows``) in the model's dtype.
+            Logits ``[R, vocab_size]`` (``[T, vocab_size]`` without ``logit_rows``) in the model's dtype, to be read
+            before the model's next forward: of a graph they are always in the same memory.
 
         """
         if self.program is not None:
             return self._run_program(batch, pool, logit_rows)
+        logits = None if self.graphs is None else self.graphs.forward(batch, pool, logit_rows)
+        return self._run_eagerly(batch, pool, logit_rows) if logits is None else logits
+
+    def use_graphs(self, limits: Limits) -> None:
+        """From now on replay forwards within ``limits`` as graphs, on a device that has them."""
+        if self.ops.capture is not None and self.program is None:
+            self.graphs = Graphs(self.model, self._run_eagerly, self.ops.capture(self.layout.device), limits)
+
+    def _run_eagerly(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
         # A step is in inference mode already, and a drafting loop attached: each costs microseconds to enter.
         if torch.is_inference_mode_enabled() and self.config._attn_implementation == _ATTENTION:
             return self._forward(batch, pool, logit_rows)

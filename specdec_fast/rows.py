@@ -49,8 +49,8 @@ class RaggedBatch(PagedBatch):
     """The rows of one forward, sequence after sequence.
 
     Where a RowRule asks for more rows, they are one more sequence, the last, on the scratch page. The fields of
-    ``PagedBatch``, ``positions`` and ``slot_mapping`` count it in; ``token_ids``, ``cu_seqlens`` and
-    ``last_rows`` do not.
+    ``PagedBatch``, ``positions`` and ``slot_mapping`` count it in; ``token_ids``, ``cu_seqlens``,
+    ``last_rows`` and ``most_rows`` do not.
 
     Attributes:
         token_ids: ``[T]`` int64.
@@ -58,6 +58,7 @@ class RaggedBatch(PagedBatch):
         slot_mapping: ``[T + padding]`` int32, where each row's KV entry goes.
         cu_seqlens: ``[B + 1]`` int32, where each sequence's rows begin.
         last_rows: ``[B]`` int64, the last row of each sequence.
+        most_rows: rows of the sequence that has most, ``max_seqlen_q`` but for the padding.
 
     """
 
@@ -66,6 +67,7 @@ class RaggedBatch(PagedBatch):
     slot_mapping: Tensor
     cu_seqlens: Tensor
     last_rows: Tensor
+    most_rows: int
 
     @property
     def padding(self) -> int:
@@ -95,6 +97,7 @@ class RowLayout(NamedTuple):
     sequence: np.ndarray  # [T + padding], to which each row belongs
     back: np.ndarray  # [T + padding], each row's position less the end of its sequence's span; negative
     max_count: int
+    most_rows: int  # of one sequence, as max_count, but for the padding
 
 
 @lru_cache(maxsize=256)
@@ -107,4 +110,4 @@ def row_layout(counts: tuple[int, ...], padding: int, device: torch.device) -> R
     back = np.arange(len(sequence)) - cu_seqlens[1:][sequence]
     on_device = to_device(cu_seqlens, device)
     own = on_device[: len(counts) + 1]
-    return RowLayout(on_device, own, own[1:].long() - 1, sequence, back, max(padded, default=0))
+    return RowLayout(on_device, own, own[1:].long() - 1, sequence, back, max(padded, default=0), max(counts, default=0))

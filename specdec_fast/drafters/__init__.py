@@ -9,10 +9,11 @@ from typing import Any
 from torch import device, nn
 from transformers import PreTrainedModel
 
+from specdec_fast.buckets import Limits
 from specdec_fast.config import EngineConfig
 from specdec_fast.determinism import make_deterministic
 from specdec_fast.drafters.base import Draft, Drafter
-from specdec_fast.drafters.model import ModelDrafter
+from specdec_fast.drafters.model import ROWS_EACH, ModelDrafter
 from specdec_fast.drafters.ngram import NgramDrafter
 from specdec_fast.drafters.none import NoDrafter
 from specdec_fast.errors import ConfigError, VocabularyMismatchError
@@ -64,7 +65,8 @@ def make_drafter(
     module = load_model(draft, None if loaded else config.dtype, target.layout.device)  # type: ignore[arg-type]
     model = RaggedModel(module, ops)
     if config.deterministic:
-        make_deterministic(model, 2 * config.max_batch_size)  # it catches up with two rows each
+        make_deterministic(model, ROWS_EACH * config.max_batch_size)
+    model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))
     _check_vocabulary(model, target, tokenizer)
     return ModelDrafter(model, target.vocab_size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,10 @@ class Drafter(ABC):
 
         At least one limit is above 0.
         """
+
+    def describe(self) -> dict[str, Any]:
+        """Return what ``Engine.describe()`` tells of it besides its name."""
+        return {}
 
     # The hooks below do nothing for a drafter that keeps no state of its own.
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec_fast.drafters.base import Draft, Drafter
+from specdec_fast.graphs import described
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.models import RaggedModel, prefill
 from specdec_fast.params import SamplingParams
 from specdec_fast.ragged import Sampling
-from specdec_fast.rows import RaggedBatch, Rows, row_layout
+from specdec_fast.rows import RaggedBatch, Rows
 from specdec_fast.sampling import after, sampling_of
 from specdec_fast.sequence import Sequence
 from specdec_fast.timing import forward_seconds
@@ -23,6 +24,7 @@ from specdec_fast.transfers import to_device
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192
 _MEASURED_LENGTHS, _MEASURED_TIMES = (1, 4), 3  # of proposals
+ROWS_EACH = 2  # of one sequence in one forward at most: after a full acceptance its KV lacks two tokens
 
 
 class ModelDrafter(Drafter):
@@ -45,6 +47,10 @@ class ModelDrafter(Drafter):
     def name(self) -> str:
         """What reports call it."""
         return self.model.name
+
+    def describe(self) -> dict[str, Any]:
+        """Return how its forwards run."""
+        return {"forward_program": self.model.program is not None, **described(self.model.graphs)}
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
         """Measure the draft model's forward at so many rows, and by proposals of two lengths what they take besides."""
@@ -110,18 +116,22 @@ class ModelDrafter(Drafter):
                 tokens = drafted[-1][to_device([before.index(i) for i in members], self.model.layout.device)]
             else:
                 rows, tokens = self._catch_up(drafting)
-            drafted += self._run(self._pool().successive(rows, num_forwards), tokens, len(drafting), sampling)
+            drafted += self._run(rows, num_forwards, tokens, sampling)
             before = members
         return drafted
 
-    def _run(
-        self, forwards: list[partial[RaggedBatch]], tokens: Tensor, batch_size: int, sampling: Sampling | None
-    ) -> Iterable[Tensor]:
-        """Run the forwards, each on the tokens chosen before; return each one's ``[B]`` tokens."""
+    def _run(self, rows: list[Rows], num_forwards: int, tokens: Tensor, sampling: Sampling | None) -> Iterable[Tensor]:
+        """Compute ``[T]`` tokens, then one row more each on the tokens chosen before; return each forward's ``[B]``."""
         pool = self._pool()
+        if self.model.graphs is not None and sampling is None:
+            batch = pool.batch(rows, tokens, ahead=num_forwards - 1)
+            of_graph = self.model.graphs.draft(batch, num_forwards, pool, self._likeliest)
+            if of_graph is not None:
+                return of_graph.unbind()
+        forwards = pool.successive(rows, num_forwards)
         has_penalties = sampling is not None and sampling.seen_ids.numel() > 0
         if self.model.program is not None and not has_penalties and pool.row_rule.multiple == 1:
-            chosen = torch.empty(len(forwards), batch_size, dtype=torch.int64)
+            chosen = torch.empty(num_forwards, len(rows), dtype=torch.int64)
             each = chosen.unbind()
             fed = (tokens, *each[:-1])
             batches = [batch_of(token_ids=ids) for batch_of, ids in zip(forwards, fed, strict=True)]
@@ -184,14 +194,22 @@ class ModelDrafter(Drafter):
 
     def _choose(self, batch: RaggedBatch, sampling: Sampling | None) -> Tensor:
         """Compute the rows; return each sequence's next token ``[B]``, chosen as the target chooses its own."""
-        last = batch.last_rows if batch.max_seqlen_q > 1 else None
+        last = batch.last_rows if batch.most_rows > 1 else None
         logits = self.model.forward(batch, self._pool(), last)
+        return self._chosen(logits, batch.token_ids if last is None else batch.token_ids[last], sampling)
+
+    def _likeliest(self, logits: Tensor) -> Tensor:
+        """Return each row's likeliest token ``[N]``; what was fed makes no difference to it."""
+        return self._chosen(logits, logits.new_zeros(len(logits), dtype=torch.int64), None)
+
+    def _chosen(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
+        """Return each row's token ``[N]``, every row being the only one of its sequence and fed one of ``fed``."""
         if self._vocab_size < logits.shape[1]:
             logits = logits[:, : self._vocab_size]
         if sampling is None and logits.shape[1] < _LARGE_VOCABULARY:
             return logits.argmax(dim=-1)
-        fed = batch.token_ids if last is None else batch.token_ids[last]
-        one_each = row_layout((1,) * len(fed), 0, fed.device).cu_seqlens
+        # Made here, because this may be recorded in a graph: what is shared may be gone when that is replayed.
+        one_each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
         ops = self.model.ops.unchecked or self.model.ops
         tokens = ops.verify_chain(logits, fed, one_each, sampling)[0]
         return tokens.clamp_(min=0)  # NaN logits have no token; any other is as wrong, and can be fed

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specdec_fast.errors import BackendError, ConfigError
 from specdec_fast.instructions import ForwardProgram, Plan
+from specdec_fast.ops.cuda_graph import Capture
 
 AUTO = "auto"
 _DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "linear", "compact_kv", "realign_kv")
@@ -29,6 +30,8 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then 
 _PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "torch")}
 # What runs whole forwards (specdec_fast/program/), where one backend serves every op.
 _PROGRAMS = {"cpp": "specdec_fast.ops.cpp_program:Program"}
+# What records forwards as graphs (specdec_fast/graphs.py), by device type.
+_CAPTURES = {"cuda": "specdec_fast.ops.cuda_graph:CudaCapture"}
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class Ops:
         compact_kv_: move kept entries inside each sequence; see ``oracle/ops/compact_kv.py``.
         realign_kv_: shift the rows of a dense cache; see ``oracle/ops/realign_kv.py``.
         program: builds a model's whole forward from a ``Plan``; None where forwards are PyTorch's.
+        capture: makes what records a model's forwards as graphs on a device; None where nothing does.
         unchecked: the same ops without the argument check, for a caller that repeats a checked call on tensors of
             the same shapes (the layers of one forward).
 
@@ -143,6 +147,7 @@ class Ops:
     compact_kv_: Callable[..., None] = field(repr=False)
     realign_kv_: Callable[..., None] = field(repr=False)
     program: Callable[[Plan], ForwardProgram] | None = field(repr=False, default=None)
+    capture: Callable[[torch.device], Capture] | None = field(repr=False, default=None)
     unchecked: Ops | None = field(repr=False, default=None)
 
     @property
@@ -218,7 +223,9 @@ def resolve(device: torch.device, backend: str = AUTO) -> Ops:
             raise BackendError(
                 f"backend {backend!r} serves {', '.join(served)}, not {device.type}; pass backend='{AUTO}'."
             )
-    return _load(chosen, check=True, unchecked=_load(chosen, check=False, unchecked=None))
+    capture = _CAPTURES.get(device.type)
+    ops = _load(chosen, check=True, unchecked=_load(chosen, check=False, unchecked=None))
+    return ops if capture is None else replace(ops, capture=_imported(capture))
 
 
 def _load(chosen: Mapping[str, str], check: bool, unchecked: Ops | None) -> Ops:

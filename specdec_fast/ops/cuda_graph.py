@@ -1,0 +1,75 @@
+"""Recording work on a CUDA device, to run it again in one launch. Not yet run on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Captured(NamedTuple):
+    """Recorded work.
+
+    Attributes:
+        replay: runs it again, on the tensors that it was recorded with; nothing waits for it.
+        output: what it computes, in the same memory every time.
+
+    """
+
+    replay: Callable[[], None]
+    output: Tensor
+
+
+Capture = Callable[[Callable[[], Tensor]], Captured]
+
+
+class CudaCapture:
+    """Records calls as CUDA graphs that share one memory pool, for graphs of which never two run at once.
+
+    They overwrite one another's intermediate results, and a result may lie where another graph computes: it is to be
+    read before any other of them runs.
+
+    Args:
+        device: a CUDA device.
+
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> Captured:
+        """Record what ``run`` launches; it is called three times, and must do the same each time.
+
+        Raises:
+            RuntimeError: ``run`` waits for the device, or does something else that cannot be recorded.
+
+        """
+        with torch.cuda.device(self._device):
+            _warm_up(run)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of the process may go on allocating meanwhile.
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                output = run()
+        return Captured(graph.replay, output)
+
+
+def _warm_up(run: Callable[[], Tensor]) -> None:
+    """Run twice on a stream of its own: once to compile kernels and make handles, then to see that nothing waits.
+
+    A wait would break the recording as well, but says here where it is.
+    """
+    current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+    beside.wait_stream(current)
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        with torch.cuda.stream(beside):
+            run()
+            torch.cuda.set_sync_debug_mode("error")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+        current.wait_stream(beside)

@@ -1,0 +1,86 @@
+"""What stands in for CUDA graphs on a CPU, and what sees code that would wait for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specdec_fast import committing
+from specdec_fast.ops.cuda_graph import Captured
+
+
+class Repeated:
+    """Records nothing: to replay is to call again, with the result in the memory of the first one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_replayed = 0
+
+    def __call__(self, run: Callable[[], Tensor]) -> Captured:
+        output = run().clone()
+
+        def replay() -> None:
+            self.num_replayed += 1
+            output.fill_(torch.nan if output.is_floating_point() else -1)
+            output.copy_(run())
+
+        return Captured(replay, output)
+
+
+_READS = {"tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+_WAITING_OPS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "item"}
+
+
+class Waits(TorchFunctionMode):
+    """Notes what would wait for a GPU if the tensors were there, in ``found``: reads, and copies to it that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _READS or (name in ("tensor", "as_tensor") and (kwargs or {}).get("device") is not None):
+            self.found.append(name)
+        if name in ("__getitem__", "__setitem__") and _holds_list(args[1]):
+            self.found.append(f"{name} by a list")
+        return function(*args, **(kwargs or {}))
+
+
+class _WaitingOps(TorchDispatchMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        by_mask = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if name in _WAITING_OPS or by_mask:
+            self.found.append(f"aten.{name}")
+        return function(*args, **(kwargs or {}))
+
+
+def _holds_list(index: Any) -> bool:
+    return any(isinstance(x, list) for x in (index if isinstance(index, tuple) else (index,)))
+
+
+@contextmanager
+def waits(monkeypatch: Any) -> Iterator[list[str]]:
+    """Note everything that would wait for a GPU; the one transfer that a step may wait for is called "to_host"."""
+    functions = Waits()
+    to_host = committing.to_host
+
+    def told(tensors: Any) -> list[list[int]]:
+        seen = len(functions.found)
+        values = to_host(tensors)
+        functions.found[seen:] = ["to_host"]
+        return values
+
+    with monkeypatch.context() as patch, functions, _WaitingOps(functions.found):
+        patch.setattr(committing, "to_host", told)
+        yield functions.found
