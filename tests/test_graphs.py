@@ -16,9 +16,10 @@ from repeated import Repeated, waits
 import specdec_fast as sd
 from specdec_fast import graphs as module
 from specdec_fast.buckets import Bucket, Inputs, Limits
-from specdec_fast.kv_cache import PagePool
+from specdec_fast.kv_cache import KVLayout, PagePool
 from specdec_fast.models import RaggedModel
 from specdec_fast.ops import registry, resolve
+from specdec_fast.ops.cuda_graph import Captured
 from specdec_fast.rows import RowRule, Rows
 
 CPU = torch.device("cpu")
@@ -87,7 +88,7 @@ def batches(pool, counts_of, seed=0):
 )
 def test_a_bucket_holds_its_batch(counts, limits, multiple, page_size):
     rule = RowRule(multiple, largest=256)
-    pool = PagePool(replace(_layout(), num_layers=1), len(counts) * (9 + page_size), page_size, rule)
+    pool = PagePool(_layout(), len(counts) * (9 + page_size), page_size, rule)
     for owner in range(len(counts)):
         pool.open(owner, 9)
     rows = [Rows(owner, 0, count) for owner, count in enumerate(counts)]
@@ -116,8 +117,6 @@ def test_a_bucket_holds_its_batch(counts, limits, multiple, page_size):
 
 
 def _layout():
-    from specdec_fast.kv_cache import KVLayout
-
     return KVLayout(1, 1, 8, torch.float32, CPU)
 
 
@@ -228,14 +227,23 @@ def test_a_bucket_is_recorded_when_it_is_asked_for_again(model):
 def test_another_pool_gets_graphs_of_its_own(model):
     pool = opened_pool(model)
     first = model.forward(next(batches(pool, [[3, 2]])), pool).clone()
-    gone = weakref.ref(pool)
     other = opened_pool(model)
     model.forward(next(batches(other, [[1]])), other)
     assert model.graphs.num_captured == 1
-    assert torch.equal(model.forward(next(batches(other, [[3, 2]])), other), first)
+    third = opened_pool(model)
+    assert torch.equal(model.forward(next(batches(third, [[3, 2]])), third), first)
+
+
+def test_graphs_do_not_keep_a_pool(model):
+    """An engine gives its pool up before it asks for a larger one: the memory must be free by then."""
+    model.graphs._capture = lambda run: Captured(lambda: None, run())
+    pool = opened_pool(model)
+    model.forward(next(batches(pool, [[3, 2]])), pool)
+    assert model.graphs.num_captured == 1
+    gone = weakref.ref(pool)
     del pool
     gc.collect()
-    assert gone() is None, "its memory is wanted by the next pool"
+    assert gone() is None
 
 
 def test_the_graph_used_least_recently_goes_first(model, monkeypatch):

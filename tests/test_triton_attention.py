@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -335,3 +336,33 @@ def test_sums_over_a_tile_have_one_order():
     for _, _, *layouts in lines:
         assert len(layouts) == 4, "a maximum and a sum, of tiles that all rows see and of others"
         assert len(set(layouts)) == 1
+
+
+# Graphs are launched with the bounds of their bucket, and with places for sequences that have no rows.
+
+
+@each_type
+@pytest.mark.parametrize("enough", [SPLIT, UNSPLIT], ids=["split", "unsplit"])
+@pytest.mark.parametrize("window", [None, 70], ids=["full", "window"])
+def test_larger_bounds_change_no_bit_and_nothing_more_is_read(dtype, enough, window, small_pieces, monkeypatch):
+    args = make(_Shape((200, 65, 3), (2, 1, 3), head_dim=16, sliding_window=window), dtype)
+    batch = args["batch"]
+    monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", enough)
+    expected = attention(**args)
+    count, width = batch.block_table.shape
+    table = torch.full((count + 2, 4 * width), 2**30, dtype=torch.int32)  # pages far away: reading one would crash
+    for b, used in enumerate(batch.seqused_k.tolist()):
+        pages = -(-used // args["kv"][0].shape[1])
+        table[b, :pages] = batch.block_table[b, :pages]
+    last = batch.cu_seqlens_q[-1:]
+    bucket = replace(
+        batch,
+        cu_seqlens_q=torch.cat([batch.cu_seqlens_q, last, last]),
+        seqused_k=torch.cat([batch.seqused_k, torch.zeros(2, dtype=torch.int32)]),
+        block_table=table,
+        max_seqlen_q=40,
+        max_seqlen_k=4 * width * args["kv"][0].shape[1],
+    )
+    with launches(monkeypatch) as noted:
+        assert torch.equal(OP.load("triton", check=False)(**{**args, "batch": bucket}), expected)
+    assert noted[0][1][1] > (3 if window is None else 1) or enough == UNSPLIT
