@@ -106,11 +106,15 @@ class ForwardMeter:
         for model in self._models:
             model.forward = self._timed(model.forward)  # type: ignore[method-assign]
             model.draft = self._timed(model.draft)  # type: ignore[method-assign]
+            if model.graphs is not None:
+                model.graphs.draft = self._timed(model.graphs.draft)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:
         for model in self._models:
             del model.forward, model.draft  # the class's own again
+            if model.graphs is not None:
+                del model.graphs.draft
 
     def seconds(self) -> float:
         """Return the sum over all forwards so far."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 
-from bench import gpu_decoding, gpu_equivalence, gpu_kernels, gpu_timings, report
+from bench import gpu_decoding, gpu_equivalence, gpu_graphs, gpu_kernels, gpu_timings, report
 from bench.device import properties
 from bench.parts import Part, Progress, Result, Settings, inline, is_red, isolated, run_parts
 from specdec_fast.commands.common import format_table
@@ -35,6 +35,7 @@ PARTS = (
     Part("kernels", gpu_kernels.run, 3),
     Part("timings", gpu_timings.run, 2),
     Part("equivalence", gpu_equivalence.run, 2),
+    Part("graphs", gpu_graphs.run, 2),
     Part("decoding", gpu_decoding.run, 3),
 )
 ROOT = Path(__file__).parents[1]
@@ -105,6 +106,7 @@ def print_tables(results: dict[str, Result]) -> None:
     """Print speeds where they were measured, what is wrong, and a line per part."""
     tables: tuple[tuple[str, Callable[[Result], Iterator[tuple[Any, ...]]], tuple[str, ...]], ...] = (
         ("timings", _timing_lines, ("op", "case", "dtype", "method", "us", "us/call", "GB/s", "of copy")),
+        ("graphs", _graph_lines, ("what", "batch", "us", "eager us", "floor us", "of copy", "over eager")),
         ("decoding", _decoding_lines, ("method", "batch", "acceptance", "tokens/s", "length", "outside", "equal")),
     )
     for part, lines, header in tables:
@@ -125,6 +127,12 @@ def _timing_lines(result: Result) -> Iterator[tuple[Any, ...]]:
         times = (f"{row['microseconds']:.1f}", f"{row['call_microseconds']:.1f}")
         speeds = (f"{row['gigabytes_per_second']:.0f}", f"{row['share_of_copy']:.2f}")
         yield row["op"], row["case"], row["dtype"], row["method"], *times, *speeds
+
+
+def _graph_lines(result: Result) -> Iterator[tuple[Any, ...]]:
+    for row in (row for row in result.get("rows", []) if "microseconds" in row):
+        times = (f"{row[name]:.1f}" for name in ("microseconds", "eager_microseconds", "floor_microseconds"))
+        yield row["what"], row["batch"], *times, f"{row['share_of_copy']:.2f}", f"{row['speedup_over_eager']:.2f}x"
 
 
 def _decoding_lines(result: Result) -> Iterator[tuple[Any, ...]]:

@@ -32,7 +32,8 @@ from bench.pairs import (
 from bench.parts import Progress, Settings
 from bench.replay import ReplayDrafter
 from specdec_fast import Engine, SamplingParams
-from specdec_fast.drafters.model import ModelDrafter
+from specdec_fast.buckets import Limits
+from specdec_fast.drafters.model import ROWS_EACH, ModelDrafter
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.models import RaggedModel, prefill
 from specdec_fast.ops import resolve
@@ -56,7 +57,8 @@ class Sizes:
         prompts: how many are decoded at each batch size.
         num_draft_tokens: K.
         acceptance: probabilities that a draft token is the target's own.
-        warm_up_tokens: per prompt, before each measured run.
+        warm_up_tokens: per prompt, before each measured run; as many as are measured where there are graphs, which are
+            recorded when they are first wanted.
 
     """
 
@@ -72,7 +74,7 @@ class Sizes:
     warm_up_tokens: int
 
 
-FULL = Sizes(QWEN3_8B, QWEN3_06B, 151_936, torch.bfloat16, 128, 64, {8: 16, 32: 64, 1: 1}, 5, (0.8, 0.6), 8)
+FULL = Sizes(QWEN3_8B, QWEN3_06B, 151_936, torch.bfloat16, 128, 64, {8: 16, 32: 64, 1: 1}, 5, (0.8, 0.6), 64)
 SMOKE = Sizes(
     TINY_TARGET,
     TINY_DRAFT,
@@ -128,6 +130,7 @@ class Bench:
     def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, prompts: Tokens, sizes: Sizes) -> None:
         self.target, self.sizes, self.prompts = target, sizes, prompts
         self.draft = RaggedModel(draft, resolve(draft.device))
+        self.draft.use_graphs(Limits(max(sizes.prompts), ROWS_EACH, sizes.num_draft_tokens))
         self.transcripts: Tokens = []
 
     def engine(self, method: str, batch_size: int, acceptance: float | None) -> Run:
@@ -144,6 +147,8 @@ class Bench:
             max_batch_size=batch_size,
             num_draft_tokens=self.sizes.num_draft_tokens,
             page_size=PAGE_SIZE,
+            # one pool for all runs: graphs belong to a pool
+            kv_cache_tokens=2 * batch_size * (self.sizes.prompt_tokens + self.sizes.new_tokens + PAGE_SIZE),
             deterministic=False,  # costs of the forwards as they are; ties are rare in these models
         )
         models = [engine.target] if drafter is None else [engine.target, self.draft]
@@ -193,6 +198,7 @@ def _measured(run: Run, bench: Bench) -> dict[str, Any]:
         "mean_acceptance_length": stats.decoding.mean_acceptance_length,
         "acceptance_rate": stats.decoding.acceptance_rate,
         "host_seconds_by_stage": dict(stats.timer.seconds),
+        "graphs_captured": run.engine.describe()["graphs_captured"],
         "share_outside_forwards": 1 - run.forward_seconds / stats.seconds,
     }
 

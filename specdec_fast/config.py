@@ -50,7 +50,8 @@ class EngineConfig:
             False saves the padding; near-ties between tokens may then fall differently in different batches.
         enforce_eager: run every forward as the model's own PyTorch code, operation by operation: for debugging, or for
             hooks that must see every forward. By default, on the CPU, a forward is written down when an engine is made,
-            with the weights that the model has then, and runs as one call (``specdec_fast/program/``).
+            with the weights that the model has then, and runs as one call (``specdec_fast/program/``); on a GPU
+            forwards of few rows are recorded as CUDA graphs (``specdec_fast/graphs.py``).
 
     Raises:
         ConfigError: a value is out of range; the message names it.

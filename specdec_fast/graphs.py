@@ -7,7 +7,7 @@ not fill is rows of further sequences on the scratch page, as a RowRule's paddin
 
 What a launch is told of a batch in numbers (``max_seqlen_q``, ``max_seqlen_k``) are the bucket's bounds: grids grow by
 programs that find nothing to do, and no row's bits depend on either. What is larger than any bucket is left to the
-caller. Not yet run on a GPU; the tests have calls that are repeated in the place of graphs.
+caller. Not yet run on a GPU: the tests have calls that are repeated in the place of graphs.
 """
 
 from __future__ import annotations

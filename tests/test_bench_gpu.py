@@ -8,19 +8,22 @@ from time import monotonic
 
 import gpu_parts
 import pytest
+import repeated
 import torch
 
-from bench import gpu, gpu_decoding, gpu_equivalence, gpu_kernels, gpu_timings, parts
+from bench import gpu, gpu_decoding, gpu_equivalence, gpu_graphs, gpu_kernels, gpu_timings, parts
 from bench.flash_references import FLASH_REFERENCES
 from bench.parts import Part, Settings, inline
 from specdec_fast import Engine
 from specdec_fast.errors import BackendError
-from specdec_fast.ops import all_ops
+from specdec_fast.ops import all_ops, registry
+from specdec_fast.ops.cuda_graph import Captured
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.oracle.ops.paged_attention import paged_attention
 from specdec_fast.oracle.ops.verify_chain import verify_chain
 
 CPU, SMOKE = torch.device("cpu"), Settings("cpu", smoke=True)
+METHODS = ("eqspec", "exspec")
 PARTS = {part.name: part for part in gpu.PARTS}
 
 
@@ -115,6 +118,38 @@ def test_decoding_measures_what_was_asked(smoke):
         assert 0 < row["share_outside_forwards"] < 1
         assert sum(row["host_seconds_by_stage"].values()) <= row["seconds"]
         assert row["mean_acceptance_length"] > 1 or row["acceptance"] is None
+
+
+def test_graphs_are_checked_and_timed(smoke):
+    rows = smoke[1]["parts"]["graphs"]["rows"]
+    checked, timed = ([row for row in rows if ("microseconds" in row) == is_timed] for is_timed in (False, True))
+    assert [row["what"] for row in checked] == [f"{m} in {d}" for d in ("float32", "bfloat16") for m in METHODS]
+    assert all(row["equal"] == row["outputs"] > 0 for row in checked)
+    assert {(row["what"], row["batch"]) for row in timed} == {
+        (what, batch) for what in ("plain step", "verification", "drafting") for batch in gpu_decoding.SMOKE.prompts
+    }
+    assert all(row["graphs_captured"] == 0 for row in timed), "there are none on a CPU"
+    assert all(row["floor_microseconds"] > 0 for row in timed)
+
+
+def cannot(self, run):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_graphs_that_change_tokens_or_are_missing_are_red(monkeypatch):
+    """With repeated calls in the place of graphs, as on a GPU; then with a result that is not the call's."""
+    monkeypatch.setattr(registry, "_PROGRAMS", {})
+    monkeypatch.setitem(registry._CAPTURES, "cpu", "repeated:Repeated")
+    result = result_of("graphs")
+    assert not result["failures"]
+    assert all(row["target_graphs"] and row["draft_graphs"] for row in result["rows"] if "equal" in row)
+    assert all(row["graphs_captured"] for row in result["rows"] if "microseconds" in row)
+    monkeypatch.setattr(gpu_graphs, "_measure", lambda settings, progress: None)
+    monkeypatch.setattr(repeated.Repeated, "__call__", lambda self, run: Captured(lambda: None, run().clone()))
+    assert any("outputs differ with graphs" in failure["why"] for failure in result_of("graphs")["failures"])
+    monkeypatch.setattr(repeated.Repeated, "__call__", cannot)
+    whys = {failure["why"] for failure in result_of("graphs")["failures"]}
+    assert any(why.startswith("the target has no graphs") for why in whys)
 
 
 def test_tables_are_printed_last(tmp_path, capsys, only):
@@ -282,6 +317,7 @@ def test_what_a_part_has_no_time_for_is_named(name, monkeypatch):
         "kernels": "append_kv_ on cpp in float32",
         "timings": "paged_attention verify_2x40 bfloat16",
         "equivalence": "plain at batch 2, K 0, float32",
+        "graphs": "eqspec in float32",
         "decoding": "plain at batch 2",
     }
     assert result["skipped"][0] == first[name]

@@ -1,0 +1,228 @@
+"""Part "graphs" of ``bench.gpu``: forwards as graphs against the same forwards launched one operation at a time.
+
+Three gates: with and without graphs the bundled pair emits the same tokens; a model that should have graphs has some;
+and no step waits for the device but for the one transfer of what it found, held up by PyTorch's own watch on waiting.
+Then times at the shapes of ``gpu_decoding``: a plain step, a verification and a drafting loop, as graphs and without,
+beside the time that reading the weights and the KV takes at the speed of a copy. Where there are no graphs (on a CPU)
+both are the same. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import gpu_decoding
+from bench.device import full_precision
+from bench.gpu_equivalence import FULL as PROMPTS
+from bench.gpu_equivalence import SMOKE as FEW_PROMPTS
+from bench.gpu_equivalence import Pair, Tokens
+from bench.gpu_timings import FULL as TIMINGS
+from bench.gpu_timings import SMOKE as FEW_TIMINGS
+from bench.gpu_timings import copy_bandwidth
+from bench.pairs import SEED, ModelShape, random_model, random_prompts
+from bench.parts import Progress, Settings
+from bench.timing import Call, Clock
+from specdec_fast import Engine, SamplingParams, committing
+from specdec_fast.buckets import Limits
+from specdec_fast.drafters.model import ROWS_EACH
+from specdec_fast.kv_cache import PagePool
+from specdec_fast.models import RaggedModel, prefill
+from specdec_fast.ops import resolve
+from specdec_fast.rows import Rows
+
+BATCH_SIZE, NUM_DRAFT_TOKENS, SAMPLES, CALLS = 4, 3, 5, 8
+
+
+def run(settings: Settings, progress: Progress) -> None:
+    """Check, then measure."""
+    full_precision()
+    sizes = FEW_PROMPTS if settings.smoke else PROMPTS
+    for dtype in (torch.float32, torch.bfloat16):
+        pair = Pair(dtype, settings, sizes)
+        for method in ("eqspec", "exspec"):
+            name = f"{method} in {str(dtype).removeprefix('torch.')}"
+            if progress.has_time(name):
+                _check(name, method, pair, progress)
+    _measure(settings, progress)
+
+
+# Gates
+
+
+def _check(name: str, method: str, pair: Pair, progress: Progress) -> None:
+    """Decode greedily and sampled, with graphs and without; then once more while nothing may wait."""
+    params = [
+        SamplingParams(max_new_tokens=pair.max_new_tokens, temperature=0.8 * (i % 2), seed=i)
+        for i in range(len(pair.prompts))
+    ]
+    graphed, eager = (_engine(pair, method, enforce_eager) for enforce_eager in (False, True))
+    _tokens(graphed, pair, params)  # a shape is recorded when it comes for the second time
+    expected, outputs = _tokens(eager, pair, params), _tokens(graphed, pair, params)
+    equal = sum(a == b for a, b in zip(outputs, expected, strict=True))
+    told = graphed.describe()
+    for model, of in (("target", told), ("draft", told["draft"])):
+        if graphed.target.ops.capture is not None and not of["graphs_captured"]:
+            progress.fail(name, f"the {model} has no graphs: {of['why_no_graphs']}")
+    if equal < len(outputs):
+        progress.fail(name, f"{len(outputs) - equal} of {len(outputs)} outputs differ with graphs")
+    try:
+        with nothing_waits(graphed):
+            _tokens(graphed, pair, params)
+    except RuntimeError as error:
+        progress.fail(name, f"a step waits for the device: {error}")
+    captured = {"target_graphs": told["graphs_captured"], "draft_graphs": told["draft"]["graphs_captured"]}
+    progress.row(what=name, outputs=len(outputs), equal=equal, **captured)
+
+
+def _engine(pair: Pair, method: str, enforce_eager: bool) -> Engine:
+    return Engine(
+        pair.target,
+        pair.draft,
+        tokenizer=pair.tokenizer,
+        method=method,
+        max_batch_size=BATCH_SIZE,
+        num_draft_tokens=NUM_DRAFT_TOKENS,
+        enforce_eager=enforce_eager,
+    )
+
+
+def _tokens(engine: Engine, pair: Pair, params: list[SamplingParams]) -> Tokens:
+    outputs = engine.generate(pair.prompts, params, progress=False)
+    return [output.raise_for_error().token_ids for output in outputs]
+
+
+@contextmanager
+def nothing_waits(engine: Engine) -> Iterator[None]:
+    """Let PyTorch raise where a step of ``engine`` waits for the device, but in ``to_host``; nothing on a CPU."""
+    if engine.target.layout.device.type != "cuda":
+        yield
+        return
+    step, to_host, mode = engine._step, committing.to_host, torch.cuda.get_sync_debug_mode()
+
+    def watched(batch: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def allowed(tensors: Any) -> list[list[int]]:
+        torch.cuda.set_sync_debug_mode("default")
+        values = to_host(tensors)
+        torch.cuda.set_sync_debug_mode("error")
+        return values
+
+    engine._step, committing.to_host = watched, allowed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del engine._step  # the class's own again
+        committing.to_host = to_host
+
+
+# Times
+
+
+def _measure(settings: Settings, progress: Progress) -> None:
+    device, sizes = torch.device(settings.device), gpu_decoding.SMOKE if settings.smoke else gpu_decoding.FULL
+    bandwidth = copy_bandwidth((FEW_TIMINGS if settings.smoke else TIMINGS).copy_bytes, device)
+    progress.note(copy_gigabytes_per_second=bandwidth / 1e9)
+    k, most = sizes.num_draft_tokens, max(sizes.prompts)
+    target = _model(sizes.target, sizes, device, Limits(most, k + 1))
+    for batch_size in sorted(sizes.prompts):
+        for what, count in (("plain step", 1), ("verification", k + 1)):
+            if progress.has_time(f"{what} at batch {batch_size}"):
+                bench = _Forward(target, batch_size, count, sizes)
+                _time(what, bench, (bench.graphed, bench.eager), bandwidth, progress)
+    del target
+    draft = _model(sizes.draft, sizes, device, Limits(most, ROWS_EACH, k))
+    for batch_size in sorted(sizes.prompts):
+        if progress.has_time(f"drafting at batch {batch_size}"):
+            bench = _Forward(draft, batch_size, 1, sizes, num_forwards=k)
+            _time("drafting", bench, (bench.drafted, bench.drafted_eagerly), bandwidth, progress)
+
+
+def _model(shape: ModelShape, sizes: gpu_decoding.Sizes, device: torch.device, limits: Limits) -> RaggedModel:
+    ops = replace(resolve(device), program=None)  # a CPU's programs are not what graphs stand in for
+    model = RaggedModel(random_model(shape, sizes.vocab_size, sizes.dtype, device, SEED), ops)
+    model.use_graphs(limits)
+    return model
+
+
+class _Forward:
+    """One batch of a model, at the contexts of ``gpu_decoding``, and the ways to compute it."""
+
+    def __init__(
+        self, model: RaggedModel, batch_size: int, count: int, sizes: gpu_decoding.Sizes, num_forwards: int = 1
+    ) -> None:
+        context, ahead = sizes.prompt_tokens, num_forwards - 1
+        self.model, self.batch_size, self.num_forwards = model, batch_size, num_forwards
+        self.pool = PagePool(model.layout, batch_size * (context + count + num_forwards + 16), 16)
+        for owner in range(batch_size):
+            self.pool.open(owner, context + count + num_forwards)
+        prompts = random_prompts(batch_size, context, sizes.vocab_size, SEED)
+        prefill(model, self.pool, dict(enumerate(prompts)))
+        self.rows = [Rows(owner, context, count) for owner in range(batch_size)]
+        fed = [token for prompt in prompts for token in prompt[:count]]
+        self.batch = self.pool.batch(self.rows, torch.tensor(fed, device=model.layout.device), ahead)
+        weights = sum(p.numel() * p.itemsize for p in model.model.parameters())
+        read_by_row = model.model.get_input_embeddings().weight
+        tied = model.model.config.tie_word_embeddings
+        weights -= 0 if tied else read_by_row.numel() * read_by_row.itemsize
+        self.bytes_read = num_forwards * (weights + batch_size * context * model.layout.bytes_per_token)
+
+    def graphed(self) -> Tensor:
+        """Run the forward as an engine does."""
+        return self.model.forward(self.batch, self.pool)
+
+    def eager(self) -> Tensor:
+        """Launch its operations one by one."""
+        return self.model._run_eagerly(self.batch, self.pool, None)
+
+    def drafted(self) -> Tensor:
+        """Run the forwards as a drafter does."""
+        graphs = self.model.graphs
+        tokens = graphs and graphs.draft(self.batch, self.num_forwards, self.pool, _likeliest)
+        return self.drafted_eagerly() if tokens is None else tokens
+
+    def drafted_eagerly(self) -> Tensor:
+        """Lay the forwards out and launch their operations one by one."""
+        tokens, chosen = self.batch.token_ids, []
+        for batch_of in self.pool.successive(self.rows, self.num_forwards):
+            tokens = _likeliest(self.model._run_eagerly(batch_of(token_ids=tokens), self.pool, None))
+            chosen.append(tokens)
+        return torch.stack(chosen)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    return logits.argmax(dim=-1)
+
+
+def _time(what: str, bench: _Forward, ways: tuple[Call, Call], bandwidth: float, progress: Progress) -> None:
+    with bench.model.attached():
+        graphed, eager = (_seconds(way, bench.model.layout.device) for way in ways)
+    floor = bench.bytes_read / bandwidth
+    progress.row(
+        what=what,
+        batch=bench.batch_size,
+        microseconds=graphed * 1e6,
+        eager_microseconds=eager * 1e6,
+        floor_microseconds=floor * 1e6,
+        share_of_copy=floor / graphed,
+        speedup_over_eager=eager / graphed,
+        graphs_captured=0 if bench.model.graphs is None else bench.model.graphs.num_captured,
+    )
+
+
+@torch.inference_mode()
+def _seconds(call: Call, device: torch.device) -> float:
+    clock = Clock(device)
+    clock.seconds(call, 3)  # the second one records
+    return median(clock.seconds(call, CALLS) for _ in range(SAMPLES))
