@@ -33,8 +33,9 @@ from specdec_fast import Engine, SamplingParams, committing
 from specdec_fast.buckets import Limits
 from specdec_fast.drafters.model import ROWS_EACH
 from specdec_fast.kv_cache import PagePool
-from specdec_fast.models import RaggedModel, prefill
+from specdec_fast.models import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.prefilling import prefill
 from specdec_fast.rows import Rows
 
 BATCH_SIZE, NUM_DRAFT_TOKENS, SAMPLES, CALLS = 4, 3, 5, 8

@@ -26,9 +26,10 @@ from specdec_fast.errors import ConfigError, DrafterError, EngineBusyError, KVCa
 from specdec_fast.graphs import described
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.loading import load_model
-from specdec_fast.models import RaggedModel, prefill
+from specdec_fast.models import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.outputs import Steps, chunks_of, output_of
+from specdec_fast.prefilling import prefill
 from specdec_fast.progress import Progress
 from specdec_fast.requests import RequestBuilder, as_params_list, as_prompt_list
 from specdec_fast.rows import Rows

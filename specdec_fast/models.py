@@ -9,7 +9,7 @@ by comparing its ragged logits with its own dense ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -32,7 +32,6 @@ from specdec_fast.paged_cache import PagedCache
 from specdec_fast.program import NotLowerableError, compile_forward
 from specdec_fast.ragged import Sampling, Scores
 from specdec_fast.rows import RaggedBatch, RowRule, Rows
-from specdec_fast.transfers import to_device
 
 _ATTENTION = "specdec_paged"
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
@@ -227,45 +226,6 @@ class RaggedModel:
             yield
         finally:
             self.config._attn_implementation = previous
-
-
-def prefill(
-    model: RaggedModel,
-    pool: PagePool,
-    prompts: Mapping[Hashable, list[int]],
-    starts: Mapping[Hashable, int] | None = None,
-) -> None:
-    """Compute the KV entries of whole prompts, several in one forward, at most ``row_rule.largest`` rows each.
-
-    Args:
-        model: whose KV entries.
-        pool: where each key of ``prompts`` is an owner that has reserved enough pages.
-        prompts: token ids from position 0 on; an empty one needs nothing.
-        starts: how many of them have their entries already; None: none of anybody's.
-
-    """
-    for rows, token_ids in _prefill_forwards(prompts, model.row_rule.largest, starts or {}):
-        batch = pool.batch(rows, to_device(token_ids, model.layout.device))
-        model.forward(batch, pool, batch.last_rows[:1])  # one row: nobody wants these logits
-
-
-def _prefill_forwards(
-    prompts: Mapping[Hashable, list[int]], most_rows: int, starts: Mapping[Hashable, int]
-) -> Iterator[tuple[list[Rows], list[int]]]:
-    rows: list[Rows] = []
-    token_ids: list[int] = []
-    for owner, prompt in prompts.items():
-        start = starts.get(owner, 0)
-        while start < len(prompt):
-            count = min(len(prompt) - start, most_rows - len(token_ids))
-            rows.append(Rows(owner, start, count))
-            token_ids += prompt[start : start + count]
-            start += count
-            if len(token_ids) == most_rows:
-                yield rows, token_ids
-                rows, token_ids = [], []
-    if rows:
-        yield rows, token_ids
 
 
 @torch.inference_mode()

@@ -28,7 +28,7 @@ LAYERS = (
     {"paged_cache"},
     {"program", "graphs"},
     {"models"},
-    {"determinism", "timing"},
+    {"prefilling", "determinism", "timing"},
     {"drafters", "schedulers", "requests", "committing", "outputs", "progress", "equivalence"},
     {"draft_lengths"},
     {"engine"},

@@ -12,8 +12,9 @@ from torch import Tensor
 from specdec_fast.drafters.base import Draft, Drafter
 from specdec_fast.graphs import described
 from specdec_fast.kv_cache import PagePool
-from specdec_fast.models import RaggedModel, prefill
+from specdec_fast.models import RaggedModel
 from specdec_fast.params import SamplingParams
+from specdec_fast.prefilling import prefill
 from specdec_fast.ragged import Sampling
 from specdec_fast.rows import RaggedBatch, Rows
 from specdec_fast.sampling import after, sampling_of
