@@ -26,6 +26,8 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.engine
 	$(VENV)/bin/python -m bench.ops
 	$(VENV)/bin/python -m bench.realign
+	$(VENV)/bin/python -m bench.forwards
+	$(VENV)/bin/python -m bench.ablation
 
 # Every token against plain decoding in all settings, dtype after dtype (an hour and a half, on one thread: the bundled
 # pair is too small for more), and what that costs: bench/results/exactness-*.json.
