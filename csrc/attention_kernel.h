@@ -20,21 +20,10 @@ typedef float Single __attribute__((vector_size(sizeof(float))));
 typedef float Quad __attribute__((vector_size(4 * sizeof(float))));
 typedef std::int32_t QuadIndex __attribute__((vector_size(4 * sizeof(std::int32_t))));
 
-// exp(x) for x <= 0 within 2 units in the last place: 2^n * e^r with |r| <= ln(2)/2, e^r by its Taylor polynomial.
-// Branchless, so that the loop around it vectorises. A NaN stays a NaN, and -infinity gives exactly 0.
+// exp(x) for x <= 0 within 2 units in the last place. A NaN stays a NaN, and -infinity gives exactly 0.
 SPECDEC_INLINE float exp_nonpositive(float x) {
-  const float bounded = x < -87.0f ? -87.0f : x;              // 2^-126: below it nothing is left of a softmax term
-  const float shifted = bounded * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer in the low bits
-  const float n = shifted - 12582912.0f;
-  const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;  // ln(2) in two parts
-  float e = 1.98412698e-4f;
-  e = e * r + 1.38888889e-3f;
-  e = e * r + 8.33333333e-3f;
-  e = e * r + 4.16666667e-2f;
-  e = e * r + 1.66666667e-1f;
-  e = e * r + 0.5f;
-  e = e * r + 1.0f;
-  e = e * r + 1.0f;
+  float shifted;
+  const float e = exp_remainder(x < -87.0f ? -87.0f : x, shifted);  // 2^-126: below it nothing is left of a softmax term
   const std::uint32_t exponent = (bit_cast<std::uint32_t>(shifted) + 127u) << 23;
   return x < -87.0f ? 0.0f : e * bit_cast<float>(exponent);
 }

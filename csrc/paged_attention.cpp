@@ -11,6 +11,7 @@
 
 #include "attention_task.h"
 #include "bounds.h"
+#include "exponential.h"
 #include "multiversion.h"
 #include "versions.h"
 

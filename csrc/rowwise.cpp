@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "exponential.h"
 #include "multiversion.h"
 
 namespace specdec {
@@ -13,22 +14,12 @@ namespace {
 
 #define SPECDEC_INLINE inline __attribute__((always_inline))
 
-// exp(x) within 2 units in the last place: 2^n * e^r with |r| <= ln(2)/2, e^r by its Taylor polynomial, 2^n in two
-// factors so that no exponent overflows. Branchless, so that the loop around it vectorises. A NaN stays one.
+// exp(x) within 2 units in the last place, 2^n in two factors so that no exponent overflows. A NaN stays one.
 SPECDEC_INLINE float exp_of(float x) {
   float bounded = x < -104.0f ? -104.0f : x;  // beyond these: 0 and infinity, in fp32
   bounded = bounded > 89.0f ? 89.0f : bounded;
-  const float shifted = bounded * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer in the low bits
-  const float n = shifted - 12582912.0f;
-  const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;  // ln(2) in two parts
-  float e = 1.98412698e-4f;
-  e = e * r + 1.38888889e-3f;
-  e = e * r + 8.33333333e-3f;
-  e = e * r + 4.16666667e-2f;
-  e = e * r + 1.66666667e-1f;
-  e = e * r + 0.5f;
-  e = e * r + 1.0f;
-  e = e * r + 1.0f;
+  float shifted;
+  const float e = exp_remainder(bounded, shifted);
   const std::int32_t whole = static_cast<std::int32_t>(bit_cast<std::uint32_t>(shifted) - 0x4b400000u);
   const std::int32_t half = whole >> 1;
   const float first = bit_cast<float>(static_cast<std::uint32_t>(half + 127) << 23);
