@@ -181,6 +181,7 @@ class Engine:
 
     def _prepare(self, sequences: list[Sequence]) -> None:
         """Make room for a full window of the largest sequences, or for what the user allowed."""
+        self.target.expect_same_weights()
         page_size = self.config.page_size
         needs = sorted((-(-(s.max_length - 1) // page_size) * page_size for s in sequences), reverse=True)
         num_tokens = self.config.kv_cache_tokens or sum(needs[: self.scheduler.max_resident])

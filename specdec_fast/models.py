@@ -90,6 +90,7 @@ class RaggedModel:
         self.config = model.config.get_text_config(decoder=True)
         self.row_rule = RowRule(largest=MAX_PREFILL_ROWS)
         self.program: ForwardProgram | None = None
+        self._addresses: list[int] = []
         self.why_no_program: str | None = None
         self.graphs: Graphs | None = None
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -197,9 +198,26 @@ class RaggedModel:
             with self._attending_over_pages():  # with linears that ATen sees
                 plan = compile_forward(self.model, self._call, self.layout, self.ops, self._sliding_layers)
             self.program = self.ops.program(plan)
+            self._addresses = self._weight_addresses()
             _check_reproduces(self, token_ids, dense_logits)
         except (NotLowerableError, UnsupportedModelError) as error:
             self.program, self.why_no_program = None, str(error)
+
+    def _weight_addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.model.parameters()]
+
+    def expect_same_weights(self) -> None:
+        """Hold the model to the memory that its program reads.
+
+        Raises:
+            UnsupportedModelError: weights have been moved or exchanged since it was loaded.
+
+        """
+        if self.program is not None and self._addresses != self._weight_addresses():
+            raise UnsupportedModelError(
+                f"the weights of {self.name} have been moved, cast or exchanged since the engine was made, which reads "
+                "them where they were; make a new Engine. (Changes in place are seen.)"
+            )
 
     @contextmanager
     def attached(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import specdec_fast as sd
 from specdec_fast.drafters.model import ModelDrafter
+from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.instructions import LOGIT_ROWS, RowOp
 from specdec_fast.kv_cache import KVLayout, PagePool
 from specdec_fast.models import RaggedModel
@@ -220,6 +221,20 @@ def test_weights_are_read_where_they_are():
     with torch.no_grad():
         model.model.model.layers[0].mlp.up_proj.weight.div_(1.5)
     torch.testing.assert_close(ragged_logits(model), before)
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_weights_that_have_been_moved_are_noticed(which):
+    """A program would go on reading the old ones."""
+    models = {"target": tiny_model("llama"), "draft": tiny_model("llama", seed=1)}
+    engine = sd.Engine(models["target"], models["draft"])
+    expected = engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))[0].token_ids
+    weight = models[which].model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(UnsupportedModelError, match="make a new Engine"):
+        engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))
+    again = sd.Engine(models["target"], models["draft"])
+    assert again.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))[0].token_ids == expected
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])

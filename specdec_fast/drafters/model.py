@@ -78,6 +78,7 @@ class ModelDrafter(Drafter):
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the one at hand if it is large enough."""
+        self.model.expect_same_weights()
         if self.pool is None or self.pool.num_pages * page_size < num_tokens:
             self.pool = PagePool(self.model.layout, num_tokens, page_size, self.model.row_rule)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec_fast.instructions import ROWS, Operand, RowOp
 from specdec_fast.program.lowerings import Lowerings
-from specdec_fast.program.tape import Index, Tape
+from specdec_fast.program.tape import Index, Tape, kept
 from specdec_fast.program.views import NotLowerableError, RowView
 
 LOWERED = Lowerings()
@@ -201,7 +201,7 @@ def _embedding(tape: Tape, result: Tensor, table: Tensor, indices: Tensor, *args
     if value.kind == "token_ids" and value.added:
         raise NotLowerableError("an embedding by shifted token ids")
     out, width = tape.fresh_like(result, _only_axis(indices), ROWS), table.shape[1]
-    places = Operand(table, table.dtype, 0, (1,)), Operand(out.buffer, out.dtype, 0, (1,))
+    places = Operand(kept(table), table.dtype, 0, (1,)), Operand(out.buffer, out.dtype, 0, (1,))
     by_position = value.kind == "positions"
     tape.instructions.append(
         RowOp("embedding", (width,), places[:1], places[1], scalar=float(value.added), by_position=by_position)

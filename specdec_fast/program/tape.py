@@ -140,7 +140,8 @@ class Tape:
         if not view.is_dense or (lines > 1 and view.size != self.buffers[view.buffer].size):
             view = self.copied(view)
         out = self.fresh_like(result, view.axis, view.domain)
-        self.instructions.append(Linear(view.buffer, view.offset, lines, weight, bias, out.buffer))
+        weights = kept(weight), None if bias is None else kept(bias)
+        self.instructions.append(Linear(view.buffer, view.offset, lines, *weights, out.buffer))
         self.know(result, out)
 
     def gather(self, view: RowView, result: Tensor) -> None:
@@ -184,6 +185,11 @@ class Tape:
         return viewed
 
 
+def kept(constant: Tensor) -> Tensor:
+    """Return the same numbers as a tensor that keeps their memory, even if the model's own is given other memory."""
+    return constant.detach()
+
+
 def _sizes(value: RowView | Tensor | float, rank: int) -> tuple[int, ...]:
     own = tuple(value.shape) if isinstance(value, Tensor) else () if isinstance(value, float) else value.sizes
     return (1,) * (rank - len(own)) + own
@@ -206,5 +212,5 @@ def _operand(value: RowView | Tensor | float, strides: tuple[int, ...]) -> Opera
     if isinstance(value, Tensor):
         if value.dtype not in _FLOATS:
             raise NotLowerableError(f"a constant of {value.dtype}")
-        return Operand(value, value.dtype, 0, strides)
+        return Operand(kept(value), value.dtype, 0, strides)
     return Operand(float(value), torch.float32, 0, strides)
