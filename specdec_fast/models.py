@@ -202,6 +202,8 @@ class RaggedModel:
             _check_reproduces(self, token_ids, dense_logits)
         except (NotLowerableError, UnsupportedModelError) as error:
             self.program, self.why_no_program = None, str(error)
+        except Exception as error:  # a model's own code may do anything; PyTorch runs it all the same
+            self.program, self.why_no_program = None, f"recording it failed: {type(error).__name__}: {error}"
 
     def _weight_addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.model.parameters()]

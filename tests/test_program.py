@@ -79,6 +79,17 @@ def test_what_cannot_be_written_down_runs_in_pytorch():
     assert sd.Engine(tiny_model("gpt2"), None).describe()["why_no_program"] == model.why_no_program
 
 
+def test_a_recording_that_fails_leaves_the_model_to_pytorch(monkeypatch):
+    def failing(*args):
+        raise TypeError("an operation with arguments that nobody has seen")
+
+    monkeypatch.setattr("specdec_fast.models.compile_forward", failing)
+    model = RaggedModel(tiny_model("llama"), resolve(CPU))
+    assert model.program is None
+    assert model.why_no_program == "recording it failed: TypeError: an operation with arguments that nobody has seen"
+    assert ragged_logits(model).isfinite().all()
+
+
 WIDTH = 24  # of the rows that single operations get
 NO_LAYERS = KVLayout(num_layers=0, num_kv_heads=1, head_dim=4, dtype=torch.float32, device=CPU)
 
