@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from specdec_fast.architecture import hooked_class
 from specdec_fast.buckets import Bucket, Inputs, Limits
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.ops.cuda_graph import Capture, Captured
@@ -60,8 +61,8 @@ class Graphs:
         self._asked: set[tuple[Any, ...]] = set()
         # Not the pool itself: its memory is wanted back before there is another.
         self._pool: Callable[[], PagePool | None] = lambda: None
-        hooked = next((m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks), None)
-        self.why_not = None if hooked is None else f"a {type(hooked).__name__} has forward hooks, which none would call"
+        hooked = hooked_class(model)
+        self.why_not = None if hooked is None else f"a {hooked} has forward hooks, which none would call"
 
     @property
     def num_captured(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdec_fast.architecture import hooked_class
 from specdec_fast.instructions import Instruction, Operand, Plan, RowOp
 from specdec_fast.kv_cache import KVLayout, PagePool
 from specdec_fast.ops import Ops
@@ -77,9 +78,9 @@ def compile_forward(model: nn.Module, forward: Forward, layout: KVLayout, ops: O
         NotLowerableError: the model does something that a program cannot express.
 
     """
-    hooked = next((m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks), None)
+    hooked = hooked_class(model)
     if hooked is not None:
-        raise NotLowerableError(f"a {type(hooked).__name__} has forward hooks, which a program would not call")
+        raise NotLowerableError(f"a {hooked} has forward hooks, which a program would not call")
     first, second = (_record(forward, layout, ops, sliding, *counts) for counts in _COUNTS)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     if _signature(first, own) != _signature(second, own):
