@@ -95,24 +95,27 @@ class ForwardMeter:
     """Adds up the time between the beginning and the end of every forward of some models, on the device's own clock.
 
     Where the host launches too slowly, its gaps inside a forward count as the forward's: that is what it takes. Time
-    outside of all forwards is everything else a step does.
+    outside of all forwards is everything else a step does. A program keeps account of its forwards by itself.
     """
 
     def __init__(self, models: list[RaggedModel], device: torch.device) -> None:
-        self._models, self._device = models, device
+        self._device = device
+        self._programs = [model.program for model in models if model.program is not None]
+        self._models = [model for model in models if model.program is None]
         self._spans: list[tuple[Any, Any]] = []
+        self._before = 0.0
 
     def __enter__(self) -> ForwardMeter:
+        self._before = sum(program.seconds for program in self._programs)
         for model in self._models:
             model.forward = self._timed(model.forward)  # type: ignore[method-assign]
-            model.draft = self._timed(model.draft)  # type: ignore[method-assign]
             if model.graphs is not None:
                 model.graphs.draft = self._timed(model.graphs.draft)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:
         for model in self._models:
-            del model.forward, model.draft  # the class's own again
+            del model.forward  # the class's own again
             if model.graphs is not None:
                 del model.graphs.draft
 
@@ -121,7 +124,8 @@ class ForwardMeter:
         synchronize(self._device)
         if self._device.type == "cuda":
             return sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
-        return sum(end - begin for begin, end in self._spans)
+        of_programs = sum(program.seconds for program in self._programs) - self._before
+        return of_programs + sum(end - begin for begin, end in self._spans)
 
     def _now(self) -> Any:
         if self._device.type != "cuda":

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,7 +30,7 @@ from bench.gpu_timings import copy_bandwidth
 from bench.pairs import SEED, ModelShape, random_model, random_prompts
 from bench.parts import Progress, Settings
 from bench.timing import Call, Clock
-from specdec_fast import Engine, SamplingParams, committing
+from specdec_fast import Engine, SamplingParams, verifying
 from specdec_fast.buckets import Limits
 from specdec_fast.drafters.model import ROWS_EACH
 from specdec_fast.kv_cache import PagePool
@@ -105,12 +106,12 @@ def nothing_waits(engine: Engine) -> Iterator[None]:
     if engine.target.layout.device.type != "cuda":
         yield
         return
-    step, to_host, mode = engine._step, committing.to_host, torch.cuda.get_sync_debug_mode()
+    stages, to_host, mode = (engine._launch, engine._finish), verifying.to_host, torch.cuda.get_sync_debug_mode()
 
-    def watched(batch: Any) -> Any:
+    def watched(stage: Any, argument: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return step(batch)
+            return stage(argument)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 
@@ -120,12 +121,13 @@ def nothing_waits(engine: Engine) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("error")
         return values
 
-    engine._step, committing.to_host = watched, allowed  # type: ignore[method-assign]
+    engine._launch, engine._finish = (partial(watched, stage) for stage in stages)  # type: ignore[method-assign]
+    verifying.to_host = allowed
     try:
         yield
     finally:
-        del engine._step  # the class's own again
-        committing.to_host = to_host
+        del engine._launch, engine._finish  # the class's own again
+        verifying.to_host = to_host
 
 
 # Times

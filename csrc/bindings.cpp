@@ -18,6 +18,7 @@
 #include "program.h"
 #include "realign_kv.h"
 #include "verify_chain.h"
+#include "verifying.h"
 
 namespace py = pybind11;
 
@@ -165,15 +166,45 @@ specdec::Forward forward(const Addresses& at, const ForwardSizes& sizes) {
           static_cast<int>(sizes[7])};
 }
 
-void draft(specdec::Program& program, const std::vector<std::pair<Addresses, ForwardSizes>>& forwards,
-           const std::array<std::int64_t, 3>& logits, const std::vector<std::uintptr_t>& sampling,
+// In the order of specdec_fast/ops/cpp_program.py: addresses of the tables and the cache, then sizes.
+specdec::Pages pages_at(const std::array<std::int64_t, 6>& t) {
+  return {pointer<const std::int32_t>(static_cast<std::uintptr_t>(t[0])), t[1], t[2],
+          pointer<char>(static_cast<std::uintptr_t>(t[3])), t[4], t[5]};
+}
+
+using Spans = std::vector<std::array<std::int64_t, 3>>;
+
+std::vector<specdec::Span> spans_of(const Spans& spans) {
+  std::vector<specdec::Span> found;
+  found.reserve(spans.size());
+  for (const auto& [place, start, count] : spans) found.push_back({place, start, count});
+  return found;
+}
+
+specdec::Choice choice_of(const std::array<std::int64_t, 3>& logits, const specdec::Sampling* sampling) {
+  return {static_cast<specdec::DType>(logits[0]), logits[1], logits[2], sampling};
+}
+
+void draft(specdec::Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
+           const std::vector<std::int64_t>& token_ids, const std::vector<std::int64_t>& num_draft_tokens,
+           const std::array<std::int64_t, 3>& logits, const std::vector<std::uintptr_t>& sampling, int num_threads,
            std::uintptr_t chosen) {
-  std::vector<specdec::Forward> each;
-  for (const auto& [at, sizes] : forwards) each.push_back(forward(at, sizes));
   const specdec::Sampling rules = sampling_at(sampling);
-  const specdec::Choice choice{static_cast<specdec::DType>(logits[0]), logits[1], logits[2],
-                               sampling.empty() ? nullptr : &rules};
-  specdec::draft(program, std::move(each), choice, pointer<std::int64_t>(chosen));
+  specdec::draft(program, pages_at(pages), {spans_of(spans), token_ids, num_draft_tokens},
+                 choice_of(logits, sampling.empty() ? nullptr : &rules), num_threads, pointer<std::int64_t>(chosen));
+}
+
+std::pair<std::vector<std::vector<std::int64_t>>, double> verify(
+    specdec::Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
+    const std::vector<std::int64_t>& last_tokens, std::array<std::uintptr_t, 2> draft_tokens,
+    const std::array<std::int64_t, 3>& logits,
+    const std::vector<std::uintptr_t>& sampling, int num_threads, std::uintptr_t logits_address) {
+  const specdec::Sampling rules = sampling_at(sampling);
+  specdec::Verified found = specdec::verify(
+      program, pages_at(pages),
+      {spans_of(spans), last_tokens, pointer<const std::int64_t>(draft_tokens[0]), static_cast<std::int64_t>(draft_tokens[1])},
+      choice_of(logits, sampling.empty() ? nullptr : &rules), num_threads, pointer<void>(logits_address));
+  return {std::move(found.emissions), found.seconds};
 }
 
 void bind_program(py::module_& m) {
@@ -225,7 +256,9 @@ void bind_program(py::module_& m) {
       .def(
           "run", [](Program& self, const Addresses& at, const ForwardSizes& sizes) { self.run(forward(at, sizes)); },
           py::call_guard<py::gil_scoped_release>())
-      .def("draft", &draft, py::call_guard<py::gil_scoped_release>());
+      .def("draft", &draft, py::call_guard<py::gil_scoped_release>())
+      .def("verify", &verify, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("seconds", &Program::seconds);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// A draft model's forwards, one after the other, each on the tokens that the one before chose: no Python in between.
+// A draft model's forwards of a step: one call, whatever each sequence's number of draft tokens.
 #pragma once
 
 #include <cstdint>
@@ -6,18 +6,29 @@
 
 #include "program.h"
 #include "sampling.h"
+#include "spans.h"
 
 namespace specdec {
 
+// How tokens are chosen from logits.
 struct Choice {
-  DType dtype;              // of the logits
-  std::int64_t width;       // of the logits
-  std::int64_t vocab_size;  // ids that may be chosen, at most `width`
-  const Sampling* sampling; // null: greedy; positions are those of the first forward. No penalties
+  DType dtype;               // of the logits
+  std::int64_t width;        // of the logits
+  std::int64_t vocab_size;   // ids that may be chosen, at most `width`
+  const Sampling* sampling;  // null: greedy; positions are those of the first forward
 };
 
-// Every forward has the same number of logit rows, those of `chosen`; a later one's token_ids are the tokens chosen before
-// it. Writes [forwards.size(), num_logit_rows] tokens; logits with a NaN choose token 0.
-void draft(Program& program, std::vector<Forward> forwards, const Choice& choice, std::int64_t* chosen);
+// What is drafted for: sequence after sequence.
+struct DraftRequest {
+  std::vector<Span> spans;                     // computed first; each is followed by the sequence's own draft tokens
+  std::vector<std::int64_t> token_ids;         // of the spans
+  std::vector<std::int64_t> num_draft_tokens;  // of each, at least 1
+};
+
+// Forward i computes a row of every sequence that gets more than i draft tokens, fed what forward i - 1 chose. `choice`
+// may have no penalties. Writes num_draft_tokens[b] tokens of sequence after sequence; logits with a NaN choose token 0.
+// Throws std::invalid_argument if the request's parts do not fit together.
+void draft(Program& program, const Pages& pages, const DraftRequest& request, const Choice& choice, int num_threads,
+           std::int64_t* chosen);
 
 }  // namespace specdec

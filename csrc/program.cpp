@@ -5,6 +5,7 @@
 #endif
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <stdexcept>
@@ -83,6 +84,7 @@ void Program::add(const AttendStep& step) { steps_.push_back({step}); }
 void Program::add(const GatherStep& step) { steps_.push_back({step}); }
 
 void Program::run(const Forward& forward) {
+  const auto started = std::chrono::steady_clock::now();
   const std::int64_t first_logit_byte = forward.num_rows * arena_bytes_;
   const std::int64_t bytes = first_logit_byte + forward.num_logit_rows * logit_arena_bytes_ + kAlignment;
   if (static_cast<std::int64_t>(arena_.size()) < bytes) arena_.resize(static_cast<std::size_t>(bytes));
@@ -116,6 +118,7 @@ void Program::run(const Forward& forward) {
       run_gather(std::get<GatherStep>(step.what), run);
     }
   }
+  seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
 }
 
 void Program::run_row_ops(const Step& step, Run& run) {

@@ -98,6 +98,9 @@ class Program {
   // One call at a time. Throws std::out_of_range if an index lies outside what it points into.
   void run(const Forward& forward);
 
+  // What all runs have taken together.
+  double seconds() const { return seconds_; }
+
  private:
   struct Step;
   struct Run;
@@ -111,6 +114,7 @@ class Program {
   KVShape kv_;
   std::int64_t arena_bytes_, logit_arena_bytes_, scratch_bytes_;  // per row, per logit row, per thread
   std::int64_t largest_op_ = 1;
+  double seconds_ = 0.0;
   std::vector<Buffer> buffers_;
   std::vector<Step> steps_;
   std::vector<char> arena_;

@@ -10,26 +10,7 @@ from torch import Tensor
 from specdec_fast.errors import InvalidLogitsError
 from specdec_fast.ops import INVALID_TOKEN
 from specdec_fast.sequence import Sequence
-from specdec_fast.transfers import to_device, to_host
-
-
-def emissions_of(counts: Many[int], results: Many[Tensor]) -> list[list[int]]:
-    """Read what ``verify_chain`` found.
-
-    Args:
-        counts: rows of each of ``B`` sequences; ``T`` in all.
-        results: the target's tokens ``[T]``, accepted draft tokens ``[B]`` and next tokens ``[B]``.
-
-    Returns:
-        Per sequence its accepted draft tokens and the next token, which is ``INVALID_TOKEN`` after NaN logits.
-
-    """
-    target_tokens, num_accepted, next_tokens = to_host(results)
-    emissions, first_row = [], 0
-    for count, accepted, next_token in zip(counts, num_accepted, next_tokens, strict=True):
-        emissions.append([*target_tokens[first_row : first_row + accepted], next_token])
-        first_row += count
-    return emissions
+from specdec_fast.transfers import to_device
 
 
 def logprobs_of(
@@ -40,7 +21,7 @@ def logprobs_of(
     Args:
         batch: ``B`` sequences.
         counts: rows of each; ``T`` in all. Token i of an emission was chosen at its sequence's row i.
-        emissions: of each, from ``emissions_of``.
+        emissions: of each, from ``Verification.emissions``.
         logits: ``[T, vocab_size]``, as the target made them.
 
     Returns:
@@ -88,7 +69,7 @@ def commit(sequence: Sequence, num_draft_tokens: int, emission: list[int], logpr
     Args:
         sequence: whose step it was.
         num_draft_tokens: draft tokens verified in it.
-        emission: from ``emissions_of``.
+        emission: from ``Verification.emissions``.
         logprobs: from ``logprobs_of``.
 
     Returns:

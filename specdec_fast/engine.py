@@ -13,16 +13,15 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_fast.buckets import Limits
-from specdec_fast.committing import commit, emissions_of, logprobs_of
+from specdec_fast.committing import commit, logprobs_of
 from specdec_fast.config import EngineConfig
 from specdec_fast.determinism import make_deterministic
-from specdec_fast.draft_lengths import StepRecord, make_draft_lengths
-from specdec_fast.drafters import Draft, Drafter, make_drafter
-from specdec_fast.errors import ConfigError, DrafterError, EngineBusyError, KVCacheTooSmallError
+from specdec_fast.draft_lengths import make_draft_lengths
+from specdec_fast.drafters import Drafter, make_drafter
+from specdec_fast.errors import ConfigError, EngineBusyError, KVCacheTooSmallError
 from specdec_fast.graphs import described
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.loading import load_model
@@ -32,13 +31,12 @@ from specdec_fast.outputs import Steps, chunks_of, output_of
 from specdec_fast.prefilling import prefill
 from specdec_fast.progress import Progress
 from specdec_fast.requests import RequestBuilder, as_params_list, as_prompt_list
-from specdec_fast.rows import Rows
-from specdec_fast.sampling import sampling_of
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.sequence import Sequence
+from specdec_fast.step import Step, propose
 from specdec_fast.text import load_tokenizer
-from specdec_fast.transfers import to_device
 from specdec_fast.types import GenerationOutput, RunStats, StreamChunk
+from specdec_fast.verifying import verify
 
 
 class Engine:
@@ -154,6 +152,14 @@ class Engine:
         pairs = zip(items, as_params_list(params, len(items)), strict=True)
         return [builder.build(index, prompt, p) for index, (prompt, p) in enumerate(pairs)]
 
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether a step's tokens are told when the next one has been launched.
+
+        What a caller does with them, a GPU need not wait for. On a CPU a launch is the work itself: they would be late.
+        """
+        return self.target.layout.device.type != "cpu"
+
     def _expect_idle(self) -> None:
         if self._busy:
             raise EngineBusyError("a stream of this engine is still open; finish or close() it first.")
@@ -166,15 +172,24 @@ class Engine:
         try:
             self._prepare([s for s in sequences if s.finish_reason is None])
             waiting = deque(s for s in sequences if s.finish_reason is None)
-            yield from ((s, []) for s in sequences if s.finish_reason is not None)
+            told: list[tuple[Sequence, list[int]]] = [(s, []) for s in sequences if s.finish_reason is not None]
             while waiting or resident:
-                self._admit(waiting, resident)
-                for sequence, tokens in self._step(self.scheduler.plan(resident)):
-                    if sequence.finish_reason is not None:
-                        resident.remove(sequence)
-                        self._release([sequence])
-                    self.last_run.seconds = perf_counter() - started
-                    yield sequence, tokens
+                if not self._runs_ahead:
+                    yield from told
+                    told = []
+                try:
+                    self._admit(waiting, resident)
+                    step = self._launch(self.scheduler.plan(resident))
+                except Exception:
+                    yield from told  # it was emitted before
+                    raise
+                yield from told
+                told = self._finish(step)
+                for sequence in [s for s, _ in told if s.finish_reason is not None]:
+                    resident.remove(sequence)
+                    self._release([sequence])
+                self.last_run.seconds = perf_counter() - started
+            yield from told
         finally:
             self._busy = False
             self._release(resident)
@@ -218,36 +233,36 @@ class Engine:
                 sequence.target_kv_length = sequence.length - 1
 
     @torch.inference_mode()
-    def _step(self, batch: list[Sequence]) -> list[tuple[Sequence, list[int]]]:
-        """Draft, verify, accept and commit for one batch; return what each sequence emitted."""
+    def _launch(self, batch: list[Sequence]) -> Step:
+        """Draft and verify for one batch; on a GPU this waits for nothing."""
         timer = self.last_run.timer
         limits = self.draft_lengths.limits(batch)
         self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
         started = perf_counter()
         with timer("draft"):
-            draft = self._propose(batch, limits)
+            draft = propose(self.drafter, batch, limits, self.target.layout.device)
         drafted = perf_counter()
         with timer("verify"):
-            token_ids, rows = self._verify_rows(batch, draft)
-            ragged = self._pool().batch(rows, token_ids)
-            laid_out = perf_counter()
-            logits = self.target.forward(ragged, self._pool())
-            verified = perf_counter()
+            verification = verify(self.target, self._pool(), batch, draft)
+        timer.move(verification.accept_seconds, "verify", "accept")
+        return Step(batch, limits, draft.num_draft_tokens, verification, started, drafted)
+
+    @torch.inference_mode()
+    def _finish(self, step: Step) -> list[tuple[Sequence, list[int]]]:
+        """Accept and commit what ``_launch`` began; return what each sequence emitted."""
+        timer, batch, verification = self.last_run.timer, step.batch, step.verification
         with timer("accept"):
-            sampling = sampling_of(batch, logits.device)
-            results = (self._ops.unchecked or self._ops).verify_chain(logits, token_ids, ragged.cu_seqlens, sampling)
-            counts = [span.count for span in rows]
-            emissions = emissions_of(counts, results)
-            logprobs = logprobs_of(batch, counts, emissions, logits)
+            emissions = verification.emissions()
+            logprobs = logprobs_of(batch, verification.counts, emissions, verification.logits)
         with timer("commit"):
             emitted = [
-                (sequence, commit(sequence, count - 1, emission, values))
-                for sequence, count, emission, values in zip(batch, counts, emissions, logprobs, strict=True)
+                (sequence, commit(sequence, num_draft_tokens, emission, values))
+                for sequence, num_draft_tokens, emission, values in zip(
+                    batch, step.num_draft_tokens, emissions, logprobs, strict=True
+                )
             ]
             self.drafter.commit([s for s in batch if s.is_admitted and s.finish_reason is None])
-        accepted = [len(emission) - 1 for emission in emissions]
-        seconds = drafted - started, verified - laid_out, laid_out - drafted + perf_counter() - verified
-        self.draft_lengths.observe(StepRecord(batch, limits, draft.num_draft_tokens, accepted, *seconds))
+        self.draft_lengths.observe(step.record([len(emission) - 1 for emission in emissions]))
         self.last_run.num_steps += 1
         self.last_run.num_sequence_steps += len(batch)
         return emitted
@@ -259,30 +274,6 @@ class Engine:
                 self.drafter.admit(sequences)
             for sequence in sequences:
                 sequence.is_admitted = True
-
-    def _propose(self, batch: list[Sequence], limits: list[int]) -> Draft:
-        """Ask the drafter, and hold it to its contract."""
-        if not any(limits):  # every sequence is at its last token, or K is 0
-            return Draft(torch.empty(0, dtype=torch.int64, device=self.target.layout.device), [0] * len(batch))
-        lengths = [s.length for s in batch]
-        draft = self.drafter.propose(batch, list(limits))
-        if [s.length for s in batch] != lengths:
-            raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")
-        draft.check(limits)
-        return draft
-
-    def _verify_rows(self, batch: list[Sequence], draft: Draft) -> tuple[Tensor, list[Rows]]:
-        """Interleave each sequence's last committed token with its draft tokens: ``[T]`` ids, and their spans."""
-        counts = draft.num_draft_tokens
-        last = to_device([s.token_ids[-1] for s in batch], self.target.layout.device)
-        # A draft token that is no word is as wrong as any other, but would reach beyond the embedding.
-        drafted = draft.token_ids.to(last.device, non_blocking=True).clamp(0, self.target.vocab_size - 1)
-        if min(counts) == max(counts):
-            token_ids = torch.cat([last[:, None], drafted.view(len(batch), -1)], dim=1).flatten()
-        else:
-            pairs = zip(last.split(1), drafted.split(counts), strict=True)
-            token_ids = torch.cat([piece for pair in pairs for piece in pair])
-        return token_ids, [Rows(s, s.target_kv_length, n + 1) for s, n in zip(batch, counts, strict=True)]
 
     def _release(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:  # all pages first: a drafter may fail

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from torch import Tensor
 
     from specdec_fast.ragged import Sampling
-    from specdec_fast.rows import RaggedBatch
+    from specdec_fast.rows import RaggedBatch, Spans
 
 # In the order of RowCode in csrc/rowwise.h.
 UNARY = (
@@ -190,10 +188,23 @@ class ForwardProgram(Protocol):
     def __call__(self, token_ids: Tensor, batch: RaggedBatch, kv_cache: Tensor, logit_rows: Tensor | None) -> Tensor:
         """Compute one batch; return its logits."""
 
+    @property
+    def seconds(self) -> float:
+        """What all forwards have taken so far."""
+
     def draft(
-        self, forwards: Sequence[RaggedBatch], kv_cache: Tensor, chosen: Tensor, choice: tuple[int, Sampling | None]
-    ) -> None:
-        """Compute batches one after the other, each on the tokens that the one before it chose."""
+        self,
+        spans: Spans,
+        token_ids: list[int],
+        num_draft_tokens: list[int],
+        choice: tuple[int, Sampling | None],
+    ) -> Tensor:
+        """Compute spans, then row after row on the tokens chosen before; return them all."""
+
+    def verify(
+        self, spans: Spans, last_tokens: list[int], draft_tokens: Tensor, sampling: Sampling | None
+    ) -> tuple[Tensor, list[list[int]], float]:
+        """Compute every sequence's last token and draft; return logits, emissions and what choosing them took."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
-from specdec_fast.rows import RaggedBatch, RowRule, Rows, row_layout
+from specdec_fast.rows import RaggedBatch, RowRule, Rows, Spans, row_layout
 from specdec_fast.transfers import to_device
 
 
@@ -69,6 +69,7 @@ class PagePool:
         # Padding rows have place 0, all of whose pages are the scratch page.
         self._in_page = np.arange(page_size, dtype=np.int32)
         self._table_of = np.zeros((1, 1), np.int32)  # [places, pages]
+        self._tables_of_places = torch.from_numpy(self._table_of)  # the same memory
         self._slot_of = np.zeros((1, page_size), np.int32)  # [places, pages * page_size]
         self._make_place(self._pages(self.row_rule.multiple))
 
@@ -116,6 +117,23 @@ class PagePool:
         self._free.extend(reversed(self._tables.pop(owner)))
         self._num_reserved -= self._reserved.pop(owner)
         self._free_places.append(self._places.pop(owner))
+
+    def spans(self, rows: Sequence[Rows], ahead: Sequence[int] | None = None) -> Spans:
+        """Hand out the pages that one forward's new positions need, and leave the layout to a program.
+
+        Args:
+            rows: the spans of each sequence, in batch order.
+            ahead: how many positions after each span get their pages as well; None: none.
+
+        Raises:
+            KVCacheTooSmallError: a span, or what comes after it, goes beyond what its owner has reserved.
+
+        """
+        found = []
+        for i, (owner, start, count) in enumerate(rows):
+            self._hand_out(owner, start + count + (ahead[i] if ahead else 0))
+            found.append((self._places[owner], start, count))
+        return Spans(found, self._tables_of_places, self.tensor)
 
     def batch(self, rows: Sequence[Rows], token_ids: Tensor, ahead: int = 0) -> RaggedBatch:
         """Lay out one forward, handing out the pages that its new positions need.
@@ -249,6 +267,7 @@ class PagePool:
         self._free_places += range(places, places + more)
         if more or wider:
             self._table_of = np.pad(self._table_of, ((0, more), (0, wider)))
+            self._tables_of_places = torch.from_numpy(self._table_of)
             self._slot_of = np.pad(self._slot_of, ((0, more), (0, wider * self.page_size)))
             self._slot_of[0] = np.arange(self._slot_of.shape[1]) % self.page_size
 

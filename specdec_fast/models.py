@@ -30,7 +30,7 @@ from specdec_fast.loading import eos_token_ids
 from specdec_fast.ops import Ops
 from specdec_fast.paged_cache import PagedCache
 from specdec_fast.program import NotLowerableError, compile_forward
-from specdec_fast.ragged import Sampling, Scores
+from specdec_fast.ragged import Scores
 from specdec_fast.rows import RaggedBatch, RowRule, Rows
 
 _ATTENTION = "specdec_paged"
@@ -116,6 +116,11 @@ class RaggedModel:
         """The name or folder the model was loaded from, or its class."""
         return getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__
 
+    @property
+    def takes_spans(self) -> bool:
+        """Whether its program's ``draft`` and ``verify`` serve it: it has one, whose rows need no padding."""
+        return self.program is not None and self.row_rule.multiple == 1
+
     def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None = None) -> Tensor:
         """Compute the batch's rows, writing their KV entries into ``pool``.
 
@@ -145,16 +150,6 @@ class RaggedModel:
             return self._forward(batch, pool, logit_rows)
         with torch.inference_mode(), self.attached():
             return self._forward(batch, pool, logit_rows)
-
-    def draft(
-        self, forwards: list[RaggedBatch], pool: PagePool, chosen: Tensor, choice: tuple[int, Sampling | None]
-    ) -> None:
-        """Compute batches one after the other, each on the tokens that the one before it chose; needs a program.
-
-        Takes what ``Program.draft`` does (``ops/cpp_program.py``).
-        """
-        assert self.program is not None
-        self.program.draft(forwards, pool.tensor, chosen, choice)
 
     def _run_program(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
         assert self.program is not None

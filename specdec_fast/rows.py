@@ -23,6 +23,21 @@ class Rows(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody wants
 
 
+class Spans(NamedTuple):
+    """Rows as a program takes them, which lays them out by itself.
+
+    Attributes:
+        spans: (place in ``tables``, start, count) of each sequence.
+        tables: ``[places, max_pages]`` int32, the block table of every owner.
+        kv_cache: ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``.
+
+    """
+
+    spans: list[tuple[int, int, int]]
+    tables: Tensor
+    kv_cache: Tensor
+
+
 @dataclass(frozen=True)
 class RowRule:
     """How many rows a forward may have, so that every row gets the same bits whatever rows are beside it.

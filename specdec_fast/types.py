@@ -93,6 +93,11 @@ class StageTimer:
         """Add the time spent inside the ``with`` block to ``stage``."""
         return _Stage(self.seconds, stage)
 
+    def move(self, seconds: float, source: str, destination: str) -> None:
+        """Count time of one stage as another's: of a call that does the work of both."""
+        self.seconds[source] -= seconds
+        self.seconds[destination] = self.seconds.get(destination, 0.0) + seconds
+
     def lap(self) -> dict[str, float]:
         """Return the seconds per stage since the last lap (or the beginning)."""
         before, self._at_last_lap = self._at_last_lap, dict(self.seconds)

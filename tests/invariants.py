@@ -35,8 +35,11 @@ class CheckedEngine:
         self.engine, self.poison = engine, poison
         self.expected = {}
         self.num_checked = 0
-        self._step, engine._step = engine._step, self.step
+        self._launch, engine._launch = engine._launch, self.launch
+        self._finish, engine._finish = engine._finish, self.finish
         self._forward, engine.target.forward = engine.target.forward, self.forward
+        if program := engine.target.program:
+            self._verify, program.verify = program.verify, self.verify
         self._before = {}
 
     def generate(self, prompts, params):
@@ -52,11 +55,14 @@ class CheckedEngine:
             pools.append((drafter.pool, drafter.model.model, lambda s: drafter.draft_kv_length[s]))
         return pools
 
-    def step(self, batch):
+    def launch(self, batch):
         if self.poison:
             self._poison()
         self._before = {s: (s.length, s.stats.num_accepted_tokens) for s in batch}
-        emitted = self._step(batch)
+        return self._launch(batch)
+
+    def finish(self, step):
+        emitted = self._finish(step)
         for pool, model, kv_length in self._pools:
             self._check_pages(pool)
             for sequence in pool._tables:
@@ -81,6 +87,16 @@ class CheckedEngine:
             fed = batch.token_ids[rows].tolist()[: len(committed)]
             assert fed == committed[: len(fed)], "I6: rows stand on the pages of another sequence"
         return self._forward(batch, pool, logit_rows)
+
+    def verify(self, spans, last_tokens, draft_tokens, sampling):
+        """I1 as well, of spans that a program lays out: they begin at the last committed token of their owner."""
+        owners = {place: owner for owner, place in self.engine.pool._places.items()}
+        for (place, start, count), token in zip(spans.spans, last_tokens, strict=True):
+            owner = owners[place]
+            assert token == owner.token_ids[-1], "I6: rows stand on the pages of another sequence"
+            assert start == owner.length - 1, "I1: positions"
+            assert count <= owner.num_remaining
+        return self._verify(spans, last_tokens, draft_tokens, sampling)
 
     def _poison(self):
         for pool, _, kv_length in self._pools:

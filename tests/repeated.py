@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_fast import committing
+from specdec_fast import verifying
 from specdec_fast.ops.cuda_graph import Captured
 
 
@@ -73,7 +73,7 @@ def _holds_list(index: Any) -> bool:
 def waits(monkeypatch: Any) -> Iterator[list[str]]:
     """Note everything that would wait for a GPU; the one transfer that a step may wait for is called "to_host"."""
     functions = Waits()
-    to_host = committing.to_host
+    to_host = verifying.to_host
 
     def told(tensors: Any) -> list[list[int]]:
         seen = len(functions.found)
@@ -82,5 +82,5 @@ def waits(monkeypatch: Any) -> Iterator[list[str]]:
         return values
 
     with monkeypatch.context() as patch, functions, _WaitingOps(functions.found):
-        patch.setattr(committing, "to_host", told)
+        patch.setattr(verifying, "to_host", told)
         yield functions.found

@@ -76,15 +76,16 @@ def test_poison_shows_and_is_taken_back():
     assert torch.are_deterministic_algorithms_enabled() == before[0]
 
 
-def test_forward_meter_counts_forwards_and_leaves():
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_forward_meter_counts_forwards_and_leaves(enforce_eager):
     sizes = gpu_decoding.SMOKE
     model = pairs.random_model(sizes.target, sizes.vocab_size, sizes.dtype, CPU, 0)
-    engine = Engine(model, None, method="eqspec", enforce_eager=True)  # so that forwards take most of a stage
+    engine = Engine(model, None, method="eqspec", enforce_eager=enforce_eager)
     with bench_device.ForwardMeter([engine.target], CPU) as meter:
         engine.generate([[1, 2, 3]], progress=False)
     stages = engine.last_run.timer.seconds
     assert 0 < meter.seconds() < stages["prefill"] + stages["verify"]
-    assert meter.seconds() > 0.5 * stages["verify"]
+    assert meter.seconds() > 0.3 * stages["verify"]  # half as many where a forward takes microseconds
     assert "forward" not in vars(engine.target)
 
 
@@ -109,13 +110,12 @@ def test_forward_meter_reads_the_events_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
     graphs = SimpleNamespace(draft=lambda x: x + 1)
-    model = SimpleNamespace(forward=lambda x, scale: scale * x, draft=lambda x: -x, graphs=graphs)
+    model = SimpleNamespace(forward=lambda x, scale: scale * x, graphs=graphs, program=None)
     cuda = torch.device("cuda")
     with bench_device.ForwardMeter([model], cuda) as meter:
         assert [model.forward(x, scale=2) for x in (1, 2, 3)] == [2, 4, 6]
-        assert model.draft(7) == -7
         assert graphs.draft(7) == 8
-    assert meter.seconds() == pytest.approx(5e-3)
+    assert meter.seconds() == pytest.approx(4e-3)
     assert synchronized == [cuda], "an event that has not happened yet has no time"
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import specdec_fast as sd
 from bench.exactness import bundled_prompts
+from specdec_fast import verifying
 from specdec_fast.assets import demo_pair
 from specdec_fast.determinism import make_deterministic
 from specdec_fast.errors import DeterminismError
@@ -31,28 +32,20 @@ class RecordedEngine:
     def __init__(self, target, draft, **settings):
         self.engine = sd.Engine(target, draft, **settings)
         self.logits = {}
-        self._rows, self._fed = [], []
-        self._verify_rows, self.engine._verify_rows = self.engine._verify_rows, self.verify_rows
-        self._forward, self.engine.target.forward = self.engine.target.forward, self.forward
 
-    def verify_rows(self, batch, draft):
-        token_ids, self._rows = self._verify_rows(batch, draft)
-        self._fed = token_ids.tolist()
-        return token_ids, self._rows
-
-    def forward(self, batch, pool, logit_rows=None):
-        logits = self._forward(batch, pool, logit_rows)
-        if logit_rows is None:
-            row = 0
-            for owner, start, count in self._rows:
-                for i in range(count):
-                    prefix = (*owner.token_ids[:start], *self._fed[row - i : row + 1])
-                    self.logits[owner.index, prefix] = logits[row].clone()
-                    row += 1
-        return logits
+    def verify(self, target, pool, batch, draft):
+        found = verifying.verify(target, pool, batch, draft)
+        rows = iter(found.logits)
+        for sequence, drafted in zip(batch, draft.token_ids.split(draft.num_draft_tokens), strict=True):
+            for i in range(len(drafted) + 1):
+                self.logits[sequence.index, (*sequence.token_ids, *drafted[:i].tolist())] = next(rows).clone()
+        return found
 
     def decode(self, prompts):
-        outputs = self.engine.generate(prompts, sd.SamplingParams(max_new_tokens=NEW_TOKENS), progress=False)
+        params = sd.SamplingParams(max_new_tokens=NEW_TOKENS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("specdec_fast.engine.verify", self.verify)
+            outputs = self.engine.generate(prompts, params, progress=False)
         return [output.raise_for_error().token_ids for output in outputs]
 
 

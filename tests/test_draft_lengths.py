@@ -58,13 +58,19 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
     model = engine.drafter.model
     model.row_rule = RowRule(model.row_rule.multiple, largest)
     engine.draft_lengths = lengths = RandomLengths(0, 5)
-    rows, forward = [], model.forward
+    rows, forward, drafting = [], model.forward, model.program and model.program.draft
 
     def counted(batch, pool, logit_rows=None):
         rows.append(len(batch.token_ids))
         return forward(batch, pool, logit_rows)
 
+    def counted_drafting(spans, token_ids, *rest):
+        rows.append(len(token_ids))
+        return drafting(spans, token_ids, *rest)
+
     model.forward = counted
+    if model.program:
+        model.program.draft = counted_drafting
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (1, 9, 30, 5, 17)]
     checked = CheckedEngine(engine)
@@ -84,6 +90,7 @@ def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, pr
     engine = sd.Engine(target, draft, max_batch_size=4, num_draft_tokens="auto")
     monkeypatch.setattr(engine.draft_lengths, "limits", lambda batch: [0] * len(batch))
     monkeypatch.setattr(engine.drafter.model, "forward", None)
+    monkeypatch.setattr(engine.drafter.model, "program", None)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
     assert engine.last_run.decoding.num_draft_tokens == 0
 

@@ -57,12 +57,19 @@ class TestScheduling:
                 computed[model] += batch.positions.tolist()[: len(batch.token_ids)]  # padding computes nobody's token
                 return original(batch, pool, logit_rows)
 
-            def draft_tokens(forwards, pool, *rest, model=model, original=model.draft):
-                computed[model] += [position for batch in forwards for position in batch.positions.tolist()]
-                original(forwards, pool, *rest)
+            def verify(spans, *rest, model=model, original=model.program and model.program.verify):
+                computed[model] += [start + i for _, start, count in spans.spans for i in range(count)]
+                return original(spans, *rest)
+
+            def draft_tokens(spans, ids, counts, *rest, model=model, original=model.program and model.program.draft):
+                both = zip(spans.spans, counts, strict=True)
+                computed[model] += [start + i for (_, start, count), k in both for i in range(count + k - 1)]
+                return original(spans, ids, counts, *rest)
 
             monkeypatch.setattr(model, "forward", forward)
-            monkeypatch.setattr(model, "draft", draft_tokens)
+            if model.program:
+                monkeypatch.setattr(model.program, "verify", verify)
+                monkeypatch.setattr(model.program, "draft", draft_tokens)
         outputs = engine.generate(prompt_ids, PARAMS)
         for model in models:
             # position 0 belongs to prompts only: as many rows there as there are sequences

@@ -337,17 +337,24 @@ def test_there_are_none_on_a_cpu(pair):
 
 
 def found_in_steps(pair, monkeypatch, params, num_draft_tokens=3):
-    """What would wait for a GPU, in every step of a run."""
+    """What would wait for a GPU, in every step of a run: in its launch, and in its end."""
     engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=num_draft_tokens)
-    step, found_in = engine._step, []
+    launch, finish, found_in = engine._launch, engine._finish, []
 
-    def watched(batch):
+    def watched_launch(batch):
         with waits(monkeypatch) as found:
-            emitted = step(batch)
-        found_in.append(found)
+            step = launch(batch)
+        found_in.append((found, []))
+        return step
+
+    def watched_finish(step):
+        with waits(monkeypatch) as found:
+            emitted = finish(step)
+        found_in[-1][1].extend(found)
         return emitted
 
-    monkeypatch.setattr(engine, "_step", watched)
+    monkeypatch.setattr(engine, "_launch", watched_launch)
+    monkeypatch.setattr(engine, "_finish", watched_finish)
     for output in engine.generate(PROMPTS, params, progress=False):
         output.raise_for_error()
     assert len(found_in) > 5
@@ -357,9 +364,9 @@ def found_in_steps(pair, monkeypatch, params, num_draft_tokens=3):
 @pytest.mark.skipif(registry.all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
 @pytest.mark.parametrize("params", [PARAMS[0], PARAMS], ids=["greedy", "mixed"])
-def test_a_step_waits_once(pair, monkeypatch, params, num_draft_tokens, graphs_on_cpu):
+def test_a_step_waits_once_and_not_to_be_launched(pair, monkeypatch, params, num_draft_tokens, graphs_on_cpu):
     found_in = found_in_steps(pair, monkeypatch, params, num_draft_tokens)
-    assert all(found == ["to_host"] for found in found_in), found_in
+    assert all(found == ([], ["to_host"]) for found in found_in), found_in
 
 
 @pytest.mark.skipif(registry.all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
@@ -386,4 +393,4 @@ def test_a_wait_inside_a_forward_is_found(pair, monkeypatch, wait, named, which,
 
     monkeypatch.setitem(inner.__dict__, "forward", waiting)
     found_in = found_in_steps(pair, monkeypatch, PARAMS[0])
-    assert all(named in found for found in found_in[:3]), found_in[0]
+    assert all(named in launched for launched, _ in found_in[:3]), found_in[0]

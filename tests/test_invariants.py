@@ -44,6 +44,7 @@ schedules = st.fixed_dictionaries(
         "max_wait_steps": st.integers(0, 3),
         "stop_id": st.integers(0, VOCAB_SIZE - 1),
         "spare_pages": st.integers(0, 8),
+        "enforce_eager": st.booleans(),
         "seed": st.integers(0, 1000),
     }
 )
@@ -61,6 +62,7 @@ def test_invariants_hold_over_random_schedules(pair, schedule):
         max_batch_size=schedule["max_batch_size"],
         num_draft_tokens=schedule["num_draft_tokens"],
         max_wait_steps=schedule["max_wait_steps"],
+        enforce_eager=schedule["enforce_eager"],
         kv_cache_tokens=largest + 4 * schedule["spare_pages"],  # from one sequence at a time upwards
     )
     params = [sd.SamplingParams(max_new_tokens=new, stop_token_ids=(schedule["stop_id"],)) for _, new in requests]
@@ -133,6 +135,20 @@ def neighbours_pages(original, pool, rows, token_ids):
     return dataclasses.replace(batch, block_table=tables)
 
 
+def earlier_span(original, pool, rows, ahead=None):
+    """I1: the same, where a program lays out the rows."""
+    spans = original(pool, rows, ahead)
+    return spans._replace(spans=[(place, max(0, start - 1), count) for place, start, count in spans.spans])
+
+
+def neighbours_place(original, pool, rows, ahead=None):
+    """I6: the same, where a program lays out the rows."""
+    spans = original(pool, rows, ahead)
+    places = [place for place, _, _ in spans.spans]
+    moved = [*places[1:], places[0]]
+    return spans._replace(spans=[(place, *span[1:]) for place, span in zip(moved, spans.spans, strict=True)])
+
+
 @pytest.mark.parametrize(
     ("owner", "method", "mutation", "invariant"),
     [
@@ -145,12 +161,15 @@ def neighbours_pages(original, pool, rows, token_ids):
         (Sequence, "commit", lost_bonus, "I5"),
         (Sequence, "commit", draft_bonus_token, "I5"),
         (PagePool, "batch", neighbours_pages, "I6"),
+        (PagePool, "spans", earlier_span, "I1"),
+        (PagePool, "spans", neighbours_place, "I6"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_broken_step_is_caught(pair, owner, method, mutation, invariant):
     # K 2, so that full acceptances occur; no poison, so that stale entries look as they do in service
     config = {"max_batch_size": 3, "method": "eqspec", "num_draft_tokens": 2, "poison": False}
+    config["enforce_eager"] = method == "batch"  # else a program lays out its rows by itself
     whole, broken = (checked(pair, **config) for _ in range(2))
     run(whole)
     with patched(owner, method, mutation), pytest.raises(AssertionError, match=invariant):
@@ -160,7 +179,7 @@ def test_broken_step_is_caught(pair, owner, method, mutation, invariant):
 def test_kv_beyond_the_context_is_poisoned_and_never_read(pair):
     """The poisoning itself must be able to fail: reading one entry too many brings a NaN into the logits."""
     target, _ = pair
-    engine = CheckedEngine(sd.Engine(target, "ngram", page_size=64))
+    engine = CheckedEngine(sd.Engine(target, "ngram", page_size=64, enforce_eager=True))
     inner = engine._forward
 
     def one_too_many(batch, pool, logit_rows=None):

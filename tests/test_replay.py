@@ -122,18 +122,19 @@ def test_the_draft_model_works_as_hard_as_it_would_by_itself(pair, transcripts, 
     """All accepted either way, so the steps are the same, and so must be the rows of every forward of the draft."""
     target, _ = pair
     draft = RaggedModel(target, resolve(CPU))
-    rows, forward, draft_tokens = [], draft.forward, draft.draft
+    rows, forward, draft_tokens = [], draft.forward, draft.program and draft.program.draft
 
     def counting(batch, *args):
         rows.append(len(batch.token_ids))
         return forward(batch, *args)
 
-    def counting_all(forwards, *args):
-        rows.extend(len(batch.token_ids) for batch in forwards)
-        draft_tokens(forwards, *args)
+    def counting_all(spans, token_ids, counts, *args):
+        rows.append((len(token_ids), *counts))
+        return draft_tokens(spans, token_ids, counts, *args)
 
     monkeypatch.setattr(draft, "forward", counting)
-    monkeypatch.setattr(draft, "draft", counting_all)
+    if draft.program:
+        monkeypatch.setattr(draft.program, "draft", counting_all)
     by_itself, inner = (ModelDrafter(draft, VOCAB_SIZE) for _ in range(2))
     counted = []
     for drafter in (by_itself, ReplayDrafter(inner, transcripts, 1.0, VOCAB_SIZE, CPU)):

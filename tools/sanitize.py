@@ -22,7 +22,7 @@ import pybind11
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "sanitize"
-TESTS = ("ops", "oracle_ops", "guard_zones", "instruction_sets", "fuzz", "fuzz_attention", "program")
+TESTS = ("ops", "oracle_ops", "guard_zones", "instruction_sets", "fuzz", "fuzz_attention", "program", "verifying")
 FLAGS = (
     *("-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden"),
     # -O1: more optimisation drops accesses that a sanitizer would have reported

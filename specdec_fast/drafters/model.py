@@ -94,16 +94,32 @@ class ModelDrafter(Drafter):
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Run the draft model ``max(limits)`` times, each time on one row per sequence still drafting."""
         limits = [min(limit, self._room(s)) for s, limit in zip(sequences, limits, strict=True)]
-        if not any(limits):
+        drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
+        if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64), limits)
-        with self.model.attached():
-            drafted = self._draft(sequences, limits)
-        for sequence, limit in zip(sequences, limits, strict=True):
-            if limit:
-                self.draft_kv_length[sequence] = sequence.length - 1 + limit
+        if self.model.takes_spans and all(s.params.repetition_penalty == 1 for s in drafting):
+            token_ids = self._draft_in_one_call(drafting)
+        else:
+            with self.model.attached():
+                token_ids = self._in_order(self._draft(sequences, limits), limits)
+        for sequence, limit in drafting.items():
+            self.draft_kv_length[sequence] = sequence.length - 1 + limit
+        return Draft(token_ids, limits)
+
+    def _draft_in_one_call(self, drafting: dict[Sequence, int]) -> Tensor:
+        """Return the tokens of sequence after sequence, ``drafting[s]`` of each; nobody may have a penalty."""
+        sequences, limits = list(drafting), list(drafting.values())
+        sampling = sampling_of(sequences, self.model.layout.device)
+        rows, token_ids = self._catch_up(sequences)
+        spans = self._pool().spans(rows, ahead=[limit - 1 for limit in limits])
+        assert self.model.program is not None
+        return self.model.program.draft(spans, token_ids, limits, (self._vocab_size, sampling))
+
+    def _in_order(self, drafted: list[Tensor], limits: list[int]) -> Tensor:
+        """Bring the tokens of forward after forward into the order of the sequences."""
         if len(drafted) == min(limits):  # as many from everybody
-            return Draft(torch.stack(drafted, dim=1).flatten(), limits)
-        return Draft(torch.cat(drafted)[to_device(_by_sequence(limits), self.model.layout.device)], limits)
+            return torch.stack(drafted, dim=1).flatten()
+        return torch.cat(drafted)[to_device(_by_sequence(limits), self.model.layout.device)]
 
     def _draft(self, sequences: list[Sequence], limits: list[int]) -> list[Tensor]:
         """Return the tokens of each forward: one of every sequence that may draft so many, in batch order."""
@@ -117,7 +133,8 @@ class ModelDrafter(Drafter):
                 rows = [Rows(s, s.length - 1 + len(drafted), 1) for s in drafting]
                 tokens = drafted[-1][to_device([before.index(i) for i in members], self.model.layout.device)]
             else:
-                rows, tokens = self._catch_up(drafting)
+                rows, token_ids = self._catch_up(drafting)
+                tokens = to_device(token_ids, self.model.layout.device)
             drafted += self._run(rows, num_forwards, tokens, sampling)
             before = members
         return drafted
@@ -130,17 +147,8 @@ class ModelDrafter(Drafter):
             of_graph = self.model.graphs.draft(batch, num_forwards, pool, self._likeliest)
             if of_graph is not None:
                 return of_graph.unbind()
-        forwards = pool.successive(rows, num_forwards)
-        has_penalties = sampling is not None and sampling.seen_ids.numel() > 0
-        if self.model.program is not None and not has_penalties and pool.row_rule.multiple == 1:
-            chosen = torch.empty(num_forwards, len(rows), dtype=torch.int64)
-            each = chosen.unbind()
-            fed = (tokens, *each[:-1])
-            batches = [batch_of(token_ids=ids) for batch_of, ids in zip(forwards, fed, strict=True)]
-            self.model.draft(batches, pool, chosen, (self._vocab_size, sampling))
-            return each
         drafted: list[Tensor] = []
-        for batch_of in forwards:
+        for batch_of in pool.successive(rows, num_forwards):
             tokens = self._choose(batch_of(token_ids=tokens), sampling)
             drafted.append(tokens)
             sampling = sampling and after(sampling, tokens)
@@ -178,8 +186,8 @@ class ModelDrafter(Drafter):
         for sequence in sequences:
             self.draft_kv_length[sequence] = sequence.length - 1
 
-    def _catch_up(self, sequences: list[Sequence]) -> tuple[list[Rows], Tensor]:
-        """Return the committed tokens that each sequence's KV lacks: their spans, and ``[T]`` ids.
+    def _catch_up(self, sequences: list[Sequence]) -> tuple[list[Rows], list[int]]:
+        """Return the committed tokens that each sequence's KV lacks: their spans, and their ids.
 
         If they are too many for one forward, because some have not been drafted for in a while, all but the last of
         each are computed first.
@@ -192,7 +200,7 @@ class ModelDrafter(Drafter):
             start = self.draft_kv_length[sequence]
             rows.append(Rows(sequence, start, sequence.length - start))
             token_ids += sequence.token_ids[start:]
-        return rows, to_device(self._known(token_ids), self.model.layout.device)
+        return rows, self._known(token_ids)
 
     def _choose(self, batch: RaggedBatch, sampling: Sampling | None) -> Tensor:
         """Compute the rows; return each sequence's next token ``[B]``, chosen as the target chooses its own."""

@@ -99,6 +99,11 @@ def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths
     )
 
 
+def addresses_of(sampling: Sampling | None) -> list[int]:
+    """Return what ``sampling_at`` in csrc/bindings.cpp reads."""
+    return [] if sampling is None else [getattr(sampling, field.name).data_ptr() for field in fields(sampling)]
+
+
 def verify_chain(
     logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +121,7 @@ def verify_chain(
         token_ids.data_ptr(),
         cu_seqlens.data_ptr(),
         batch_size,
-        [] if sampling is None else [getattr(sampling, field.name).data_ptr() for field in fields(sampling)],
+        addresses_of(sampling),
         (target_tokens.data_ptr(), num_accepted.data_ptr(), next_tokens.data_ptr()),
         torch.get_num_threads(),
     )

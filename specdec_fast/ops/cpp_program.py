@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
 from functools import singledispatchmethod
 
 import torch
@@ -11,9 +9,9 @@ from torch import Tensor
 
 from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
 from specdec_fast.instructions import MAX_RANK, ROW_CODES, Append, Attend, Gather, Heads, Linear, Operand, Plan, RowOp
-from specdec_fast.ops.cpp import DTYPE_CODES
+from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
 from specdec_fast.ragged import Sampling
-from specdec_fast.rows import RaggedBatch
+from specdec_fast.rows import RaggedBatch, Spans
 
 
 class Program:
@@ -26,6 +24,7 @@ class Program:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._logits_code = DTYPE_CODES[plan.logits_dtype]
         sizes = (plan.num_kv_heads, plan.head_dim)
         self._program = _C.Program(DTYPE_CODES[plan.dtype], sizes, (*plan.arena_bytes, plan.scratch_bytes))
         for buffer in plan.buffers:
@@ -56,30 +55,82 @@ class Program:
         self._program.run(*_forward(token_ids, batch, kv_cache, logit_rows, logits.data_ptr()))
         return logits
 
+    @property
+    def seconds(self) -> float:
+        """What all forwards have taken so far, without what choosing tokens takes."""
+        return float(self._program.seconds)
+
     def draft(
-        self, forwards: Sequence[RaggedBatch], kv_cache: Tensor, chosen: Tensor, choice: tuple[int, Sampling | None]
-    ) -> None:
+        self,
+        spans: Spans,
+        token_ids: list[int],
+        num_draft_tokens: list[int],
+        choice: tuple[int, Sampling | None],
+    ) -> Tensor:
         """Run a draft model's forwards, each on the tokens that the one before it chose.
 
         Args:
-            forwards: ``K`` of them, of the same ``B`` sequences, without padding; a later one's ``token_ids`` are the
-                row of ``chosen`` that the one before it writes.
-            kv_cache: as above.
-            chosen: ``[K, B]`` int64, written.
+            spans: the rows of the first forward, of ``B`` sequences; the pages of those that follow are handed out.
+            token_ids: of the first forward's rows.
+            num_draft_tokens: of each sequence, at least 1; forward i has a row of each that gets more than i.
             choice: how many ids may be chosen, and how the first forward chooses: None is greedy; there may be no
                 penalties. Logits with a NaN choose token 0.
 
+        Returns:
+            ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
+
+        Raises:
+            IndexError: as ``__call__``.
+
         """
         vocab_size, sampling = choice
-        each = [_forward(f.token_ids, f, kv_cache, self._all_rows(f.token_ids.shape[0]), 0) for f in forwards[1:]]
-        first = forwards[0]
-        rules = [] if sampling is None else [getattr(sampling, f.name).data_ptr() for f in fields(sampling)]
+        chosen = torch.empty(sum(num_draft_tokens), dtype=torch.int64)
         self._program.draft(
-            [_forward(first.token_ids, first, kv_cache, first.last_rows, 0), *each],
-            (DTYPE_CODES[self._plan.logits_dtype], self._plan.vocab_size, vocab_size),
-            rules,
+            _pages(spans),
+            spans.spans,
+            token_ids,
+            num_draft_tokens,
+            (self._logits_code, self._plan.vocab_size, vocab_size),
+            addresses_of(sampling),
+            torch.get_num_threads(),
             chosen.data_ptr(),
         )
+        return chosen
+
+    def verify(
+        self, spans: Spans, last_tokens: list[int], draft_tokens: Tensor, sampling: Sampling | None
+    ) -> tuple[Tensor, list[list[int]], float]:
+        """Run the target's forward over every sequence's last token and draft, and let it choose at each row.
+
+        Args:
+            spans: of ``B`` sequences, ``T`` rows.
+            last_tokens: the first token of each.
+            draft_tokens: ``[T - B]`` int64, the others, sequence after sequence. One that is no word is as wrong as any
+                other, and is fed as the nearest one.
+            sampling: how tokens are chosen; None is greedy.
+
+        Returns:
+            Logits ``[T, vocab_size]``; of each sequence its accepted draft tokens and the next token, which is
+            ``INVALID_TOKEN`` after NaN logits; the seconds of that choice.
+
+        Raises:
+            IndexError: as ``__call__``.
+
+        """
+        width = self._plan.vocab_size
+        draft_tokens = draft_tokens.contiguous()
+        logits = torch.empty(len(last_tokens) + len(draft_tokens), width, dtype=self._plan.logits_dtype)
+        emissions, seconds = self._program.verify(
+            _pages(spans),
+            spans.spans,
+            last_tokens,
+            (draft_tokens.data_ptr(), len(draft_tokens)),
+            (self._logits_code, width, width),
+            addresses_of(sampling),
+            torch.get_num_threads(),
+            logits.data_ptr(),
+        )
+        return logits, emissions, seconds
 
     def _all_rows(self, num_rows: int) -> Tensor:
         if num_rows not in self._every_row:
@@ -151,6 +202,12 @@ def _forward(
     tree_words = 0 if tree_mask is None else tree_mask.shape[1]
     counts = (token_ids.shape[0], logit_rows.shape[0], *table.shape, tree_words)
     return addresses, (*counts, *kv_cache.shape[2:4], torch.get_num_threads())
+
+
+def _pages(spans: Spans) -> tuple[int, ...]:
+    """Return addresses and sizes, as csrc/bindings.cpp takes them."""
+    tables, kv_cache = spans.tables, spans.kv_cache
+    return tables.data_ptr(), *tables.shape, kv_cache.data_ptr(), *kv_cache.shape[2:4]
 
 
 def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...]]:
