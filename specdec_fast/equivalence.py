@@ -46,6 +46,7 @@ class Setting:
         dtype: of both models.
         sampling: "greedy", or the sampling parameters.
         deterministic: whether forwards were padded to row counts at which bits do not depend on the batch.
+        enforce_eager: whether PyTorch ran the forwards where there are programs or graphs for them.
 
     """
 
@@ -56,6 +57,7 @@ class Setting:
     dtype: str = "float32"
     sampling: str = "greedy"
     deterministic: bool = True
+    enforce_eager: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 The reference is the engine's own plain decoding, one prompt at a time; that is in turn compared with ``transformers``'
 ``generate()`` at batch 1. Beside the promise stand two figures that show what it is worth: how far plain *batched*
 decoding in ``transformers`` is from its own batch 1 (the noise floor), and the engine with determinism off (the
-negative control).
+negative control). A forward program computes row by row, so its bits are the same without; the control and its own
+reference run in PyTorch.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Report:
         comparisons: every combination against the engine's plain decoding at batch 1.
         against_transformers: that plain decoding, greedy, against ``generate()`` at batch 1.
         noise_floor: plain batched ``generate()`` against its own batch 1.
-        control: the engine with ``deterministic=False`` against the reference.
+        control: the engine with ``deterministic=False`` against plain decoding, both with ``enforce_eager``.
 
     """
 
@@ -105,6 +106,7 @@ class Models:
         self.matrix, self.dtype, self.prompts = matrix, dtype, prompts
         config = replace(matrix.config, dtype=dtype, max_batch_size=1, window_size=None, method="eqspec")
         self.alone = Engine(matrix.target, None, config)
+        self._config = config
         self.target: PreTrainedModel = self.alone.target.model
         device = self.alone.target.layout.device
         self.drafts: dict[str, Any] = {
@@ -113,6 +115,7 @@ class Models:
         }
         self._by_transformers: dict[int, list[list[int]]] = {}
         self.expected = {name: self._decode(self.alone, name) for name in matrix.samplings}
+        self._expected_eagerly: dict[str, list[GenerationOutput]] = {}
 
     def compare_all(self, setting: Setting) -> Iterator[Comparison]:
         """Decode with every sampling in one setting, and compare."""
@@ -124,6 +127,7 @@ class Models:
             max_batch_size=setting.batch_size,
             num_draft_tokens=setting.num_draft_tokens or 0,
             deterministic=setting.deterministic,
+            enforce_eager=setting.enforce_eager or self.matrix.config.enforce_eager,
         )
         draft = self.drafts.get(setting.drafter)
         engine = Engine(self.target, draft, config, tokenizer=self.alone.tokenizer)
@@ -132,7 +136,7 @@ class Models:
             found = replace(setting, dtype=self.dtype, sampling=name, drafter=Path(setting.drafter).name)
             rounds = self.matrix.rounds
             limit = None if rounds is None else rounds * setting.batch_size
-            got, want = self._decode(engine, name, limit), self.expected[name][:limit]
+            got, want = self._decode(engine, name, limit), self._reference(name, setting.enforce_eager)[:limit]
             logprobs = (_logprobs(got), _logprobs(want))
             yield compare(found, self.target, self.prompts[:limit], _tokens(got), _tokens(want), logprobs)
 
@@ -151,6 +155,17 @@ class Models:
         expected = [want if got[-1] in stop_ids else want[: len(got)] for want, got in pairs]
         setting = Setting("transformers", batch_size, dtype=self.dtype)
         return compare(setting, self.target, self.prompts, outputs, expected)
+
+    def _reference(self, sampling: str, enforce_eager: bool) -> list[GenerationOutput]:
+        """Return plain decoding alone, by PyTorch's own forwards if they are wanted."""
+        if not enforce_eager or self.alone.target.program is None:
+            return self.expected[sampling]
+        if sampling not in self._expected_eagerly:
+            engine = Engine(
+                self.target, None, replace(self._config, enforce_eager=True), tokenizer=self.alone.tokenizer
+            )
+            self._expected_eagerly[sampling] = self._decode(engine, sampling)
+        return self._expected_eagerly[sampling]
 
     def _decode(self, engine: Engine, sampling: str, limit: int | None = None) -> list[GenerationOutput]:
         first, prompts = replace(self.matrix.samplings[sampling], logprobs=True), self.prompts[:limit]
@@ -222,7 +237,7 @@ def _controls(matrix: Matrix) -> list[Setting]:
         kept = chosen.get(setting.batch_size)
         if kept is None or _most_draft_tokens(setting) > _most_draft_tokens(kept):
             chosen[setting.batch_size] = setting
-    return [replace(setting, deterministic=False) for setting in chosen.values()]
+    return [replace(setting, deterministic=False, enforce_eager=True) for setting in chosen.values()]
 
 
 def _most_draft_tokens(setting: Setting) -> int:

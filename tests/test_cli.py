@@ -226,6 +226,28 @@ def test_verify_takes_auto_for_a_k(in_folder, prompt_ids):
     assert [c["num_draft_tokens"] for c in report["control"]] == ["auto"], "the most rows"
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_forwards_can_be_left_to_pytorch(in_folder, monkeypatch, prompt_ids, target, enforce_eager):
+    made, programs = [], sd.Engine(target, None).describe()["forward_program"]
+
+    class Recorded(sd.Engine):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self.config.enforce_eager)
+
+    monkeypatch.setattr("specdec_fast.commands.generate.Engine", Recorded)
+    monkeypatch.setattr("specdec_fast.exactness.Engine", Recorded)
+    flags = {"enforce-eager": ""} if enforce_eager else {}
+    generate(write_lines(in_folder / "lines.jsonl", {"prompt_ids": prompt_ids[1]}), **flags, **{"max-new-tokens": 2})
+    assert made == [enforce_eager]
+    made.clear()
+    status, _ = run_verify(in_folder, prompt_ids[1:3], **{"batch-sizes": 2, "methods": "autoregressive"}, **flags)
+    assert status == 0
+    # the reference, the one setting, and the control: with a reference of its own where the first one is a program's
+    of_control = [True, True] if programs and not enforce_eager else [True]
+    assert made == [enforce_eager, enforce_eager, *of_control]
+
+
 def test_misspelt_number_of_draft_tokens_is_told(capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--num-draft-tokens", "atuo"])

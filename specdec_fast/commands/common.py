@@ -58,13 +58,17 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
         device=args.device,
         backend=args.backend,
         deterministic=not args.no_deterministic,
+        enforce_eager=args.enforce_eager,
     )
 
 
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
-    """Add --device and --backend."""
+    """Add --device, --backend and --enforce-eager."""
     parser.add_argument("--device", default=None, help="cpu, cuda, ... (default: CUDA where there is one)")
     parser.add_argument("--backend", choices=[AUTO, *BACKENDS], default=AUTO, help="implementation of the ops")
+    parser.add_argument(
+        "--enforce-eager", action="store_true", help="let PyTorch run every forward: no programs, no CUDA graphs"
+    )
 
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:

@@ -82,7 +82,7 @@ def matrix_of(args: argparse.Namespace) -> Matrix:
     return Matrix(
         target=args.target,
         drafts=tuple(name for name in args.draft if name != NO_DRAFT),
-        config=EngineConfig(device=args.device, backend=args.backend),
+        config=EngineConfig(device=args.device, backend=args.backend, enforce_eager=args.enforce_eager),
         dtypes=tuple(args.dtypes),
         samplings={text: _sampling(text, args) for text in args.sampling},
         methods=tuple(args.methods),
@@ -130,7 +130,7 @@ def print_report(report: Report) -> None:
     print(_table(report.comparisons))
     print("\nThat plain decoding, greedy, against transformers generate() at batch 1")
     print(_table(report.against_transformers))
-    print("\nNegative control: the same engine with determinism off")
+    print("\nNegative control: PyTorch's own forwards (--enforce-eager) with determinism off against those with it")
     print(_table(report.control))
     if report.noise_floor:
         print("\nNoise floor: plain batched generate() of transformers, no speculation, against its own batch 1")
