@@ -49,6 +49,9 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=prompts)
     parser.add_argument("--num-prompts", type=int, default=0, metavar="N", help="the first N; 0 (default) is all")
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="of a random prompt (default: 128)")
+    parser.add_argument(
+        "--times", type=int, default=1, metavar="N", help="all prompts N times over, in one queue (default: 1)"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
     parser.add_argument("--dtype", choices=list(report.DTYPES), default="float32", help="default: %(default)s")
     parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA where there is one)")
@@ -68,6 +71,8 @@ def check_workload(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     args.ignore_eos |= args.pair in PAIRS  # they have none
     if args.target and not args.prompts:
         parser.error("--target needs --prompts")
+    if args.times < 1:
+        parser.error(f"--times {args.times}: expected 1 or more")
 
 
 def load(args: argparse.Namespace, num_random: int) -> Workload:
@@ -100,7 +105,7 @@ def load(args: argparse.Namespace, num_random: int) -> Workload:
     if not fitting:
         sys.exit(f"no prompt leaves room for {args.max_new_tokens} new tokens in the target's {_positions(target)}.")
     name = args.pair or f"{args.target} + {args.draft}"
-    return Workload(name, target, draft, fitting, args.max_new_tokens, len(prompts) - len(fitting))
+    return Workload(name, target, draft, fitting * args.times, args.max_new_tokens, len(prompts) - len(fitting))
 
 
 def _positions(model: PreTrainedModel) -> int:

@@ -358,6 +358,13 @@ def test_assisted_generation_drafts_as_many_as_asked(target, draft, tokenizer):
     assert 0 < counted[6] < counted[1] / 2, "the more are drafted, the fewer verifications"
 
 
+def test_prompts_can_be_decoded_several_times_over():
+    once, thrice = (
+        load(bench.parse_args(["--pair", "smoke", "--num-prompts", "2", *times]), 0) for times in ([], ["--times", "3"])
+    )
+    assert thrice.prompts == once.prompts * 3
+
+
 @pytest.mark.parametrize("ignore", [False, True])
 def test_ignored_eos_ends_no_text(tmp_path, ignore):
     path = tmp_path / "early.jsonl"  # it ends after ten tokens
@@ -399,6 +406,7 @@ def test_only_the_engine_is_asked_for_auto(monkeypatch):
         (["--acceptance", "0.8", "--methods", "oracle-eqspec,eqspec"], "--acceptance: oracle-eqspec would run"),
         (["--acceptance", "0", "--methods", "transformers-assisted"], "cannot be replayed there"),
         (["--repeats", "0"], "expected 1 or more"),
+        (["--times", "0"], "--times 0: expected 1 or more"),
     ],
 )
 def test_options_that_cannot_be_served(options, message, capsys):
