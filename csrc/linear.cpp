@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 
 #include "multiversion.h"
 #include "versions.h"
@@ -21,7 +22,9 @@ namespace {
 // One dtype on one instruction set.
 struct LinearKernel {
   void (*prepare)(const LinearArgs&, void* inputs, std::int64_t padded);
-  void (*outputs)(const LinearArgs&, const void* inputs, std::int64_t padded, std::int64_t begin, std::int64_t end);
+  void (*outputs)(const LinearArgs&, const void* inputs, std::int64_t padded, std::int64_t begin, std::int64_t end,
+                  void* buffer);
+  std::int64_t (*buffer_bytes)(const LinearArgs&, std::int64_t padded);  // of one thread
   std::int64_t step;        // inputs are padded to a multiple of it
   std::int64_t input_size;  // bytes
 };
@@ -77,6 +80,8 @@ std::vector<Versions<Kernels>::Version> usable() {
 
 Versions<Kernels> versions("linear", usable());
 
+constexpr std::int64_t kAlignment = 64;
+
 }  // namespace
 
 void linear(const LinearArgs& args) {
@@ -84,12 +89,17 @@ void linear(const LinearArgs& args) {
   const std::int64_t padded = (args.in_features + kernel.step - 1) / kernel.step * kernel.step;
   const std::unique_ptr<char[]> inputs(new char[static_cast<std::size_t>(args.num_rows * padded * kernel.input_size)]);
   kernel.prepare(args, inputs.get(), padded);
+  // Each thread's own, a multiple of the largest vector long.
+  const std::int64_t bytes = (kernel.buffer_bytes(args, padded) + kAlignment - 1) / kAlignment * kAlignment;
+  const std::unique_ptr<char[]> buffers(new char[static_cast<std::size_t>(bytes * args.num_threads + kAlignment)]);
+  char* aligned = buffers.get() + (-reinterpret_cast<std::intptr_t>(buffers.get()) & (kAlignment - 1));
   // Waking a thread costs some microseconds, about what a core multiplies 64K numbers in.
   const bool worth_threads = args.num_rows * args.in_features * args.out_features > (1 << 18);
 #pragma omp parallel for num_threads(args.num_threads) if (worth_threads) schedule(static)
   for (int part = 0; part < args.num_threads; ++part) {
     const std::int64_t begin = args.out_features * part / args.num_threads;
-    kernel.outputs(args, inputs.get(), padded, begin, args.out_features * (part + 1) / args.num_threads);
+    kernel.outputs(args, inputs.get(), padded, begin, args.out_features * (part + 1) / args.num_threads,
+                   aligned + part * bytes);
   }
 }
 

@@ -36,6 +36,12 @@ struct Widened {
   }
   SPECDEC_INLINE static Vector inputs(const Input* from) { return load_vector(from); }
   SPECDEC_INLINE static Vector add(Vector sum, Vector input, Vector weight) { return sum + input * weight; }
+  SPECDEC_INLINE static Vector broadcast(const Input* from) {
+    Vector vector;
+    for (int i = 0; i < kLanes; ++i) vector[i] = *from;
+    return vector;
+  }
+  SPECDEC_INLINE static Vector add_lanes(Vector sum, Vector input, Vector weight) { return add(sum, input, weight); }
 };
 
 #if SPECDEC_LANES == 16
@@ -72,6 +78,14 @@ struct Paired {
   SPECDEC_INLINE static Vector add(Vector sum, __m512i input, __m512i weight) {
     return reinterpret_cast<Vector>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(input),
                                                      reinterpret_cast<__m512bh>(weight)));
+  }
+  SPECDEC_INLINE static __m512i broadcast(const Input* from) {
+    std::int32_t pair;
+    std::memcpy(&pair, from, sizeof(pair));
+    return _mm512_set1_epi32(pair);
+  }
+  SPECDEC_INLINE static Vector add_lanes(Vector sum, __m512i input, Vector weight) {
+    return add(sum, input, reinterpret_cast<__m512i>(weight));
   }
 };
 #endif
@@ -177,15 +191,23 @@ SPECDEC_INLINE void all_rows(const LinearArgs& args, const typename Product::Inp
   }
 }
 
-// Outputs [begin, end) of all rows. `inputs` are [num_rows, padded], zeros after in_features.
+// Rows of a block: of equal height, because a last one of a row or two has too few sums to keep the multipliers busy.
+SPECDEC_INLINE std::int64_t block_rows(std::int64_t num_rows) {
+  const std::int64_t blocks = (num_rows + kRows - 1) / kRows;
+  return (num_rows + blocks - 1) / std::max<std::int64_t>(1, blocks);
+}
+
+#include "linear_lanes.h"
+
+// Outputs [begin, end) of all rows. `inputs` are [num_rows, padded], zeros after in_features; `buffer` has lane_bytes.
 template <typename Format, typename Product>
-void outputs(const LinearArgs& args, const void* prepared, std::int64_t padded, std::int64_t begin, std::int64_t end) {
+void outputs(const LinearArgs& args, const void* prepared, std::int64_t padded, std::int64_t begin, std::int64_t end,
+             void* buffer) {
   const auto* inputs = static_cast<const typename Product::Input*>(prepared);
+  if (lane_bytes<Product>(args, padded) > 0) begin = lane_outputs<Format, Product>(args, prepared, padded, begin, end, buffer);
   const std::int64_t row_bytes = args.in_features * static_cast<std::int64_t>(sizeof(typename Product::Weight));
   const std::int64_t step = std::max<std::int64_t>(kOutputs, kBlockBytes / row_bytes / kOutputs * kOutputs);
-  // Blocks of equal height: a last one of a row or two has too few sums to keep the multipliers busy.
-  const std::int64_t blocks = (args.num_rows + kRows - 1) / kRows;
-  const std::int64_t rows = (args.num_rows + blocks - 1) / std::max<std::int64_t>(1, blocks);
+  const std::int64_t rows = block_rows(args.num_rows);
   for (std::int64_t first = begin; first < end; first += step) {
     const std::int64_t last = std::min(end, first + step);
     for (std::int64_t row = 0; row < args.num_rows; row += rows) {
@@ -219,10 +241,12 @@ using ProductBFloat16 = Widened<BFloat16>;
 #endif
 
 const std::array<LinearKernel, 3> kKernels = {
-    LinearKernel{prepare<Widened<Float32>>, outputs<Float32, Widened<Float32>>, Widened<Float32>::kStep, 4},
-    LinearKernel{prepare<Widened<Float16>>, outputs<Float16, Widened<Float16>>, Widened<Float16>::kStep, 4},
-    LinearKernel{prepare<ProductBFloat16>, outputs<BFloat16, ProductBFloat16>, ProductBFloat16::kStep,
-                 sizeof(ProductBFloat16::Input)}};
+    LinearKernel{prepare<Widened<Float32>>, outputs<Float32, Widened<Float32>>, lane_bytes<Widened<Float32>>,
+                 Widened<Float32>::kStep, 4},
+    LinearKernel{prepare<Widened<Float16>>, outputs<Float16, Widened<Float16>>, lane_bytes<Widened<Float16>>,
+                 Widened<Float16>::kStep, 4},
+    LinearKernel{prepare<ProductBFloat16>, outputs<BFloat16, ProductBFloat16>, lane_bytes<ProductBFloat16>,
+                 ProductBFloat16::kStep, sizeof(ProductBFloat16::Input)}};
 
 }  // namespace SPECDEC_ISA
 }  // namespace specdec

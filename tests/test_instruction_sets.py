@@ -44,6 +44,38 @@ def test_every_version_of_linear_agrees_with_the_oracle(version, dtype):
         _C.choose_linear_version(_C.linear_versions()[-1])
 
 
+# One row, and as many as the kernel lays out otherwise; inputs and outputs that fill its steps and blocks, and do not.
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(128, 64), (352, 128), (33, 47), (1000, 100), (7, 16), (64, 5)]
+)
+@each_dtype
+@pytest.mark.parametrize("version", _C.linear_versions())
+def test_rows_of_linear_are_independent_in_every_version(version, dtype, in_features, out_features):
+    generator = torch.Generator().manual_seed(in_features)
+    rows = torch.randn(97, in_features, generator=generator)
+    rows[3], rows[4], rows[5, 0], rows[6, 1] = 0.0, -0.0, float("nan"), float("inf")
+    rows[7:20] *= torch.logspace(-45, 4, 13)[:, None]  # results that are subnormal, and infinite in half precision
+    weight, bias = (
+        torch.randn(*shape, generator=generator) for shape in ((out_features, in_features), (out_features,))
+    )
+    rows, weight, bias = (tensor.to(dtype) for tensor in (rows, weight, bias))
+    linear = all_ops()["linear"].load("cpp")
+    _C.choose_linear_version(version)
+    try:
+        for own_bias in (None, bias):
+            alone = torch.cat([linear(row[None], weight, own_bias) for row in rows])
+            for count in (2, 5, 6, 24, 97):
+                for first in range(0, 97, count):
+                    together = linear(rows[first : first + count], weight, own_bias)
+                    assert torch.equal(bits(together), bits(alone[first : first + count]))
+    finally:
+        _C.choose_linear_version(_C.linear_versions()[-1])
+
+
+def bits(tensor):
+    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 100, 128, 256])  # full, half and odd blocks of every version
 def test_every_version_serves_every_head_size(version, head_dim):
     generator = torch.Generator().manual_seed(head_dim)
