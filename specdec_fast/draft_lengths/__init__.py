@@ -6,6 +6,7 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.draft_lengths.adaptive import AdaptiveLength, StepCosts
 from specdec_fast.draft_lengths.base import DraftLengths, StepRecord
 from specdec_fast.draft_lengths.costs import CostCurve, row_counts, unknown_cost
+from specdec_fast.draft_lengths.dry_run import with_book_seconds
 from specdec_fast.draft_lengths.fixed import FixedLength
 from specdec_fast.drafters import Drafter
 from specdec_fast.models import RaggedModel
@@ -34,8 +35,9 @@ def make_draft_lengths(config: EngineConfig, target: RaggedModel, drafter: Draft
     verify = CostCurve(measured, target.row_rule.multiple)
     drafting = drafter.forward_seconds(row_counts(max(num, _CATCHING_UP)))
     if drafting is None:
-        return AdaptiveLength(most, StepCosts(verify, unknown_cost(num)))
-    once, largest = drafting.pop(0, 0.0), max(drafting)
-    entry_seconds, is_asynchronous = drafting[largest] / largest, target.layout.device.type != "cpu"
-    costs = StepCosts(verify, CostCurve(drafting), once, entry_seconds, is_asynchronous)
-    return AdaptiveLength(most, costs)
+        costs = StepCosts(verify, unknown_cost(num))
+    else:
+        once, largest = drafting.pop(0, 0.0), max(drafting)
+        entry_seconds, is_asynchronous = drafting[largest] / largest, target.layout.device.type != "cpu"
+        costs = StepCosts(verify, CostCurve(drafting), once, entry_seconds, is_asynchronous)
+    return AdaptiveLength(most, with_book_seconds(costs, most, num))

@@ -10,12 +10,12 @@ import numpy as np
 from specdec_fast.draft_lengths.acceptance import Acceptance
 from specdec_fast.draft_lengths.allocation import NOTHING, Costs, allocate
 from specdec_fast.draft_lengths.base import DraftLengths, StepRecord, num_at_least
+from specdec_fast.draft_lengths.books import Books
 from specdec_fast.draft_lengths.costs import CostCurve
 from specdec_fast.sequence import Sequence
 
-_STEPS_DRAFTING, _STEPS_LEARNING, _STEPS_PLAIN = 16, 8, 32  # a choice costs some 100 microseconds, a step may take 1000
-_PLAIN_OBSERVED = 8  # of so many plain steps one is observed
-_CONFIDENT = 48  # draft tokens tried, below which the choice is made at every step
+_STEPS_DRAFTING, _STEPS_LEARNING, _STEPS_PLAIN = 16, 8, 32  # for which a choice stands at least, once much is known
+_CONFIDENT = 48  # draft tokens tried, below which the choice is made at every step that can pay for it
 _USUAL_LAG = 2  # tokens that a draft model lacks after a step in which it drafted
 _HORIZON = 64  # steps over which the price of catching up is spread, at most
 _SHARE_TRYING = 0.02  # of the time of plain steps, for finding out whether drafting would pay by now
@@ -34,6 +34,8 @@ class StepCosts(NamedTuple):
         once: of drafting in a step, besides its forwards.
         entry_seconds: of one token that a draft model lacks, where it catches up with many.
         is_asynchronous: on a GPU only a whole step's time means something: it is shared out as expected.
+        choice_seconds: of choosing K for a full batch.
+        observation_seconds: of learning from a step of a full batch.
 
     """
 
@@ -42,6 +44,8 @@ class StepCosts(NamedTuple):
     once: float = 0.0
     entry_seconds: float = 0.0
     is_asynchronous: bool = False
+    choice_seconds: float = 0.0
+    observation_seconds: float = 0.0
 
 
 class AdaptiveLength(DraftLengths):
@@ -49,56 +53,65 @@ class AdaptiveLength(DraftLengths):
 
     Costs are measured, acceptance is estimated from the past alone, and the target decides every token: so which K is
     chosen depends on the machine's timings, and what comes out does not. While nothing pays, all decode plainly; two
-    percent of that time go into trying, and less if that keeps failing.
+    percent of that time go into trying, and less if that keeps failing. Observing and choosing take about one percent
+    (``Books``).
+
+    Attributes:
+        books: of the time that this takes.
+
     """
 
     def __init__(self, most: int, costs: StepCosts) -> None:
         self._most, self._costs = most, costs
+        self.books = Books(costs.choice_seconds, costs.observation_seconds)
         self._acceptance = Acceptance(most)
         self._plan: dict[Sequence, int] = {}
         self._allocation = NOTHING
-        self._is_plain = False
         self._size = self._steps_left = self._num_steps = self._chosen_at = 0
-        self._drafted_at: dict[Sequence, int] = {}  # length up to which the drafter has come
+        self._drafted_at: dict[Sequence, int] = {}  # length up to which the drafter had come before this plan
         self._credit, self._patience = 0.0, 1.0  # seconds saved up for trying
         self._other_seconds = 0.0
         self._steps_drafting = 0  # since the last plain one
         self._num_in_a_row = 0
-        self._is_trying = self._is_catching_up = False
+        self._is_plain = self._is_trying = False  # the plan
+        self._is_calibrating = self._is_catching_up = False  # the next step
 
     def limits(self, batch: list[Sequence]) -> list[int]:
         """Return K of each sequence."""
-        if self._steps_left <= 0 or len(batch) != self._size:
+        if self._is_due(len(batch)):
             self._choose(batch)
-        elif not self._is_plain:
-            self._add_to_plan([sequence for sequence in batch if sequence not in self._plan])
         self._steps_left -= 1
         self._num_steps += 1
-        if self._is_plain:
+        if self._is_plain or self._is_calibrating:
             return [0] * len(batch)
-        return [min(self._plan[sequence], sequence.num_remaining - 1) for sequence in batch]
+        plan = self._plan
+        try:
+            return [min(plan[sequence], sequence.num_remaining - 1) for sequence in batch]
+        except KeyError:
+            self._add_to_plan([sequence for sequence in batch if sequence not in plan])
+            return [min(plan[sequence], sequence.num_remaining - 1) for sequence in batch]
 
     def observe(self, step: StepRecord) -> None:
-        """Learn costs and acceptance from a step; of plain steps from every eighth, because each has microseconds."""
-        if self._is_plain and self._steps_left % _PLAIN_OBSERVED:
+        """Learn costs and acceptance from a step, if it is time to; what has been tried is always looked at."""
+        seconds = step.draft_seconds + step.verify_seconds + step.other_seconds
+        self.books.pass_time(seconds)
+        if self._is_plain:
+            self._credit += _SHARE_TRYING * seconds
+        is_wanted, is_catching_up = self._is_trying or self._is_calibrating, self._is_catching_up
+        self._is_catching_up &= self._is_calibrating  # where nothing was drafted, it is yet to come
+        self._is_calibrating = False
+        if not (is_wanted or self.books.may_observe):
             return
-        rows = len(step.batch) + sum(step.num_draft_tokens)
-        if not self._is_catching_up:
-            self._observe_costs(step, rows)
-        self._is_catching_up = False
+        self.books.observe()
+        if not is_catching_up:
+            self._observe_costs(step)
         if not any(step.limits):
-            self._credit += _SHARE_TRYING * _PLAIN_OBSERVED * (step.verify_seconds + step.other_seconds)
-            self._steps_drafting = 0
             return
-        self._steps_drafting += 1
         if self._is_trying and sum(step.num_accepted) == sum(step.limits) and self._num_in_a_row < _MOST_IN_A_ROW:
             self._credit, self._patience = math.inf, 1.0  # good news: go on at once
             self._num_in_a_row += 1
             self._acceptance.doubt()
         self._acceptance.observe(step)
-        for sequence, limit in zip(step.batch, step.limits, strict=True):
-            if limit:
-                self._drafted_at[sequence] = sequence.length - 1
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence."""
@@ -106,18 +119,30 @@ class AdaptiveLength(DraftLengths):
         self._drafted_at.pop(sequence, None)
         self._plan.pop(sequence, None)
 
+    def _is_due(self, num: int) -> bool:
+        """Return whether to choose before a step of ``num`` sequences.
+
+        It does not wait if something has been tried, nor if the draft tokens of those that have come might be too many.
+        That sequences have left can wait; and where all decode plainly, more of them will all the more.
+        """
+        if self._is_trying or (num > self._size and not self._is_plain and self.books.may_choose_on_credit):
+            return True
+        return self._steps_left <= 0 and self.books.may_choose
+
     def _add_to_plan(self, sequences: list[Sequence]) -> None:
         """Give those that have come since the choice what it would have given them."""
-        if sequences:
-            probabilities = self._acceptance.probabilities(sequences)
-            _, entry = self._entry_seconds(sequences)
-            lengths = self._allocation.lengths_of(probabilities, entry)
-            self._plan.update(zip(sequences, lengths, strict=True))
-            self._is_catching_up |= self._must_catch_up(sequences, lengths)
-            self._steps_left = min(self._steps_left, _STEPS_LEARNING)
+        self.books.choose()  # it takes about half as long
+        probabilities = self._acceptance.probabilities(sequences)
+        _, entry = self._entry_seconds(sequences)
+        lengths = self._allocation.lengths_of(probabilities, entry)
+        self._plan.update(zip(sequences, lengths, strict=True))
+        self._is_catching_up |= self._must_catch_up(sequences, lengths)
+        self._steps_left = min(self._steps_left, _STEPS_LEARNING)
 
     def _choose(self, batch: list[Sequence]) -> None:
         """Make the plan of the next steps."""
+        self.books.choose()
+        self._close_plan()
         num, most = len(batch), self._most
         probabilities = self._acceptance.probabilities(batch)
         caps = np.array([min(most, sequence.num_remaining - 1) for sequence in batch])
@@ -131,9 +156,9 @@ class AdaptiveLength(DraftLengths):
         self._allocation = allocate(probabilities, caps, costs, self._acceptance.share_proposed)
         lengths, speed, plain_speed = self._allocation.lengths, self._allocation.speed, self._allocation.plain_speed
         steps = self._steps(batch, lengths)
-        if self._steps_drafting > _CALIBRATE and speed < _CLOSE * plain_speed:
-            lengths, steps = [0] * num, 1
-        elif any(lengths):
+        if any(lengths):
+            if self._steps_drafting > _CALIBRATE and speed < _CLOSE * plain_speed:
+                self._is_calibrating, self._steps_drafting = True, 0
             steps = 1 if self._hold_back(batch, lengths) else steps
             self._is_trying, self._patience, self._credit = False, 1.0, 0.0
         else:
@@ -143,10 +168,16 @@ class AdaptiveLength(DraftLengths):
             steps = 1 if self._is_trying else _STEPS_PLAIN
         self._acceptance.fade(batch, lengths, self._num_steps - self._chosen_at)
         self._chosen_at = self._num_steps
+        self.books.is_learning = self._acceptance.num_tried < _CONFIDENT
         self._is_catching_up = self._must_catch_up(batch, lengths)
         self._is_plain = not any(lengths)
         self._plan = dict(zip(batch, lengths, strict=True))
         self._size, self._steps_left = num, steps
+
+    def _close_plan(self) -> None:
+        """Note how far the drafter has come with those whom the plan gave draft tokens in every step."""
+        self._drafted_at.update((sequence, sequence.length - 1) for sequence, k in self._plan.items() if k)
+        self._steps_drafting = 0 if self._is_plain else self._steps_drafting + self._num_steps - self._chosen_at
 
     def _steps(self, batch: list[Sequence], lengths: list[int]) -> int:
         """Return for how many steps a choice may stand: few, as long as the run or a drafting sequence is not known."""
@@ -204,8 +235,9 @@ class AdaptiveLength(DraftLengths):
         num_steps = np.array([min(max(1.0, sequence.num_remaining / 2), _HORIZON) for sequence in batch])
         return seconds, seconds / num_steps
 
-    def _observe_costs(self, step: StepRecord, rows: int) -> None:
+    def _observe_costs(self, step: StepRecord) -> None:
         """Compare the parts of a step with what they were measured to take."""
+        rows = len(step.batch) + sum(step.num_draft_tokens)
         drafting = num_at_least(step.limits, self._most)  # sequences in each of the drafting forwards
         verify = self._costs.verify.measured(rows)
         draft = sum(map(self._costs.draft.measured, drafting)) + (self._costs.once if drafting[0] else 0.0)
