@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import accumulate
+from operator import mul
 
 from specdec_fast.draft_lengths.base import StepRecord, num_at_least
 from specdec_fast.sequence import Sequence
@@ -90,13 +90,18 @@ class Acceptance:
             self._expected[place] = keep * self._expected[place] + expected[place]
             self._accepted[place] = keep * self._accepted[place] + taken[place]
 
-    def probabilities(self, batch: list[Sequence]) -> np.ndarray:
+    def probabilities(self, batch: list[Sequence]) -> list[list[float]]:
         """Return ``[B, most]``: at place j, the probability that draft token j and all before it are accepted."""
         average, nothing = self._average(), _History(_OWN_WINDOW)
-        own = [self._own.get(sequence, nothing).estimate(average, _RUN_TOKENS) for sequence in batch]
-        accepted, expected = np.array([self._accepted, self._expected])
-        profile = (accepted + _PROFILE_TOKENS) / (expected + _PROFILE_TOKENS)
-        return np.minimum(np.array(own)[:, None] * profile, 1.0).cumprod(axis=1)
+        profile = [
+            (accepted + _PROFILE_TOKENS) / (expected + _PROFILE_TOKENS)
+            for accepted, expected in zip(self._accepted, self._expected, strict=True)
+        ]
+        found = []
+        for sequence in batch:
+            own = self._own.get(sequence, nothing).estimate(average, _RUN_TOKENS)
+            found.append(list(accumulate([min(own * factor, 1.0) for factor in profile], mul)))
+        return found
 
     def fade(self, batch: list[Sequence], lengths: list[int], num_steps: int) -> None:
         """Let the history of those that are not drafted for fade, so that the run's takes its place."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
-
 from specdec_fast.draft_lengths.acceptance import Acceptance
 from specdec_fast.draft_lengths.allocation import NOTHING, Costs, allocate
 from specdec_fast.draft_lengths.base import DraftLengths, StepRecord, num_at_least
@@ -66,7 +64,7 @@ class AdaptiveLength(DraftLengths):
         self.books = Books(costs.choice_seconds, costs.observation_seconds)
         self._acceptance = Acceptance(most)
         self._plan: dict[Sequence, int] = {}
-        self._allocation = NOTHING
+        self._allocation, self._usual = NOTHING, 0
         self._size = self._steps_left = self._num_steps = self._chosen_at = 0
         self._drafted_at: dict[Sequence, int] = {}  # length up to which the drafter had come before this plan
         self._credit, self._patience = 0.0, 1.0  # seconds saved up for trying
@@ -127,17 +125,19 @@ class AdaptiveLength(DraftLengths):
         """
         if self._is_trying or (num > self._size and not self._is_plain and self.books.may_choose_on_credit):
             return True
-        return self._steps_left <= 0 and self.books.may_choose
+        return (self._steps_left <= 0 or num != self._size) and self.books.may_choose
 
     def _add_to_plan(self, sequences: list[Sequence]) -> None:
-        """Give those that have come since the choice what it would have given them."""
-        self.books.choose()  # it takes about half as long
-        probabilities = self._acceptance.probabilities(sequences)
-        _, entry = self._entry_seconds(sequences)
-        lengths = self._allocation.lengths_of(probabilities, entry)
+        """Give those that have come since the choice what it would have given them; the usual, if time is short."""
+        lengths = [self._usual] * len(sequences)
+        if self.books.may_choose:
+            self.books.choose()  # it takes half as long
+            probabilities = self._acceptance.probabilities(sequences)
+            _, entry = self._entry_seconds(sequences)
+            lengths = self._allocation.lengths_of(probabilities, entry)
+            self._steps_left = min(self._steps_left, _STEPS_LEARNING)
         self._plan.update(zip(sequences, lengths, strict=True))
         self._is_catching_up |= self._must_catch_up(sequences, lengths)
-        self._steps_left = min(self._steps_left, _STEPS_LEARNING)
 
     def _choose(self, batch: list[Sequence]) -> None:
         """Make the plan of the next steps."""
@@ -145,11 +145,11 @@ class AdaptiveLength(DraftLengths):
         self._close_plan()
         num, most = len(batch), self._most
         probabilities = self._acceptance.probabilities(batch)
-        caps = np.array([min(most, sequence.num_remaining - 1) for sequence in batch])
+        caps = [min(most, sequence.num_remaining - 1) for sequence in batch]
         entry_seconds, entry = self._entry_seconds(batch)
         costs = Costs(
-            self._costs.verify(np.arange(num, num * (most + 1) + 1)) + self._other_seconds,
-            self._costs.draft(np.arange(num + 1)),
+            [seconds + self._other_seconds for seconds in self._costs.verify(range(num, num * (most + 1) + 1))],
+            self._costs.draft(range(num + 1)),
             entry,
             self._costs.once * self._costs.draft.factor,
         )
@@ -170,7 +170,7 @@ class AdaptiveLength(DraftLengths):
         self._chosen_at = self._num_steps
         self.books.is_learning = self._acceptance.num_tried < _CONFIDENT
         self._is_catching_up = self._must_catch_up(batch, lengths)
-        self._is_plain = not any(lengths)
+        self._is_plain, self._usual = not any(lengths), sorted(lengths)[num // 2]
         self._plan = dict(zip(batch, lengths, strict=True))
         self._size, self._steps_left = num, steps
 
@@ -203,17 +203,17 @@ class AdaptiveLength(DraftLengths):
             lengths[i] = 0
         return len(entering) > places
 
-    def _try(self, caps: np.ndarray, costs: Costs, entry_seconds: np.ndarray, lengths: list[int]) -> bool:
+    def _try(self, caps: list[int], costs: Costs, entry_seconds: list[float], lengths: list[int]) -> bool:
         """Draft for the cheapest sequence if enough time has been saved up for it, and tell whether."""
-        cheapest = int(np.where(caps > 0, entry_seconds, np.inf).argmin())
-        length = min(_TRIED_LENGTH, int(caps[cheapest]))
+        cheapest = min(range(len(caps)), key=lambda i: entry_seconds[i] if caps[i] else math.inf)
+        length = min(_TRIED_LENGTH, caps[cheapest])
         seconds = (
             costs.verify[length] - costs.verify[0] + costs.once + length * costs.draft[1] + entry_seconds[cheapest]
         )
         if not length or self._credit < seconds * self._patience:
             self._num_in_a_row = 0
             return False
-        if not any(allocate(np.ones((len(caps), self._most)), caps, costs).lengths):
+        if not any(allocate([[1.0] * self._most] * len(caps), caps, costs).lengths):
             return False  # it would not pay if everything were accepted
         self._credit = 0.0
         lengths[cheapest] = length
@@ -225,15 +225,15 @@ class AdaptiveLength(DraftLengths):
     def _must_catch_up(self, batch: list[Sequence], lengths: list[int]) -> bool:
         return any(k and s.is_admitted and self._lag(s) > _USUAL_LAG for s, k in zip(batch, lengths, strict=True))
 
-    def _entry_seconds(self, batch: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
+    def _entry_seconds(self, batch: list[Sequence]) -> tuple[list[float], list[float]]:
         """Return ``[B]`` twice: what catching up with a sequence costs, in all and per step in which it may come back.
 
         A step is taken to emit two tokens.
         """
-        lags = np.array([self._lag(sequence) for sequence in batch])
-        seconds = np.where(lags > _USUAL_LAG, lags, 0) * self._costs.entry_seconds
-        num_steps = np.array([min(max(1.0, sequence.num_remaining / 2), _HORIZON) for sequence in batch])
-        return seconds, seconds / num_steps
+        lags = [self._lag(sequence) for sequence in batch]
+        seconds = [lag * self._costs.entry_seconds if lag > _USUAL_LAG else 0.0 for lag in lags]
+        num_steps = [min(max(1.0, sequence.num_remaining / 2), _HORIZON) for sequence in batch]
+        return seconds, [price / steps for price, steps in zip(seconds, num_steps, strict=True)]
 
     def _observe_costs(self, step: StepRecord) -> None:
         """Compare the parts of a step with what they were measured to take."""

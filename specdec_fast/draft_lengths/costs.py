@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from math import exp, log
-
-import numpy as np
 
 _LARGEST_SURPRISE = 0.4  # of the logarithm of a ratio: what exceeds it was the machine being busy with other things
 _OVERALL_RATE, _COUNT_RATE = 0.1, 0.02  # share of a surprise that is taken over, in the long run
@@ -29,7 +28,7 @@ class CostCurve:
     def __init__(self, seconds: Mapping[int, float], multiple: int = 1, is_measured: bool = True) -> None:
         counts = sorted(seconds)
         values = [max(seconds[count], 1e-9) for count in counts]
-        values = np.minimum.accumulate(values[::-1])[::-1].tolist()  # noise only adds
+        values = _least_from(values)  # noise only adds
         slope = values[-1] / counts[-1]
         if len(counts) > 1:
             slope = (values[-1] - values[-2]) / (counts[-1] - counts[-2])
@@ -41,14 +40,15 @@ class CostCurve:
         self._at_count = [0.0] * len(self._counts)
         self._num_at_count = [0] * len(self._counts)
         self._is_measured = is_measured
-        self._cache: dict[int, float] = {}
+        self._places: dict[int, tuple[int, float]] = {}
 
-    def __call__(self, rows: np.ndarray) -> np.ndarray:
+    def __call__(self, rows: Iterable[int]) -> list[float]:
         """Return the seconds of a forward at each number of ``rows``, corrected; nothing takes none."""
-        factors = np.exp(np.array(self._at_count) + self._overall)
+        overall = self._overall
+        corrected = [exp(overall + own) * m for own, m in zip(self._at_count, self._measured, strict=True)]
         # More rows do not cost less: what says so is noise, and would make useless draft tokens look cheap.
-        values = np.minimum.accumulate((factors * self._measured)[::-1])[::-1]
-        return np.where(rows > 0, np.interp(rows + -rows % self._multiple, self._counts, values), 0.0)
+        values = _least_from(corrected)
+        return [self._interpolate(values, count) for count in rows]
 
     @property
     def factor(self) -> float:
@@ -57,10 +57,22 @@ class CostCurve:
 
     def measured(self, rows: int) -> float:
         """Return the seconds at ``rows`` before any correction."""
-        if rows not in self._cache:
-            padded = rows + -rows % self._multiple
-            self._cache[rows] = float(np.interp(padded, self._counts, self._measured)) if rows else 0.0
-        return self._cache[rows]
+        return self._interpolate(self._measured, rows)
+
+    def _interpolate(self, values: list[float], rows: int) -> float:
+        """Return what stands between the ``values`` at the counts around ``rows``, and 0 for no rows."""
+        found = self._places.get(rows)
+        if found is None:
+            found = self._places[rows] = self._place_of(rows + -rows % self._multiple)
+        below, share = found
+        return values[below] + share * (values[below + 1] - values[below]) if rows else 0.0
+
+    def _place_of(self, rows: int) -> tuple[int, float]:
+        """Return the number of the last count not above ``rows``, and how far it is from there to the next."""
+        counts = self._counts
+        below = min(max(bisect_right(counts, rows) - 1, 0), len(counts) - 2)
+        share = (rows - counts[below]) / (counts[below + 1] - counts[below])
+        return below, min(max(share, 0.0), 1.0)
 
     def observe(self, rows: int, ratio: float) -> None:
         """Learn that forwards of about ``rows`` rows took ``ratio`` times the measured seconds."""
@@ -82,6 +94,11 @@ class CostCurve:
     def _nearest(self, rows: int) -> int:
         above = bisect_left(self._counts, rows, hi=len(self._counts) - 1)
         return above - (above > 0 and self._counts[above] - rows > rows - self._counts[above - 1])
+
+
+def _least_from(values: list[float]) -> list[float]:
+    """Return at each place the least of what stands there and after it."""
+    return list(accumulate(reversed(values), min))[::-1]
 
 
 def unknown_cost(most_rows: int) -> CostCurve:
