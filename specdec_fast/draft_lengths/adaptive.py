@@ -168,9 +168,9 @@ class AdaptiveLength(DraftLengths):
             steps = 1 if self._is_trying else _STEPS_PLAIN
         self._acceptance.fade(batch, lengths, self._num_steps - self._chosen_at)
         self._chosen_at = self._num_steps
-        self.books.is_learning = self._acceptance.num_tried < _CONFIDENT
         self._is_catching_up = self._must_catch_up(batch, lengths)
         self._is_plain, self._usual = not any(lengths), sorted(lengths)[num // 2]
+        self.books.is_hasty = not self._is_plain or self._acceptance.num_tried < _CONFIDENT
         self._plan = dict(zip(batch, lengths, strict=True))
         self._size, self._steps_left = num, steps
 

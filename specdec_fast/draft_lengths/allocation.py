@@ -6,6 +6,7 @@ In loops: between two forwards, which leave the caches cold, a NumPy call takes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 Rows = Sequence[Sequence[float]]  # [B, most]
@@ -60,6 +61,8 @@ def worth_of(probabilities: Rows, entry: Sequence[float], plain_speed: float) ->
 
     Whoever pays for entering comes later, with all its tokens.
     """
+    if not any(entry):
+        return probabilities
     firsts = [row[0] - plain_speed * seconds for row, seconds in zip(probabilities, entry, strict=True)]
     return [[min(first, p) for p in row] for first, row in zip(firsts, probabilities, strict=True)]
 
@@ -83,8 +86,9 @@ def allocate(probabilities: Rows, caps: Sequence[int], costs: Costs, share_propo
     num, entry = len(probabilities), costs.entry
     plain_speed = num / costs.verify[0]
     worth = worth_of(probabilities, entry, plain_speed)
-    # Of equals the earlier place comes first, so that they keep the order of their places.
-    order = sorted((-worth[i][place], place, i) for i, cap in enumerate(caps) for place in range(cap))
+    # By places, so that of equals the earlier place comes first, as it must in its own sequence.
+    found = [(worth[i][place], place, i) for place in range(max(caps)) for i in range(num) if place < caps[i]]
+    order = sorted(found, key=itemgetter(0), reverse=True)
     tokens: list[tuple[int, float, float]] = []  # place, tokens expected, seconds of drafting
     num_at_place = [0] * max(caps)
     for _, place, i in order:
@@ -112,7 +116,7 @@ def allocate(probabilities: Rows, caps: Sequence[int], costs: Costs, share_propo
     chosen = [token for token in order if token[1] < depth][:num_taken]
     for _, _, i in chosen:
         lengths[i] += 1
-    least_worth = min(-chosen[-1][0], best * _seconds_per_row(costs))
+    least_worth = min(chosen[-1][0], best * _seconds_per_row(costs))
     return Allocation(lengths, depth, least_worth, best, plain_speed)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_SHARE = 0.005  # of the time of steps, for choices and for observations each: one percent in all
-_HASTE = 2.0  # times that, as long as little is known: what is learned first is worth most
+_SHARE = 0.005  # of the time of plain steps, for choices and for observations each: one percent in all
+_HASTE = 2.0  # times that where something is drafted, or little is known: there a wrong choice is dear
 _CHOICES_SAVED, _OBSERVATIONS_SAVED = 8, 16  # that may be made at once, first of all in the first steps of an engine
 
 
@@ -18,14 +18,14 @@ class Books:
         observation_seconds: what one observation takes.
 
     Attributes:
-        is_learning: whether little is known yet.
+        is_hasty: whether to learn and choose more often than while all decode plainly.
         num_choices: made so far.
         num_observations: made so far.
 
     """
 
     def __init__(self, choice_seconds: float, observation_seconds: float) -> None:
-        self.is_learning = True
+        self.is_hasty = True
         self.num_choices = self.num_observations = 0
         self._choice_seconds, self._observation_seconds = choice_seconds, observation_seconds
         self._most_for_choices = self._for_choices = _CHOICES_SAVED * choice_seconds
@@ -48,7 +48,7 @@ class Books:
 
     def pass_time(self, seconds: float) -> None:
         """Put aside a step's share."""
-        share = _SHARE * _HASTE * seconds if self.is_learning else _SHARE * seconds
+        share = _SHARE * _HASTE * seconds if self.is_hasty else _SHARE * seconds
         self._for_choices = min(self._for_choices + share, self._most_for_choices)
         self._for_observations = min(self._for_observations + share, self._most_for_observations)
 
