@@ -20,7 +20,7 @@ _SHARE_TRYING = 0.02  # of the time of plain steps, for finding out whether draf
 _TRIED_LENGTH, _MOST_IN_A_ROW = 3, 4
 _CALIBRATE, _CLOSE = 64, 1.25  # a plain step every so many, if drafting is not faster than that: to know what it costs
 _OTHER_RATE = 0.1  # share of the latest step in the average of what steps take besides forwards
-_MOST_PATIENCE = 2.0  # by how much trying may become rarer, if it keeps failing
+_MOST_PATIENCE = 4.0  # by how much trying may become rarer, if it keeps failing
 
 
 class StepCosts(NamedTuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_SHARE = 0.005  # of the time of plain steps, for choices and for observations each: one percent in all
-_HASTE = 2.0  # times that where something is drafted, or little is known: there a wrong choice is dear
+_SHARE = 0.0025  # of the time of plain steps, for choices and for observations each: half a percent in all
+_HASTE = 3.0  # times that where something is drafted, or little is known: there a wrong choice is dear
 _CHOICES_SAVED, _OBSERVATIONS_SAVED = 8, 16  # that may be made at once, first of all in the first steps of an engine
 
 
@@ -49,8 +49,10 @@ class Books:
     def pass_time(self, seconds: float) -> None:
         """Put aside a step's share."""
         share = _SHARE * _HASTE * seconds if self.is_hasty else _SHARE * seconds
-        self._for_choices = min(self._for_choices + share, self._most_for_choices)
-        self._for_observations = min(self._for_observations + share, self._most_for_observations)
+        if self._for_choices < self._most_for_choices:
+            self._for_choices += share
+        if self._for_observations < self._most_for_observations:
+            self._for_observations += share
 
     def choose(self) -> None:
         """Pay for a choice."""
