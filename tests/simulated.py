@@ -46,6 +46,8 @@ class World:
     once: float = 0.0  # of drafting in a step, besides its forwards
     growth: float = 0.0  # of a verification per committed token: what attention costs, which no measurement shows
     proposes: float = 1.0  # how often the drafter has something to say
+    choice: float = 0.0  # of choosing K
+    observation: float = 0.0  # of learning from a step
     seed: int = 0
 
     def warm(self) -> AdaptiveLength:
@@ -57,15 +59,22 @@ class World:
     def adaptive(self, is_measured: bool = True) -> AdaptiveLength:
         """Return an AdaptiveLength that knows the forwards, but neither overhead nor acceptance."""
         verify = CostCurve({n: self.verify(n) for n in row_counts(self.batch_size * (MOST + 1))})
-        if not is_measured:
-            return AdaptiveLength(MOST, StepCosts(verify, unknown_cost(self.batch_size)))
-        draft = CostCurve({n: self.draft(n) for n in row_counts(64)})
-        return AdaptiveLength(MOST, StepCosts(verify, draft, self.once, self.draft(64) / 64))
+        costs = StepCosts(verify, unknown_cost(self.batch_size))
+        if is_measured:
+            draft = CostCurve({n: self.draft(n) for n in row_counts(64)})
+            costs = StepCosts(verify, draft, self.once, self.draft(64) / 64)
+        return AdaptiveLength(MOST, costs._replace(choice_seconds=self.choice, observation_seconds=self.observation))
+
+    def book_seconds(self, lengths: DraftLengths) -> float:
+        """Return what choosing and observing have taken so far."""
+        if not isinstance(lengths, AdaptiveLength):
+            return 0.0
+        return self.choice * lengths.books.num_choices + self.observation * lengths.books.num_observations
 
 
 def tokens_per_second(world: World, lengths: DraftLengths) -> float:
     """Decode every sequence in batches that are refilled at once, and return the speed."""
-    number, clock, tokens = 0, 0.0, 0
+    number, clock, tokens = 0, -world.book_seconds(lengths), 0
     rng = np.random.default_rng(world.seed)
     batch: list[tuple[int, SimulatedSequence]] = []
     total = world.num_sequences or 3 * world.batch_size
@@ -108,7 +117,7 @@ def tokens_per_second(world: World, lengths: DraftLengths) -> float:
             if not s.num_remaining:
                 lengths.forget(s)
         batch = [(i, s) for i, s in batch if s.num_remaining]
-    return tokens / clock
+    return tokens / (clock + world.book_seconds(lengths))
 
 
 def speed(runs: list[World], lengths: Callable[[World], DraftLengths]) -> float:

@@ -39,9 +39,29 @@ REGIMES = {
 }
 
 
+# Steps that take no longer than a few choices: the bundled pair on two cores, and a model bound by launching kernels.
+SHORT = {
+    "short steps": {
+        "verify": lambda n: 6e-5 + 2.5e-5 * n,
+        "draft": lambda n: 1.7e-5 + 4e-6 * n,
+        "once": 2e-5,
+        "overhead": 4e-5,
+        "choice": 8e-5,
+        "observation": 3e-5,
+    },
+    "short flat steps": {
+        "verify": lambda n: 2e-4 * (1 + 0.002 * n),
+        "draft": lambda n: 2e-5 * (1 + 0.002 * n),
+        "overhead": 5e-5,
+        "choice": 1e-4,
+        "observation": 3e-5,
+    },
+}
+
+
 def world(regime, acceptance, batch_size, **options):
     constant = acceptance if callable(acceptance) else lambda number, emitted: acceptance
-    return World(acceptance=constant, batch_size=batch_size, **{**REGIMES[regime], **options})
+    return World(acceptance=constant, batch_size=batch_size, **{**REGIMES, **SHORT}[regime] | options)
 
 
 def expected_speed(lengths, probabilities, costs, share=1.0):
@@ -148,6 +168,30 @@ def test_auto_reaches_the_best_fixed_k(regime, batch_size):
         plain = speed(runs, lambda run: FixedLength(0))
         assert speed(runs, World.adaptive) >= 0.97 * plain, f"cold, acceptance {acceptance}"
         assert speed(runs, World.warm) >= 0.95 * best_fixed(runs), f"acceptance {acceptance}"
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+@pytest.mark.parametrize("regime", SHORT)
+def test_books_are_kept_where_steps_are_short(regime, batch_size):
+    """Choosing and observing are charged, the more the larger the batch; what holds for longer steps holds here."""
+    for acceptance in ACCEPTANCES:
+        run = world(regime, acceptance, batch_size, num_sequences=max(64, 8 * batch_size))
+        run = replace(
+            run, choice=run.choice * (1 + batch_size / 8), observation=run.observation * (1 + batch_size / 32)
+        )
+        runs = [replace(run, seed=seed) for seed in range(2 if batch_size < 32 else 1)]
+        plain = speed(runs, lambda run: FixedLength(0))
+        assert speed(runs, World.adaptive) >= 0.97 * plain, f"cold, acceptance {acceptance}"
+        assert speed(runs, World.warm) >= 0.95 * best_fixed(runs), f"acceptance {acceptance}"
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6])
+def test_books_take_about_a_percent(acceptance):
+    run = world("short steps", acceptance, 4, num_sequences=96)
+    lengths = run.warm()
+    before = run.book_seconds(lengths)
+    seconds = 96 * run.new_tokens / tokens_per_second(run, lengths)
+    assert 0.001 < (run.book_seconds(lengths) - before) / seconds < 0.02
 
 
 @pytest.mark.parametrize("regime", ["flat", "costly draft"])

@@ -51,8 +51,8 @@ class AdaptiveLength(DraftLengths):
 
     Costs are measured, acceptance is estimated from the past alone, and the target decides every token: so which K is
     chosen depends on the machine's timings, and what comes out does not. While nothing pays, all decode plainly; two
-    percent of that time go into trying, and less if that keeps failing. Observing and choosing take about one percent
-    (``Books``).
+    percent of that time at most go into trying, and less if that keeps failing. How often steps are observed and K is
+    chosen depends on what that takes itself (``Books``).
 
     Attributes:
         books: of the time that this takes.
@@ -145,7 +145,7 @@ class AdaptiveLength(DraftLengths):
         self._close_plan()
         num, most = len(batch), self._most
         probabilities = self._acceptance.probabilities(batch)
-        caps = [min(most, sequence.num_remaining - 1) for sequence in batch]
+        caps = [most] * num  # a plan outlasts the last steps of those that are about to end
         entry_seconds, entry = self._entry_seconds(batch)
         costs = Costs(
             [seconds + self._other_seconds for seconds in self._costs.verify(range(num, num * (most + 1) + 1))],
@@ -164,7 +164,7 @@ class AdaptiveLength(DraftLengths):
         else:
             if self._is_trying:  # and it was not worth it
                 self._patience = min(1.5 * self._patience, _MOST_PATIENCE)
-            self._is_trying = self._try(caps, costs, entry_seconds, lengths)
+            self._is_trying = self._try(batch, costs, entry_seconds, lengths)
             steps = 1 if self._is_trying else _STEPS_PLAIN
         self._acceptance.fade(batch, lengths, self._num_steps - self._chosen_at)
         self._chosen_at = self._num_steps
@@ -203,8 +203,9 @@ class AdaptiveLength(DraftLengths):
             lengths[i] = 0
         return len(entering) > places
 
-    def _try(self, caps: list[int], costs: Costs, entry_seconds: list[float], lengths: list[int]) -> bool:
+    def _try(self, batch: list[Sequence], costs: Costs, entry_seconds: list[float], lengths: list[int]) -> bool:
         """Draft for the cheapest sequence if enough time has been saved up for it, and tell whether."""
+        caps = [min(self._most, sequence.num_remaining - 1) for sequence in batch]
         cheapest = min(range(len(caps)), key=lambda i: entry_seconds[i] if caps[i] else math.inf)
         length = min(_TRIED_LENGTH, caps[cheapest])
         seconds = (
