@@ -68,7 +68,7 @@ def expected_speed(lengths, probabilities, costs, share=1.0):
     """Tokens per second of a step, in loops."""
     gained = sum(probabilities[i][j] * share for i, k in enumerate(lengths) for j in range(k))
     drafting = sum(costs.draft[sum(k > j for k in lengths)] for j in range(max(lengths)))
-    entering = sum(costs.entry[i] for i, k in enumerate(lengths) if k)
+    entering = sum(costs.entry[i] * (1 + share * sum(probabilities[i][:k])) for i, k in enumerate(lengths) if k)
     rows = round(sum(lengths) * share)
     return (len(lengths) + gained) / (costs.verify[rows] + drafting + entering + costs.once * any(lengths))
 

@@ -62,6 +62,11 @@ class Acceptance:
         return self._run.tried
 
     @property
+    def average(self) -> float:
+        """The run's estimate: of a draft token, given that those before it were accepted."""
+        return self._run.estimate(_FIRST_GUESS, _GUESS_TOKENS)
+
+    @property
     def share_proposed(self) -> float:
         """Of the draft tokens asked for, those proposed; a drafter may have nothing to say."""
         return self._proposals.estimate(1.0, 1.0)
@@ -72,7 +77,7 @@ class Acceptance:
 
     def observe(self, step: StepRecord) -> None:
         """Learn from a step in which something was asked for."""
-        average, total = self._average(), 0
+        average, total = self.average, 0
         expected = [0.0] * (self.most + 1)  # of the sequences whose last token tried stands at a place
         for sequence, count, accepted in zip(step.batch, step.num_draft_tokens, step.num_accepted, strict=True):
             if count:
@@ -92,7 +97,7 @@ class Acceptance:
 
     def probabilities(self, batch: list[Sequence]) -> list[list[float]]:
         """Return ``[B, most]``: at place j, the probability that draft token j and all before it are accepted."""
-        average, nothing = self._average(), _History(_OWN_WINDOW)
+        average, nothing = self.average, _History(_OWN_WINDOW)
         profile = [
             (accepted + _PROFILE_TOKENS) / (expected + _PROFILE_TOKENS)
             for accepted, expected in zip(self._accepted, self._expected, strict=True)
@@ -116,6 +121,3 @@ class Acceptance:
     def forget(self, sequence: Sequence) -> None:
         """Drop a sequence's own history."""
         self._own.pop(sequence, None)
-
-    def _average(self) -> float:
-        return self._run.estimate(_FIRST_GUESS, _GUESS_TOKENS)

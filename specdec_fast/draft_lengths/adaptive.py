@@ -15,9 +15,10 @@ from specdec_fast.sequence import Sequence
 _STEPS_DRAFTING, _STEPS_LEARNING, _STEPS_PLAIN = 16, 8, 32  # for which a choice stands at least, once much is known
 _CONFIDENT = 48  # draft tokens tried, below which the choice is made at every step that can pay for it
 _USUAL_LAG = 2  # tokens that a draft model lacks after a step in which it drafted
-_HORIZON = 64  # steps over which the price of catching up is spread, at most
+_HORIZON = 128  # tokens over which the price of catching up is spread, at most
 _SHARE_TRYING = 0.02  # of the time of plain steps, for finding out whether drafting would pay by now
 _TRIED_LENGTH, _MOST_IN_A_ROW = 3, 4
+_NO_NEWS = 0.9  # acceptance from which on it is no news that all were accepted
 _CALIBRATE, _CLOSE = 64, 1.25  # a plain step every so many, if drafting is not faster than that: to know what it costs
 _OTHER_RATE = 0.1  # share of the latest step in the average of what steps take besides forwards
 _MOST_PATIENCE = 4.0  # by how much trying may become rarer, if it keeps failing
@@ -76,7 +77,7 @@ class AdaptiveLength(DraftLengths):
 
     def limits(self, batch: list[Sequence]) -> list[int]:
         """Return K of each sequence."""
-        if self._is_due(len(batch)):
+        if self._is_due(batch):
             self._choose(batch)
         self._steps_left -= 1
         self._num_steps += 1
@@ -105,7 +106,8 @@ class AdaptiveLength(DraftLengths):
             self._observe_costs(step)
         if not any(step.limits):
             return
-        if self._is_trying and sum(step.num_accepted) == sum(step.limits) and self._num_in_a_row < _MOST_IN_A_ROW:
+        is_news = self._acceptance.average < _NO_NEWS and sum(step.num_accepted) == sum(step.limits)
+        if self._is_trying and is_news and self._num_in_a_row < _MOST_IN_A_ROW:
             self._credit, self._patience = math.inf, 1.0  # good news: go on at once
             self._num_in_a_row += 1
             self._acceptance.doubt()
@@ -117,15 +119,20 @@ class AdaptiveLength(DraftLengths):
         self._drafted_at.pop(sequence, None)
         self._plan.pop(sequence, None)
 
-    def _is_due(self, num: int) -> bool:
-        """Return whether to choose before a step of ``num`` sequences.
+    def _is_due(self, batch: list[Sequence]) -> bool:
+        """Return whether to choose before a step.
 
         It does not wait if something has been tried, nor if the draft tokens of those that have come might be too many.
-        That sequences have left can wait; and where all decode plainly, more of them will all the more.
+        That sequences have left can wait, and so can those that have come where all decode plainly; but what did not pay
+        for a batch that was about to end may well pay for the next.
         """
-        if self._is_trying or (num > self._size and not self._is_plain and self.books.may_choose_on_credit):
+        if self._is_trying:
             return True
-        return (self._steps_left <= 0 or num != self._size) and self.books.may_choose
+        if not self.books.may_choose:
+            has_grown = len(batch) > self._size and not self._is_plain
+            return has_grown and self.books.may_choose_on_credit
+        is_other = len(batch) != self._size or not any(sequence in self._plan for sequence in batch)
+        return is_other or self._steps_left <= 0
 
     def _add_to_plan(self, sequences: list[Sequence]) -> None:
         """Give those that have come since the choice what it would have given them; the usual, if time is short."""
@@ -149,9 +156,9 @@ class AdaptiveLength(DraftLengths):
         entry_seconds, entry = self._entry_seconds(batch)
         costs = Costs(
             [seconds + self._other_seconds for seconds in self._costs.verify(range(num, num * (most + 1) + 1))],
-            self._costs.draft(range(num + 1)),
+            [seconds * self._disturbance for seconds in self._costs.draft(range(num + 1))],
             entry,
-            self._costs.once * self._costs.draft.factor,
+            self._costs.once * self._costs.draft.factor * self._disturbance,
         )
         self._allocation = allocate(probabilities, caps, costs, self._acceptance.share_proposed)
         lengths, speed, plain_speed = self._allocation.lengths, self._allocation.speed, self._allocation.plain_speed
@@ -220,6 +227,14 @@ class AdaptiveLength(DraftLengths):
         lengths[cheapest] = length
         return True
 
+    @property
+    def _disturbance(self) -> float:
+        """What corrects the costs of drafting while nothing has been drafted: what corrects those of verifying.
+
+        Both were measured when the engine was made, perhaps on a machine that was busy then.
+        """
+        return 1.0 if self._costs.draft.is_observed else self._costs.verify.factor
+
     def _lag(self, sequence: Sequence) -> int:
         return sequence.length - self._drafted_at.get(sequence, 0)
 
@@ -227,14 +242,13 @@ class AdaptiveLength(DraftLengths):
         return any(k and s.is_admitted and self._lag(s) > _USUAL_LAG for s, k in zip(batch, lengths, strict=True))
 
     def _entry_seconds(self, batch: list[Sequence]) -> tuple[list[float], list[float]]:
-        """Return ``[B]`` twice: what catching up with a sequence costs, in all and per step in which it may come back.
-
-        A step is taken to emit two tokens.
-        """
+        """Return ``[B]`` twice: what catching up with a sequence costs, in all and per token that it has yet to emit."""
         lags = [self._lag(sequence) for sequence in batch]
-        seconds = [lag * self._costs.entry_seconds if lag > _USUAL_LAG else 0.0 for lag in lags]
-        num_steps = [min(max(1.0, sequence.num_remaining / 2), _HORIZON) for sequence in batch]
-        return seconds, [price / steps for price, steps in zip(seconds, num_steps, strict=True)]
+        each = self._costs.entry_seconds * self._costs.draft.factor * self._disturbance
+        seconds = [lag * each if lag > _USUAL_LAG else 0.0 for lag in lags]
+        return seconds, [
+            price / min(sequence.num_remaining, _HORIZON) for price, sequence in zip(seconds, batch, strict=True)
+        ]
 
     def _observe_costs(self, step: StepRecord) -> None:
         """Compare the parts of a step with what they were measured to take."""

@@ -18,7 +18,8 @@ class Costs(NamedTuple):
     Attributes:
         verify: ``[B * most + 1]``, of a step with so many draft tokens in all, without drafting.
         draft: ``[B + 1]``, of a drafting forward for so many sequences.
-        entry: ``[B]``, once for each sequence that is drafted for at all.
+        entry: ``[B]``, for each token that a sequence emits, if it is drafted for at all: the price of taking it in,
+            spread over the tokens that it has yet to emit.
         once: of a step in which anything is drafted, besides its forwards.
 
     """
@@ -63,7 +64,7 @@ def worth_of(probabilities: Rows, entry: Sequence[float], plain_speed: float) ->
     """
     if not any(entry):
         return probabilities
-    firsts = [row[0] - plain_speed * seconds for row, seconds in zip(probabilities, entry, strict=True)]
+    firsts = [row[0] - plain_speed * each * (1 + row[0]) for row, each in zip(probabilities, entry, strict=True)]
     return [[min(first, p) for p in row] for first, row in zip(firsts, probabilities, strict=True)]
 
 
@@ -94,8 +95,9 @@ def allocate(probabilities: Rows, caps: Sequence[int], costs: Costs, share_propo
     for _, place, i in order:
         # The n-th token of its place makes that place's forward one row larger, whatever is taken of other places.
         num_at_place[place] = nth = num_at_place[place] + 1
-        seconds = costs.draft[nth] - costs.draft[nth - 1] + (0.0 if place else entry[i])
-        tokens.append((place, probabilities[i][place] * share_proposed, seconds))
+        gained = probabilities[i][place] * share_proposed
+        entering = entry[i] * (gained if place else 1 + gained)
+        tokens.append((place, gained, costs.draft[nth] - costs.draft[nth - 1] + entering))
     verify = costs.verify
     if share_proposed < 1:
         verify = [verify[round(rows * share_proposed)] for rows in range(len(order) + 1)]

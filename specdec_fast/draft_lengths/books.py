@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_SHARE = 0.0025  # of the time of plain steps, for choices and for observations each: half a percent in all
+_SHARE = 0.0015  # of the time of plain steps, for choices and for observations each: a third of a percent in all
 _HASTE = 3.0  # times that where something is drafted, or little is known: there a wrong choice is dear
 _CHOICES_SAVED, _OBSERVATIONS_SAVED = 4, 16  # that may be made at once, first of all in the first steps of an engine
 

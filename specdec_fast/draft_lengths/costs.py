@@ -51,6 +51,11 @@ class CostCurve:
         return [self._interpolate(values, count) for count in rows]
 
     @property
+    def is_observed(self) -> bool:
+        """Whether a step has told anything yet."""
+        return self._num_observed > 0
+
+    @property
     def factor(self) -> float:
         """By how much everything takes longer than it was measured to."""
         return exp(self._overall)
