@@ -8,7 +8,6 @@
 
 constexpr int kBlocks = 2;                           // of kLanes outputs, which share an input's broadcast
 constexpr std::int64_t kMostLaneInputs = kChunk;     // beyond, a block of rows would leave the first-level cache
-constexpr std::int64_t kLeastLaneRows = 4;
 constexpr std::int64_t kLaneInputsPerRow = 24;       // transposing pays with more rows than inputs over this
 
 typedef std::int32_t LaneIndex __attribute__((vector_size(kLanes * sizeof(std::int32_t))));
@@ -174,7 +173,8 @@ SPECDEC_INLINE void lane_rows(const LinearArgs& args, const typename Product::In
 // Bytes of the buffer for transposed weights; 0 where transposing does not pay.
 template <typename Product>
 std::int64_t lane_bytes(const LinearArgs& args, std::int64_t padded) {
-  const bool pays = args.in_features <= kMostLaneInputs && args.num_rows >= kLeastLaneRows &&
+  constexpr std::int64_t kLeastRows = Product::kStep > kLanes ? 4 : 12;  // where an input takes half a lane, half the work
+  const bool pays = args.in_features <= kMostLaneInputs && args.num_rows >= kLeastRows &&
                     args.num_rows * kLaneInputsPerRow >= args.in_features && args.out_features >= kLanes;
   return pays ? kBlocks * kLanes * lane_stride(padded / Product::kStep) * static_cast<std::int64_t>(sizeof(Vector)) : 0;
 }

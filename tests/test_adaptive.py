@@ -234,6 +234,27 @@ def test_long_prompt_with_few_tokens_to_come_is_not_worth_a_prefill():
     assert tokens_per_second(run, run.adaptive()) >= 0.99 * plain
 
 
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_short_texts_and_a_draft_model_that_is_dear_to_prefill(batch_size):
+    """Two cores, Qwen3-1.7B's shape and Qwen3-0.6B's as its draft: drafting pays, if it does, only from a text's start."""
+    costs = {"verify": lambda n: 0.112 + 0.005 * (n - 1), "draft": lambda n: 0.0436 + 0.0046 * (n - 1)}
+    for acceptance in ACCEPTANCES:
+        options = {"num_sequences": 60, "prompt_length": 32, "new_tokens": 32}
+        run = World(**costs, acceptance=lambda i, e, a=acceptance: a, batch_size=batch_size, **options)
+        plain = tokens_per_second(run, FixedLength(0))
+        assert tokens_per_second(run, run.adaptive()) >= 0.97 * plain, f"cold, acceptance {acceptance}"
+        assert tokens_per_second(run, run.warm()) >= 0.95 * best_fixed([run]), f"acceptance {acceptance}"
+
+
+def test_forwards_that_were_measured_on_a_busy_machine():
+    """What verifications show to be wrong is corrected for drafting as well, which is never tried at such a price."""
+    run = world("flat", 0.9, 4, num_sequences=24)
+    busy = replace(run, verify=lambda n: 100 * run.verify(n), draft=lambda n: 100 * run.draft(n))
+    lengths = busy.adaptive()
+    tokens_per_second(run, lengths)
+    assert tokens_per_second(run, lengths) >= 0.95 * best_fixed([run])
+
+
 def test_cost_curve_follows_what_steps_take():
     curve = CostCurve({1: 1.0, 4: 1.0, 8: 2.0}, multiple=4)
     assert curve([0, 1, 4, 5, 8, 12]) == pytest.approx([0, 1, 1, 2, 2, 3])

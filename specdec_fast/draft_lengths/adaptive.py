@@ -123,8 +123,8 @@ class AdaptiveLength(DraftLengths):
         """Return whether to choose before a step.
 
         It does not wait if something has been tried, nor if the draft tokens of those that have come might be too many.
-        That sequences have left can wait, and so can those that have come where all decode plainly; but what did not pay
-        for a batch that was about to end may well pay for the next.
+        That sequences have left can wait, and so can those that have come where all decode plainly; but what did not
+        pay for a batch that was about to end may well pay for the next.
         """
         if self._is_trying:
             return True
@@ -242,7 +242,7 @@ class AdaptiveLength(DraftLengths):
         return any(k and s.is_admitted and self._lag(s) > _USUAL_LAG for s, k in zip(batch, lengths, strict=True))
 
     def _entry_seconds(self, batch: list[Sequence]) -> tuple[list[float], list[float]]:
-        """Return ``[B]`` twice: what catching up with a sequence costs, in all and per token that it has yet to emit."""
+        """Return ``[B]`` twice: what catching up with a sequence costs, in all and per token yet to be emitted."""
         lags = [self._lag(sequence) for sequence in batch]
         each = self._costs.entry_seconds * self._costs.draft.factor * self._disturbance
         seconds = [lag * each if lag > _USUAL_LAG else 0.0 for lag in lags]
