@@ -173,7 +173,7 @@ SPECDEC_INLINE void lane_rows(const LinearArgs& args, const typename Product::In
 // Bytes of the buffer for transposed weights; 0 where transposing does not pay.
 template <typename Product>
 std::int64_t lane_bytes(const LinearArgs& args, std::int64_t padded) {
-  constexpr std::int64_t kLeastRows = Product::kStep > kLanes ? 4 : 12;  // where an input takes half a lane, half the work
+  constexpr std::int64_t kLeastRows = Product::kStep > kLanes ? 4 : 12;  // pairs take half as many steps to transpose
   const bool pays = args.in_features <= kMostLaneInputs && args.num_rows >= kLeastRows &&
                     args.num_rows * kLaneInputsPerRow >= args.in_features && args.out_features >= kLanes;
   return pays ? kBlocks * kLanes * lane_stride(padded / Product::kStep) * static_cast<std::int64_t>(sizeof(Vector)) : 0;

@@ -236,7 +236,7 @@ def test_long_prompt_with_few_tokens_to_come_is_not_worth_a_prefill():
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_short_texts_and_a_draft_model_that_is_dear_to_prefill(batch_size):
-    """Two cores, Qwen3-1.7B's shape and Qwen3-0.6B's as its draft: drafting pays, if it does, only from a text's start."""
+    """Two cores, Qwen3-1.7B's shape and Qwen3-0.6B's as its draft: if drafting pays, then only from a text's start."""
     costs = {"verify": lambda n: 0.112 + 0.005 * (n - 1), "draft": lambda n: 0.0436 + 0.0046 * (n - 1)}
     for acceptance in ACCEPTANCES:
         options = {"num_sequences": 60, "prompt_length": 32, "new_tokens": 32}
