@@ -252,11 +252,13 @@ def test_engine_follows_the_law(pair, drafter):
 
 
 def test_engine_that_forgets_the_position_is_rejected(pair, monkeypatch):
-    from specdec_fast import engine
+    from specdec_fast import verifying
 
-    right = engine.sampling_of
+    right = verifying.sampling_of
     monkeypatch.setattr(
-        engine, "sampling_of", lambda *args: replace(right(*args), positions=torch.zeros_like(right(*args).positions))
+        verifying,
+        "sampling_of",
+        lambda *args: replace(right(*args), positions=torch.zeros_like(right(*args).positions)),
     )
     assert engine_p_value(pair, None) < 1e-12
 
