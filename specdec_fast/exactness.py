@@ -106,7 +106,6 @@ class Models:
         self.matrix, self.dtype, self.prompts = matrix, dtype, prompts
         config = replace(matrix.config, dtype=dtype, max_batch_size=1, window_size=None, method="eqspec")
         self.alone = Engine(matrix.target, None, config)
-        self._config = config
         self.target: PreTrainedModel = self.alone.target.model
         device = self.alone.target.layout.device
         self.drafts: dict[str, Any] = {
@@ -161,9 +160,8 @@ class Models:
         if not enforce_eager or self.alone.target.program is None:
             return self.expected[sampling]
         if sampling not in self._expected_eagerly:
-            engine = Engine(
-                self.target, None, replace(self._config, enforce_eager=True), tokenizer=self.alone.tokenizer
-            )
+            config = replace(self.alone.config, enforce_eager=True)
+            engine = Engine(self.target, None, config, tokenizer=self.alone.tokenizer)
             self._expected_eagerly[sampling] = self._decode(engine, sampling)
         return self._expected_eagerly[sampling]
 

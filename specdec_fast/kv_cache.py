@@ -69,7 +69,6 @@ class PagePool:
         # Padding rows have place 0, all of whose pages are the scratch page.
         self._in_page = np.arange(page_size, dtype=np.int32)
         self._table_of = np.zeros((1, 1), np.int32)  # [places, pages]
-        self._tables_of_places = torch.from_numpy(self._table_of)  # the same memory
         self._slot_of = np.zeros((1, page_size), np.int32)  # [places, pages * page_size]
         self._make_place(self._pages(self.row_rule.multiple))
 
@@ -133,7 +132,7 @@ class PagePool:
         for i, (owner, start, count) in enumerate(rows):
             self._hand_out(owner, start + count + (ahead[i] if ahead else 0))
             found.append((self._places[owner], start, count))
-        return Spans(found, self._tables_of_places, self.tensor)
+        return Spans(found, torch.from_numpy(self._table_of), self.tensor)  # the same memory
 
     def batch(self, rows: Sequence[Rows], token_ids: Tensor, ahead: int = 0) -> RaggedBatch:
         """Lay out one forward, handing out the pages that its new positions need.
@@ -267,7 +266,6 @@ class PagePool:
         self._free_places += range(places, places + more)
         if more or wider:
             self._table_of = np.pad(self._table_of, ((0, more), (0, wider)))
-            self._tables_of_places = torch.from_numpy(self._table_of)
             self._slot_of = np.pad(self._slot_of, ((0, more), (0, wider * self.page_size)))
             self._slot_of[0] = np.arange(self._slot_of.shape[1]) % self.page_size
 
