@@ -108,10 +108,10 @@ def nothing_waits(engine: Engine) -> Iterator[None]:
         return
     stages, to_host, mode = (engine._launch, engine._finish), verifying.to_host, torch.cuda.get_sync_debug_mode()
 
-    def watched(stage: Any, argument: Any) -> Any:
+    def watched(stage: Any, *args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return stage(argument)
+            return stage(*args)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 

@@ -179,7 +179,9 @@ class Engine:
                     told = []
                 try:
                     self._admit(waiting, resident)
-                    step = self._launch(self.scheduler.plan(resident))
+                    batch = self.scheduler.plan(resident)
+                    is_refilled = waiting and self.scheduler.num_to_admit(len(resident) - 1)
+                    step = self._launch(batch, len(batch) == len(resident) and not is_refilled)
                 except Exception:
                     yield from told  # it was emitted before
                     raise
@@ -233,10 +235,10 @@ class Engine:
                 sequence.target_kv_length = sequence.length - 1
 
     @torch.inference_mode()
-    def _launch(self, batch: list[Sequence]) -> Step:
+    def _launch(self, batch: list[Sequence], is_closed: bool) -> Step:
         """Draft and verify for one batch; on a GPU this waits for nothing."""
         timer = self.last_run.timer
-        limits = self.draft_lengths.limits(batch)
+        limits = self.draft_lengths.limits(batch, is_closed)
         self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
         started = perf_counter()
         with timer("draft"):

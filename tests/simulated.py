@@ -24,6 +24,7 @@ class SimulatedSequence:
         self.draws = rng.random((2, new_tokens)).tolist()  # of the positions, so that every K meets the same
         self.is_admitted = False
         self.num_emitted = 0
+        self.ends_at_length = True
 
     @property
     def num_remaining(self) -> int:
@@ -48,6 +49,7 @@ class World:
     proposes: float = 1.0  # how often the drafter has something to say
     choice: float = 0.0  # of choosing K
     observation: float = 0.0  # of learning from a step
+    is_refilled: bool = True  # whether somebody waiting takes the place of who has ended, not the next batch of all
     seed: int = 0
 
     def warm(self) -> AdaptiveLength:
@@ -73,13 +75,14 @@ class World:
 
 
 def tokens_per_second(world: World, lengths: DraftLengths) -> float:
-    """Decode every sequence in batches that are refilled at once, and return the speed."""
+    """Decode every sequence in batches, and return the speed."""
     number, clock, tokens = 0, -world.book_seconds(lengths), 0
     rng = np.random.default_rng(world.seed)
     batch: list[tuple[int, SimulatedSequence]] = []
     total = world.num_sequences or 3 * world.batch_size
     while number < total or batch:
-        while number < total and len(batch) < world.batch_size:
+        is_joined = world.is_refilled or not batch
+        while is_joined and number < total and len(batch) < world.batch_size:
             sequence = SimulatedSequence(
                 world.prompt_length, world.new_tokens, np.random.default_rng((world.seed, number))
             )
@@ -87,7 +90,7 @@ def tokens_per_second(world: World, lengths: DraftLengths) -> float:
             batch.append((number, sequence))
             number += 1
         sequences = [s for _, s in batch]
-        limits = lengths.limits(sequences)
+        limits = lengths.limits(sequences, is_closed=number == total or not world.is_refilled)
         for s, k in zip(sequences, limits, strict=True):
             assert 0 <= k <= max(0, s.num_remaining - 1)
             if k and not s.is_admitted:

@@ -13,7 +13,7 @@ from simulated import MOST, World, best_fixed, speed, tokens_per_second
 
 from specdec_fast.draft_lengths import StepRecord
 from specdec_fast.draft_lengths.acceptance import Acceptance
-from specdec_fast.draft_lengths.allocation import Costs, allocate
+from specdec_fast.draft_lengths.allocation import Costs, allocate, weights_by_end
 from specdec_fast.draft_lengths.base import num_at_least
 from specdec_fast.draft_lengths.costs import CostCurve
 from specdec_fast.draft_lengths.fixed import FixedLength
@@ -212,6 +212,49 @@ def test_sequences_of_one_batch_get_different_k():
     """Every second sequence is hard to draft for: no single K suits both."""
     run = world("linear", lambda number, emitted: 0.95 if number % 2 else 0.1, 2, num_sequences=12, new_tokens=256)
     assert tokens_per_second(run, run.adaptive()) > best_fixed([run])
+
+
+# Rows and milliseconds of Qwen3-0.6B's shape on two cores, and of its draft.
+TWO_CORES = [1, 3, 5, 8, 16, 24, 32, 48, 64, 128, 300], [44, 53, 59, 76, 112, 129, 170, 230, 282, 530, 1200]
+
+
+@pytest.mark.parametrize("batch_size", [4, 16, 32])
+@pytest.mark.parametrize("new_tokens", [32, 128])
+def test_batch_that_nobody_joins(batch_size, new_tokens):
+    """The steps of the last ones cost much for few rows: where drafting gains little, it must even out the ends."""
+    for acceptance in ACCEPTANCES[:-1]:
+        run = World(
+            verify=lambda n: float(np.interp(n, *TWO_CORES)) / 1e3,
+            draft=lambda n: (4.5e-3 + 4.2e-4 * n) if n else 0.0,
+            acceptance=lambda i, e, a=acceptance: a,
+            batch_size=batch_size,
+            prompt_length=16,
+            num_sequences=64,
+            new_tokens=new_tokens,
+            is_refilled=False,
+        )
+        runs = [replace(run, seed=seed) for seed in range(3)]
+        plain, fixed, warm = speed(runs, lambda run: FixedLength(0)), best_fixed(runs), speed(runs, World.warm)
+        assert speed(runs, World.adaptive) >= 0.97 * plain, f"cold, acceptance {acceptance}"
+        assert warm >= 0.97 * fixed, f"acceptance {acceptance}"
+        if (batch_size, new_tokens, acceptance) == (16, 128, 0.8):
+            assert warm >= 1.01 * fixed  # which every sequence's token counting the same does not reach
+
+
+def test_weights_of_those_who_end_last():
+    weights = weights_by_end([200, 10, 150, 200], one=3.0, others=1.5)
+    assert sum(weights) == pytest.approx(4)
+    assert weights[0] == weights[3] > weights[2] > weights[1]
+    assert weights[1] == pytest.approx(4 * 0.5 / 4.5, rel=0.01)  # it saves its row of a step, and hardly more
+    assert weights_by_end([20, 20, 20], one=3.0, others=1.0) == pytest.approx([1, 1, 1])
+    assert weights_by_end([40, 10, 30], one=1.0, others=2.0) == pytest.approx([1, 1, 1])  # where rows are all there is
+
+
+def test_who_counts_more_gets_more():
+    costs = Costs([1 + 0.2 * n for n in range(9)], [0, 0.1, 0.2], [0, 0])
+    assert allocate([[0.5] * 4] * 2, [4, 4], costs).lengths[0] == allocate([[0.5] * 4] * 2, [4, 4], costs).lengths[1]
+    first, second = allocate([[0.5] * 4] * 2, [4, 4], costs._replace(weights=[0.2, 1.8])).lengths
+    assert first == 0 < second
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.7])

@@ -25,7 +25,7 @@ class RandomLengths(DraftLengths):
     def __init__(self, seed, most):
         self.random, self.most, self.num_steps, self.records = random.Random(seed), most, 0, []
 
-    def limits(self, batch):
+    def limits(self, batch, is_closed):
         self.num_steps += 1
         if self.num_steps % 16 < 11:
             return [0] * len(batch)
@@ -86,9 +86,29 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
     assert all(min(r.verify_seconds, r.other_seconds) > 0 for r in records)
 
 
+@pytest.mark.parametrize(("method", "window"), [("eqspec", None), ("exspec", 2), ("exspec", 4)])
+def test_lengths_are_told_when_nobody_takes_a_place(target, prompt_ids, method, window, monkeypatch):
+    """Of a fixed batch always; of a window once nobody waits and all that are left take part in every step."""
+    engine = sd.Engine(target, "ngram", method=method, max_batch_size=2, window_size=window)
+    limits, told = engine.draft_lengths.limits, []
+    ended = []
+    monkeypatch.setattr(engine.draft_lengths, "forget", ended.append)
+
+    def watched(batch, is_closed):
+        if len(batch) > 1:  # whoever is alone has no others
+            told.append((is_closed, len(prompt_ids) - len(ended)))
+        return limits(batch, is_closed)
+
+    monkeypatch.setattr(engine.draft_lengths, "limits", watched)
+    unequal = [sd.SamplingParams(max_new_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(prompt_ids))]
+    engine.generate(prompt_ids, unequal)
+    assert any(is_closed for is_closed, _ in told)
+    assert all(is_closed == (method == "eqspec" or num_left <= 2) for is_closed, num_left in told)
+
+
 def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, prompt_ids, expected, monkeypatch):
     engine = sd.Engine(target, draft, max_batch_size=4, num_draft_tokens="auto")
-    monkeypatch.setattr(engine.draft_lengths, "limits", lambda batch: [0] * len(batch))
+    monkeypatch.setattr(engine.draft_lengths, "limits", lambda batch, is_closed: [0] * len(batch))
     monkeypatch.setattr(engine.drafter.model, "forward", None)
     monkeypatch.setattr(engine.drafter.model, "program", None)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected

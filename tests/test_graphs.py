@@ -341,9 +341,9 @@ def found_in_steps(pair, monkeypatch, params, num_draft_tokens=3):
     engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=num_draft_tokens)
     launch, finish, found_in = engine._launch, engine._finish, []
 
-    def watched_launch(batch):
+    def watched_launch(*args):
         with waits(monkeypatch) as found:
-            step = launch(batch)
+            step = launch(*args)
         found_in.append((found, []))
         return step
 

@@ -142,8 +142,8 @@ def watched(engine, monkeypatch):
     for name in ("_launch", "_finish"):
         original = getattr(engine, name)
 
-        def told(argument, name=name, original=original):
-            result = original(argument)
+        def told(*args, name=name, original=original):
+            result = original(*args)
             events.append(name)
             return result
 

@@ -6,13 +6,14 @@ import math
 from typing import NamedTuple
 
 from specdec_fast.draft_lengths.acceptance import Acceptance
-from specdec_fast.draft_lengths.allocation import NOTHING, Costs, allocate
+from specdec_fast.draft_lengths.allocation import NOTHING, Costs, allocate, weights_by_end
 from specdec_fast.draft_lengths.base import DraftLengths, StepRecord, num_at_least
 from specdec_fast.draft_lengths.books import Books
 from specdec_fast.draft_lengths.costs import CostCurve
 from specdec_fast.sequence import Sequence
 
 _STEPS_DRAFTING, _STEPS_LEARNING, _STEPS_PLAIN = 16, 8, 32  # for which a choice stands at least, once much is known
+_STEPS_EVENING = 4  # the same, where those who are behind get more, until they are not
 _CONFIDENT = 48  # draft tokens tried, below which the choice is made at every step that can pay for it
 _USUAL_LAG = 2  # tokens that a draft model lacks after a step in which it drafted
 _HORIZON = 128  # tokens over which the price of catching up is spread, at most
@@ -75,10 +76,10 @@ class AdaptiveLength(DraftLengths):
         self._is_plain = self._is_trying = False  # the plan
         self._is_calibrating = self._is_catching_up = False  # the next step
 
-    def limits(self, batch: list[Sequence]) -> list[int]:
+    def limits(self, batch: list[Sequence], is_closed: bool = False) -> list[int]:
         """Return K of each sequence."""
         if self._is_due(batch):
-            self._choose(batch)
+            self._choose(batch, is_closed)
         self._steps_left -= 1
         self._num_steps += 1
         if self._is_plain or self._is_calibrating:
@@ -146,7 +147,7 @@ class AdaptiveLength(DraftLengths):
         self._plan.update(zip(sequences, lengths, strict=True))
         self._is_catching_up |= self._must_catch_up(sequences, lengths)
 
-    def _choose(self, batch: list[Sequence]) -> None:
+    def _choose(self, batch: list[Sequence], is_closed: bool) -> None:
         """Make the plan of the next steps."""
         self.books.choose()
         self._close_plan()
@@ -154,15 +155,10 @@ class AdaptiveLength(DraftLengths):
         probabilities = self._acceptance.probabilities(batch)
         caps = [most] * num  # a plan outlasts the last steps of those that are about to end
         entry_seconds, entry = self._entry_seconds(batch)
-        costs = Costs(
-            [seconds + self._other_seconds for seconds in self._costs.verify(range(num, num * (most + 1) + 1))],
-            [seconds * self._disturbance for seconds in self._costs.draft(range(num + 1))],
-            entry,
-            self._costs.once * self._costs.draft.factor * self._disturbance,
-        )
+        costs = self._costs_of(batch, entry, is_closed)
         self._allocation = allocate(probabilities, caps, costs, self._acceptance.share_proposed)
         lengths, speed, plain_speed = self._allocation.lengths, self._allocation.speed, self._allocation.plain_speed
-        steps = self._steps(batch, lengths)
+        steps = min(self._steps(batch, lengths), _STEPS_EVENING) if costs.weights else self._steps(batch, lengths)
         if any(lengths):
             if self._steps_drafting > _CALIBRATE and speed < _CLOSE * plain_speed:
                 self._is_calibrating, self._steps_drafting = True, 0
@@ -180,6 +176,17 @@ class AdaptiveLength(DraftLengths):
         self.books.is_hasty = not self._is_plain or self._acceptance.num_tried < _CONFIDENT
         self._plan = dict(zip(batch, lengths, strict=True))
         self._size, self._steps_left = num, steps
+
+    def _costs_of(self, batch: list[Sequence], entry: list[float], is_closed: bool) -> Costs:
+        """Return what steps of a batch cost by now, and what a token of each sequence counts, if not all the same."""
+        num = len(batch)
+        rows = [1, *range(num, num * (self._most + 1) + 1)]
+        one, *verify = [seconds + self._other_seconds for seconds in self._costs.verify(rows)]
+        weights: list[float] = []
+        if is_closed and num > 1 and all(sequence.ends_at_length for sequence in batch):
+            weights = weights_by_end([sequence.num_remaining for sequence in batch], one, verify[0] - one)
+        draft = [seconds * self._disturbance for seconds in self._costs.draft(range(num + 1))]
+        return Costs(verify, draft, entry, self._costs.once * self._costs.draft.factor * self._disturbance, weights)
 
     def _close_plan(self) -> None:
         """Note how far the drafter has come with those whom the plan gave draft tokens in every step."""

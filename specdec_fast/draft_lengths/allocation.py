@@ -6,6 +6,7 @@ In loops: between two forwards, which leave the caches cold, a NumPy call takes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp, sqrt
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ class Costs(NamedTuple):
         entry: ``[B]``, for each token that a sequence emits, if it is drafted for at all: the price of taking it in,
             spread over the tokens that it has yet to emit.
         once: of a step in which anything is drafted, besides its forwards.
+        weights: ``[B]``, of a token of each sequence, 1 on average; none if all count the same.
 
     """
 
@@ -28,6 +30,7 @@ class Costs(NamedTuple):
     draft: Sequence[float]
     entry: Sequence[float]
     once: float = 0.0
+    weights: Sequence[float] = ()
 
 
 class Allocation(NamedTuple):
@@ -68,6 +71,29 @@ def worth_of(probabilities: Rows, entry: Sequence[float], plain_speed: float) ->
     return [[min(first, p) for p in row] for first, row in zip(firsts, probabilities, strict=True)]
 
 
+def weights_by_end(remaining: Sequence[int], one: float, others: float) -> list[float]:
+    """Return ``[B]``: what a token of each sequence counts where nobody takes the place of one that has ended.
+
+    Steps are taken until the last sequence has ended. A token less to come of that one saves a whole step of its own,
+    one of any other but its row in a step that is taken anyway. Which will be the last is guessed from the tokens to
+    come, which draft tokens reduce by chance: differences within twice the root of their number tell little.
+
+    Args:
+        remaining: ``[B]``, tokens that each has yet to emit, two sequences or more.
+        one: seconds of a plain step of one sequence.
+        others: of what a plain step of all takes more than that.
+
+    """
+    row = others / (len(remaining) - 1)
+    most = max(remaining)
+    spread = 2 * (1 + sqrt(most))
+    chances = [exp((tokens - most) / spread) for tokens in remaining]
+    last = max(one - row, 0.0) / sum(chances)
+    weights = [row + last * chance for chance in chances]
+    mean = sum(weights) / len(weights)
+    return [weight / mean for weight in weights]
+
+
 def allocate(probabilities: Rows, caps: Sequence[int], costs: Costs, share_proposed: float = 1.0) -> Allocation:
     """Choose K of every sequence.
 
@@ -86,6 +112,8 @@ def allocate(probabilities: Rows, caps: Sequence[int], costs: Costs, share_propo
     """
     num, entry = len(probabilities), costs.entry
     plain_speed = num / costs.verify[0]
+    if costs.weights:
+        probabilities = [[weight * p for p in row] for weight, row in zip(costs.weights, probabilities, strict=True)]
     worth = worth_of(probabilities, entry, plain_speed)
     # By places, so that of equals the earlier place comes first, as it must in its own sequence.
     found = [(worth[i][place], place, i) for place in range(max(caps)) for i in range(num) if place < caps[i]]
