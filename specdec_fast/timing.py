@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -46,6 +46,11 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
                 seconds = _forward(model, pool, count, num_owners, context)
                 found[count] = min(found.get(count, float("inf")), seconds)
     return found
+
+
+def is_rough(seconds: Mapping[int, float]) -> bool:
+    """Return whether what ``forward_seconds`` gave rests on one forward at some counts: there was no time for more."""
+    return sum(seconds.values()) > _BUDGET_SECONDS
 
 
 def _forward(model: RaggedModel, pool: PagePool, num_rows: int, num_owners: int, context: int) -> float:

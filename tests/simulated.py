@@ -20,7 +20,7 @@ class SimulatedSequence:
     """What ``DraftLengths`` see of a sequence."""
 
     def __init__(self, prompt_length: int, new_tokens: int, rng: np.random.Generator) -> None:
-        self.length, self.max_length = prompt_length, prompt_length + new_tokens
+        self.length, self.prompt_length, self.max_length = prompt_length, prompt_length, prompt_length + new_tokens
         self.draws = rng.random((2, new_tokens)).tolist()  # of the positions, so that every K meets the same
         self.is_admitted = False
         self.num_emitted = 0
@@ -43,6 +43,7 @@ class World:
     prompt_length: int = 48
     new_tokens: int = 128
     noise: float = 0.05  # of a step's seconds; now and then one takes five times as long
+    mismeasured: float = 0.0  # by how much the seconds known beforehand are wrong, each by itself
     overhead: float = 0.0  # of a step, besides forwards
     once: float = 0.0  # of drafting in a step, besides its forwards
     growth: float = 0.0  # of a verification per committed token: what attention costs, which no measurement shows
@@ -60,11 +61,16 @@ class World:
 
     def adaptive(self, is_measured: bool = True) -> AdaptiveLength:
         """Return an AdaptiveLength that knows the forwards, but neither overhead nor acceptance."""
-        verify = CostCurve({n: self.verify(n) for n in row_counts(self.batch_size * (MOST + 1))})
+        errors = np.random.default_rng(self.seed)
+
+        def measured(seconds: Callable[[int], float], largest: int) -> CostCurve:
+            wrong = {n: seconds(n) * np.exp(self.mismeasured * errors.normal()) for n in row_counts(largest)}
+            return CostCurve(wrong, is_rough=self.mismeasured > 0)
+
+        verify = measured(self.verify, self.batch_size * (MOST + 1))
         costs = StepCosts(verify, unknown_cost(self.batch_size))
         if is_measured:
-            draft = CostCurve({n: self.draft(n) for n in row_counts(64)})
-            costs = StepCosts(verify, draft, self.once, self.draft(64) / 64)
+            costs = StepCosts(verify, measured(self.draft, 64), self.once, self.draft(64) / 64)
         return AdaptiveLength(MOST, costs._replace(choice_seconds=self.choice, observation_seconds=self.observation))
 
     def book_seconds(self, lengths: DraftLengths) -> float:

@@ -218,27 +218,42 @@ def test_sequences_of_one_batch_get_different_k():
 TWO_CORES = [1, 3, 5, 8, 16, 24, 32, 48, 64, 128, 300], [44, 53, 59, 76, 112, 129, 170, 230, 282, 530, 1200]
 
 
+def on_two_cores(acceptance, batch_size, **options):
+    return World(
+        verify=lambda n: float(np.interp(n, *TWO_CORES)) / 1e3,
+        draft=lambda n: (4.5e-3 + 4.2e-4 * n) if n else 0.0,
+        acceptance=lambda number, emitted: acceptance,
+        batch_size=batch_size,
+        prompt_length=16,
+        num_sequences=64,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("batch_size", [4, 16, 32])
 @pytest.mark.parametrize("new_tokens", [32, 128])
 def test_batch_that_nobody_joins(batch_size, new_tokens):
     """The steps of the last ones cost much for few rows: where drafting gains little, it must even out the ends."""
     for acceptance in ACCEPTANCES[:-1]:
-        run = World(
-            verify=lambda n: float(np.interp(n, *TWO_CORES)) / 1e3,
-            draft=lambda n: (4.5e-3 + 4.2e-4 * n) if n else 0.0,
-            acceptance=lambda i, e, a=acceptance: a,
-            batch_size=batch_size,
-            prompt_length=16,
-            num_sequences=64,
-            new_tokens=new_tokens,
-            is_refilled=False,
-        )
+        run = on_two_cores(acceptance, batch_size, new_tokens=new_tokens, is_refilled=False)
         runs = [replace(run, seed=seed) for seed in range(3)]
         plain, fixed, warm = speed(runs, lambda run: FixedLength(0)), best_fixed(runs), speed(runs, World.warm)
         assert speed(runs, World.adaptive) >= 0.97 * plain, f"cold, acceptance {acceptance}"
         assert warm >= 0.97 * fixed, f"acceptance {acceptance}"
         if (batch_size, new_tokens, acceptance) == (16, 128, 0.8):
             assert warm >= 1.01 * fixed  # which every sequence's token counting the same does not reach
+
+
+@pytest.mark.parametrize("batch_size", [4, 16, 32])
+def test_forwards_that_were_measured_once(batch_size):
+    """Each measurement is wrong by a tenth: no engine of six may go on with what does not pay, nor lose its gain."""
+    for acceptance in ACCEPTANCES[:-1]:
+        run = on_two_cores(acceptance, batch_size, mismeasured=0.1)
+        runs = [replace(run, seed=seed) for seed in range(6)]
+        plain = speed(runs, lambda run: FixedLength(0))
+        speeds = [tokens_per_second(run, run.warm()) for run in runs]
+        assert min(speeds) >= 0.97 * plain, f"acceptance {acceptance}"
+        assert np.mean(speeds) >= 0.95 * best_fixed(runs[:2]), f"acceptance {acceptance}"
 
 
 def test_weights_of_those_who_end_last():
@@ -279,14 +294,18 @@ def test_long_prompt_with_few_tokens_to_come_is_not_worth_a_prefill():
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_short_texts_and_a_draft_model_that_is_dear_to_prefill(batch_size):
-    """Two cores, Qwen3-1.7B's shape and Qwen3-0.6B's as its draft: if drafting pays, then only from a text's start."""
+    """Two cores, Qwen3-1.7B's shape and Qwen3-0.6B's as its draft: if drafting pays, then only from a text's start.
+
+    Nor may those whom the draft model has taken in lead others into what does not pay from a text's start.
+    """
     costs = {"verify": lambda n: 0.112 + 0.005 * (n - 1), "draft": lambda n: 0.0436 + 0.0046 * (n - 1)}
     for acceptance in ACCEPTANCES:
         options = {"num_sequences": 60, "prompt_length": 32, "new_tokens": 32}
         run = World(**costs, acceptance=lambda i, e, a=acceptance: a, batch_size=batch_size, **options)
-        plain = tokens_per_second(run, FixedLength(0))
-        assert tokens_per_second(run, run.adaptive()) >= 0.97 * plain, f"cold, acceptance {acceptance}"
-        assert tokens_per_second(run, run.warm()) >= 0.95 * best_fixed([run]), f"acceptance {acceptance}"
+        runs = [replace(run, seed=seed) for seed in range(4)]
+        plain = speed(runs, lambda run: FixedLength(0))
+        assert speed(runs, World.adaptive) >= 0.97 * plain, f"cold, acceptance {acceptance}"
+        assert speed(runs, World.warm) >= 0.95 * best_fixed(runs), f"acceptance {acceptance}"
 
 
 def test_forwards_that_were_measured_on_a_busy_machine():
@@ -307,6 +326,14 @@ def test_cost_curve_follows_what_steps_take():
     (before,) = curve([4])
     curve.observe(4, 500.0)  # the machine was busy
     assert curve([4])[0] / before < 1.1
+
+
+def test_largest_count_is_corrected_though_it_was_measured_to_cost_no_more_than_the_one_before():
+    curve = CostCurve({1: 1.0, 4: 2.0, 8: 2.0})
+    for _ in range(100):
+        curve.observe(4, 1.0)
+        curve.observe(8, 1.5)
+    assert curve([8]) == pytest.approx([3.0], rel=0.1)
 
 
 def test_more_rows_never_look_cheaper():

@@ -10,7 +10,7 @@ from specdec_fast.draft_lengths.dry_run import with_book_seconds
 from specdec_fast.draft_lengths.fixed import FixedLength
 from specdec_fast.drafters import Drafter
 from specdec_fast.models import RaggedModel
-from specdec_fast.timing import forward_seconds
+from specdec_fast.timing import forward_seconds, is_rough
 
 __all__ = ["DraftLengths", "StepRecord", "make_draft_lengths"]
 
@@ -32,12 +32,14 @@ def make_draft_lengths(config: EngineConfig, target: RaggedModel, drafter: Draft
         return FixedLength(config.most_draft_tokens)
     most, num = config.most_draft_tokens, config.max_batch_size
     measured = forward_seconds(target, row_counts(num * (most + 1)), num)
-    verify = CostCurve(measured, target.row_rule.multiple)
+    verify = CostCurve(measured, target.row_rule.multiple, is_rough=is_rough(measured))
     drafting = drafter.forward_seconds(row_counts(max(num, _CATCHING_UP)))
     if drafting is None:
         costs = StepCosts(verify, unknown_cost(num))
     else:
         once, largest = drafting.pop(0, 0.0), max(drafting)
         entry_seconds, is_asynchronous = drafting[largest] / largest, target.layout.device.type != "cpu"
-        costs = StepCosts(verify, CostCurve(drafting), once, entry_seconds, is_asynchronous)
+        costs = StepCosts(
+            verify, CostCurve(drafting, is_rough=is_rough(drafting)), once, entry_seconds, is_asynchronous
+        )
     return AdaptiveLength(most, with_book_seconds(costs, most, num))

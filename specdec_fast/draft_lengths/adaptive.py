@@ -10,17 +10,18 @@ from specdec_fast.draft_lengths.allocation import NOTHING, Costs, allocate, weig
 from specdec_fast.draft_lengths.base import DraftLengths, StepRecord, num_at_least
 from specdec_fast.draft_lengths.books import Books
 from specdec_fast.draft_lengths.costs import CostCurve
+from specdec_fast.draft_lengths.entering import Entering, from_the_start
 from specdec_fast.sequence import Sequence
 
 _STEPS_DRAFTING, _STEPS_LEARNING, _STEPS_PLAIN = 16, 8, 32  # for which a choice stands at least, once much is known
 _STEPS_EVENING = 4  # the same, where those who are behind get more, until they are not
 _CONFIDENT = 48  # draft tokens tried, below which the choice is made at every step that can pay for it
-_USUAL_LAG = 2  # tokens that a draft model lacks after a step in which it drafted
-_HORIZON = 128  # tokens over which the price of catching up is spread, at most
 _SHARE_TRYING = 0.02  # of the time of plain steps, for finding out whether drafting would pay by now
 _TRIED_LENGTH, _MOST_IN_A_ROW = 3, 4
 _NO_NEWS = 0.9  # acceptance from which on it is no news that all were accepted
 _CALIBRATE, _CLOSE = 64, 1.25  # a plain step every so many, if drafting is not faster than that: to know what it costs
+_CALIBRATE_SOON = 4  # the same, however fast drafting looks, as long as that rests on a hasty measurement
+_DEAR = 0.03  # share of a plain step from which on the price of taking a sequence in is weighed
 _OTHER_RATE = 0.1  # share of the latest step in the average of what steps take besides forwards
 _MOST_PATIENCE = 4.0  # by how much trying may become rarer, if it keeps failing
 
@@ -68,7 +69,8 @@ class AdaptiveLength(DraftLengths):
         self._plan: dict[Sequence, int] = {}
         self._allocation, self._usual = NOTHING, 0
         self._size = self._steps_left = self._num_steps = self._chosen_at = 0
-        self._drafted_at: dict[Sequence, int] = {}  # length up to which the drafter had come before this plan
+        self._entering = Entering()  # as it was before this plan
+        self._may_enter = True
         self._credit, self._patience = 0.0, 1.0  # seconds saved up for trying
         self._other_seconds = 0.0
         self._steps_drafting = 0  # since the last plain one
@@ -117,7 +119,7 @@ class AdaptiveLength(DraftLengths):
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence."""
         self._acceptance.forget(sequence)
-        self._drafted_at.pop(sequence, None)
+        self._entering.forget(sequence)
         self._plan.pop(sequence, None)
 
     def _is_due(self, batch: list[Sequence]) -> bool:
@@ -141,11 +143,13 @@ class AdaptiveLength(DraftLengths):
         if self.books.may_choose:
             self.books.choose()  # it takes half as long
             probabilities = self._acceptance.probabilities(sequences)
-            _, entry = self._entry_seconds(sequences)
+            _, entry = self._entering.seconds(sequences, self._entry_seconds)
             lengths = self._allocation.lengths_of(probabilities, entry)
+            if not self._may_enter:
+                lengths = [0 if each else k for each, k in zip(entry, lengths, strict=True)]
             self._steps_left = min(self._steps_left, _STEPS_LEARNING)
         self._plan.update(zip(sequences, lengths, strict=True))
-        self._is_catching_up |= self._must_catch_up(sequences, lengths)
+        self._is_catching_up |= self._entering.must_catch_up(sequences, lengths)
 
     def _choose(self, batch: list[Sequence], is_closed: bool) -> None:
         """Make the plan of the next steps."""
@@ -154,13 +158,16 @@ class AdaptiveLength(DraftLengths):
         num, most = len(batch), self._most
         probabilities = self._acceptance.probabilities(batch)
         caps = [most] * num  # a plan outlasts the last steps of those that are about to end
-        entry_seconds, entry = self._entry_seconds(batch)
+        entry_seconds, entry = self._entering.seconds(batch, self._entry_seconds)
         costs = self._costs_of(batch, entry, is_closed)
         self._allocation = allocate(probabilities, caps, costs, self._acceptance.share_proposed)
         lengths, speed, plain_speed = self._allocation.lengths, self._allocation.speed, self._allocation.plain_speed
         steps = min(self._steps(batch, lengths), _STEPS_EVENING) if costs.weights else self._steps(batch, lengths)
+        self._may_enter = not any(lengths) or self._pays_from_the_start(batch, probabilities, costs)
+        if not self._may_enter:
+            lengths[:] = [0 if each else k for each, k in zip(entry, lengths, strict=True)]
         if any(lengths):
-            if self._steps_drafting > _CALIBRATE and speed < _CLOSE * plain_speed:
+            if self._is_to_calibrate(num, speed / plain_speed):
                 self._is_calibrating, self._steps_drafting = True, 0
             steps = 1 if self._hold_back(batch, lengths) else steps
             self._is_trying, self._patience, self._credit = False, 1.0, 0.0
@@ -171,7 +178,7 @@ class AdaptiveLength(DraftLengths):
             steps = 1 if self._is_trying else _STEPS_PLAIN
         self._acceptance.fade(batch, lengths, self._num_steps - self._chosen_at)
         self._chosen_at = self._num_steps
-        self._is_catching_up = self._must_catch_up(batch, lengths)
+        self._is_catching_up = self._entering.must_catch_up(batch, lengths)
         self._is_plain, self._usual = not any(lengths), sorted(lengths)[num // 2]
         self.books.is_hasty = not self._is_plain or self._acceptance.num_tried < _CONFIDENT
         self._plan = dict(zip(batch, lengths, strict=True))
@@ -188,9 +195,30 @@ class AdaptiveLength(DraftLengths):
         draft = [seconds * self._disturbance for seconds in self._costs.draft(range(num + 1))]
         return Costs(verify, draft, entry, self._costs.once * self._costs.draft.factor * self._disturbance, weights)
 
+    def _pays_from_the_start(self, batch: list[Sequence], probabilities: list[list[float]], costs: Costs) -> bool:
+        """Return whether drafting would pay if everybody were yet to be taken in.
+
+        While some have been, a forward of the draft model costs little more for one sequence more. So whoever comes
+        would join them and be joined by the next, and all would go on with what did not pay from the start.
+        """
+        if all(costs.entry):
+            return True
+        entry = from_the_start(batch, list(costs.entry), self._entry_seconds)
+        if max(entry) * len(batch) < _DEAR * costs.verify[0]:
+            return True
+        caps = [self._most] * len(batch)
+        share_proposed = self._acceptance.share_proposed
+        return any(allocate(probabilities, caps, costs._replace(entry=entry), share_proposed).lengths)
+
+    def _is_to_calibrate(self, num: int, gain: float) -> bool:
+        """Return whether to take a plain step, in order to know what drafting gains."""
+        if self._costs.verify.is_vague(num):
+            return self._steps_drafting > _CALIBRATE_SOON
+        return self._steps_drafting > _CALIBRATE and gain < _CLOSE
+
     def _close_plan(self) -> None:
         """Note how far the drafter has come with those whom the plan gave draft tokens in every step."""
-        self._drafted_at.update((sequence, sequence.length - 1) for sequence, k in self._plan.items() if k)
+        self._entering.note(sequence for sequence, k in self._plan.items() if k)
         self._steps_drafting = 0 if self._is_plain else self._steps_drafting + self._num_steps - self._chosen_at
 
     def _steps(self, batch: list[Sequence], lengths: list[int]) -> int:
@@ -212,7 +240,7 @@ class AdaptiveLength(DraftLengths):
         if num_tried < _CONFIDENT:
             lengths[:] = [min(length, max(_TRIED_LENGTH, num_tried)) for length in lengths]
         places = max(1, len(batch) // 8, num_tried)
-        entering = [i for i, (s, k) in enumerate(zip(batch, lengths, strict=True)) if k and self._lag(s) > _USUAL_LAG]
+        entering = [i for i, (s, k) in enumerate(zip(batch, lengths, strict=True)) if k and self._entering.is_behind(s)]
         for i in entering[places:]:
             lengths[i] = 0
         return len(entering) > places
@@ -242,20 +270,10 @@ class AdaptiveLength(DraftLengths):
         """
         return 1.0 if self._costs.draft.is_observed else self._costs.verify.factor
 
-    def _lag(self, sequence: Sequence) -> int:
-        return sequence.length - self._drafted_at.get(sequence, 0)
-
-    def _must_catch_up(self, batch: list[Sequence], lengths: list[int]) -> bool:
-        return any(k and s.is_admitted and self._lag(s) > _USUAL_LAG for s, k in zip(batch, lengths, strict=True))
-
-    def _entry_seconds(self, batch: list[Sequence]) -> tuple[list[float], list[float]]:
-        """Return ``[B]`` twice: what catching up with a sequence costs, in all and per token yet to be emitted."""
-        lags = [self._lag(sequence) for sequence in batch]
-        each = self._costs.entry_seconds * self._costs.draft.factor * self._disturbance
-        seconds = [lag * each if lag > _USUAL_LAG else 0.0 for lag in lags]
-        return seconds, [
-            price / min(sequence.num_remaining, _HORIZON) for price, sequence in zip(seconds, batch, strict=True)
-        ]
+    @property
+    def _entry_seconds(self) -> float:
+        """What a draft model takes to catch up, per token."""
+        return self._costs.entry_seconds * self._costs.draft.factor * self._disturbance
 
     def _observe_costs(self, step: StepRecord) -> None:
         """Compare the parts of a step with what they were measured to take."""

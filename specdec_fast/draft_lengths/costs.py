@@ -9,6 +9,7 @@ from math import exp, log
 
 _LARGEST_SURPRISE = 0.4  # of the logarithm of a ratio: what exceeds it was the machine being busy with other things
 _OVERALL_RATE, _COUNT_RATE = 0.1, 0.02  # share of a surprise that is taken over, in the long run
+_FEW = 4  # observations that outweigh a single measurement
 
 
 class CostCurve:
@@ -22,10 +23,13 @@ class CostCurve:
         seconds: by rows, at one count at least.
         multiple: row counts are rounded up to a multiple of it (``RowRule``).
         is_measured: False if ``seconds`` are but a guess, so that the first observation at each count decides.
+        is_rough: whether each was measured only once, so that the first observations at a count weigh more.
 
     """
 
-    def __init__(self, seconds: Mapping[int, float], multiple: int = 1, is_measured: bool = True) -> None:
+    def __init__(
+        self, seconds: Mapping[int, float], multiple: int = 1, is_measured: bool = True, is_rough: bool = False
+    ) -> None:
         counts = sorted(seconds)
         values = [max(seconds[count], 1e-9) for count in counts]
         values = _least_from(values)  # noise only adds
@@ -37,15 +41,16 @@ class CostCurve:
         self._counts = [*counts, far]
         self._measured = [*values, values[-1] + slope * (far - counts[-1])]
         self._overall, self._num_observed = 0.0, 0  # logarithm of the factor
-        self._at_count = [0.0] * len(self._counts)
-        self._num_at_count = [0] * len(self._counts)
-        self._is_measured = is_measured
+        self._at_count = [0.0] * len(counts)
+        self._num_at_count = [0] * len(counts)
+        self._is_measured, self._is_rough = is_measured, is_rough
         self._places: dict[int, tuple[int, float]] = {}
 
     def __call__(self, rows: Iterable[int]) -> list[float]:
         """Return the seconds of a forward at each number of ``rows``, corrected; nothing takes none."""
         overall = self._overall
-        corrected = [exp(overall + own) * m for own, m in zip(self._at_count, self._measured, strict=True)]
+        at_count = [*self._at_count, self._at_count[-1]]  # beyond the last the same
+        corrected = [exp(overall + own) * m for own, m in zip(at_count, self._measured, strict=True)]
         # More rows do not cost less: what says so is noise, and would make useless draft tokens look cheap.
         values = _least_from(corrected)
         return [self._interpolate(values, count) for count in rows]
@@ -59,6 +64,10 @@ class CostCurve:
     def factor(self) -> float:
         """By how much everything takes longer than it was measured to."""
         return exp(self._overall)
+
+    def is_vague(self, rows: int) -> bool:
+        """Return whether what is known of about ``rows`` rows rests on a single measurement."""
+        return self._is_rough and self._num_at_count[self._nearest(rows + -rows % self._multiple)] < _FEW
 
     def measured(self, rows: int) -> float:
         """Return the seconds at ``rows`` before any correction."""
@@ -92,12 +101,13 @@ class CostCurve:
         else:
             surprise = max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, surprise))
             self._overall += surprise * max(_OVERALL_RATE, 1 / (self._num_observed + 3))
-            self._at_count[node] += surprise * max(_COUNT_RATE, 0.25 / (self._num_at_count[node] + 2))
+            num = self._num_at_count[node]
+            self._at_count[node] += surprise * max(_COUNT_RATE, 0.7 / (num + 1) if self._is_rough else 0.25 / (num + 2))
         self._num_observed += 1
         self._num_at_count[node] += 1
 
     def _nearest(self, rows: int) -> int:
-        above = bisect_left(self._counts, rows, hi=len(self._counts) - 1)
+        above = bisect_left(self._counts, rows, hi=len(self._at_count) - 1)
         return above - (above > 0 and self._counts[above] - rows > rows - self._counts[above - 1])
 
 
