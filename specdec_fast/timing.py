@@ -12,7 +12,8 @@ from specdec_fast.models import RaggedModel
 from specdec_fast.rows import Rows
 
 _REPEATS = 3
-_BUDGET_SECONDS = 0.5  # after which a count that has been timed is not timed again
+_BUDGET_SECONDS = 0.5  # after which a count that has been timed is not timed again,
+_BUDGET_SHARE = 0.5  # unless that takes less than so much of what timing every count once took
 _CONTEXT, _PAGE_SIZE = 64, 16
 
 
@@ -20,7 +21,8 @@ _CONTEXT, _PAGE_SIZE = 64, 16
 def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequences: int = 2048) -> dict[int, float]:
     """Time forwards over short contexts on pages of their own, the least of up to three repeats each.
 
-    It takes one forward to warm up, one at each count, and up to half a second for the repeats.
+    It takes one forward to warm up, one at each count, and for the repeats up to half a second or half of that again.
+    If there is no time for all, the smallest counts are repeated, those of plain steps among them.
 
     Args:
         model: with the row rule it will be run with.
@@ -39,12 +41,14 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
         pool.open(owner, context)
     found: dict[int, float] = {}
     _forward(model, pool, max(row_counts), num_owners, context)
-    deadline = perf_counter() + _BUDGET_SECONDS
+    started = perf_counter()
+    deadline = started + _BUDGET_SECONDS
     for _ in range(_REPEATS):  # round by round, so that a busy moment of the machine meets a count but once
-        for count in row_counts:
+        for count in sorted(row_counts):
             if count not in found or perf_counter() < deadline:
                 seconds = _forward(model, pool, count, num_owners, context)
                 found[count] = min(found.get(count, float("inf")), seconds)
+        deadline = max(deadline, started + (1 + _BUDGET_SHARE) * sum(found.values()))
     return found
 
 

@@ -138,7 +138,7 @@ def test_what_is_kept_of_a_sequence_goes_with_it(target, draft, prompt_ids):
     engine.generate(prompt_ids, PARAMS)
     lengths = engine.draft_lengths
     assert isinstance(lengths, AdaptiveLength)
-    assert [lengths._plan, lengths._drafted_at, lengths._acceptance._own] == [{}, {}, {}]
+    assert [lengths._plan, lengths._entering._drafted_at, lengths._acceptance._own] == [{}, {}, {}]
 
 
 def test_plain_decoding_has_nothing_to_adapt(target, prompt_ids, expected):

@@ -20,7 +20,7 @@ _SHARE_TRYING = 0.02  # of the time of plain steps, for finding out whether draf
 _TRIED_LENGTH, _MOST_IN_A_ROW = 3, 4
 _NO_NEWS = 0.9  # acceptance from which on it is no news that all were accepted
 _CALIBRATE, _CLOSE = 64, 1.25  # a plain step every so many, if drafting is not faster than that: to know what it costs
-_CALIBRATE_SOON = 4  # the same, however fast drafting looks, as long as that rests on a hasty measurement
+_FEW = 4  # plain steps that outweigh a hasty measurement: the first of them come sooner, however fast drafting looks
 _DEAR = 0.03  # share of a plain step from which on the price of taking a sequence in is weighed
 _OTHER_RATE = 0.1  # share of the latest step in the average of what steps take besides forwards
 _MOST_PATIENCE = 4.0  # by how much trying may become rarer, if it keeps failing
@@ -212,8 +212,9 @@ class AdaptiveLength(DraftLengths):
 
     def _is_to_calibrate(self, num: int, gain: float) -> bool:
         """Return whether to take a plain step, in order to know what drafting gains."""
-        if self._costs.verify.is_vague(num):
-            return self._steps_drafting > _CALIBRATE_SOON
+        num_observed = self._costs.verify.num_observed(num)
+        if self._costs.verify.is_rough and num_observed < _FEW:
+            return self._steps_drafting > num_observed
         return self._steps_drafting > _CALIBRATE and gain < _CLOSE
 
     def _close_plan(self) -> None:

@@ -9,7 +9,6 @@ from math import exp, log
 
 _LARGEST_SURPRISE = 0.4  # of the logarithm of a ratio: what exceeds it was the machine being busy with other things
 _OVERALL_RATE, _COUNT_RATE = 0.1, 0.02  # share of a surprise that is taken over, in the long run
-_FEW = 4  # observations that outweigh a single measurement
 
 
 class CostCurve:
@@ -23,7 +22,7 @@ class CostCurve:
         seconds: by rows, at one count at least.
         multiple: row counts are rounded up to a multiple of it (``RowRule``).
         is_measured: False if ``seconds`` are but a guess, so that the first observation at each count decides.
-        is_rough: whether each was measured only once, so that the first observations at a count weigh more.
+        is_rough: whether not all were measured more than once, so that the first observations at a count weigh more.
 
     """
 
@@ -43,7 +42,7 @@ class CostCurve:
         self._overall, self._num_observed = 0.0, 0  # logarithm of the factor
         self._at_count = [0.0] * len(counts)
         self._num_at_count = [0] * len(counts)
-        self._is_measured, self._is_rough = is_measured, is_rough
+        self.is_rough, self._is_measured = is_rough, is_measured
         self._places: dict[int, tuple[int, float]] = {}
 
     def __call__(self, rows: Iterable[int]) -> list[float]:
@@ -65,9 +64,9 @@ class CostCurve:
         """By how much everything takes longer than it was measured to."""
         return exp(self._overall)
 
-    def is_vague(self, rows: int) -> bool:
-        """Return whether what is known of about ``rows`` rows rests on a single measurement."""
-        return self._is_rough and self._num_at_count[self._nearest(rows + -rows % self._multiple)] < _FEW
+    def num_observed(self, rows: int) -> int:
+        """Return how many steps of about ``rows`` rows have told something."""
+        return self._num_at_count[self._nearest(rows + -rows % self._multiple)]
 
     def measured(self, rows: int) -> float:
         """Return the seconds at ``rows`` before any correction."""
@@ -102,7 +101,7 @@ class CostCurve:
             surprise = max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, surprise))
             self._overall += surprise * max(_OVERALL_RATE, 1 / (self._num_observed + 3))
             num = self._num_at_count[node]
-            self._at_count[node] += surprise * max(_COUNT_RATE, 0.7 / (num + 1) if self._is_rough else 0.25 / (num + 2))
+            self._at_count[node] += surprise * max(_COUNT_RATE, 0.7 / (num + 1) if self.is_rough else 0.25 / (num + 2))
         self._num_observed += 1
         self._num_at_count[node] += 1
 
