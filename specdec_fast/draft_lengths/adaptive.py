@@ -206,6 +206,7 @@ class AdaptiveLength(DraftLengths):
         entry = from_the_start(batch, list(costs.entry), self._entry_seconds)
         if max(entry) * len(batch) < _DEAR * costs.verify[0]:
             return True
+        self.books.choose()  # once more: allocating is most of a choice
         caps = [self._most] * len(batch)
         share_proposed = self._acceptance.share_proposed
         return any(allocate(probabilities, caps, costs._replace(entry=entry), share_proposed).lengths)
