@@ -10,7 +10,7 @@ from specdec_fast.draft_lengths.allocation import NOTHING, Costs, allocate, weig
 from specdec_fast.draft_lengths.base import DraftLengths, StepRecord, num_at_least
 from specdec_fast.draft_lengths.books import Books
 from specdec_fast.draft_lengths.costs import CostCurve
-from specdec_fast.draft_lengths.entering import Entering, from_the_start
+from specdec_fast.draft_lengths.entering import Entering, from_the_start, without_entry
 from specdec_fast.sequence import Sequence
 
 _STEPS_DRAFTING, _STEPS_LEARNING, _STEPS_PLAIN = 16, 8, 32  # for which a choice stands at least, once much is known
@@ -146,7 +146,7 @@ class AdaptiveLength(DraftLengths):
             _, entry = self._entering.seconds(sequences, self._entry_seconds)
             lengths = self._allocation.lengths_of(probabilities, entry)
             if not self._may_enter:
-                lengths = [0 if each else k for each, k in zip(entry, lengths, strict=True)]
+                lengths = without_entry(lengths, entry)
             self._steps_left = min(self._steps_left, _STEPS_LEARNING)
         self._plan.update(zip(sequences, lengths, strict=True))
         self._is_catching_up |= self._entering.must_catch_up(sequences, lengths)
@@ -165,7 +165,7 @@ class AdaptiveLength(DraftLengths):
         steps = min(self._steps(batch, lengths), _STEPS_EVENING) if costs.weights else self._steps(batch, lengths)
         self._may_enter = not any(lengths) or self._pays_from_the_start(batch, probabilities, costs)
         if not self._may_enter:
-            lengths[:] = [0 if each else k for each, k in zip(entry, lengths, strict=True)]
+            lengths[:] = without_entry(lengths, entry)
         if any(lengths):
             if self._is_to_calibrate(num, speed / plain_speed):
                 self._is_calibrating, self._steps_drafting = True, 0

@@ -49,3 +49,8 @@ def from_the_start(batch: list[Sequence], entry: list[float], seconds_per_token:
         each or s.prompt_length * seconds_per_token / min(s.max_length - s.prompt_length, _HORIZON)
         for s, each in zip(batch, entry, strict=True)
     ]
+
+
+def without_entry(lengths: list[int], entry: list[float]) -> list[int]:
+    """Return ``lengths`` without the draft tokens of those who would have to pay for them."""
+    return [0 if each else k for k, each in zip(lengths, entry, strict=True)]
