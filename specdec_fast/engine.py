@@ -49,7 +49,9 @@ class Engine:
         target: name, folder or loaded Hugging Face causal model.
         draft: the same for a draft model; ``"ngram"``; a Drafter; or None for plain decoding.
         config: an EngineConfig; its fields may be given as keywords instead.
-        tokenizer: the target's; None loads the one beside the model, if there is one.
+        tokenizer: the target's; None loads the one beside the model, if there is one. Or an object of your own, with
+            ``__call__(text).input_ids`` and ``decode(ids, skip_special_tokens=True)``; the text of some ids must begin
+            the text of more, but for bytes of an incomplete character.
 
     Raises:
         ConfigError: unknown method, keyword or backend, or a value out of range.

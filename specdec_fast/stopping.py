@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec_fast.text import Detokenizer
+from specdec_fast.text import INCOMPLETE, Detokenizer
 from specdec_fast.types import FinishReason
 
 
@@ -13,8 +13,8 @@ class StopStrings:
     held back. So whatever was given out lies before any match, and only what is held back has to be searched.
 
     Tokens are taken one at a time even where a step emits several: which token completes a stop string is then a
-    question of the tokens alone, not of the blocks they came in. Text counts once it is certain; a character whose
-    bytes have not all arrived does not.
+    question of the tokens alone, not of the blocks they came in. It is the first token with which the text, were it
+    the last one, has a stop string in it; a character whose bytes have not all arrived counts once the text has ended.
 
     Args:
         detokenizer: a new one, for this request only.
@@ -42,28 +42,30 @@ class StopStrings:
 
         """
         for i, token in enumerate(tokens, start=1):
-            if self._add(token):
+            if self._add(token, last=reason is not None and i == len(tokens)):
                 return tokens[:i], "stop"
         return tokens, reason
 
     def take(self, last: bool) -> str:
         """Return the text given out since the last call; all that is left if the request has ended."""
         if last and not self._found:
-            self._released += [self._held, self._detokenizer.add([], last=True)]
+            self._released += [self._held, self._detokenizer.rest()]
             self._held = ""
         text = "".join(self._released)
         self._released.clear()
         return text
 
-    def _add(self, token: int) -> bool:
-        """Take one token; tell whether its text completes a stop string."""
-        text = self._held + self._detokenizer.add([token])
+    def _add(self, token: int, last: bool) -> bool:
+        """Take one token; tell whether the text has a stop string in it now."""
+        self._held += self._detokenizer.add([token])
+        rest = self._detokenizer.rest()
+        text = self._held + (rest if last else rest.rstrip(INCOMPLETE))
         begins = [begin for begin in (text.find(stop) for stop in self._stop) if begin >= 0]
         self._found = bool(begins)
         # Both complete with this token: the text ends before the one that begins first.
-        keep = min(begins) if begins else self._num_certain(text)
+        keep = min(begins) if begins else self._num_certain(self._held)
         self._released.append(text[:keep])
-        self._held = "" if begins else text[keep:]
+        self._held = "" if begins else self._held[keep:]
         return self._found
 
     def _num_certain(self, text: str) -> int:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transformers import AutoTokenizer
 
-_INCOMPLETE = "\ufffd"  # what a decoder puts where a character's bytes have not all arrived
+from specdec_fast.decoders import rule_of
+
+INCOMPLETE = "\ufffd"  # what a decoder puts where a character's bytes have not all arrived
+_MOST_INCOMPLETE = 3  # bytes that may wait for the rest of their character, and so marks that stand for them
+_LONGEST_WINDOW, _KEPT_WINDOW = 32, 8  # tokens decoded again with those that follow; how many of them are kept then
+_LEAST_CONTEXT = 4  # characters before what is not certain, by when bytes have found the next character's beginning
+# The end of a text that `clean_up_tokenization` may change when more text follows. All that it removes are spaces, up
+# to two in a row, of patterns that begin with a space and go on with these letters.
+_UNCLEAN_END = re.compile(r" {1,3}(?:['nvr][ 'nvr]*)?\Z")
 
 
 def load_tokenizer(name: str | None) -> Any | None:
@@ -32,34 +41,83 @@ def same_vocabulary(first: Any, second: Any) -> bool:
 class Detokenizer:
     """Turns a growing list of token ids into text, piece by piece.
 
-    A piece ends where the text is certain: bytes of a character that is not complete yet are held back, the text
-    before them is not. Only the tokens since the last certain place are decoded again, so a long text costs no more
-    per token than a short one.
+    A piece ends where the text is certain, which is where no further token can change it: bytes of a character that is
+    not complete, runs of byte tokens and spaces that may have to go are held back (``DecodingRule``). All pieces and
+    the rest add up to what ``decode`` makes of all tokens. Only the last tokens are decoded again when more come, so
+    a long text costs no more per token than a short one.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
-        # Tokens before `_context` are done with. Those up to `_certain` are text already given out; they are
-        # decoded once more with what follows, because a tokenizer may join words differently at a beginning.
-        self._context = 0
-        self._certain = 0
-        self._num_given = 0  # characters given out of the tokens after `_certain`, whose last one is incomplete
+        self._rule = rule_of(tokenizer)
+        # The tokens before the window are done with. Some in it are, too: they are decoded with what follows because a
+        # tokenizer may join words differently at a beginning.
+        self._window: list[int] = []
+        self._longest_window = _LONGEST_WINDOW
+        self._num_bytes = 0  # byte tokens at the window's end
+        self._num_taken = 0  # characters of the window's text that are certain
+        self._decoded: str | None = ""  # the window's text, if known
+        self._unclean = ""  # certain but for the spaces in it
 
     def add(self, token_ids: list[int], last: bool = False) -> str:
         """Take new tokens; return the text that became certain (all that is left if they are the ``last``)."""
-        self._token_ids += token_ids
-        known = self._decode(self._context, self._certain)
-        text = self._decode(self._context, len(self._token_ids))[len(known) :]
-        given, self._num_given = self._num_given, 0
-        if last or (text and not text.endswith(_INCOMPLETE)):
-            self._context, self._certain = self._certain, len(self._token_ids)
-            return text[given:]
-        certain = text.rstrip(_INCOMPLETE)
-        self._num_given = max(given, len(certain))
-        return certain[given:]
+        token_ids = self._rule.visible(token_ids)
+        self._window += token_ids
+        if token_ids:
+            self._decoded = None
+        piece = "" if self._rule.waits else self._take(token_ids)
+        return piece + self.rest() if last else piece
 
-    def _decode(self, start: int, stop: int) -> str:
-        if start == stop:
+    def rest(self) -> str:
+        """Return the text that is not certain yet, as it is if no further token comes."""
+        if self._decoded is None:
+            self._decoded = self._decode(self._window)
+        return self._cleaned(self._unclean + self._decoded[self._num_taken :])
+
+    def _take(self, token_ids: list[int]) -> str:
+        num_bytes = 0
+        for token in reversed(token_ids):
+            if token not in self._rule.byte_ids:
+                break
+            num_bytes += 1
+        else:  # one run of bytes goes on
+            self._num_bytes += num_bytes
             return ""
-        return self._tokenizer.decode(self._token_ids[start:stop], skip_special_tokens=True)
+        self._num_bytes = num_bytes
+        text = self._decode(self._window[: len(self._window) - num_bytes])
+        self._decoded = None if num_bytes else text
+        num_incomplete = min(_MOST_INCOMPLETE, len(text) - len(text.rstrip(INCOMPLETE)))
+        num_taken = max(self._num_taken, len(text) - num_incomplete)
+        self._unclean += text[self._num_taken : num_taken]
+        self._num_taken = num_taken
+        if len(self._window) > self._longest_window:
+            self._shorten(text)
+        end = _UNCLEAN_END.search(self._unclean) if self._rule.cleans else None
+        certain = self._unclean[: end.start()] if end else self._unclean
+        self._unclean = self._unclean[len(certain) :]
+        return self._cleaned(certain)
+
+    def _shorten(self, text: str) -> None:
+        """Drop tokens from the window's beginning; ``text`` is that of the window without the bytes at its end."""
+        stop = len(self._window) - self._num_bytes
+        start = stop - _KEPT_WINDOW
+        while start > 0 and self._window[start] in self._rule.byte_ids:  # inside a run
+            start -= 1
+        shorter = self._decode(self._window[start:stop])
+        num_taken = len(shorter) - (len(text) - self._num_taken)
+        if start <= 0 or num_taken < _LEAST_CONTEXT:
+            self._longest_window = 2 * len(self._window)
+            return
+        self._window, self._num_taken = self._window[start:], num_taken
+        self._longest_window = max(_LONGEST_WINDOW, 2 * len(self._window))
+        self._decoded = None if self._num_bytes else shorter
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if not token_ids:
+            return ""
+        if self._rule.cleans:  # later, where the spaces are certain
+            return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _cleaned(self, text: str) -> str:
+        return self._tokenizer.clean_up_tokenization(text) if self._rule.cleans else text

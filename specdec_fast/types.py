@@ -172,9 +172,9 @@ class StreamChunk:
     Attributes:
         index: position of the prompt in the call.
         token_ids: ids emitted by this step; several when draft tokens were accepted.
-        text: text that became certain with them (a character split over tokens is held back, and so is what may yet
-            become a stop string); None when no tokenizer is known. The concatenation over a sequence is its
-            ``GenerationOutput.text``.
+        text: text that became certain with them (what later tokens may change is held back, such as a character split
+            over tokens, and so is what may yet become a stop string); None when no tokenizer is known. The
+            concatenation over a sequence is its ``GenerationOutput.text``.
         finish_reason: None until the sequence's last chunk.
         error: set on the last chunk of a request that failed.
         logprobs: one per token of ``token_ids``; None if not asked for.

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Layers of the package, lowest first. A unit (a module or a subpackage) imports lower layers and itself, nothing else;
 # a new one has to be named here.
 LAYERS = (
-    {"errors", "assets"},
+    {"errors", "assets", "decoders"},
     {"types", "ragged", "text", "transfers"},
     {"emission", "params", "stopping"},
     {"config", "sequence", "rows"},

@@ -77,7 +77,8 @@ CASES = (
     Case("complete before half a character", (b"wx\xc3", b"\xbcy", "z"), ("x",), 1, "w"),
     Case("half a character is no match", (b"x\xc3", b"\xbcy", "z"), ("xé", "\xc3"), 3, "xüyz", "length"),
     Case("ends in half a character", ("a", ROCKET[:3]), ("ab",), 2, "a" + INCOMPLETE, "length"),
-    Case("what is incomplete does not count", ("a", ROCKET[:3]), (INCOMPLETE,), 2, "a" + INCOMPLETE, "length"),
+    Case("what is incomplete does not count", ("a", ROCKET[:3], ROCKET[3:], "b"), (INCOMPLETE,), 4, "a🚀b", "length"),
+    Case("what is incomplete at the end counts", ("a", ROCKET[:3]), (INCOMPLETE,), 2, "a"),
     Case("what is broken counts", (b"a\xff", "b", "c"), (INCOMPLETE,), 2, "a"),
 )  # fmt: skip
 
