@@ -35,10 +35,10 @@ class Reference:
 def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Call | None:
     """One call of torch's SDPA on a dense batch ``[B, num_kv_heads, context, head_dim]`` with a mask.
 
-    Serves sequences of equal contexts and row counts, without window, soft cap or tree.
+    Serves sequences of equal contexts and row counts, without window, soft cap, sinks or tree.
     """
     contexts, counts = set(batch.seqused_k.tolist()), set(batch.cu_seqlens_q.diff().tolist())
-    special = (scores.sliding_window, scores.softcap, batch.tree_mask)
+    special = (scores.sliding_window, scores.softcap, scores.sinks, batch.tree_mask)
     if len(contexts) != 1 or len(counts) != 1 or any(x is not None for x in special):
         return None
     context, num_rows = contexts.pop(), counts.pop()
@@ -102,7 +102,7 @@ def sort_and_draw(
 
 def attention_in_float64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
     """Return what ``paged_attention`` is by definition, in fp64 throughout; every entry of a context must be finite."""
-    out = torch.empty(query.shape, dtype=torch.float64, device=query.device)
+    out = torch.empty(*query.shape[:2], kv[1].shape[3], dtype=torch.float64, device=query.device)
     starts = batch.cu_seqlens_q.tolist()
     for b, context in enumerate(batch.seqused_k.tolist()):
         pages = batch.block_table[b, : -(-context // kv[0].shape[1])].long()
@@ -113,7 +113,10 @@ def attention_in_float64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedB
         if scores.softcap is not None:
             products = scores.softcap * torch.tanh(products / scores.softcap)
         products.masked_fill_(~_seen(batch, b, context, scores.sliding_window), float("-inf"))
-        heads = torch.einsum("hgrc,chd->rhgd", products.softmax(dim=-1), value)
+        if scores.sinks is not None:
+            column = scores.sinks.double().view(*products.shape[:2], 1, 1).expand(*products.shape[:3], 1)
+            products = torch.cat([products, column], dim=-1)
+        heads = torch.einsum("hgrc,chd->rhgd", products.softmax(dim=-1)[..., :context], value)
         out[starts[b] : starts[b + 1]] = heads.flatten(1, 2)
     return out
 

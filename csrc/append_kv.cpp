@@ -9,10 +9,10 @@ namespace {
 
 void write_row(char* cache, const NewRows& rows, std::int64_t row, const AppendKVArgs& args) {
   const std::int64_t slot = args.slot_mapping[row];
-  char* destination = cache + slot * args.num_kv_heads * args.head_bytes;
+  char* destination = cache + slot * args.num_kv_heads * rows.head_bytes;
   const char* source = rows.data + row * rows.stride_row;
   for (std::int64_t head = 0; head < args.num_kv_heads; ++head) {
-    std::memcpy(destination + head * args.head_bytes, source + head * rows.stride_head, args.head_bytes);
+    std::memcpy(destination + head * rows.head_bytes, source + head * rows.stride_head, rows.head_bytes);
   }
 }
 
@@ -28,7 +28,8 @@ void append_kv(const AppendKVArgs& args) {
   }
   // Waking threads costs about what moving 64 KiB does. Slots differ, but for those of the scratch page, which nobody
   // reads.
-  const bool worth_threads = 2 * args.num_rows * args.num_kv_heads * args.head_bytes > (1 << 16);
+  const std::int64_t row_bytes = args.num_kv_heads * (args.key.head_bytes + args.value.head_bytes);
+  const bool worth_threads = args.num_rows * row_bytes > (1 << 16);
 #pragma omp parallel for num_threads(args.num_threads) if (worth_threads) schedule(static)
   for (std::int64_t row = 0; row < args.num_rows; ++row) {
     write_row(args.key_cache, args.key, row, args);

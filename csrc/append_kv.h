@@ -5,23 +5,23 @@
 
 namespace specdec {
 
-// Rows of one forward, [num_rows, num_kv_heads, head_dim]; strides in bytes, the last axis is contiguous.
+// Rows of one forward, [num_rows, num_kv_heads, head size]; strides in bytes, the last axis is contiguous.
 struct NewRows {
   const char* data;
   std::int64_t stride_row;
   std::int64_t stride_head;
+  std::int64_t head_bytes;
 };
 
 struct AppendKVArgs {
-  char* key_cache;  // [num_slots, num_kv_heads, head_dim], contiguous
-  char* value_cache;
+  char* key_cache;  // [num_slots, num_kv_heads, head size of the key], contiguous
+  char* value_cache;  // the same with the value's
   std::int64_t num_slots;
   NewRows key;
   NewRows value;
   const std::int32_t* slot_mapping;  // [num_rows]
   std::int64_t num_rows;
   std::int64_t num_kv_heads;
-  std::int64_t head_bytes;  // head_dim * element size
   int num_threads;
 };
 

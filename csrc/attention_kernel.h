@@ -133,14 +133,14 @@ SPECDEC_INLINE std::uint64_t load_tile(const PagedAttentionArgs& args, Scratch& 
   using Storage = typename Type::Storage;
   const std::int32_t* pages = args.block_table + task.sequence * args.max_pages;
   const std::int64_t head_dim = args.head_dim, tile = first / kTile * kTile;
-  const auto offset = [&](std::int64_t position) {
+  const auto head_at = [&](std::int64_t position) {
     const std::int64_t slot = pages[position / args.page_size] * args.page_size + position % args.page_size;
-    return (slot * args.num_kv_heads + task.kv_head) * head_dim;
+    return slot * args.num_kv_heads + task.kv_head;
   };
   const Storage* keys[kTile];
   for (std::int64_t j = 0; j < kTile; ++j) {
     // A position outside repeats its neighbour: its score is hidden afterwards, and it is read already.
-    keys[j] = static_cast<const Storage*>(args.key_cache) + offset(std::clamp(tile + j, first, last - 1));
+    keys[j] = static_cast<const Storage*>(args.key_cache) + head_at(std::clamp(tile + j, first, last - 1)) * head_dim;
   }
   for (std::int64_t j = 0; j < kTile; j += 4) {
     std::int64_t d = 0;
@@ -154,19 +154,20 @@ SPECDEC_INLINE std::uint64_t load_tile(const PagedAttentionArgs& args, Scratch& 
       for (int i = 0; i < 4; ++i) scratch.keys[d * kTile + j + i] = Type::load(keys[j + i][d]);
     }
   }
+  const std::int64_t value_dim = args.value_dim;
   std::uint64_t broken = 0;
   for (std::int64_t position = first; position < last; ++position) {
-    const Storage* value = static_cast<const Storage*>(args.value_cache) + offset(position);
-    float* row = scratch.values.data() + (position - tile) * head_dim;
+    const Storage* value = static_cast<const Storage*>(args.value_cache) + head_at(position) * value_dim;
+    float* row = scratch.values.data() + (position - tile) * value_dim;
     float spoilt = 0.0f;  // 0 * x is 0 unless x is infinite or NaN
 #pragma omp simd reduction(+ : spoilt)
-    for (std::int64_t d = 0; d < head_dim; ++d) {
+    for (std::int64_t d = 0; d < value_dim; ++d) {
       row[d] = Type::load(value[d]);
       spoilt += row[d] * 0.0f;
     }
     if (spoilt == 0.0f) continue;
     broken |= std::uint64_t{1} << (position - tile);
-    std::fill_n(row, head_dim, 0.0f);
+    std::fill_n(row, value_dim, 0.0f);
   }
   return broken;
 }
@@ -181,8 +182,8 @@ SPECDEC_INLINE void hide(float* scores, std::uint64_t seen, std::uint64_t broken
 // Fold positions [first, last) of a tile, which is loaded, into all vectors of the task.
 SPECDEC_INLINE void fold_tile(const PagedAttentionArgs& args, Scratch& scratch, const Rows& rows, std::int64_t first,
                               std::int64_t last, std::uint64_t broken) {
-  const std::int64_t head_dim = args.head_dim, group = args.num_heads / args.num_kv_heads;
-  const std::int64_t tile = first / kTile * kTile;
+  const std::int64_t head_dim = args.head_dim, value_dim = args.value_dim;
+  const std::int64_t group = args.num_heads / args.num_kv_heads, tile = first / kTile * kTile;
   const Matrix query{scratch.query.data(), head_dim}, scores{scratch.scores.data(), kTile};
   for (std::int64_t d = 0; d < head_dim; d += kChunk) {
     for (std::int64_t j = 0; j < kTile; j += kVectors * kLanes) {
@@ -205,34 +206,36 @@ SPECDEC_INLINE void fold_tile(const PagedAttentionArgs& args, Scratch& scratch, 
   const auto add_values = [&](std::int64_t d, auto count, auto vector) {
     const float* values = scratch.values.data() + d;
     product_rows<decltype(count)::value, decltype(vector)>(
-        Matrix{scratch.accumulated.data() + d, head_dim}, Start::kScaled, scratch.rescale.data(), scores,
+        Matrix{scratch.accumulated.data() + d, value_dim}, Start::kScaled, scratch.rescale.data(), scores,
         rows.num_vectors, first - tile, last - tile,
-        [values, head_dim](std::int64_t j) { return values + j * head_dim; });
+        [values, value_dim](std::int64_t j) { return values + j * value_dim; });
   };
   std::int64_t d = 0;
-  for (; d + kVectors * kLanes <= head_dim; d += kVectors * kLanes) {
+  for (; d + kVectors * kLanes <= value_dim; d += kVectors * kLanes) {
     add_values(d, std::integral_constant<int, kVectors>{}, Vector{});
   }
-  for (; d + kLanes <= head_dim; d += kLanes) add_values(d, std::integral_constant<int, 1>{}, Vector{});
-  for (; d < head_dim; ++d) add_values(d, std::integral_constant<int, 1>{}, Single{});
+  for (; d + kLanes <= value_dim; d += kLanes) add_values(d, std::integral_constant<int, 1>{}, Vector{});
+  for (; d < value_dim; ++d) add_values(d, std::integral_constant<int, 1>{}, Single{});
 }
 
 template <typename Type>
 void run_task(const PagedAttentionArgs& args, Scratch& scratch, const Task& task) {
   using Storage = typename Type::Storage;
-  const std::int64_t group = args.num_heads / args.num_kv_heads, head_dim = args.head_dim;
+  const std::int64_t group = args.num_heads / args.num_kv_heads;
+  const std::int64_t head_dim = args.head_dim, value_dim = args.value_dim, first_head = task.kv_head * group;
   const std::int64_t begin = args.cu_seqlens_q[task.sequence];
   const std::int64_t prefix = args.seqused_k[task.sequence] - (args.cu_seqlens_q[task.sequence + 1] - begin);
   const Rows rows{begin + task.first_row, prefix, task.first_row, task.num_rows * group};
   for (std::int64_t i = 0; i < rows.num_vectors; ++i) {
     const Storage* query = static_cast<const Storage*>(args.query) +
                            (rows.first_query + i / group) * args.stride_query_row +
-                           (task.kv_head * group + i % group) * args.stride_query_head;
+                           (first_head + i % group) * args.stride_query_head;
     for (std::int64_t d = 0; d < head_dim; ++d) scratch.query[i * head_dim + d] = Type::load(query[d]) * args.scale;
+    // A sink is what the softmax has seen before the first entry: e^(sink - sink) = 1, and no value.
+    scratch.maximum[i] = args.sinks ? sink_of(args, first_head + i % group) : -kInfinity;
+    scratch.sum[i] = args.sinks ? 1.0f : 0.0f;
   }
-  std::fill_n(scratch.accumulated.begin(), rows.num_vectors * head_dim, 0.0f);
-  std::fill_n(scratch.maximum.begin(), rows.num_vectors, -kInfinity);
-  std::fill_n(scratch.sum.begin(), rows.num_vectors, 0.0f);
+  std::fill_n(scratch.accumulated.begin(), rows.num_vectors * value_dim, 0.0f);
   const std::int64_t context = prefix + task.first_row + task.num_rows;  // positions the last row sees at most
   // In a tree a row's position is its depth's; none lies before the first row's.
   const std::int64_t begins = first_visible(args, args.tree_mask ? prefix : prefix + task.first_row);
@@ -243,9 +246,9 @@ void run_task(const PagedAttentionArgs& args, Scratch& scratch, const Task& task
   }
   for (std::int64_t i = 0; i < rows.num_vectors; ++i) {
     Storage* out = static_cast<Storage*>(args.out) +
-                   ((rows.first_query + i / group) * args.num_heads + task.kv_head * group + i % group) * head_dim;
-    for (std::int64_t d = 0; d < head_dim; ++d) {
-      out[d] = Type::store(scratch.accumulated[i * head_dim + d] / scratch.sum[i]);
+                   ((rows.first_query + i / group) * args.num_heads + first_head + i % group) * value_dim;
+    for (std::int64_t d = 0; d < value_dim; ++d) {
+      out[d] = Type::store(scratch.accumulated[i * value_dim + d] / scratch.sum[i]);
     }
   }
 }

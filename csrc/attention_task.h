@@ -35,22 +35,30 @@ struct Rows {
 
 // fp32 working memory of one thread.
 struct Scratch {
-  std::vector<float> query, accumulated;     // [vectors, head_dim]
+  std::vector<float> query;                  // [vectors, head_dim]
+  std::vector<float> accumulated;            // [vectors, value_dim]
   std::vector<float> maximum, sum, rescale;  // [vectors]
   std::vector<float> scores;                 // [vectors, kTile]
   std::vector<float> keys;                   // [head_dim, kTile]
-  std::vector<float> values;                 // [kTile, head_dim]
+  std::vector<float> values;                 // [kTile, value_dim]
 
-  Scratch(std::int64_t group, std::int64_t head_dim)
+  Scratch(std::int64_t group, std::int64_t head_dim, std::int64_t value_dim)
       : query(kRowsPerTask * group * head_dim),
-        accumulated(kRowsPerTask * group * head_dim),
+        accumulated(kRowsPerTask * group * value_dim),
         maximum(kRowsPerTask * group),
         sum(kRowsPerTask * group),
         rescale(kRowsPerTask * group),
         scores(kRowsPerTask * group * kTile),
         keys(kTile * head_dim),
-        values(kTile * head_dim) {}
+        values(kTile * value_dim) {}
 };
+
+// The attention sink of a head.
+inline float sink_of(const PagedAttentionArgs& args, std::int64_t head) {
+  if (args.sinks_dtype == DType::kFloat32) return static_cast<const float*>(args.sinks)[head];
+  const std::uint16_t bits = static_cast<const std::uint16_t*>(args.sinks)[head];
+  return args.sinks_dtype == DType::kFloat16 ? Float16::load(bits) : BFloat16::load(bits);
+}
 
 // First position that a row at `position` sees.
 SPECDEC_INLINE std::int64_t first_visible(const PagedAttentionArgs& args, std::int64_t position) {

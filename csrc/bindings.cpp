@@ -63,20 +63,22 @@ std::array<std::uint32_t, 4> philox4x32(std::array<std::uint32_t, 4> counter, st
 }
 
 void append_kv(std::uintptr_t key_cache, std::uintptr_t value_cache, std::int64_t num_slots,
-               std::array<std::int64_t, 3> key, std::array<std::int64_t, 3> value, std::uintptr_t slot_mapping,
-               std::array<std::int64_t, 3> sizes, int num_threads) {
-  const auto rows = [](const std::array<std::int64_t, 3>& address_and_strides) {
+               std::array<std::int64_t, 4> key, std::array<std::int64_t, 4> value, std::uintptr_t slot_mapping,
+               std::array<std::int64_t, 2> sizes, int num_threads) {
+  const auto rows = [](const std::array<std::int64_t, 4>& address_and_strides) {
     return specdec::NewRows{pointer<const char>(static_cast<std::uintptr_t>(address_and_strides[0])),
-                            address_and_strides[1], address_and_strides[2]};
+                            address_and_strides[1], address_and_strides[2], address_and_strides[3]};
   };
   specdec::append_kv({pointer<char>(key_cache), pointer<char>(value_cache), num_slots, rows(key), rows(value),
-                      pointer<const std::int32_t>(slot_mapping), sizes[0], sizes[1], sizes[2], num_threads});
+                      pointer<const std::int32_t>(slot_mapping), sizes[0], sizes[1], num_threads});
 }
 
+using Sinks = std::pair<std::uintptr_t, int>;  // address, or 0 for none, and dtype
+
 void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<std::uintptr_t, 2> caches,
-                     std::array<std::int64_t, 5> shape, std::array<std::uintptr_t, 3> indices,
+                     std::array<std::int64_t, 6> shape, std::array<std::uintptr_t, 3> indices,
                      std::array<std::int64_t, 2> batch, std::array<std::int64_t, 2> tree_mask,
-                     std::array<double, 3> scores, std::uintptr_t out, int num_threads) {
+                     std::array<double, 3> scores, const Sinks& sinks, std::uintptr_t out, int num_threads) {
   specdec::paged_attention({static_cast<specdec::DType>(dtype),
                             query[3],
                             pointer<const void>(static_cast<std::uintptr_t>(query[0])),
@@ -89,6 +91,7 @@ void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<st
                             shape[2],
                             shape[3],
                             shape[4],
+                            shape[5],
                             pointer<const std::int32_t>(indices[0]),
                             batch[1],
                             pointer<const std::int32_t>(indices[1]),
@@ -99,6 +102,8 @@ void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<st
                             static_cast<float>(scores[0]),
                             static_cast<std::int64_t>(scores[1]),
                             static_cast<float>(scores[2]),
+                            pointer<const void>(sinks.first),
+                            static_cast<specdec::DType>(sinks.second),
                             pointer<void>(out),
                             num_threads});
 }
@@ -243,14 +248,16 @@ void bind_program(py::module_& m) {
            })
       .def("add_attend",
            [](Program& self, std::int64_t layer, std::int64_t num_heads, std::array<std::int64_t, 3> query, int out,
-              std::array<double, 3> scores) {
+              std::array<double, 3> scores, const Sinks& sinks) {
              self.add(specdec::AttendStep{layer,
                                           num_heads,
                                           {static_cast<int>(query[0]), query[1], query[2]},
                                           out,
                                           static_cast<float>(scores[0]),
                                           static_cast<float>(scores[2]),
-                                          static_cast<std::int64_t>(scores[1])});
+                                          static_cast<std::int64_t>(scores[1]),
+                                          pointer<const void>(sinks.first),
+                                          static_cast<specdec::DType>(sinks.second)});
            })
       .def("add_gather", [](Program& self, int in, int out) { self.add(specdec::GatherStep{in, out}); })
       .def(

@@ -93,7 +93,7 @@ void paged_attention(const PagedAttentionArgs& args) {
   const std::int64_t num_tasks = static_cast<std::int64_t>(tasks.size());
 #pragma omp parallel num_threads(args.num_threads) if (num_tasks > 1)
   {
-    Scratch scratch(args.num_heads / args.num_kv_heads, args.head_dim);
+    Scratch scratch(args.num_heads / args.num_kv_heads, args.head_dim, args.value_dim);
 #pragma omp for schedule(dynamic)
     for (std::int64_t i = 0; i < num_tasks; ++i) run(args, scratch, tasks[i]);
   }

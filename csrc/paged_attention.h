@@ -20,13 +20,14 @@ struct PagedAttentionArgs {
   const void* query;  // [num_rows, num_heads, head_dim], strides in elements, last axis contiguous
   std::int64_t stride_query_row;
   std::int64_t stride_query_head;
-  const void* key_cache;  // [num_pages, page_size, num_kv_heads, head_dim], contiguous
-  const void* value_cache;
+  const void* key_cache;    // [num_pages, page_size, num_kv_heads, head_dim], contiguous
+  const void* value_cache;  // [num_pages, page_size, num_kv_heads, value_dim], contiguous
   std::int64_t num_pages;
   std::int64_t page_size;
   std::int64_t num_heads;
   std::int64_t num_kv_heads;
   std::int64_t head_dim;
+  std::int64_t value_dim;
   const std::int32_t* block_table;  // [batch_size, max_pages]
   std::int64_t max_pages;
   const std::int32_t* cu_seqlens_q;  // [batch_size + 1]
@@ -37,7 +38,9 @@ struct PagedAttentionArgs {
   float scale;
   std::int64_t sliding_window;  // 0: none
   float softcap;                // 0: none
-  void* out;                    // [num_rows, num_heads, head_dim], contiguous
+  const void* sinks;            // [num_heads], or null: none
+  DType sinks_dtype;
+  void* out;  // [num_rows, num_heads, value_dim], contiguous
   int num_threads;
 };
 

@@ -159,11 +159,12 @@ void Program::run_append(const AppendStep& step, const Run& run) const {
   const std::int64_t item = item_size(dtype_);
   const std::int64_t plane = forward.num_pages * forward.page_size * kv_.num_kv_heads * kv_.head_dim * item;
   const auto rows = [&](const HeadsView& view) {
-    return NewRows{run.buffers[view.buffer].base + view.offset, run.buffers[view.buffer].row_stride, view.stride_head * item};
+    return NewRows{run.buffers[view.buffer].base + view.offset, run.buffers[view.buffer].row_stride,
+                   view.stride_head * item, kv_.head_dim * item};
   };
   append_kv({forward.kv_cache + 2 * step.layer * plane, forward.kv_cache + (2 * step.layer + 1) * plane,
              forward.num_pages * forward.page_size, rows(step.key), rows(step.value), forward.slot_mapping,
-             forward.num_rows, kv_.num_kv_heads, kv_.head_dim * item, forward.num_threads});
+             forward.num_rows, kv_.num_kv_heads, forward.num_threads});
 }
 
 void Program::run_attend(const AttendStep& step, const Run& run) const {
@@ -182,6 +183,7 @@ void Program::run_attend(const AttendStep& step, const Run& run) const {
                    step.num_heads,
                    kv_.num_kv_heads,
                    kv_.head_dim,
+                   kv_.head_dim,
                    forward.block_table,
                    forward.max_pages,
                    forward.cu_seqlens_q,
@@ -192,6 +194,8 @@ void Program::run_attend(const AttendStep& step, const Run& run) const {
                    step.scale,
                    step.sliding_window,
                    step.softcap,
+                   step.sinks,
+                   step.sinks_dtype,
                    run.buffers[step.out].base,
                    forward.num_threads});
 }

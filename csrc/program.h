@@ -53,6 +53,8 @@ struct AttendStep {
   int out;
   float scale, softcap;         // softcap 0: none
   std::int64_t sliding_window;  // 0: none
+  const void* sinks;            // [num_heads] or null
+  DType sinks_dtype;
 };
 
 struct GatherStep {  // rows whose logits are wanted

@@ -138,7 +138,7 @@ class Append:
         return []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attend:
     """Attend over the pages of a layer."""
 
@@ -149,6 +149,7 @@ class Attend:
     scale: float
     sliding_window: int | None
     softcap: float | None
+    sinks: Tensor | None  # [num_heads], read where they are
 
     @property
     def reads(self) -> list[int]:

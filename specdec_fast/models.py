@@ -51,15 +51,16 @@ def _attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Serve ``transformers``' attention call from the pages; its keys, values and mask are not needed."""
+    """Serve ``transformers``' attention call from the pages; its keys, values and mask are not needed.
+
+    Attention sinks come as ``s_aux``.
+    """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    if kwargs.get("s_aux") is not None:
-        raise UnsupportedModelError(f"layer {layer} uses attention sinks, which paged_attention does not serve.")
     cache = _active_cache.get()
     if sliding_window is None and layer in cache.sliding_layers:
         raise UnsupportedModelError(f"layer {layer} slides its window through the mask alone, which pages have not.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cache.attend(query, layer, Scores(scale, sliding_window, softcap)), None
+    return cache.attend(query, layer, Scores(scale, sliding_window, softcap, kwargs.get("s_aux"))), None
 
 
 AttentionInterface.register(_ATTENTION, _attend)

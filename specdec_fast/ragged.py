@@ -37,20 +37,23 @@ class PagedBatch:
     tree_mask: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scores:
-    """How one layer makes scores of queries and keys.
+    """How one layer makes weights of queries and keys.
 
     Attributes:
         scale: factor on the products, ``head_dim ** -0.5`` for most models.
         sliding_window: a row sees the last so many positions, itself included; None sees all.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma-2, arXiv 2408.00118, section 2).
+        sinks: ``[num_heads]``, in fp32 or the dtype of the queries: one more score per head, neither scaled nor capped,
+            which counts in the softmax's denominator and weighs no value (gpt-oss, arXiv 2508.10925, section 2.1).
 
     """
 
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

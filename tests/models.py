@@ -11,6 +11,7 @@ from transformers import (
     Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -52,6 +53,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mistral-window": MistralConfig(**_GROUPED, sliding_window=7, head_dim=8),
     "gemma2": Gemma2Config(**_GROUPED, sliding_window=5, head_dim=16, attn_logit_softcapping=5.0),
     "phi3": Phi3Config(**_GROUPED),
+    "granite-swa": GraniteSWAConfig(**_GROUPED, sliding_window=7, layer_rope_theta=[1e4] * 3, attention_multiplier=0.3),
     "gpt2": GPT2Config(**_GPT2),
     "gpt-neox": GPTNeoXConfig(**_COMMON),
 }
@@ -60,7 +62,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def tiny_model(architecture: str, seed: int = 0) -> torch.nn.Module:
     """Build a random fp32 model of three layers."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[architecture], dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(CONFIGS[architecture], dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):
+            parameter.data.normal_(std=3.0)  # those of a new model may all be 0
+    return model
 
 
 def truncated_copy(model: torch.nn.Module, num_layers: int) -> torch.nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,21 +35,24 @@ class AttentionCall:
     kv_heads: int
     group: int
     head_dim: int
-    scores: Scores
+    scores: Scores  # without sinks
     reach: int | None  # of a tree's parents; None: chains
     layout: str
     spare: int  # places of the block table, and words of the tree mask, that nobody needs
     dtype: torch.dtype
     seed: int
+    value_dim: int = 0  # 0: as head_dim
+    sinks: torch.dtype | None = None
 
     def make(self, device: torch.device) -> dict[str, Any]:
         g, rows = generator(self.seed), [count for _, count in self.sequences]
         pages = [-(-context // self.page_size) for context, _ in self.sequences]
         table, num_pages = block_table_of(pages, self.spare, g)
-        kv = torch.full((2, num_pages, self.page_size, self.kv_heads, self.head_dim), math.nan, dtype=self.dtype)
+        dims = (self.head_dim, self.value_dim or self.head_dim)
+        kv = torch.full((2, num_pages, self.page_size, self.kv_heads, max(dims)), math.nan, dtype=self.dtype)
         for b, (context, count) in enumerate(self.sequences):
             seen = torch.arange(self._first_seen(context, count), context)
-            entries = torch.randn(2, len(seen), self.kv_heads, self.head_dim, generator=g).to(self.dtype)
+            entries = torch.randn(2, len(seen), self.kv_heads, max(dims), generator=g).to(self.dtype)
             kv[:, table[b, seen // self.page_size].long(), seen % self.page_size] = entries
         query = torch.randn(sum(rows), self.kv_heads * self.group, self.head_dim, generator=g).to(self.dtype)
         mask = None if self.reach is None else tree_mask(rows, self.reach, self.spare, g).to(device)
@@ -61,9 +64,11 @@ class AttentionCall:
             max_seqlen_k=max((context for context, _ in self.sequences), default=0),
             tree_mask=mask,
         )
-        keys, values = kv.to(device)
-        query = laid_out(query.to(device), self.layout)
-        return {"query": query, "kv": (keys, values), "batch": batch, "scores": self.scores}
+        scores = self.scores
+        if self.sinks is not None:
+            scores = replace(scores, sinks=2 * torch.randn(query.shape[1], generator=g).to(self.sinks).to(device))
+        caches = tuple(cache[..., :dim].contiguous().to(device) for cache, dim in zip(kv, dims, strict=True))
+        return {"query": laid_out(query.to(device), self.layout), "kv": caches, "batch": batch, "scores": scores}
 
     def has_rows(self) -> bool:
         return any(rows for _, rows in self.sequences)
@@ -88,7 +93,7 @@ def attention_calls(draw: st.DrawFn, limits: Limits, trees: bool = False) -> Att
     drawn = draw(st.lists(st.tuples(contexts, rows), min_size=draw(st.integers(0, 2)), max_size=limits.batch))
     sequences = tuple((context, min(context, count)) for context, count in drawn)
     kv_heads, spare = draw(st.integers(1, 3)), draw(st.integers(0, 2))
-    head_dim = draw(HEAD_DIMS)
+    head_dim, dtype = draw(HEAD_DIMS), draw(st.sampled_from(limits.dtypes))
     words = -(-max((count for _, count in sequences), default=0) // TREE_MASK_BITS) + spare
     holds_tree = max(1, words * TREE_MASK_BITS)
     windows = st.integers(holds_tree, holds_tree + 40) if trees else st.sampled_from((1, 2, 5, 33, 64, 1000))
@@ -106,6 +111,8 @@ def attention_calls(draw: st.DrawFn, limits: Limits, trees: bool = False) -> Att
         reach=draw(st.sampled_from((0, 1, 4, 100))) if trees else None,
         layout=draw(st.sampled_from(LAYOUTS)),
         spare=spare,
-        dtype=draw(st.sampled_from(limits.dtypes)),
+        dtype=dtype,
         seed=draw(SEEDS),
+        value_dim=draw(st.just(0) | HEAD_DIMS),
+        sinks=draw(st.none() | st.sampled_from((dtype, torch.float32))),
     )

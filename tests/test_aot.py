@@ -94,10 +94,11 @@ def test_report_rejects_a_spill_and_what_does_not_compile():
     assert rows["broken"]["error"]
 
 
-def append_args(heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    cache, rows = torch.empty(3, 4, heads, head_dim, dtype=dtype), torch.empty(2, heads, head_dim, dtype=dtype)
+def append_args(heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    keys, values = (torch.empty(3, 4, heads, dim, dtype=dtype) for dim in (head_dim, value_dim))
+    new = [torch.empty(2, heads, dim, dtype=dtype) for dim in (head_dim, value_dim)]
     slots = torch.tensor([4, 5], dtype=torch.int32)
-    return {"key_cache": cache, "value_cache": cache, "key": rows, "value": rows, "slot_mapping": slots}
+    return {"key_cache": keys, "value_cache": values, "key": new[0], "value": new[1], "slot_mapping": slots}
 
 
 def verify_args(vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -135,7 +136,9 @@ def linear_args(in_features: int, out_features: int, has_bias: bool, dtype: torc
 
 # The sizes that the kernels' variants() name, where the sizes are part of a compilation.
 LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
-    "append_kv_": [lambda dtype: append_args(8, 128, dtype), lambda dtype: append_args(3, 20, dtype)],
+    "append_kv_": [
+        lambda dtype, sizes=sizes: append_args(*sizes, dtype) for sizes in ((8, 128, 128), (3, 20, 20), (16, 192, 128))
+    ],
     "verify_chain": [
         lambda dtype, v=v, args=args: args(v, dtype)
         for args in (verify_args, sampled_args)

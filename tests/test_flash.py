@@ -134,6 +134,8 @@ LIMITS = {
     "fp32": ({"dtype": torch.float32}, r"torch.float32; it takes float16 and bfloat16"),
     "tree": ({"tree": True}, "a tree mask; it takes chains"),
     "page_size": ({"page_size": 16}, "pages of 16; it takes multiples of 256: pass page_size=256"),
+    "value_dim": ({"value_dim": 64}, "values of 64 beside keys of 32; it takes one size"),
+    "sinks": ({"sinks": True}, "attention sinks"),
     "head_dim": ({"head_dim": 20}, "heads of 20; it takes multiples of 8 up to 256"),
 }
 

@@ -33,7 +33,7 @@ def make(op: str, case: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
 def attention_by_hand(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
     """Softmax attention in fp64, position by position, every KV entry looked up through the block table."""
     queries, keys, values = (x.cpu().double().numpy() for x in (query, *kv))
-    out = torch.zeros(query.shape, dtype=torch.float64)
+    out = torch.zeros(*query.shape[:2], values.shape[3], dtype=torch.float64)
     starts, pages, page_size = batch.cu_seqlens_q.tolist(), batch.block_table.tolist(), keys.shape[1]
     for b in range(len(starts) - 1):
         for row in range(starts[b], starts[b + 1]):
@@ -44,8 +44,10 @@ def attention_by_hand(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatc
                 products = [queries[row, head] @ keys[place] * scores.scale for place in places]
                 if scores.softcap is not None:
                     products = [scores.softcap * math.tanh(product / scores.softcap) for product in products]
+                if scores.sinks is not None:
+                    products.append(float(scores.sinks[head]))
                 weights = [math.exp(product - max(products)) for product in products]
-                for place, weight in zip(places, weights, strict=True):
+                for place, weight in zip(places, weights, strict=False):  # no place is the sink's
                     out[row, head] += torch.from_numpy(values[place]) * (weight / sum(weights))
     return out
 
@@ -98,9 +100,9 @@ def append_by_hand(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: T
     for row, slot in enumerate(slot_mapping.tolist()):
         page, offset = divmod(slot, key_cache.shape[1])
         for head in range(key.shape[1]):
-            for i in range(key.shape[2]):
-                key_cache[page, offset, head, i] = key[row, head, i]
-                value_cache[page, offset, head, i] = value[row, head, i]
+            for cache, new in ((key_cache, key), (value_cache, value)):
+                for i in range(new.shape[2]):
+                    cache[page, offset, head, i] = new[row, head, i]
 
 
 def assert_within_rounding(got: Tensor, truth: Tensor, args: dict[str, Any]) -> None:
@@ -129,7 +131,8 @@ def changed(args: dict[str, Any], path: str, change: Callable[[Any], Any]) -> di
 
 # The parameters a backend could forget: without any one of them the same check must fail.
 WINDOWED = [(case, "sliding_window") for case in ("window", "window_decode", "window_softcap")]
-FORGOTTEN = [*WINDOWED, ("softcap", "softcap"), ("window_softcap", "softcap")]
+SINKS = [(case, "sinks") for case in ("sinks", "sinks_fp32", "sinks_window_softcap", "sinks_tree", "wide_values")]
+FORGOTTEN = [*WINDOWED, ("softcap", "softcap"), ("window_softcap", "softcap"), *SINKS]
 
 
 @each_dtype
@@ -277,6 +280,7 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "key_cache_strided": ("key_cache", strided, "contiguous"),
         "key_dtype": ("key", Tensor.bfloat16, "key is torch.bfloat16; expected float32"),
         "key_heads": ("key", lambda x: x[:, :1], r"key has shape \[48, 1, 32\]; expected \[48, 2, 32\]"),
+        "value_heads": ("value", lambda x: x[..., 1:], r"value has shape \[48, 2, 31\]; expected \[48, 2, 32\]"),
         "value_rows": ("value", lambda x: x[1:], r"value has shape \[47, 2, 32\]; expected \[48, 2, 32\]"),
         "slots_dtype": ("slot_mapping", Tensor.long, "slot_mapping is torch.int64; expected int32"),
         "slots_short": ("slot_mapping", lambda x: x[1:], r"slot_mapping has shape \[47\]; expected \[48\]"),
@@ -346,6 +350,7 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "kv_dtype": ("kv", both(Tensor.half), "key cache is torch.float16; expected float32"),
         "kv_head_dim": ("kv", both(lambda x: x[..., :16]), "key cache has shape"),
         "kv_unequal": ("kv", lambda kv: (kv[0], kv[1][1:]), "value cache has shape"),
+        "kv_heads_unequal": ("kv", lambda kv: (kv[0], kv[1][:, :, 1:].contiguous()), "value cache has shape"),
         "kv_strided": ("kv", both(strided), "contiguous"),
         "table_dtype": ("batch.block_table", Tensor.long, "block_table is torch.int64; expected int32"),
         "table_rows": (
@@ -363,6 +368,9 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "rows_understated": ("batch.max_seqlen_q", lambda _: 5, "max_seqlen_q is 5; the largest is 6"),
         "context_understated": ("batch.max_seqlen_k", lambda _: 128, "max_seqlen_k is 128; the largest is 129"),
         "window_zero": ("scores.sliding_window", lambda _: 0, "sliding_window=0; expected None or > 0"),
+        "sinks_short": ("scores.sinks", lambda _: torch.zeros(3), r"sinks has shape \[3\]; expected \[4\]"),
+        "sinks_dtype": ("scores.sinks", lambda _: torch.zeros(4).half(), "sinks is torch.float16; expected float32"),
+        "sinks_strided": ("scores.sinks", lambda _: torch.zeros(8)[::2], "sinks must be contiguous"),
         "softcap_zero": ("scores.softcap", lambda _: 0.0, r"softcap=0\.0; expected None or > 0"),
     },
 }

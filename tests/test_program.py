@@ -223,14 +223,18 @@ def test_hooks_are_not_passed_over():
     assert len(calls) == 2
 
 
-def test_weights_are_read_where_they_are():
-    model = RaggedModel(tiny_model("llama"), resolve(CPU))
-    before = ragged_logits(model)
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("llama", "mlp.up_proj.weight"), ("granite-swa", "self_attn.sinks")]
+)
+def test_weights_are_read_where_they_are(architecture, name):
+    model = RaggedModel(tiny_model(architecture), resolve(CPU))
+    assert model.program is not None, model.why_no_program
+    before, weight = ragged_logits(model), model.model.model.layers[0].get_parameter(name)
     with torch.no_grad():
-        model.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        weight.mul_(1.5)
     assert not torch.equal(ragged_logits(model), before)
     with torch.no_grad():
-        model.model.model.layers[0].mlp.up_proj.weight.div_(1.5)
+        weight.div_(1.5)
     torch.testing.assert_close(ragged_logits(model), before)
 
 

@@ -91,6 +91,8 @@ PIECES = {
     "softcap": _Shape((130, 65), (6, 1), head_dim=16, softcap=2.0),
     "tree": _Shape((150, 64, 70), (9, 3, 40), head_dim=16, tree=True),
     "tree_window": _Shape((150, 70), (9, 32), head_dim=16, tree=True, sliding_window=64),
+    "sinks": _Shape((200, 64, 65), (6, 1, 40), head_dim=16, sinks=True),
+    "narrow_values": _Shape((200, 64, 65), (6, 1, 40), head_dim=24, value_dim=16),
     "no_rows": _Shape((130, 90, 0), (3, 0, 0), head_dim=16),
 }
 
@@ -158,8 +160,10 @@ def test_nothing_of_the_batch_is_compiled_in(monkeypatch):
     [
         _Shape((600,), (3,), heads=4, kv_heads=1, head_dim=128),
         _Shape((40,), (2,), heads=8, kv_heads=1, head_dim=64, tree=True),
+        _Shape((600,), (2,), heads=8, kv_heads=1, head_dim=64, sinks=True),
+        _Shape((40,), (2,), heads=2, kv_heads=2, head_dim=192, value_dim=128),
     ],
-    ids=["split", "tree"],
+    ids=["split", "tree", "sinks", "narrow_values"],
 )
 def test_launches_are_those_compiled_ahead_of_time(shape, monkeypatch):
     known = [(v.kernel, v.constexprs, v.num_warps, v.num_stages, v.max_registers) for v in module.variants()]
@@ -192,6 +196,8 @@ ODD = {
     "group71_dim64": _Shape((40, 9), (3, 1), heads=71, kv_heads=1, head_dim=64),
     "dim256": _Shape((40, 9), (3, 1), heads=2, kv_heads=1, head_dim=256),
     "dim8": _Shape((40, 9), (3, 1), heads=2, kv_heads=1, head_dim=8),
+    "dim192_values128": _Shape((40, 9), (3, 1), heads=2, kv_heads=2, head_dim=192, value_dim=128),
+    "dim8_values80_sinks": _Shape((140, 9), (3, 1), heads=6, kv_heads=2, head_dim=8, value_dim=80, sinks=True),
     "large_cap": _Shape((40, 9), (3, 1), softcap=50.0),
 }
 
@@ -286,7 +292,7 @@ def read_by(args: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[set[
 def test_reads_what_is_seen_and_no_more(name, dtype, small_pieces, monkeypatch):
     shape = PIECES[name]
     args = make(shape, dtype)
-    tile = module.launch_config(dtype, shape.head_dim, 2).constexprs["BLOCK_N"]
+    tile = module.launch_config(dtype, shape.head_dim, shape.head_dim, 2).constexprs["BLOCK_N"]
     slots, places = read_by(args, monkeypatch)
     table, wanted, allowed, known = args["batch"].block_table, set(), set(), set()
     for b, (context, rows) in enumerate(zip(shape.contexts, shape.rows, strict=True)):

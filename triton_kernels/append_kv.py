@@ -1,7 +1,8 @@
 """``append_kv_``: write new K/V rows into pages, keys and values in one launch.
 
-Bytes: every new row is read and written once, ``4 * T * num_kv_heads * head_dim * itemsize`` in all, and 4 bytes of
-slot per row. Grid: (rows, blocks of heads); a program moves the keys and the values of some heads of one row.
+Bytes: every new row is read and written once, ``2 * T * num_kv_heads * (head_dim + value_dim) * itemsize`` in all, and
+4 bytes of slot per row. Grid: (rows, blocks of heads); a program moves keys and values of some heads of one
+row.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _TILE = 2048  # numbers of keys, and as many of values, that one program holds
 @triton.jit
 def _append_kernel(
     key_cache,  # [num_pages * page_size, NUM_HEADS, HEAD_DIM], contiguous
-    value_cache,  # [num_pages * page_size, NUM_HEADS, HEAD_DIM], contiguous
+    value_cache,  # [num_pages * page_size, NUM_HEADS, VALUE_DIM], contiguous
     key,  # [T, NUM_HEADS, HEAD_DIM], the last axis contiguous
-    value,  # [T, NUM_HEADS, HEAD_DIM], the last axis contiguous
+    value,  # [T, NUM_HEADS, VALUE_DIM], the last axis contiguous
     slot_mapping,  # [T] int32
     stride_key_row,
     stride_key_head,
@@ -31,36 +32,39 @@ def _append_kernel(
     stride_value_head,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
     dims = tl.arange(0, BLOCK_DIM)[None, :]  # [1, BLOCK_DIM]
-    inside = (heads < NUM_HEADS) & (dims < HEAD_DIM)
+    inside_key = (heads < NUM_HEADS) & (dims < HEAD_DIM)
+    inside_value = (heads < NUM_HEADS) & (dims < VALUE_DIM)
     slot = tl.load(slot_mapping + row).to(tl.int64)
     # both loads before the first store: their latencies overlap
-    new_key = tl.load(key + row * stride_key_row + heads * stride_key_head + dims, mask=inside)
-    new_value = tl.load(value + row * stride_value_row + heads * stride_value_head + dims, mask=inside)
-    entry = (slot * NUM_HEADS + heads) * HEAD_DIM + dims
-    tl.store(key_cache + entry, new_key, mask=inside)
-    tl.store(value_cache + entry, new_value, mask=inside)
+    new_key = tl.load(key + row * stride_key_row + heads * stride_key_head + dims, mask=inside_key)
+    new_value = tl.load(value + row * stride_value_row + heads * stride_value_head + dims, mask=inside_value)
+    head = slot * NUM_HEADS + heads
+    tl.store(key_cache + head * HEAD_DIM + dims, new_key, mask=inside_key)
+    tl.store(value_cache + head * VALUE_DIM + dims, new_value, mask=inside_value)
 
 
-def _launch(num_heads: int, head_dim: int) -> Launch:
-    block_dim = triton.next_power_of_2(head_dim)
+def _launch(num_heads: int, head_dim: int, value_dim: int) -> Launch:
+    block_dim = triton.next_power_of_2(max(head_dim, value_dim))
     block_heads = triton.next_power_of_2(min(num_heads, max(1, _TILE // block_dim)))
-    constexprs = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_HEADS": block_heads, "BLOCK_DIM": block_dim}
+    sizes = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "VALUE_DIM": value_dim}
+    constexprs = {**sizes, "BLOCK_HEADS": block_heads, "BLOCK_DIM": block_dim}
     return Launch(constexprs, num_warps=max(1, min(4, block_heads * block_dim // 256)))  # 16 bytes of bf16 a thread
 
 
 def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     """Launch the kernel; the contract is the oracle's. Slots are not checked: that would wait for the device."""
     num_rows, num_heads, head_dim = key.shape
-    if key.numel() == 0:
+    if num_rows == 0:
         return
     key, value = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (key, value))
-    launch = _launch(num_heads, head_dim)
+    launch = _launch(num_heads, head_dim, value.shape[2])
     grid = (num_rows, triton.cdiv(num_heads, launch.constexprs["BLOCK_HEADS"]))
     _append_kernel[grid](
         key_cache,
@@ -83,7 +87,7 @@ def variants() -> Iterator[Variant]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         signature = dict.fromkeys(tensors, f"*{TYPE_NAMES[dtype]}") | {"slot_mapping": "*i32"}
         signature |= dict.fromkeys(strides, "i32")
-        for num_heads, head_dim in ((8, 128), (3, 20)):
+        for num_heads, head_dim, value_dim in ((8, 128, 128), (3, 20, 20), (16, 192, 128)):
             aligned = (*tensors, "slot_mapping", *(strides if head_dim % 16 == 0 else ()))
-            name = f"{TYPE_NAMES[dtype]}_{num_heads}x{head_dim}"
-            yield _launch(num_heads, head_dim).variant(name, _append_kernel, signature, aligned)
+            name = f"{TYPE_NAMES[dtype]}_{num_heads}x{head_dim}" + (f"_{value_dim}" if value_dim != head_dim else "")
+            yield _launch(num_heads, head_dim, value_dim).variant(name, _append_kernel, signature, aligned)

@@ -42,6 +42,15 @@ def merge(sums, maximum, total, later_sums, later_maximum, later_total):
 
 
 @triton.jit
+def with_sink(sums, maximum, total, sink):
+    """Combine a softmax state with scores [ROWS] in units of log 2 that no value belongs to."""
+    both = tl.maximum(maximum, sink)
+    weight = tl.exp2(maximum - shift_of(both))
+    total = tl.fma(total, weight, tl.exp2(sink - shift_of(both)))
+    return sums * weight[:, None], total
+
+
+@triton.jit
 def normalised(sums, total):
     """Divide by the total, [ROWS, DIMS]; a row that saw anything not finite becomes NaN throughout.
 

@@ -1,4 +1,5 @@
-"""The inner part of ``paged_attention``: what a tile of query rows sees, and how its softmax takes in tiles of KV.
+"""The inner part of ``paged_attention``: what a tile of query rows sees, how its softmax takes in tiles of KV, and
+where its result goes.
 
 A *pair* is a query row and one head of a KV head's group; pairs of a sequence are numbered row by row.
 """
@@ -8,7 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec_fast.triton_kernels.attention_math import empty_state, finite, popcount, shift_of, tanh
+from specdec_fast.triton_kernels.attention_math import (
+    empty_state,
+    finite,
+    normalised,
+    popcount,
+    shift_of,
+    tanh,
+    with_sink,
+)
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -72,41 +83,43 @@ def _visible(
 
 
 @triton.jit
-def _load_entries(entries, inside, dims, HEAD_DIM: tl.constexpr, PARTIAL: tl.constexpr):
-    """Load [BLOCK_N, BLOCK_D] numbers of a tile of KV; 0 where they are not to be read."""
+def _load_entries(entries, inside, dims, SIZE: tl.constexpr, PARTIAL: tl.constexpr):
+    """Load [BLOCK_N, BLOCK] numbers of a tile of KV; 0 where they are not to be read."""
     if PARTIAL:
-        return tl.load(entries, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    if dims.shape[0] > HEAD_DIM:
-        return tl.load(entries, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(entries, mask=inside[:, None] & (dims < SIZE)[None, :], other=0.0)
+    if dims.shape[0] > SIZE:
+        return tl.load(entries, mask=(dims < SIZE)[None, :], other=0.0)
     return tl.load(entries)
 
 
 @triton.jit
 def _fold(
-    sums, maximum, total,  # the state: [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
+    sums, maximum, total,  # the state: [BLOCK_M, BLOCK_V], [BLOCK_M], [BLOCK_M]
     start, stop,  # positions; start is a multiple of BLOCK_N
     queries,  # [BLOCK_M, BLOCK_D]
     row_position,  # [BLOCK_M]
     tree_row,  # [BLOCK_M] where each row's words begin
-    key_cache, value_cache,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM], from the KV head on
+    key_cache,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM], from the KV head on
+    value_cache,  # [num_pages, PAGE_SIZE, num_kv_heads, VALUE_DIM], from the KV head on
     pages,  # [max_pages] int32
     tree_mask,  # [rows, tree_words] int32, from the tile's first row on
-    tree_words, entry_size, prefix, end, window, inner_scale, score_scale,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SOFTCAP: tl.constexpr, TREE: tl.constexpr, PARTIAL: tl.constexpr,
+    tree_words, num_kv_heads, prefix, end, window, inner_scale, score_scale,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold tiles of KV into a softmax state (arXiv 2205.14135, algorithm 1).
 
     PARTIAL: some rows may not see some of the entries; otherwise every row sees all of them, and nothing is masked.
     """
-    dims = tl.arange(0, BLOCK_D)
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for tile in tl.range(start, stop, BLOCK_N, num_stages=1 if PARTIAL else None, disable_licm=True):
         position = tile + tl.arange(0, BLOCK_N)
         inside = position < end
         page = tl.load(pages + position // PAGE_SIZE, mask=inside if PARTIAL else None)
-        entry = (page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE) * entry_size
-        offsets = entry[:, None] + dims[None, :]
-        keys = _load_entries(key_cache + offsets, inside, dims, HEAD_DIM, PARTIAL)
+        head = (page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE) * num_kv_heads
+        key_at = key_cache + (head * HEAD_DIM)[:, None] + dims[None, :]
+        value_at = value_cache + (head * VALUE_DIM)[:, None] + value_dims[None, :]
+        keys = _load_entries(key_at, inside, dims, HEAD_DIM, PARTIAL)
         products = tl.dot(queries, keys.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if SOFTCAP:
             products = tanh(products * inner_scale)
@@ -115,7 +128,7 @@ def _fold(
         if PARTIAL:
             # A value that is not finite must not reach the rows that do not see it, as 0 * NaN; so it is not loaded
             # again, and the rows that do see it get a score that spoils them.
-            values = _load_entries(value_cache + offsets, inside, dims, HEAD_DIM, PARTIAL)
+            values = _load_entries(value_at, inside, value_dims, VALUE_DIM, PARTIAL)
             usable = inside & (tl.max(tl.where(finite(values), 0, 1), axis=1) == 0)
             products = tl.where((inside != usable)[None, :], float("nan"), products)
             visible = _visible(tree_mask, tree_row, tree_words, tile, row_position, prefix, window, BLOCK_N, TREE)
@@ -127,7 +140,7 @@ def _fold(
             weights = tl.where(visible, weights, 0.0)
         rescale = tl.exp2(maximum - shift)
         total = tl.fma(total, rescale, tl.sum(weights, axis=1))
-        values = _load_entries(value_cache + offsets, usable, dims, HEAD_DIM, PARTIAL)
+        values = _load_entries(value_at, usable, value_dims, VALUE_DIM, PARTIAL)
         sums = tl.dot(weights.to(values.dtype), values, sums * rescale[:, None], input_precision="ieee")
         maximum = later_maximum
     return sums, maximum, total
@@ -138,14 +151,14 @@ def reduce_piece(
     start, stop,  # the part of the piece that any row sees; start is a multiple of BLOCK_N
     all_begin, all_end,  # positions that every row sees
     queries, row_position, tree_row, key_cache, value_cache, pages, tree_mask,
-    tree_words, entry_size, prefix, end, window, inner_scale, score_scale,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
+    tree_words, num_kv_heads, prefix, end, window, inner_scale, score_scale,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax state of one piece of the context, reduced from scratch; the arguments are those of _fold."""
     full_stop = tl.maximum(tl.minimum(stop, all_end // BLOCK_N * BLOCK_N), start)
     full_start = tl.minimum(tl.maximum(start, tl.cdiv(all_begin, BLOCK_N) * BLOCK_N), full_stop)
-    sums, maximum, total = empty_state(BLOCK_M, BLOCK_D)
+    sums, maximum, total = empty_state(BLOCK_M, BLOCK_V)
     for phase in range(2):  # the edge of the window and what every row sees; then the newest entries
         for part in tl.static_range(2):
             if part == 0:
@@ -154,7 +167,46 @@ def reduce_piece(
                 first, last = full_start, tl.where(phase == 0, full_stop, full_start)
             sums, maximum, total = _fold(
                 sums, maximum, total, first, last, queries, row_position, tree_row, key_cache, value_cache, pages,
-                tree_mask, tree_words, entry_size, prefix, end, window, inner_scale, score_scale,
-                HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, SOFTCAP, TREE, PARTIAL=part == 0,
+                tree_mask, tree_words, num_kv_heads, prefix, end, window, inner_scale, score_scale,
+                HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, SOFTCAP, TREE, PARTIAL=part == 0,
             )  # fmt: skip
     return sums, maximum, total
+
+
+@triton.jit
+def result_of(sums, maximum, total, sinks, head, SINKS: tl.constexpr):
+    """Return the output of a softmax state: [PAIRS, BLOCK_V]; ``head``: [PAIRS]."""
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
+        sums, total = with_sink(sums, maximum, total, sink)
+    return normalised(sums, total)
+
+
+@triton.jit
+def store_tile(
+    sums, maximum, total,  # the state: [BLOCK_M, BLOCK_V], [BLOCK_M], [BLOCK_M]
+    sinks, out, partial_sums, partial_states, cu_seqlens_q, seqused_k,  # as in the kernel
+    sequence, first_pair, kv_head, num_heads, num_splits, window,
+    VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, TREE: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's result, or its state if the context is split."""
+    # Once more from memory: what would stay in registers throughout the loops would spill.
+    first_query, num_rows, _, first_row, last_row, _, _ = tile_of(
+        cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE
+    )
+    pair, dims = first_pair + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_V)
+    inside = pair < num_rows * GROUP
+    mask = inside[:, None] & (dims < VALUE_DIM)[None, :]
+    # Where the tile's first row is written; the others lie near, so that their distances fit int32.
+    at = (first_query + first_row).to(tl.int64) * num_heads + kv_head * GROUP
+    distance = (tl.minimum(pair // GROUP, last_row) - first_row) * num_heads + pair % GROUP
+    if num_splits > 0:
+        at, distance = at * num_splits + tl.program_id(1), distance * num_splits
+        partial_states += at * 2
+        tl.store(partial_sums + at * VALUE_DIM + (distance * VALUE_DIM)[:, None] + dims[None, :], sums, mask=mask)
+        tl.store(partial_states + distance * 2, maximum, mask=inside)
+        tl.store(partial_states + distance * 2 + 1, total, mask=inside)
+    else:
+        result = result_of(sums, maximum, total, sinks, kv_head * GROUP + pair % GROUP, SINKS).to(out.dtype.element_ty)
+        tl.store(out + at * VALUE_DIM + (distance * VALUE_DIM)[:, None] + dims[None, :], result, mask=mask)

@@ -1,8 +1,9 @@
 """``paged_attention``: causal attention of ragged query rows over a paged KV cache, the verify step's heart.
 
 A tile of (query row, head of the group) pairs shares what it reads of one KV head: all pairs of a verify step are one
-tile, or few. Bytes: every KV entry that a tile's rows see is read once, ``2 * num_kv_heads * head_dim * itemsize`` for
-all heads; queries and output once; if contexts are split, ``8 * head_dim`` and 16 more per pair and piece.
+tile, or few. Bytes: every KV entry that a tile's rows see is read once, ``num_kv_heads * (head_dim + value_dim) *
+itemsize`` for all heads; queries and output once; if contexts are split, ``8 * value_dim`` and 16 more per pair and
+piece.
 Grid: (sequences x tiles x KV heads, pieces of the context or 1); and if split (sequences x groups of pairs x KV heads).
 
 A row's bits depend on its own context alone. Tiles of KV stand at absolute positions and are reduced from scratch in
@@ -22,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_fast.ragged import PagedBatch, Scores
-from specdec_fast.triton_kernels.attention_math import empty_state, merge, normalised
-from specdec_fast.triton_kernels.attention_tile import depth_of, reduce_piece, tile_of
+from specdec_fast.triton_kernels.attention_math import empty_state, merge
+from specdec_fast.triton_kernels.attention_tile import depth_of, reduce_piece, result_of, store_tile, tile_of
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 PIECE = 512  # positions; like the tiles' sizes it defines a row's bits
@@ -39,55 +40,28 @@ _BATCH_NUMBERS = (
     *("stride_query_row", "stride_query_head", "num_kv_heads", "max_pages"),
     *("max_tiles", "num_splits", "tree_words", "window"),
 )
-_UNSPECIALISED = (*_BATCH_TENSORS, *_BATCH_NUMBERS)
-
-
-@triton.jit
-def _store(
-    sums, maximum, total,  # the state: [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
-    out, partial_sums, partial_states, cu_seqlens_q, seqused_k,  # as in the kernel
-    sequence, first_pair, kv_head, num_heads, num_splits, window,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, TREE: tl.constexpr,
-):  # fmt: skip
-    """Write a tile's result, or its state if the context is split."""
-    # Once more from memory: what would stay in registers throughout the loops would spill.
-    first_query, num_rows, _, first_row, last_row, _, _ = tile_of(
-        cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE
-    )
-    pair, dims = first_pair + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    inside = pair < num_rows * GROUP
-    mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
-    # Where the tile's first row is written; the others lie near, so that their distances fit int32.
-    at = (first_query + first_row).to(tl.int64) * num_heads + kv_head * GROUP
-    distance = (tl.minimum(pair // GROUP, last_row) - first_row) * num_heads + pair % GROUP
-    if num_splits > 0:
-        at, distance = at * num_splits + tl.program_id(1), distance * num_splits
-        partial_states += at * 2
-        tl.store(partial_sums + at * HEAD_DIM + (distance * HEAD_DIM)[:, None] + dims[None, :], sums, mask=mask)
-        tl.store(partial_states + distance * 2, maximum, mask=inside)
-        tl.store(partial_states + distance * 2 + 1, total, mask=inside)
-    else:
-        result = normalised(sums, total).to(out.dtype.element_ty)
-        tl.store(out + at * HEAD_DIM + (distance * HEAD_DIM)[:, None] + dims[None, :], result, mask=mask)
+_UNSPECIALISED = (*_BATCH_TENSORS, *_BATCH_NUMBERS, "sinks")  # sinks: one number each, wherever they stand
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _attention_kernel(
     query,  # [T, num_heads, HEAD_DIM], the last axis contiguous
     key_cache,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM], contiguous
-    value_cache,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM], contiguous
+    value_cache,  # [num_pages, PAGE_SIZE, num_kv_heads, VALUE_DIM], contiguous
     block_table,  # [B, max_pages] int32
     cu_seqlens_q,  # [B + 1] int32
     seqused_k,  # [B] int32
     tree_mask,  # [T, tree_words] int32; read if TREE
-    out,  # [T, num_heads, HEAD_DIM], contiguous; written if not split
-    partial_sums,  # [T, num_heads, num_splits, HEAD_DIM] fp32; written if split
+    sinks,  # [num_heads]; read if SINKS
+    out,  # [T, num_heads, VALUE_DIM], contiguous; written if not split
+    partial_sums,  # [T, num_heads, num_splits, VALUE_DIM] fp32; written if split
     partial_states,  # [T, num_heads, num_splits, 2] fp32, maximum and total; written if split
     stride_query_row, stride_query_head, num_kv_heads, max_pages,
     max_tiles, num_splits,  # tiles of the sequence that has most; pieces of the tile that has most, 0: not split
     tree_words, window, inner_scale, score_scale,  # fp32: products to soft cap, what then enters the softmax to log 2
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, PIECE: tl.constexpr, ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     kv_head, place = (tl.program_id(0) % num_kv_heads).to(tl.int64), tl.program_id(0) // num_kv_heads
     sequence = (place // max_tiles).to(tl.int64)
@@ -111,33 +85,34 @@ def _attention_kernel(
     tree_mask += (first_query + first_row).to(tl.int64) * tree_words
     row_position = prefix + (depth_of(tree_mask, tree_row, tree_words) if TREE else row)
 
-    sums, maximum, total = empty_state(BLOCK_M, BLOCK_D)
+    sums, maximum, total = empty_state(BLOCK_M, BLOCK_V)
     for index in range(piece, last_piece + 1):
         sums_of_piece, maximum_of_piece, total_of_piece = reduce_piece(
             tl.maximum(index * PIECE, begin // BLOCK_N * BLOCK_N), tl.minimum(index * PIECE + PIECE, end),
             tl.maximum(prefix + last_row - window + 1, 0), prefix if TREE else prefix + first_row + 1,
-            queries, row_position, tree_row, key_cache + kv_head * HEAD_DIM, value_cache + kv_head * HEAD_DIM,
-            block_table + sequence * max_pages, tree_mask, tree_words, num_kv_heads.to(tl.int64) * HEAD_DIM, prefix,
-            end, window, inner_scale, score_scale, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, TREE,
+            queries, row_position, tree_row, key_cache + kv_head * HEAD_DIM, value_cache + kv_head * VALUE_DIM,
+            block_table + sequence * max_pages, tree_mask, tree_words, num_kv_heads, prefix, end, window, inner_scale,
+            score_scale, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, SOFTCAP, TREE,
         )  # fmt: skip
         sums, maximum, total = merge(sums, maximum, total, sums_of_piece, maximum_of_piece, total_of_piece)
 
-    _store(
-        sums, maximum, total, out, partial_sums, partial_states, cu_seqlens_q, seqused_k, sequence, first_pair, kv_head,
-        num_kv_heads * GROUP, num_splits, window, HEAD_DIM, GROUP, BLOCK_M, BLOCK_D, TREE,
+    store_tile(
+        sums, maximum, total, sinks, out, partial_sums, partial_states, cu_seqlens_q, seqused_k, sequence, first_pair,
+        kv_head, num_kv_heads * GROUP, num_splits, window, VALUE_DIM, GROUP, BLOCK_M, BLOCK_V, TREE, SINKS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _merge_kernel(
-    partial_sums,  # [T, num_heads, num_splits, HEAD_DIM] fp32
+    partial_sums,  # [T, num_heads, num_splits, VALUE_DIM] fp32
     partial_states,  # [T, num_heads, num_splits, 2] fp32: maximum, total
     cu_seqlens_q,  # [B + 1] int32
     seqused_k,  # [B] int32
-    out,  # [T, num_heads, HEAD_DIM], contiguous
+    sinks,  # [num_heads]; read if SINKS
+    out,  # [T, num_heads, VALUE_DIM], contiguous
     num_kv_heads, max_tiles, num_splits, window,  # tiles of PAIRS here
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    PIECE: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr,
+    VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+    PIECE: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     kv_head, place = (tl.program_id(0) % num_kv_heads).to(tl.int64), tl.program_id(0) // num_kv_heads
     sequence, first_pair = (place // max_tiles).to(tl.int64), place % max_tiles * PAIRS
@@ -147,38 +122,42 @@ def _merge_kernel(
     )
     if first_pair >= num_rows * GROUP:
         return
-    pair, dims = first_pair + tl.arange(0, PAIRS), tl.arange(0, BLOCK_D)
+    pair, dims = first_pair + tl.arange(0, PAIRS), tl.arange(0, BLOCK_V)
     inside = pair < num_rows * GROUP
-    mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
-    out_at = (first_query + pair // GROUP).to(tl.int64) * (num_kv_heads * GROUP) + kv_head * GROUP + pair % GROUP
-    sums, maximum, total = empty_state(PAIRS, BLOCK_D)
+    mask = inside[:, None] & (dims < VALUE_DIM)[None, :]
+    head = kv_head * GROUP + pair % GROUP
+    out_at = (first_query + pair // GROUP).to(tl.int64) * (num_kv_heads * GROUP) + head
+    sums, maximum, total = empty_state(PAIRS, BLOCK_V)
     for split in range((end - 1) // PIECE - begin // PIECE + 1):
         at = out_at * num_splits + split
-        later_sums = tl.load(partial_sums + (at * HEAD_DIM)[:, None] + dims[None, :], mask=mask, other=0.0)
+        later_sums = tl.load(partial_sums + (at * VALUE_DIM)[:, None] + dims[None, :], mask=mask, other=0.0)
         later_maximum = tl.load(partial_states + at * 2, mask=inside, other=float("-inf"))
         later_total = tl.load(partial_states + at * 2 + 1, mask=inside, other=0.0)
         sums, maximum, total = merge(sums, maximum, total, later_sums, later_maximum, later_total)
-    result = normalised(sums, total).to(out.dtype.element_ty)
-    tl.store(out + (out_at * HEAD_DIM)[:, None] + dims[None, :], result, mask=mask)
+    result = result_of(sums, maximum, total, sinks, head, SINKS).to(out.dtype.element_ty)
+    tl.store(out + (out_at * VALUE_DIM)[:, None] + dims[None, :], result, mask=mask)
 
 
-def launch_config(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
+def launch_config(dtype: torch.dtype, head_dim: int, value_dim: int, group: int) -> Launch:
     """Choose tiles and warps: by nothing of the batch, for they define a row's bits.
 
     Found by compiling: larger tiles spill registers. Five stages keep a tile of KV under way while another is worked
     on, and the page numbers of a third; the 64 KiB of shared memory of an AMD device have room for two.
     """
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    larger = max(block_d, block_v)
     if dtype == torch.float32:
-        block_m, block_n, num_warps, num_stages = 32 if block_d <= 64 else 16, 16, 4 if block_d <= 128 else 8, 2
+        block_m, block_n, num_warps, num_stages = 32 if larger <= 64 else 16, 16, 4 if larger <= 128 else 8, 2
     else:
-        block_m, block_n, num_warps, num_stages = 32, 64 if block_d <= 64 else 32, 4 if block_d <= 128 else 8, 5
+        block_m, block_n, num_warps, num_stages = 32, 64 if larger <= 64 else 32, 4 if larger <= 128 else 8, 5
     constexprs = {
         "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
         "GROUP": group,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
         "PIECE": PIECE,
         "ALIGNMENT": _alignment(dtype, head_dim),
     }
@@ -196,11 +175,11 @@ def _with(launch: Launch, **flags: int) -> Launch:
     return replace(launch, constexprs={**launch.constexprs, **flags})
 
 
-def _merge_launch(launch: Launch, tree: bool) -> Launch:
-    """Return the launch of the second kernel that goes with one of the first."""
-    shared = ("HEAD_DIM", "GROUP", "BLOCK_M", "BLOCK_D", "PIECE")
+def _merge_launch(launch: Launch) -> Launch:
+    """Return the launch of the second kernel that goes with one of the first, flags included."""
+    shared = ("VALUE_DIM", "GROUP", "BLOCK_M", "BLOCK_V", "PIECE", "TREE", "SINKS")
     constexprs = {name: launch.constexprs[name] for name in shared}
-    return Launch({**constexprs, "PAIRS": _MERGED_PAIRS, "TREE": tree}, num_warps=4, num_stages=2)
+    return Launch({**constexprs, "PAIRS": _MERGED_PAIRS}, num_warps=4, num_stages=2)
 
 
 def _aligned(query: Tensor) -> Tensor:
@@ -221,19 +200,21 @@ def _num_splits(batch: PagedBatch, window: int, num_tiles: int, rows_of_tile: in
 
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
     """Launch one kernel, or two if contexts are split; the contract is the oracle's. Pages are not checked."""
-    (num_rows, num_heads, head_dim), num_kv_heads = query.shape, kv[0].shape[2]
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    (num_rows, num_heads, head_dim), (num_kv_heads, value_dim) = query.shape, kv[1].shape[2:]
+    out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     if out.numel() == 0:
         return out
-    group, tree = num_heads // num_kv_heads, batch.tree_mask is not None
-    launch = launch_config(query.dtype, head_dim, group)
+    group, tree, sinks = num_heads // num_kv_heads, batch.tree_mask is not None, scores.sinks
+    launch = launch_config(query.dtype, head_dim, value_dim, group)
+    launch = _with(launch, SOFTCAP=scores.softcap is not None, TREE=tree, SINKS=sinks is not None)
+    sinks = query if sinks is None else sinks
     block_m = launch.constexprs["BLOCK_M"]
     max_tiles = triton.cdiv(batch.max_seqlen_q * group, block_m)
     columns = batch.seqused_k.numel() * num_kv_heads
     window = min(scores.sliding_window or _NO_WINDOW, _NO_WINDOW)
     rows_of_tile = triton.cdiv(block_m, group) + 1
-    num_splits = _num_splits(batch, window, columns * max_tiles, rows_of_tile, 4 * query.numel())
-    partial_sums = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=query.device)
+    num_splits = _num_splits(batch, window, columns * max_tiles, rows_of_tile, 4 * out.numel())
+    partial_sums = torch.empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32, device=query.device)
     partial_states = torch.empty(num_rows, num_heads, num_splits, 2, dtype=torch.float32, device=query.device)
     query = _aligned(query)
     _attention_kernel[columns * max_tiles, max(1, num_splits)](
@@ -243,6 +224,7 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         batch.cu_seqlens_q,
         batch.seqused_k,
         batch.seqused_k if batch.tree_mask is None else batch.tree_mask,
+        sinks,
         out,
         partial_sums,
         partial_states,
@@ -255,16 +237,31 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         window,
         scores.scale / (scores.softcap or 1.0),
         _LOG2_E * (scores.softcap or scores.scale),
-        **_with(launch, PAGE_SIZE=kv[0].shape[1], SOFTCAP=scores.softcap is not None, TREE=tree).options,
+        **_with(launch, PAGE_SIZE=kv[0].shape[1]).options,
     )
     if num_splits:
         max_tiles = triton.cdiv(batch.max_seqlen_q * group, _MERGED_PAIRS)
         lengths = (batch.cu_seqlens_q, batch.seqused_k)
         sizes = (num_kv_heads, max_tiles, num_splits, window)
         _merge_kernel[(columns * max_tiles,)](
-            partial_sums, partial_states, *lengths, out, *sizes, **_merge_launch(launch, tree).options
+            partial_sums, partial_states, *lengths, sinks, out, *sizes, **_merge_launch(launch).options
         )
     return out
+
+
+# head size of keys and of values, group, page size, flags
+_USUAL = (
+    (64, 64, 1, 16, {}),
+    (64, 64, 8, 16, {"TREE": True}),
+    (64, 64, 8, 16, {"SINKS": True}),
+    (80, 80, 1, 1, {}),
+    (128, 128, 4, 16, {}),
+    (128, 128, 8, 256, {"SOFTCAP": True, "TREE": True}),
+    (192, 128, 1, 16, {}),
+    (192, 128, 16, 16, {"SINKS": True}),
+    (96, 64, 1, 16, {}),
+    (256, 256, 2, 16, {"SOFTCAP": True}),
+)
 
 
 def variants() -> Iterator[Variant]:
@@ -273,19 +270,14 @@ def variants() -> Iterator[Variant]:
     lengths, partials = ("block_table", "cu_seqlens_q", "seqused_k", "tree_mask"), ("partial_sums", "partial_states")
     for dtype, kind in TYPE_NAMES.items():
         pointers = ("query", "key_cache", "value_cache", "out")
-        types = dict.fromkeys(pointers, f"*{kind}") | dict.fromkeys(lengths, "*i32") | dict.fromkeys(partials, "*fp32")
-        for head_dim, group, page_size, softcap, tree in (
-            (64, 1, 16, False, False),
-            (64, 8, 16, False, True),
-            (80, 1, 1, False, False),
-            (128, 4, 16, False, False),
-            (128, 8, 256, True, True),
-            (256, 2, 16, True, False),
-        ):
-            launch = launch_config(dtype, head_dim, group)
-            flagged = _with(launch, PAGE_SIZE=page_size, SOFTCAP=softcap, TREE=tree)
-            name = f"{kind}_dim{head_dim}_group{group}{'_softcap' * softcap}{'_tree' * tree}"
-            yield flagged.variant(name, _attention_kernel, types | numbers, (*pointers, *partials))
-        arguments = {name: kind for name, kind in (types | numbers).items() if name in _merge_kernel.arg_names}
-        launch = _merge_launch(launch_config(dtype, 128, 4), tree=False)
-        yield launch.variant(f"{kind}_merge", _merge_kernel, arguments, (*partials, "out"))
+        types = dict.fromkeys((*pointers, "sinks"), f"*{kind}") | dict.fromkeys(lengths, "*i32") | numbers
+        types |= dict.fromkeys(partials, "*fp32")
+        merging = {name: kind for name, kind in types.items() if name in _merge_kernel.arg_names}
+        for head_dim, value_dim, group, page_size, flags in _USUAL:
+            launch = _with(launch_config(dtype, head_dim, value_dim, group), SOFTCAP=False, TREE=False, SINKS=False)
+            launch = _with(launch, **flags)
+            dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}_{value_dim}"
+            name = "_".join((kind, f"dim{dims}", f"group{group}", *(flag.lower() for flag in flags)))
+            yield _with(launch, PAGE_SIZE=page_size).variant(name, _attention_kernel, types, (*pointers, *partials))
+            if name in (f"{kind}_dim128_group4", f"{kind}_dim64_group8_sinks"):
+                yield _merge_launch(launch).variant(f"{name}_merge", _merge_kernel, merging, (*partials, "out"))

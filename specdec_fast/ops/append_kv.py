@@ -16,11 +16,11 @@ from specdec_fast.ops.registry import Case, Op
 def _check(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     device, dtype = key_cache.device, (key_cache.dtype,)
     expect_tensor("key_cache", key_cache, (None,) * 4, FLOATS, device)
-    expect_tensor("value_cache", value_cache, tuple(key_cache.shape), dtype, device)
-    rows = (key.shape[0], *key_cache.shape[2:])
-    expect_tensor("key", key, rows, dtype, device)
-    expect_tensor("value", value, rows, dtype, device)
-    expect_tensor("slot_mapping", slot_mapping, rows[:1], (torch.int32,), device)
+    expect_tensor("value_cache", value_cache, (*key_cache.shape[:3], None), dtype, device)
+    num_rows = key.shape[0]
+    expect_tensor("key", key, (num_rows, *key_cache.shape[2:]), dtype, device)
+    expect_tensor("value", value, (num_rows, *value_cache.shape[2:]), dtype, device)
+    expect_tensor("slot_mapping", slot_mapping, (num_rows,), (torch.int32,), device)
     expect(
         all(x.is_contiguous() for x in (key_cache, value_cache, slot_mapping)),
         "key_cache, value_cache and slot_mapping must be contiguous.",
@@ -34,8 +34,12 @@ def _make(
     dtype: torch.dtype,
     device: torch.device,
     fused: bool = False,
+    value_dim: int | None = None,
 ) -> dict[str, Any]:
-    """Random caches and rows; ``fused``: values are a slice of one projection's output, keys are not."""
+    """Random caches and rows; ``fused``: values are a slice of one projection's output, keys are not.
+
+    ``value_dim`` numbers of a value's head are kept, all by default.
+    """
     page_size, heads, head_dim = shape
     num_pages = rows // page_size + 3
     caches = torch.randn(2, num_pages, page_size, heads, head_dim, generator=generator).to(dtype)
@@ -46,9 +50,9 @@ def _make(
     slots = torch.randperm((num_pages - 1) * page_size, generator=generator)[:rows] + page_size  # page 0 is scratch
     return {
         "key_cache": caches[0].to(device),
-        "value_cache": caches[1].to(device),
+        "value_cache": caches[1, ..., :value_dim].contiguous().to(device),
         "key": new[0].transpose(0, 1).to(device),
-        "value": value.to(device),
+        "value": value[..., :value_dim].to(device),
         "slot_mapping": slots.to(torch.int32).to(device),
     }
 
@@ -63,6 +67,10 @@ def _cases() -> Iterator[Case]:
     )
     for name, why, rows, shape in grid:
         yield Case(name, why, partial(_make, rows, shape))
+    sizes = {"wider_keys": ((16, 2, 48), 32), "odd_sizes": ((8, 3, 24), 7)}
+    for name, (shape, value_dim) in sizes.items():
+        why = "keys and values of different head sizes"
+        yield Case(name, why, partial(_make, 21, shape, fused=True, value_dim=value_dim))
     yield Case("fused_projection", "values of other strides than keys", partial(_make, 21, (16, 2, 32), fused=True))
 
 

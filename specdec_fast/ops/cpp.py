@@ -16,16 +16,17 @@ DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType i
 
 def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     """Run ``csrc/append_kv.cpp``; the contract is the oracle's."""
-    num_pages, page_size, num_kv_heads, head_dim = key_cache.shape
+    num_pages, page_size, num_kv_heads, _ = key_cache.shape
     item = key_cache.element_size()
     new_rows = [rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (key, value)]
+    sizes = [(rows.stride(0) * item, rows.stride(1) * item, rows.shape[2] * item) for rows in new_rows]
     _C.append_kv(
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         num_pages * page_size,
-        *((rows.data_ptr(), rows.stride(0) * item, rows.stride(1) * item) for rows in new_rows),
+        *((rows.data_ptr(), *strides) for rows, strides in zip(new_rows, sizes, strict=True)),
         slot_mapping.data_ptr(),
-        (key.shape[0], num_kv_heads, head_dim * item),
+        (key.shape[0], num_kv_heads),
         torch.get_num_threads(),
     )
 
@@ -34,18 +35,19 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     """Run ``csrc/paged_attention.cpp``; the contract is the oracle's."""
     if query.stride(-1) != 1:
         query = query.contiguous()
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     num_pages, page_size, num_kv_heads, head_dim = kv[0].shape
-    tree_mask = batch.tree_mask
+    value_dim, tree_mask, sinks = kv[1].shape[3], batch.tree_mask, scores.sinks
+    out = torch.empty(*query.shape[:2], value_dim, dtype=query.dtype, device=query.device)
     _C.paged_attention(
         DTYPE_CODES[query.dtype],
         (query.data_ptr(), query.stride(0), query.stride(1), query.shape[0]),
         (kv[0].data_ptr(), kv[1].data_ptr()),
-        (num_pages, page_size, query.shape[1], num_kv_heads, head_dim),
+        (num_pages, page_size, query.shape[1], num_kv_heads, head_dim, value_dim),
         (batch.block_table.data_ptr(), batch.cu_seqlens_q.data_ptr(), batch.seqused_k.data_ptr()),
         tuple(batch.block_table.shape),
         (0, 0) if tree_mask is None else (tree_mask.data_ptr(), tree_mask.shape[1]),
         (scores.scale, scores.sliding_window or 0, scores.softcap or 0.0),
+        (0, 0) if sinks is None else (sinks.data_ptr(), DTYPE_CODES[sinks.dtype]),
         out.data_ptr(),
         torch.get_num_threads(),
     )

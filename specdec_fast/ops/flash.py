@@ -32,7 +32,7 @@ def _package() -> Callable[..., Tensor] | None:
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
     """Run FlashAttention; the contract is the oracle's, less what a BackendError names."""
     package = _package()
-    _expect_served(query, kv[0].shape[1], batch, scores, package is not None)
+    _expect_served(query, kv, batch, scores, package is not None)
     if query.numel() == 0:
         return torch.empty_like(query)
     # Both ends count from a row's own position, which they include.
@@ -100,14 +100,18 @@ def _right_aligned(batch: PagedBatch, num_rows: int) -> Tensor | None:
     return torch.arange(num_rows, device=shifts.device) + shifts
 
 
-def _expect_served(query: Tensor, page_size: int, batch: PagedBatch, scores: Scores, package: bool) -> None:
+def _expect_served(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores, package: bool) -> None:
     """Raise a BackendError for what FlashAttention has not got."""
     takes_any_page = not package and attention.current_flash_attention_impl() is not None
-    head_dim, limits = query.shape[2], []
+    head_dim, value_dim, page_size, limits = query.shape[2], kv[1].shape[3], kv[0].shape[1], []
     if query.dtype not in (torch.float16, torch.bfloat16):
         limits.append(f"{query.dtype}; it takes float16 and bfloat16")
     if head_dim % 8 != 0 or head_dim > 256:
         limits.append(f"heads of {head_dim}; it takes multiples of 8 up to 256")
+    if head_dim != value_dim:
+        limits.append(f"values of {value_dim} beside keys of {head_dim}; it takes one size")
+    if scores.sinks is not None:
+        limits.append("attention sinks")
     if batch.tree_mask is not None:
         limits.append("a tree mask; it takes chains")
     if scores.softcap is not None and not package:

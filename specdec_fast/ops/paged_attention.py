@@ -20,7 +20,7 @@ def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: 
     key_cache, value_cache = kv
     expect_tensor("query", query, (None,) * 3, FLOATS, device)
     expect_tensor("key cache", key_cache, (None, None, None, query.shape[2]), dtype, device)
-    expect_tensor("value cache", value_cache, tuple(key_cache.shape), dtype, device)
+    expect_tensor("value cache", value_cache, (*key_cache.shape[:3], None), dtype, device)
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     expect(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads.")
     _check_batch(batch, query.shape[0], device)
@@ -28,6 +28,9 @@ def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: 
     window, softcap = scores.sliding_window, scores.softcap
     expect(window is None or window > 0, f"sliding_window={window}; expected None or > 0.")
     expect(softcap is None or softcap > 0, f"softcap={softcap}; expected None or > 0.")
+    if scores.sinks is not None:
+        expect_tensor("sinks", scores.sinks, (heads,), (query.dtype, torch.float32), device)
+        expect(scores.sinks.is_contiguous(), "sinks must be contiguous.")
     if batch.tree_mask is not None and window is not None:
         most_rows = batch.tree_mask.shape[1] * TREE_MASK_BITS
         expect(window >= most_rows, f"sliding_window={window} is shorter than a tree of up to {most_rows} rows.")
@@ -60,16 +63,20 @@ class _Shape:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
+    value_dim: int | None = None  # as head_dim
     page_size: int = 16
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
+    sinks_dtype: torch.dtype | None = None  # as the query
     tree: bool = False
 
 
 def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     pages_per_sequence = [-(-context // shape.page_size) for context in shape.contexts]
     num_pages = sum(pages_per_sequence) + 1
-    size = (2, num_pages, shape.page_size, shape.kv_heads, shape.head_dim)
+    value_dim = shape.value_dim or shape.head_dim
+    size = (2, num_pages, shape.page_size, shape.kv_heads, max(shape.head_dim, value_dim))
     kv = torch.full(size, float("nan"), dtype=dtype)  # what no sequence owns must not be read
     order = (torch.randperm(num_pages - 1, generator=generator) + 1).to(torch.int32)
     block_table = torch.zeros(len(shape.contexts), max(pages_per_sequence, default=1), dtype=torch.int32)
@@ -90,11 +97,14 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
         max_seqlen_k=max(shape.contexts, default=0),
         tree_mask=_random_trees(shape.rows, generator).to(device) if shape.tree else None,
     )
+    sinks, dims = None, (shape.head_dim, value_dim)
+    if shape.sinks:
+        sinks = torch.randn(shape.heads, generator=generator).to(shape.sinks_dtype or dtype).to(device)
     return {
         "query": query.transpose(0, 1).to(device),
-        "kv": (kv[0].to(device), kv[1].to(device)),
+        "kv": tuple(cache[..., :dim].contiguous().to(device) for cache, dim in zip(kv, dims, strict=True)),
         "batch": batch,
-        "scores": Scores(shape.head_dim**-0.5, shape.sliding_window, shape.softcap),
+        "scores": Scores(shape.head_dim**-0.5, shape.sliding_window, shape.softcap, sinks),
     }
 
 
@@ -114,6 +124,7 @@ def _random_trees(rows: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _cases() -> Iterator[Case]:
+    capped = partial(_Shape, sliding_window=5, softcap=2.0)
     grid = (
         ("prefill", "rows of a whole prompt, ragged", _Shape((1, 7, 33), (1, 7, 33))),
         ("verify", "K + 1 rows at unequal contexts", _Shape((6, 40, 129, 17), (6, 6, 3, 1))),
@@ -122,13 +133,20 @@ def _cases() -> Iterator[Case]:
         ("window", "a sliding window shorter than the context", _Shape((40, 9), (6, 6), sliding_window=8)),
         ("window_decode", "one row behind a sliding window", _Shape((40, 3), (1, 1), sliding_window=8)),
         ("softcap", "capped scores", _Shape((40, 9), (6, 1), softcap=2.0)),
-        ("window_softcap", "both, as Gemma-2", _Shape((40, 9), (6, 1), sliding_window=5, softcap=2.0)),
+        ("window_softcap", "both, as Gemma-2", capped((40, 9), (6, 1))),
         ("multi_head", "as many KV heads as heads", _Shape((21, 5), (4, 4), heads=3, kv_heads=3, head_dim=20)),
         ("multi_query", "one KV head for all", _Shape((21, 5), (4, 4), heads=8, kv_heads=1, head_dim=64)),
         ("page_of_one", "every position its own page", _Shape((9, 4), (3, 3), page_size=1)),
         ("tree", "siblings do not see each other", _Shape((20, 9, 1), (8, 9, 1), tree=True)),
         ("wide_tree", "more rows than a word of the mask has bits", _Shape((90, 40), (70, 33), tree=True)),
         ("tree_window", "a window counts from a row's depth", _Shape((70, 99), (9, 7), sliding_window=32, tree=True)),
+        ("sinks", "one more term in the denominator", _Shape((70, 9, 1), (6, 9, 1), sinks=True)),
+        ("sinks_fp32", "kept in fp32", _Shape((33, 9), (3, 1), sinks=True, sinks_dtype=torch.float32)),
+        ("sinks_window_softcap", "neither capped nor out of sight", capped((40, 9), (6, 1), sinks=True)),
+        ("sinks_tree", "a sink is everybody's", _Shape((20, 9, 1), (8, 9, 1), tree=True, sinks=True)),
+        ("narrow_values", "keys of larger heads", _Shape((70, 9), (6, 9), head_dim=48, value_dim=32)),
+        ("wide_values", "values of larger heads", _Shape((70, 9), (6, 9), head_dim=20, value_dim=72, sinks=True)),
+        ("narrow_values_tree", "both sizes odd", _Shape((70, 9), (6, 9), head_dim=24, value_dim=7, tree=True)),
         ("empty", "no sequences", _Shape((), ())),
     )
     for name, why, shape in grid:
@@ -147,8 +165,9 @@ def _bytes_moved(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, sc
     entries = batch.seqused_k
     if scores.sliding_window is not None:
         entries = entries.minimum(scores.sliding_window + batch.cu_seqlens_q.diff() - 1)
-    per_entry = 2 * kv[0].shape[2] * kv[0].shape[3] * kv[0].element_size()
-    return int(entries.sum()) * per_entry + 2 * query.numel() * query.element_size()
+    (num_rows, num_heads, head_dim), (num_kv_heads, value_dim) = query.shape, kv[1].shape[2:]
+    numbers = int(entries.sum()) * num_kv_heads + num_rows * num_heads  # keys and queries, values and output
+    return numbers * (head_dim + value_dim) * query.element_size()
 
 
 OP = Op(

@@ -161,9 +161,15 @@ class Tape:
     def attend(self, layer: int, query: Tensor, scores: Scores, result: Tensor) -> None:
         """Write down the attention of ``[1, num_heads, T, head_dim]`` queries to ``[1, T, num_heads, head_dim]``."""
         heads, out = self._heads(query), self.fresh_like(result, 1, ROWS)
-        rule = (scores.scale, scores.sliding_window, scores.softcap)
+        sinks = None if scores.sinks is None else self._constant(scores.sinks)
+        rule = (scores.scale, scores.sliding_window, scores.softcap, sinks)
         self.instructions.append(Attend(layer, query.shape[1], heads, out.buffer, *rule))
         self.know(result, out)
+
+    def _constant(self, tensor: Tensor) -> Tensor:
+        if self.value(tensor) is not None or not tensor.is_contiguous():
+            raise NotLowerableError("attention sinks that are computed from the batch, or not side by side in memory")
+        return kept(tensor)
 
     def _heads(self, tensor: Tensor) -> Heads:
         view = self.row_view(tensor)

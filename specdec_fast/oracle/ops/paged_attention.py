@@ -18,16 +18,17 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
 
     Args:
         query: ``[T, num_heads, head_dim]``; ``num_heads`` is a multiple of ``num_kv_heads``.
-        kv: key and value cache, each ``[num_pages, page_size, num_kv_heads, head_dim]``.
+        kv: key cache ``[num_pages, page_size, num_kv_heads, head_dim]`` and value cache
+            ``[num_pages, page_size, num_kv_heads, value_head_dim]``.
         batch: whose rows they are, and the pages of each sequence.
-        scores: scale, sliding window and soft cap.
+        scores: scale, sliding window, soft cap and sinks.
 
     Returns:
-        ``[T, num_heads, head_dim]`` in the dtype of ``query``. An entry that is not finite spoils the rows that see it
-        and no others.
+        ``[T, num_heads, value_head_dim]`` in the dtype of ``query``. An entry that is not finite spoils the rows that
+        see it and no others.
 
     """
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:2], kv[1].shape[3])
     page_size = kv[0].shape[1]
     starts, lengths = batch.cu_seqlens_q.tolist(), batch.seqused_k.tolist()
     for b, context in enumerate(lengths):
@@ -74,13 +75,17 @@ def _visible(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Attend over entries that at least one of the rows sees: ``[1, num_heads, rows, head_dim]``."""
-    if scores.softcap is None:
+    """Attend over entries that at least one of the rows sees: ``[1, num_heads, rows, value_head_dim]``."""
+    if scores.softcap is None and scores.sinks is None:
         return scaled_dot_product_attention(query, key, value, mask, scale=scores.scale, enable_gqa=True)
     group = query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
     products = query.float() @ key.transpose(-1, -2) * scores.scale
-    capped = scores.softcap * torch.tanh(products / scores.softcap)
+    if scores.softcap is not None:
+        products = scores.softcap * torch.tanh(products / scores.softcap)
     if mask is not None:
-        capped = capped.masked_fill(~mask, float("-inf"))
-    return (capped.softmax(dim=-1) @ value).to(query.dtype)
+        products = products.masked_fill(~mask, float("-inf"))
+    if scores.sinks is not None:  # one more column, whose weight meets no value
+        column = scores.sinks.float()[:, None, None].expand(*products.shape[:3], 1)
+        products = torch.cat([products, column], dim=-1)
+    return (products.softmax(dim=-1)[..., : key.shape[2]] @ value).to(query.dtype)
