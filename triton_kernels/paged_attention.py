@@ -147,7 +147,7 @@ def launch_config(dtype: torch.dtype, head_dim: int, value_dim: int, group: int)
     block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     larger = max(block_d, block_v)
     if dtype == torch.float32:
-        block_m, block_n, num_warps, num_stages = 32 if larger <= 64 else 16, 16, 4 if larger <= 128 else 8, 2
+        block_m, block_n, num_warps, num_stages = 32 if block_v <= 64 else 16, 16, 4 if block_v <= 128 else 8, 2
     else:
         block_m, block_n, num_warps, num_stages = 32, 64 if larger <= 64 else 32, 4 if larger <= 128 else 8, 5
     constexprs = {
