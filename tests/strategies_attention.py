@@ -51,7 +51,7 @@ class AttentionCall:
         dims = (self.head_dim, self.value_dim or self.head_dim)
         kv = torch.full((2, num_pages, self.page_size, self.kv_heads, max(dims)), math.nan, dtype=self.dtype)
         for b, (context, count) in enumerate(self.sequences):
-            seen = torch.arange(self._first_seen(context, count), context)
+            seen = torch.arange(self.first_seen(context, count), context)
             entries = torch.randn(2, len(seen), self.kv_heads, max(dims), generator=g).to(self.dtype)
             kv[:, table[b, seen // self.page_size].long(), seen % self.page_size] = entries
         query = torch.randn(sum(rows), self.kv_heads * self.group, self.head_dim, generator=g).to(self.dtype)
@@ -73,7 +73,7 @@ class AttentionCall:
     def has_rows(self) -> bool:
         return any(rows for _, rows in self.sequences)
 
-    def _first_seen(self, context: int, rows: int) -> int:
+    def first_seen(self, context: int, rows: int) -> int:
         """Where the earliest row, a chain's first or a tree's root, begins to see; nobody sees without a row."""
         window = self.scores.sliding_window or context
         return max(0, context - rows - window + 1) if rows else context

@@ -37,22 +37,32 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         key, value = (cache[pages].flatten(0, 1)[:context].transpose(0, 1) for cache in kv)  # [H_kv, context, D]
         tree = None if batch.tree_mask is None else batch.tree_mask[starts[b] : starts[b + 1]]
         visible = _visible(num_rows, context, scores.sliding_window, tree, query.device)
-        for rows in _row_blocks(num_rows, key, value):
-            block = query[starts[b] + rows.start : starts[b] + rows.stop].transpose(0, 1)[None]  # [1, H, rows, D]
-            # Entries that none of them sees leave the sums: a weight of 0 would still spread a NaN.
-            seen = visible[rows].any(dim=0)
-            entries = (key, value) if bool(seen.all()) else (key[:, seen], value[:, seen])
-            mask = None if rows.stop - rows.start == 1 else visible[rows][:, seen]
-            heads = _attend(block, entries[0][None], entries[1][None], mask, scores)
-            out[starts[b] + rows.start : starts[b] + rows.stop] = heads[0].transpose(0, 1)
+        if num_rows:
+            rows = query[starts[b] : starts[b + 1]].transpose(0, 1)  # [H, rows, D]
+            out[starts[b] : starts[b + 1]] = _attend_finite(rows, key, value, visible, scores).transpose(0, 1)
     return out
 
 
-def _row_blocks(num_rows: int, key: Tensor, value: Tensor) -> list[slice]:
-    """Return the rows in one block; one by one if an entry they bring is not finite and could spoil its neighbours."""
-    if num_rows == 1 or all(bool(x[:, -num_rows:].isfinite().all()) for x in (key, value)):
-        return [slice(0, num_rows)] if num_rows else []
-    return [slice(row, row + 1) for row in range(num_rows)]
+def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
+    """Attend over what is finite: ``[num_heads, rows, value_head_dim]``, NaN for whoever sees anything else.
+
+    A weight of 0 would spread a NaN to rows that do not see it, and ``scaled_dot_product_attention`` takes a row whose
+    scores are all NaN for one that sees nothing.
+    """
+    group = query.shape[0] // key.shape[0]
+    is_broken = tuple(~x.isfinite() for x in (query, key, value))
+    query, key, value = (
+        x.masked_fill(broken, 0) if bool(broken.any()) else x
+        for x, broken in zip((query, key, value), is_broken, strict=True)
+    )
+    seen = visible.any(dim=0)  # what none of the rows sees costs nothing
+    mask = None if query.shape[1] == 1 else visible[:, seen]
+    out = _attend(query[None], key[None, :, seen], value[None, :, seen], mask, scores)[0]
+    for broken in (is_broken[1].any(-1, keepdim=True), is_broken[2]):  # a key spoils the score, a value its own sum
+        if bool(broken.any()):
+            spoiled = visible.float() @ broken.float() > 0  # [H_kv, rows, 1 or D]
+            out = out.masked_fill(spoiled.repeat_interleave(group, dim=0), float("nan"))
+    return out.masked_fill(is_broken[0].any(-1, keepdim=True), float("nan"))
 
 
 def _visible(
