@@ -105,8 +105,8 @@ def _compare_counts(linear: nn.Module, rule: RowRule) -> bool:
     assert isinstance(weight, Tensor)
     # Linear keeps [out, in]; GPT-2's Conv1D keeps [in, out].
     width = weight.shape[1] if isinstance(linear, nn.Linear) else weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(rule.largest, width, generator=generator).to(weight.dtype).to(weight.device)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    rows = torch.randn(rule.largest, width, generator=generator, device="cpu").to(weight.dtype).to(weight.device)
     expected = linear(rows)[:_COMPARED]
     for count in _counts(rule):
         compared = min(count, _COMPARED)
@@ -155,4 +155,5 @@ def _logits(model: RaggedModel, rule: RowRule, forwards: list[Spans]) -> Tensor:
 
 
 def _tokens(seed: int, vocab_size: int) -> Tensor:
-    return torch.randint(vocab_size, (_FILLER,), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randint(vocab_size, (_FILLER,), generator=generator, device="cpu")

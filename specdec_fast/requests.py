@@ -147,7 +147,7 @@ def _seed(params: SamplingParams) -> int | None:
     """Return the request's seed, a fresh one from torch's generator (``torch.manual_seed``) if it names none."""
     if params.temperature == 0:
         return None
-    return int(torch.randint(2**63 - 1, ())) if params.seed is None else params.seed
+    return int(torch.randint(2**63 - 1, (), device="cpu")) if params.seed is None else params.seed
 
 
 def _as_ids(prompt: Any) -> list[int]:

@@ -18,7 +18,8 @@ def to_device(values: np.ndarray | Sequence[float], device: torch.device, dtype:
         dtype: of numbers.
 
     """
-    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
+    is_array = isinstance(values, np.ndarray)
+    tensor = torch.from_numpy(values) if is_array else torch.tensor(values, dtype=dtype, device="cpu")
     if device.type == "cpu":
         return tensor
     if device.type == "cuda":  # a copy out of memory that is not pinned may wait

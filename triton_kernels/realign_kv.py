@@ -90,7 +90,7 @@ def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths
 
 def _on_device(pointers: list[int], device: torch.device) -> Tensor:
     """Copy addresses to the device without waiting for it; not kept, because caches that grow move every step."""
-    addresses = torch.tensor(pointers, dtype=torch.int64)
+    addresses = torch.tensor(pointers, dtype=torch.int64, device="cpu")
     if device.type != "cpu":
         addresses = addresses.pin_memory()
     return addresses.to(device, non_blocking=True)

@@ -96,7 +96,7 @@ class ModelDrafter(Drafter):
         limits = [min(limit, self._room(s)) for s, limit in zip(sequences, limits, strict=True)]
         drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
         if not drafting:
-            return Draft(torch.empty(0, dtype=torch.int64), limits)
+            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
         if self.model.takes_spans and all(s.params.repetition_penalty == 1 for s in drafting):
             token_ids = self._draft_in_one_call(drafting)
         else:

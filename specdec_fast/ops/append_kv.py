@@ -42,12 +42,14 @@ def _make(
     """
     page_size, heads, head_dim = shape
     num_pages = rows // page_size + 3
-    caches = torch.randn(2, num_pages, page_size, heads, head_dim, generator=generator).to(dtype)
-    new = torch.randn(2, heads, rows, head_dim, generator=generator).to(dtype)  # as a model hands them over
+    caches = torch.randn(2, num_pages, page_size, heads, head_dim, generator=generator, device="cpu").to(dtype)
+    # as a model hands them over
+    new = torch.randn(2, heads, rows, head_dim, generator=generator, device="cpu").to(dtype)
     value = new[1].transpose(0, 1)
     if fused:
         value = torch.stack([value, value], dim=1).flatten(1, 2)[:, heads:]  # wider rows than the key's
-    slots = torch.randperm((num_pages - 1) * page_size, generator=generator)[:rows] + page_size  # page 0 is scratch
+    slots = torch.randperm((num_pages - 1) * page_size, generator=generator, device="cpu")[:rows]
+    slots += page_size  # page 0 is scratch
     return {
         "key_cache": caches[0].to(device),
         "value_cache": caches[1, ..., :value_dim].contiguous().to(device),

@@ -27,7 +27,7 @@ def _check(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Ten
     )
     expect_offsets("cu_moves", cu_moves, num_moves, strictly=False)
     if num_moves and device.type == "cpu":  # reading them elsewhere would wait for the device
-        later = torch.ones(num_moves, dtype=torch.bool)
+        later = torch.ones(num_moves, dtype=torch.bool, device="cpu")
         later[cu_moves[:-1][cu_moves[:-1] < num_moves].long()] = False  # a sequence's first move follows none
         for name, positions in (("sources", sources), ("destinations", destinations)):
             rises = positions.diff(prepend=positions[:1] - 1) > 0
@@ -47,18 +47,18 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
     pages = [1 + max((max(move) for move in moves), default=0) // shape.page_size for moves in shape.moves]
     num_pages = sum(pages) + 2  # one is scratch, one nobody's
     size = (shape.num_layers, 2, num_pages, shape.page_size, shape.heads, shape.head_dim)
-    order = (torch.randperm(num_pages - 1, generator=generator) + 1).to(torch.int32)
-    block_table = torch.zeros(len(pages), max(pages, default=1), dtype=torch.int32)
+    order = (torch.randperm(num_pages - 1, generator=generator, device="cpu") + 1).to(torch.int32)
+    block_table = torch.zeros(len(pages), max(pages, default=1), dtype=torch.int32, device="cpu")
     for b, count in enumerate(pages):
         block_table[b, :count] = order[sum(pages[:b]) :][:count]
     flat = [move for moves in shape.moves for move in moves]
     arrays = {
         "block_table": block_table,
-        "cu_moves": torch.tensor([0, *map(len, shape.moves)]).cumsum(0).to(torch.int32),
-        "sources": torch.tensor([source for source, _ in flat], dtype=torch.int32),
-        "destinations": torch.tensor([destination for _, destination in flat], dtype=torch.int32),
+        "cu_moves": torch.tensor([0, *map(len, shape.moves)], device="cpu").cumsum(0).to(torch.int32),
+        "sources": torch.tensor([source for source, _ in flat], dtype=torch.int32, device="cpu"),
+        "destinations": torch.tensor([destination for _, destination in flat], dtype=torch.int32, device="cpu"),
     }
-    kv_cache = torch.randn(size, generator=generator).to(dtype)
+    kv_cache = torch.randn(size, generator=generator, device="cpu").to(dtype)
     return {"kv_cache": kv_cache.to(device)} | {name: array.to(device) for name, array in arrays.items()}
 
 

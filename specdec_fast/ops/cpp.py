@@ -60,7 +60,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = rows.contiguous()
     num_rows, in_features = rows.shape
     out_features = weight.shape[0]
-    out = torch.empty(num_rows, out_features, dtype=rows.dtype)
+    out = torch.empty(num_rows, out_features, dtype=rows.dtype, device=rows.device)
     _C.linear(
         DTYPE_CODES[rows.dtype],
         (num_rows, in_features, out_features),

@@ -51,7 +51,7 @@ class Program:
         """
         if logit_rows is None:
             logit_rows = self._all_rows(token_ids.shape[0])
-        logits = torch.empty(logit_rows.shape[0], self._plan.vocab_size, dtype=self._plan.logits_dtype)
+        logits = torch.empty(logit_rows.shape[0], self._plan.vocab_size, dtype=self._plan.logits_dtype, device="cpu")
         self._program.run(*_forward(token_ids, batch, kv_cache, logit_rows, logits.data_ptr()))
         return logits
 
@@ -84,7 +84,7 @@ class Program:
 
         """
         vocab_size, sampling = choice
-        chosen = torch.empty(sum(num_draft_tokens), dtype=torch.int64)
+        chosen = torch.empty(sum(num_draft_tokens), dtype=torch.int64, device="cpu")
         self._program.draft(
             _pages(spans),
             spans.spans,
@@ -119,7 +119,7 @@ class Program:
         """
         width = self._plan.vocab_size
         draft_tokens = draft_tokens.contiguous()
-        logits = torch.empty(len(last_tokens) + len(draft_tokens), width, dtype=self._plan.logits_dtype)
+        logits = torch.empty(len(last_tokens) + len(draft_tokens), width, dtype=self._plan.logits_dtype, device="cpu")
         emissions, seconds = self._program.verify(
             _pages(spans),
             spans.spans,
@@ -134,7 +134,7 @@ class Program:
 
     def _all_rows(self, num_rows: int) -> Tensor:
         if num_rows not in self._every_row:
-            self._every_row[num_rows] = torch.arange(num_rows)
+            self._every_row[num_rows] = torch.arange(num_rows, device="cpu")
         return self._every_row[num_rows]
 
     @singledispatchmethod

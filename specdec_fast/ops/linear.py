@@ -33,10 +33,10 @@ def _make(
 ) -> dict[str, Any]:
     """Normal numbers: ``shape`` is rows, in_features, out_features."""
     num_rows, in_features, out_features = shape
-    rows = torch.randn(num_rows, in_features + 3, generator=generator).to(dtype)
+    rows = torch.randn(num_rows, in_features + 3, generator=generator, device="cpu").to(dtype)
     rows = rows[:, 1 : in_features + 1] if layout == "sliced" else rows[:, :in_features].contiguous()
-    weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(dtype)
-    bias = torch.randn(out_features, generator=generator).to(dtype) if has_bias else None
+    weight = (torch.randn(out_features, in_features, generator=generator, device="cpu") / in_features**0.5).to(dtype)
+    bias = torch.randn(out_features, generator=generator, device="cpu").to(dtype) if has_bias else None
     return {"rows": rows.to(device), "weight": weight.to(device), "bias": None if bias is None else bias.to(device)}
 
 

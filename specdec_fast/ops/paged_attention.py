@@ -77,21 +77,21 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
     num_pages = sum(pages_per_sequence) + 1
     value_dim = shape.value_dim or shape.head_dim
     size = (2, num_pages, shape.page_size, shape.kv_heads, max(shape.head_dim, value_dim))
-    kv = torch.full(size, float("nan"), dtype=dtype)  # what no sequence owns must not be read
-    order = (torch.randperm(num_pages - 1, generator=generator) + 1).to(torch.int32)
-    block_table = torch.zeros(len(shape.contexts), max(pages_per_sequence, default=1), dtype=torch.int32)
+    kv = torch.full(size, float("nan"), dtype=dtype, device="cpu")  # what no sequence owns must not be read
+    order = (torch.randperm(num_pages - 1, generator=generator, device="cpu") + 1).to(torch.int32)
+    block_table = torch.zeros(len(shape.contexts), max(pages_per_sequence, default=1), dtype=torch.int32, device="cpu")
     used = 0
     for b, (context, count) in enumerate(zip(shape.contexts, pages_per_sequence, strict=True)):
         pages = order[used : used + count]
         used += count
         block_table[b, :count] = pages
-        entries = torch.randn(2, count * shape.page_size, *size[3:], generator=generator).to(dtype)
+        entries = torch.randn(2, count * shape.page_size, *size[3:], generator=generator, device="cpu").to(dtype)
         entries[:, context:] = float("nan")  # stale entries beyond the context must not be read (I2, I4)
         kv[:, pages.long()] = entries.unflatten(1, (count, shape.page_size))
-    query = torch.randn(shape.heads, sum(shape.rows), shape.head_dim, generator=generator).to(dtype)
+    query = torch.randn(shape.heads, sum(shape.rows), shape.head_dim, generator=generator, device="cpu").to(dtype)
     batch = PagedBatch(
-        cu_seqlens_q=torch.tensor([0, *shape.rows]).cumsum(0).to(torch.int32).to(device),
-        seqused_k=torch.tensor(shape.contexts, dtype=torch.int32).to(device),
+        cu_seqlens_q=torch.tensor([0, *shape.rows], device="cpu").cumsum(0).to(torch.int32).to(device),
+        seqused_k=torch.tensor(shape.contexts, dtype=torch.int32, device="cpu").to(device),
         block_table=block_table.to(device),
         max_seqlen_q=max(shape.rows, default=0),
         max_seqlen_k=max(shape.contexts, default=0),
@@ -99,7 +99,7 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
     )
     sinks, dims = None, (shape.head_dim, value_dim)
     if shape.sinks:
-        sinks = torch.randn(shape.heads, generator=generator).to(shape.sinks_dtype or dtype).to(device)
+        sinks = torch.randn(shape.heads, generator=generator, device="cpu").to(shape.sinks_dtype or dtype).to(device)
     return {
         "query": query.transpose(0, 1).to(device),
         "kv": tuple(cache[..., :dim].contiguous().to(device) for cache, dim in zip(kv, dims, strict=True)),
@@ -115,12 +115,12 @@ def _random_trees(rows: tuple[int, ...], generator: torch.Generator) -> Tensor:
     for count in rows:
         ancestors: list[int] = []  # as one integer per row
         for row in range(count):
-            parent = int(torch.randint(row, (), generator=generator)) if row else None
+            parent = int(torch.randint(row, (), generator=generator, device="cpu")) if row else None
             ancestors.append(1 << row | (0 if parent is None else ancestors[parent]))
         for bits in ancestors:
             words = [bits >> TREE_MASK_BITS * word & 0xFFFFFFFF for word in range(num_words)]
             masks.append([word - (1 << 32) if word >> 31 else word for word in words])
-    return torch.tensor(masks, dtype=torch.int32).view(-1, num_words)
+    return torch.tensor(masks, dtype=torch.int32, device="cpu").view(-1, num_words)
 
 
 def _cases() -> Iterator[Case]:

@@ -54,12 +54,12 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
     size = (len(shape.moves), shape.heads, shape.columns + 1, shape.head_dim)  # a column beyond the rows' end
 
     def layer() -> Tensor:
-        tensor = torch.randn(size, generator=generator).to(dtype).to(device)
+        tensor = torch.randn(size, generator=generator, device="cpu").to(dtype).to(device)
         if shape.transposed:
             tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
         return tensor[:, :, : shape.columns]
 
-    moves = torch.tensor(shape.moves, dtype=torch.int32).view(-1, 3).T.contiguous().to(device)
+    moves = torch.tensor(shape.moves, dtype=torch.int32, device="cpu").view(-1, 3).T.contiguous().to(device)
     layers = [(layer(), layer()) for _ in range(shape.num_layers)]
     return {"layers": layers, "starts": moves[0], "lengths": moves[1], "shifts": moves[2]}
 

@@ -57,17 +57,18 @@ def _make(
     """Random logits whose rows partly agree with what is fed; ``special`` is scattered over one in 64."""
     rows = sum(counts)
     # few distinct values, so that ties at the maximum are the rule
-    logits = torch.randint(-40, 40, (rows, vocab_size), generator=generator).to(dtype) / 4
+    logits = torch.randint(-40, 40, (rows, vocab_size), generator=generator, device="cpu").to(dtype) / 4
     if special == 0:
         # so that a few zeros of both signs are the largest, and the first of them as often the one as the other
-        logits = torch.where(torch.rand(rows, vocab_size, generator=generator) < 1 / 64, 0, -1 - logits.abs())
+        is_zero = torch.rand(rows, vocab_size, generator=generator, device="cpu") < 1 / 64
+        logits = torch.where(is_zero, 0, -1 - logits.abs())
     if special is not None:
-        hit = torch.rand(rows, vocab_size, generator=generator) < 1 / 64
+        hit = torch.rand(rows, vocab_size, generator=generator, device="cpu") < 1 / 64
         logits = logits.masked_fill(hit, special)
     best = logits.argmax(dim=-1).roll(1)  # the token that accepts, for every row but a sequence's first
-    guess = torch.randint(0, vocab_size, (rows,), generator=generator)
-    token_ids = torch.where(torch.rand(rows, generator=generator) < 0.7, best, guess)
-    cu_seqlens = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).to(torch.int32)
+    guess = torch.randint(0, vocab_size, (rows,), generator=generator, device="cpu")
+    token_ids = torch.where(torch.rand(rows, generator=generator, device="cpu") < 0.7, best, guess)
+    cu_seqlens = torch.tensor([0, *counts], dtype=torch.int32, device="cpu").cumsum(0).to(torch.int32)
     return {
         "logits": logits.to(device),
         "token_ids": token_ids.to(device),
@@ -106,17 +107,20 @@ def _make_sampled(
     batch_size = len(counts)
     chosen = [rules[b % len(rules)] for b in range(batch_size)]
     numbers = list(_SAMPLING_DTYPES.items())[:5]
-    seen = torch.randint(0, 30, (batch_size,), generator=generator)
+    seen = torch.randint(0, 30, (batch_size,), generator=generator, device="cpu")
     sampling = {
-        **{name: torch.tensor([rule[i] for rule in chosen], dtype=kind) for i, (name, kind) in enumerate(numbers)},
-        "seeds": torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator),
-        "positions": torch.randint(0, 2**34, (batch_size,), generator=generator),
+        **{
+            name: torch.tensor([rule[i] for rule in chosen], dtype=kind, device="cpu")
+            for i, (name, kind) in enumerate(numbers)
+        },
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator, device="cpu"),
+        "positions": torch.randint(0, 2**34, (batch_size,), generator=generator, device="cpu"),
         # some of them twice, and some of no token: a target may have a narrower vocabulary than what was fed
-        "seen_ids": torch.randint(0, vocab_size + vocab_size // 8, (int(seen.sum()),), generator=generator),
-        "cu_seen": torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)]).int(),
+        "seen_ids": torch.randint(vocab_size + vocab_size // 8, (int(seen.sum()),), generator=generator, device="cpu"),
+        "cu_seen": torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), seen.cumsum(0)]).int(),
     }
     args["sampling"] = Sampling(**{name: tensor.to(device) for name, tensor in sampling.items()})
-    agrees = (torch.rand(sum(counts), generator=generator) < 0.7).to(device)
+    agrees = (torch.rand(sum(counts), generator=generator, device="cpu") < 0.7).to(device)
     args["token_ids"] = torch.where(agrees, sampled_tokens(**args).clamp(min=0).roll(1), args["token_ids"])
     return args
 
@@ -131,7 +135,7 @@ def _make_normal(
 ) -> dict[str, Any]:
     """Draft tokens of a model whose logits are spread as those of language models: ten tokens share the mass."""
     args = _make_sampled(counts, 2, (rule,), None, generator, dtype, device)
-    logits = 2.5 * torch.randn(sum(counts), vocab_size, generator=generator)
+    logits = 2.5 * torch.randn(sum(counts), vocab_size, generator=generator, device="cpu")
     logits[:, :10] += 12
     return {**args, "logits": logits.to(dtype).to(device)}
 

@@ -105,7 +105,7 @@ def _record(
     batch, pool = _batch(layout, num_rows)
     tape = Tape(num_rows, num_logit_rows, layout.dtype)
     token_ids, positions = batch.token_ids[None], batch.positions[None]
-    logit_rows = torch.arange(num_logit_rows)
+    logit_rows = torch.arange(num_logit_rows, device=layout.device)
     for tensor, kind in ((token_ids, "token_ids"), (positions, "positions"), (logit_rows, "logit_rows")):
         tape.know(tensor, Index(kind))
     recorder = Recorder(tape)
@@ -130,7 +130,7 @@ def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:
     for owner in starts:
         pool.open(owner, _SPAN)
     rows = [Rows(start, 0, min(_SPAN, num_rows - start)) for start in starts]
-    return pool.batch(rows, torch.arange(num_rows) % 2), pool  # any tokens will do
+    return pool.batch(rows, torch.arange(num_rows, device=layout.device) % 2), pool  # any tokens will do
 
 
 def _signature(recorded: _Recorded, own: set[int]) -> list[tuple[Any, ...]]:
