@@ -39,8 +39,13 @@ def max_positions(config: Any) -> int | None:
     sequence; outputs would then depend on the neighbours (I6), so such models are held to their original length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and rope.get("original_max_position_embeddings"):
-        return int(rope["original_max_position_embeddings"])
+    each = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one per layer type
+    batch_dependent = [parameters for parameters in each if parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE]
+    name = "original_max_position_embeddings"
+    lengths = [parameters.get(name) or getattr(config, name, None) for parameters in batch_dependent]
+    original = [int(length) for length in lengths if length]
+    if original:
+        return min(original)
     return getattr(config, "max_position_embeddings", None)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import MAX_NEW_TOKENS
 from models import tiny_model
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, LlamaConfig
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
@@ -249,6 +249,32 @@ def test_rope_that_depends_on_the_longest_sequence_is_held_to_its_original_lengt
     engine = sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
     assert engine.target.max_positions == 32
     assert isinstance(engine.generate([[5] * 40])[0].error, sd.PromptTooLongError)
+
+
+def test_rope_of_each_layer_type_is_looked_into():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+    config = Gemma3TextConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=16,
+        rope_parameters={
+            "full_attention": {"rope_type": "longrope", "rope_theta": 1e6, "factor": 4.0, **factors},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        eos_token_id=None,
+    )
+    engine = sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
+    assert engine.target.max_positions == 32
+    alone, beside = engine.generate([[5, 6, 7]])[0], engine.generate([[5, 6, 7], [9] * 40])
+    assert isinstance(beside[1].error, sd.PromptTooLongError)
+    assert beside[0].token_ids == alone.token_ids
 
 
 def test_bfloat16_runs_and_repeats_itself(prompt_ids):
