@@ -3,13 +3,14 @@
 ``autoregressive`` is the engine without a draft, in fixed batches as eqspec and transformers have them;
 ``autoregressive-exspec`` the same with exspec's refilling. The two peers of transformers are run as their users do:
 ``generate()`` on a left-padded batch, and with ``assistant_model=``, which transformers has for batch 1 only, so it is
-left out at other batches.
+left out at other batches. ``bench/peers.py`` has the other libraries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property, partial
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from bench.device import ForwardMeter, synchronize
 from bench.measurement import Contender, Measurement, Tokens, equal_length_steps, grouping_rate
+from bench.peers import PEERS
 from bench.replay import ReplayDrafter
 from bench.workload import Workload
 from specdec_fast import DecodingStats, Drafter, Engine, SamplingParams, oracle
@@ -32,8 +34,9 @@ SPECULATIVE_METHODS = ("eqspec", "exspec")
 ENGINE_METHODS = (*PLAIN_METHODS, *SPECULATIVE_METHODS)
 ORACLE_METHODS = ("oracle-eqspec", "oracle-exspec")
 DEFAULT_METHODS = (PLAIN, *SPECULATIVE_METHODS, *ORACLE_METHODS, TRANSFORMERS, ASSISTED)
-METHODS = (*ENGINE_METHODS, *ORACLE_METHODS, TRANSFORMERS, ASSISTED)
-NOT_REPLAYED = (*ORACLE_METHODS, ASSISTED)  # they call the draft model themselves
+METHODS = (*ENGINE_METHODS, *ORACLE_METHODS, TRANSFORMERS, ASSISTED, *PEERS)
+DRAFTING_PEERS = tuple(name for name, peer in PEERS.items() if peer.drafts)
+NOT_REPLAYED = (*ORACLE_METHODS, ASSISTED, *DRAFTING_PEERS)  # they call the draft model themselves
 TRANSCRIPT_BATCH_SIZE = 8  # any other gives the same tokens (I6)
 
 
@@ -107,11 +110,12 @@ class EngineRunner:
 class Bench:
     """The models and prompts of one benchmark, and every way to decode them. Models are loaded once for all."""
 
-    def __init__(self, workload: Workload, deterministic: bool = True) -> None:
+    def __init__(self, workload: Workload, deterministic: bool = True, peer_models: Path | None = None) -> None:
         self.workload, self.deterministic = workload, deterministic
         self.target, self.draft, self.prompts = workload.target, workload.draft, workload.prompts
         self.limits = oracle.Limits(workload.max_new_tokens, eos_token_ids(self.target))
         self.engine = cache(self._engine)
+        self.peer = cache(lambda name: PEERS[name].make(workload, peer_models))
 
     def contenders(
         self,
@@ -143,12 +147,13 @@ class Bench:
         """Make one contender; what cannot be run is known now, not when its turn comes."""
         run = self._runner(method, batch_size, num_draft_tokens, acceptance)
         padded = method == TRANSFORMERS and batch_size > 1
-        gated = method in ENGINE_METHODS or (self.target.dtype == torch.float32 and not padded)
+        gated = method in ENGINE_METHODS
+        gated |= self.target.dtype == torch.float32 and not padded and method not in PEERS
         return Contender(method, batch_size, run, num_draft_tokens, acceptance, gated)
 
     @staticmethod
     def _settings(method: str, batch_size: int, num_draft_tokens: list[int | str]) -> list[int | str | None]:
-        if method in PLAIN_METHODS or method == TRANSFORMERS:
+        if method in PLAIN_METHODS or method == TRANSFORMERS or (method in PEERS and not PEERS[method].drafts):
             return [None]
         if method == ASSISTED and batch_size > 1:
             return []
@@ -159,6 +164,8 @@ class Bench:
     def _runner(
         self, method: str, batch_size: int, num_draft_tokens: int | str | None, acceptance: float | None
     ) -> Callable[[], Measurement]:
+        if method in PEERS:
+            return partial(self.peer(method), batch_size, num_draft_tokens)
         if method in ENGINE_METHODS:
             return self.engine_runner(batch_size, method, num_draft_tokens, acceptance)
         if method == TRANSFORMERS:

@@ -43,6 +43,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--no-deterministic", action="store_true", help="do not pad the engine's forwards; the gate stays as it is"
     )
+    parser.add_argument(
+        "--peer-models", type=report.Path, metavar="FOLDER", help="of bench.export_pair, for openvino and llama.cpp"
+    )
     report.add_report_options(parser)
     parser.set_defaults(repeats=3)
     args = parser.parse_args(argv)
@@ -82,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     logging.set_verbosity_error()  # assisted generation warns of what it does itself
     try:
         workload = load(args, 2 * max(args.batch_sizes))
-        bench = Bench(workload, deterministic=not args.no_deterministic)
+        bench = Bench(workload, not args.no_deterministic, args.peer_models)
         contenders = make_contenders(bench, args)
         reference = bench.reference(contenders)
     except SpecDecError as error:
@@ -93,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{max(map(len, workload.prompts))} tokens ({workload.num_left_out} left out as too long), up to "
         f"{args.max_new_tokens} new tokens, {args.dtype} on {bench.target.device}, {args.repeats} interleaved repeats, "
         f"torch {torch.__version__}, {torch.get_num_threads()} threads; outputs equal {reference.label} at batch 1 "
-        f"(share of them: equal; * is not held to it)\n"
+        f"(share of them: equal; * is not held to it; own batch 1: share equal to the method's own outputs there)\n"
     )
     print_tables(rows)
     result = {

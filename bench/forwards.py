@@ -1,20 +1,26 @@
-"""One forward as a program and as PyTorch runs it: the same rows, interleaved; and what making the program takes.
+"""One forward three ways, interleaved: as a forward program, our way in PyTorch, and by the unmodified model.
 
-Both use the same ops and weights. The rows are those of a step: a token of every sequence (plain decoding), or K + 1 of
-every sequence (a verification), over contexts of ``--context`` entries. The gate is the one that models are admitted
-by: logits within the square root of the dtype's rounding unit of each other.
+The unmodified model is what a user of ``transformers`` runs: ``model(...)`` with a ``DynamicCache``. "Ours in PyTorch"
+is the same model over our pages (``enforce_eager=True``), with our attention and our linears.
+
+The rows are those of a step: one token of every sequence (plain decoding), or K + 1 of every sequence (a verification),
+over contexts of ``--context`` entries; and those of a prefill: a whole prompt of one sequence, logits of its last row.
+The gate is the one that models are admitted by: logits within the square root of the dtype's rounding unit of the
+unmodified model's.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from bench import report
 from bench.timing import Clock, median_ratio
@@ -26,14 +32,30 @@ from specdec_fast.ops import resolve
 from specdec_fast.rows import Rows
 
 _PAGE_SIZE = 16
+PROGRAM, EAGER, UNMODIFIED = "program", "eager", "transformers"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The rows of one forward: the last ``num_rows`` of ``context`` positions, in each of ``batch_size`` sequences."""
+
+    batch_size: int
+    num_rows: int
+    context: int
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it computes a whole prompt, of which only the last row's logits are wanted."""
+        return self.num_rows == self.context
 
 
 class Forwards:
-    """A model with and without its program, and their forwards of one shape."""
+    """One model, run in three ways."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         ops = resolve(model.device)
         started = perf_counter()
+        self.unmodified = model
         self.eager = RaggedModel(model, replace(ops, program=None))
         middle = perf_counter()
         self.compiled = RaggedModel(model, ops)
@@ -42,43 +64,80 @@ class Forwards:
         if self.compiled.program is None:
             raise SystemExit(f"{self.compiled.name} has no program: {self.compiled.why_no_program}")
 
-    def calls(self, batch_size: int, num_rows: int, context: int) -> dict[str, Callable[[], torch.Tensor]]:
-        """Return the calls to time, on rows ``num_rows`` of each of ``batch_size`` sequences."""
+    def calls(self, shape: Shape) -> dict[str, Callable[[], Tensor]]:
+        """Return the calls to time; each computes the same logits ``[rows, vocab_size]``."""
         layout = self.compiled.layout
-        pool = PagePool(layout, batch_size * (context + _PAGE_SIZE), _PAGE_SIZE)
-        for owner in range(batch_size):
-            pool.open(owner, context)
-        token_ids = torch.arange(batch_size * num_rows) % self.compiled.vocab_size
-        batch = pool.batch([Rows(owner, context - num_rows, num_rows) for owner in range(batch_size)], token_ids)
+        pool = PagePool(layout, shape.batch_size * (shape.context + _PAGE_SIZE), _PAGE_SIZE)
+        token_ids = torch.arange(shape.batch_size * shape.context).view(shape.batch_size, -1) % self.compiled.vocab_size
+        for owner in range(shape.batch_size):
+            pool.open(owner, shape.context)
+        before = shape.context - shape.num_rows
+        if before:
+            rows = [Rows(owner, 0, before) for owner in range(shape.batch_size)]
+            self.eager.forward(pool.batch(rows, token_ids[:, :before].flatten()), pool)
+        rows = [Rows(owner, before, shape.num_rows) for owner in range(shape.batch_size)]
+        batch = pool.batch(rows, token_ids[:, before:].flatten().contiguous())
+        wanted = batch.last_rows if shape.is_prefill else None
         return {
-            "program": lambda: self.compiled.forward(batch, pool),
-            "eager": lambda: self.eager.forward(batch, pool),
+            PROGRAM: lambda: self.compiled.forward(batch, pool, wanted),
+            EAGER: lambda: self.eager.forward(batch, pool, wanted),
+            UNMODIFIED: self._unmodified(token_ids, before, wanted),
         }
+
+    def _unmodified(self, token_ids: Tensor, before: int, wanted: Tensor | None) -> Callable[[], Tensor]:
+        """Return the call of ``transformers``: its cache holds ``before`` entries whenever the call begins."""
+        cache = DynamicCache(config=self.unmodified.config)
+        new = token_ids[:, before:]
+        keep = {} if wanted is None else {"logits_to_keep": 1}
+
+        @torch.inference_mode()
+        def forward() -> Tensor:
+            past = cache if before else DynamicCache(config=self.unmodified.config)
+            logits = self.unmodified(input_ids=new, past_key_values=past, use_cache=True, **keep).logits
+            if before:
+                past.crop(-new.shape[1])
+            return logits.flatten(0, 1)
+
+        if before:
+            with torch.inference_mode():
+                self.unmodified(input_ids=token_ids[:, :before], past_key_values=cache, use_cache=True)
+        return forward
+
+
+def shapes(args: argparse.Namespace, max_positions: int | None) -> Iterator[Shape]:
+    """Yield the forwards of steps, then those of prefill that the model has positions for."""
+    for batch_size in args.batch_sizes:
+        for num_rows in (1, args.num_draft_tokens + 1):
+            yield Shape(batch_size, num_rows, args.context)
+    for length in args.prefill:
+        if max_positions is None or length <= max_positions:
+            yield Shape(1, length, length)
 
 
 def measure(forwards: Forwards, args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     """Time every shape; one row each."""
     clock, rows = Clock(torch.device("cpu")), []
     bound = torch.finfo(forwards.compiled.layout.dtype).eps ** 0.5
-    for batch_size in args.batch_sizes:
-        for num_rows in (1, args.num_draft_tokens + 1):
-            calls = forwards.calls(batch_size, num_rows, args.context)
-            program, eager = (calls[key]().float() for key in ("program", "eager"))
-            distance = float((program - eager).norm() / eager.norm())
-            if not distance <= bound:
-                raise SystemExit(f"{name}: logits {distance:.1e} apart, {bound:.1e} are allowed; no speed is reported.")
-            seconds = clock.interleave([calls] * args.repeats)
-            rows.append(
-                {
-                    "model": name,
-                    "batch_size": batch_size,
-                    "rows_per_sequence": num_rows,
-                    "program_milliseconds": 1e3 * median(seconds["program"]),
-                    "eager_milliseconds": 1e3 * median(seconds["eager"]),
-                    "speedup": median_ratio(seconds["eager"], seconds["program"]),
-                    "logit_distance": distance,
-                }
-            )
+    for shape in shapes(args, forwards.compiled.max_positions):
+        calls = forwards.calls(shape)
+        logits = {way: call().float() for way, call in calls.items()}
+        truth = logits[UNMODIFIED]
+        distance = max(float((logits[way] - truth).norm() / truth.norm()) for way in (PROGRAM, EAGER))
+        if not distance <= bound:
+            raise SystemExit(f"{name}: logits {distance:.1e} apart, {bound:.1e} are allowed; no speed is reported.")
+        seconds = clock.interleave([calls] * args.repeats)
+        rows.append(
+            {
+                "model": name,
+                "batch_size": shape.batch_size,
+                "rows_per_sequence": shape.num_rows,
+                "context": shape.context,
+                **{f"{way}_milliseconds": 1e3 * median(seconds[way]) for way in calls},
+                "speedup_over_transformers": median_ratio(seconds[UNMODIFIED], seconds[PROGRAM]),
+                "speedup_over_eager": median_ratio(seconds[EAGER], seconds[PROGRAM]),
+                "logit_distance": distance,
+            }
+        )
     return rows
 
 
@@ -89,24 +148,42 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-sizes", type=report.integers, default=[1, 4, 8, 16])
     parser.add_argument("--num-draft-tokens", type=int, default=5, metavar="K")
     parser.add_argument("--context", type=int, default=128, metavar="N", help="KV entries of a sequence (default: 128)")
+    parser.add_argument(
+        "--prefill",
+        type=report.integers,
+        default=[128, 512, 2048],
+        metavar="N,N",
+        help="prompts, in tokens (default: 128,512,2048, as far as the model has positions)",
+    )
+    parser.add_argument("--models", type=report.names, default=["target", "draft"], help="default: target,draft")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of torch and of the C++ ops (default: torch's own choice)")
     parser.add_argument("--json", type=report.Path, help="write the result there as well")
     args = parser.parse_args(argv)
     check_workload(parser, args)
+    if unknown := set(args.models) - {"target", "draft"}:
+        parser.error(f"--models {', '.join(sorted(unknown))}: expected target, draft or both")
     if args.threads:
         torch.set_num_threads(args.threads)
     workload = load(args, 1)
+    models = {"target": workload.target, "draft": workload.draft}
     rows, start_up = [], {}
-    for name, model in (("target", workload.target), ("draft", workload.draft)):
-        forwards = Forwards(model)
+    for name in args.models:
+        forwards = Forwards(models[name])
         start_up[name] = {"loading_seconds": forwards.loading_seconds, "program_seconds": forwards.program_seconds}
         rows += measure(forwards, args, name)
-    keys = ("model", "batch_size", "rows_per_sequence", "program_milliseconds", "eager_milliseconds", "speedup")
-    lines = [[f"{row[key]:.3g}" if isinstance(row[key], float) else row[key] for key in keys] for row in rows]
-    print(format_table(("model", "batch", "rows each", "program ms", "PyTorch ms", "x PyTorch"), lines))
-    settings = {"pair": workload.name, "dtype": args.dtype, "context": args.context, "start_up": start_up}
+    print_table(rows)
+    settings = {"pair": workload.name, "dtype": args.dtype, "start_up": start_up}
     report.write_json({"machine": report.machine(torch.device("cpu")), **settings, "rows": rows}, args.json)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Print one line per shape."""
+    keys = ("model", "batch_size", "rows_per_sequence", "context", f"{PROGRAM}_milliseconds", f"{EAGER}_milliseconds")
+    keys = (*keys, f"{UNMODIFIED}_milliseconds", "speedup_over_transformers", "speedup_over_eager")
+    lines = [[f"{row[key]:.3g}" if isinstance(row[key], float) else row[key] for key in keys] for row in rows]
+    columns = ("model", "batch", "rows each", "context", "program ms", "ours in PyTorch ms", "transformers ms")
+    print(format_table((*columns, "x transformers", "x ours in PyTorch"), lines))
 
 
 if __name__ == "__main__":

@@ -55,8 +55,20 @@ def _row(contender: Contender, measurements: list[Measurement], runs: Runs) -> R
         "equal_length_steps": first.equal_length_steps,
         "num_steps": first.num_steps,
         "equal_share": min(m.equal_share for m in measurements),
+        "own_batch_1_share": own_batch_1_share(contender, runs),
         "gated": contender.gated,
     }
+
+
+def own_batch_1_share(contender: Contender, runs: Runs) -> float | None:
+    """Return the least share of outputs, over repeats, that the method also gave at batch 1; None if not run there."""
+    key = (contender.name, contender.num_draft_tokens, contender.acceptance, 1)
+    same = ((c.name, c.num_draft_tokens, c.acceptance, c.batch_size) for c in runs)
+    alone = next((ms[0] for found, ms in zip(same, runs.values(), strict=True) if found == key), None)
+    if alone is None:
+        return None
+    equal = [[a == b for a, b in zip(m.outputs, alone.outputs, strict=True)] for m in runs[contender]]
+    return min(sum(each) / max(1, len(each)) for each in equal)
 
 
 def _median(values: list[float | None]) -> float | None:
@@ -88,7 +100,7 @@ def print_tables(rows: list[Row]) -> None:
     latencies = tuple(f"P{p} s" for p in PERCENTILES)
     print(
         format_table(
-            (*keys, "tokens/s", *ratios, "acc. length", *latencies, "equal"),
+            (*keys, "tokens/s", *ratios, "acc. length", *latencies, "equal", "own batch 1"),
             [(*_key(row, keys), *_speeds(row)) for row in rows],
         )
     )
@@ -131,6 +143,7 @@ def _speeds(row: Row) -> tuple[str, ...]:
         _shown(row["mean_acceptance_length"], ".2f"),
         *(_shown(latency.get(f"p{p}"), ".2f") for p in PERCENTILES),
         f"{row['equal_share']:.1%}" + ("" if row["gated"] else "*"),
+        _shown(row["own_batch_1_share"], ".1%"),
     )
 
 
