@@ -74,7 +74,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        sys.exit("--plot needs matplotlib; pip install 'specdec-fast[bench]', or leave --plot out.")
+        sys.exit("--plot needs matplotlib; pip install '.[bench]', or leave --plot out.")
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -26,6 +26,7 @@ from specdec_fast.engine import Engine
 from specdec_fast.errors import (
     BackendError,
     ConfigError,
+    DeterminismError,
     DrafterError,
     EngineBusyError,
     InvalidLogitsError,
@@ -51,6 +52,7 @@ __all__ = [
     "BackendError",
     "ConfigError",
     "DecodingStats",
+    "DeterminismError",
     "Draft",
     "Drafter",
     "DrafterError",

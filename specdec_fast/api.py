@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,8 +14,8 @@ from specdec_fast.types import GenerationOutput
 
 
 def generate(
-    target: str | PreTrainedModel,
-    draft: str | PreTrainedModel | Drafter | None,
+    target: str | PathLike[str] | PreTrainedModel,
+    draft: str | PathLike[str] | PreTrainedModel | Drafter | None,
     prompts: Any,
     params: Any = None,
     *,
@@ -26,7 +27,8 @@ def generate(
 
     Args:
         target: name, folder or loaded Hugging Face causal model.
-        draft: the same for a small model with the target's vocabulary; ``"ngram"``; a Drafter; None for none.
+        draft: the same for a small model with the target's vocabulary; ``"ngram"``; a Drafter; None (or
+            ``"none"``) for plain decoding.
         prompts: strings or lists of token ids.
         params: SamplingParams or a transformers GenerationConfig, one for all or one each; None is greedy.
         tokenizer: the target's; None loads the one beside the model.

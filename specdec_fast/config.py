@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from specdec_fast.errors import ConfigError
-from specdec_fast.params import SamplingParams
+from specdec_fast.params import SamplingParams, as_plain
 
 _DTYPES = {
     "float32": torch.float32,
@@ -72,6 +72,12 @@ class EngineConfig:
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, as_plain(getattr(self, field.name)))
+        for name, kind in (("method", str), ("backend", str), ("deterministic", bool), ("enforce_eager", bool)):
+            if not isinstance(getattr(self, name), kind):
+                expected = "True or False" if kind is bool else "a string"
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected {expected}.")
         for name, smallest in (("max_batch_size", 1), ("max_wait_steps", 0), ("page_size", 1)):
             _expect_at_least(name, getattr(self, name), smallest)
         if not self.is_adaptive:
@@ -102,7 +108,7 @@ class EngineConfig:
     def _check_window(self) -> None:
         largest = self.max_batch_size * (self.max_wait_steps + 1)
         window = self.num_resident
-        if not isinstance(window, int) or not self.max_batch_size <= window <= largest:
+        if not isinstance(window, int) or isinstance(window, bool) or not self.max_batch_size <= window <= largest:
             raise ConfigError(
                 f"window_size={window!r}: expected {self.max_batch_size} (max_batch_size) to {largest}; in a larger "
                 f"window some sequence would have to wait more than max_wait_steps={self.max_wait_steps} steps."
@@ -127,14 +133,30 @@ class EngineConfig:
         return cls(**keywords)
 
 
+def as_config(config: EngineConfig | None, keywords: Mapping[str, Any]) -> EngineConfig:
+    """Take a config as it is, or make one of keywords.
+
+    Raises:
+        ConfigError: both are given, or the config is none.
+
+    """
+    if config is None:
+        return EngineConfig.from_keywords(keywords)
+    if keywords:
+        raise ConfigError("pass either an EngineConfig or keywords, not both.")
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"config is a {type(config).__name__}; expected an EngineConfig, or its fields as keywords.")
+    return config
+
+
 def _expect_at_least(name: str, value: Any, smallest: int, or_else: str | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+    if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value < 2**63:
         other = f", or {or_else!r}" if or_else else ""
         raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}{other}.")
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None or dtype in set(_DTYPES.values()):
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype in _DTYPES.values()):
         return dtype
     if isinstance(dtype, str) and dtype in _DTYPES:
         return _DTYPES[dtype]

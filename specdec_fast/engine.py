@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from os import PathLike
 from time import perf_counter
 from typing import Any
 
@@ -17,11 +18,11 @@ from transformers import PreTrainedModel
 
 from specdec_fast.buckets import Limits
 from specdec_fast.committing import commit, logprobs_of
-from specdec_fast.config import EngineConfig
+from specdec_fast.config import EngineConfig, as_config
 from specdec_fast.determinism import make_deterministic
 from specdec_fast.draft_lengths import make_draft_lengths
-from specdec_fast.drafters import Drafter, make_drafter
-from specdec_fast.errors import ConfigError, EngineBusyError, KVCacheTooSmallError
+from specdec_fast.drafters import Drafter, make_drafter, wanted_draft
+from specdec_fast.errors import EngineBusyError, KVCacheTooSmallError
 from specdec_fast.graphs import described
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.loading import load_model
@@ -47,7 +48,7 @@ class Engine:
 
     Args:
         target: name, folder or loaded Hugging Face causal model.
-        draft: the same for a draft model; ``"ngram"``; a Drafter; or None for plain decoding.
+        draft: the same for a draft model; ``"ngram"``; a Drafter; or None (or ``"none"``) for plain decoding.
         config: an EngineConfig; its fields may be given as keywords instead.
         tokenizer: the target's; None loads the one beside the model, if there is one. Or an object of your own, with
             ``__call__(text).input_ids`` and ``decode(ids, skip_special_tokens=True)``; the text of some ids must begin
@@ -64,27 +65,25 @@ class Engine:
 
     def __init__(
         self,
-        target: str | PreTrainedModel,
-        draft: str | PreTrainedModel | Drafter | None,
+        target: str | PathLike[str] | PreTrainedModel,
+        draft: str | PathLike[str] | PreTrainedModel | Drafter | None,
         config: EngineConfig | None = None,
         *,
         tokenizer: Any | None = None,
         **keywords: Any,
     ) -> None:
-        if config is not None and keywords:
-            raise ConfigError("pass either an EngineConfig or keywords, not both.")
-        self.config = config if config is not None else EngineConfig.from_keywords(keywords)
+        self.config = as_config(config, keywords)
         self.scheduler = make_scheduler(self.config)
+        wanted = wanted_draft(draft, self.config)
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         if self.config.enforce_eager:
-            self._ops = replace(self._ops, program=None, capture=None)
+            self._ops = replace(self._ops, program=None, why_no_program="enforce_eager=True", capture=None)
         self.target = RaggedModel(model, self._ops)
         if self.config.deterministic:
             make_deterministic(self.target, self.config.max_batch_size * (self.config.most_draft_tokens + 1))
         self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = tokenizer or load_tokenizer(getattr(model.config, "_name_or_path", None))
-        wanted = draft if self.config.most_draft_tokens else None
         self.drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
         self.draft_lengths = make_draft_lengths(self.config, self.target, None if wanted is None else self.drafter)
         self.pool: PagePool | None = None

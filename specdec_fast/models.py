@@ -78,7 +78,7 @@ class RaggedModel:
         eos_token_ids: ids that end a text, from its generation config.
         linears: its layers that the op ``linear`` computes during a forward.
         program: its whole forward in one call, made when it is loaded; None where PyTorch runs it.
-        why_no_program: the reason, for an installation that has programs.
+        why_no_program: the reason for that.
         graphs: its forwards of few rows as graphs; None until ``use_graphs``, and where the device has none.
         row_rule: what its page pools pad forwards to; nothing, unless somebody probed for it.
 
@@ -92,7 +92,7 @@ class RaggedModel:
         self.row_rule = RowRule(largest=MAX_PREFILL_ROWS)
         self.program: ForwardProgram | None = None
         self._addresses: list[int] = []
-        self.why_no_program: str | None = None
+        self.why_no_program = ops.why_no_program
         self.graphs: Graphs | None = None
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.max_positions = max_positions(self.config)

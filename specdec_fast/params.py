@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+import numpy as np
 
 from specdec_fast.errors import InvalidParamsError, NotYetSupportedError
 
@@ -50,6 +52,8 @@ _NEUTRAL_VALUES = {
     "renormalize_logits": False,
 }
 
+
+_LARGEST = sys.float_info.max  # an integer beyond it is no number that can be calculated with
 
 # What transformers' generate() takes where a sampling config says nothing.
 _SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_k": 50}
@@ -100,13 +104,15 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, as_plain(getattr(self, field.name)))
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
             if isinstance(value, str):
                 value = (value,)
             if not isinstance(value, Iterable):
                 raise InvalidParamsError(f"{name}={value!r}: expected a list, here of one element: [{value!r}].")
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, tuple(map(as_plain, value)))
         self._check_ranges()
 
     def _check_ranges(self) -> None:
@@ -124,6 +130,8 @@ class SamplingParams:
             ("seed", _is_seed(self.seed), "an integer from -2**63 to 2**63 - 1, or None"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+            ("logprobs", isinstance(self.logprobs, bool), "True or False"),
         )
         for name, ok, expected in checks:
             if not ok:
@@ -178,6 +186,11 @@ def as_sampling_params(value: Any) -> SamplingParams:
     )
 
 
+def as_plain(value: Any) -> Any:
+    """Return a scalar of NumPy as Python's, and whatever else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -187,7 +200,7 @@ def _is_seed(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    return _is_real(value) and math.isfinite(value)  # type: ignore[arg-type]
+    return _is_real(value) and abs(value) <= _LARGEST  # type: ignore[arg-type]
 
 
 def _is_real(value: object) -> bool:

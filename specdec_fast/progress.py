@@ -7,12 +7,17 @@ from types import TracebackType
 
 from tqdm.auto import tqdm
 
+from specdec_fast.errors import ConfigError
+
 
 class Progress:
     """A tqdm bar over requests, with tokens per second beside it; silent where it is not wanted."""
 
     def __init__(self, num_requests: int, show: bool | None) -> None:
-        shown = sys.stderr.isatty() if show is None else show
+        if not isinstance(show, bool) and show is not None:
+            raise ConfigError(f"progress={show!r}: expected True, False or None.")
+        usable = sys.stderr is not None and not sys.stderr.closed  # a process without a console has none
+        shown = usable and (sys.stderr.isatty() if show is None else show)
         self._bar = tqdm(total=num_requests, desc="generate", unit="request", disable=not shown)
         self._num_tokens = 0
 

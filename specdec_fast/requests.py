@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from numbers import Integral
 from typing import Any
 
@@ -21,6 +21,8 @@ from specdec_fast.sequence import Sequence
 from specdec_fast.stopping import StopStrings
 from specdec_fast.text import Detokenizer
 
+_BYTES = (bytes, bytearray, memoryview)
+
 
 def as_prompt_list(prompts: Any) -> list[Any]:
     """Accept a list of prompts; one prompt (a string or a flat list of ids); or what a tokenizer returns.
@@ -33,6 +35,9 @@ def as_prompt_list(prompts: Any) -> list[Any]:
         return [prompts]
     if isinstance(prompts, Mapping):
         return _unpadded(prompts)
+    if isinstance(prompts, (*_BYTES, Set)):
+        hint = "decode() it to a string" if isinstance(prompts, _BYTES) else "it has no order; pass a list"
+        raise ConfigError(f"prompts is a {type(prompts).__name__}: {hint}.")
     dimensions = getattr(prompts, "ndim", None)
     if dimensions == 2:
         raise ConfigError(
@@ -40,7 +45,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
             "lengths, or the tokenizer's whole result (input_ids and attention_mask)."
         )
     try:
-        items = prompts.tolist() if dimensions == 1 else list(prompts)
+        items = as_list(prompts) if dimensions == 1 else list(prompts)
     except TypeError:
         raise ConfigError(
             f"prompts is a {type(prompts).__name__}; expected a list of strings or of lists of token ids."
@@ -54,13 +59,42 @@ def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
     """Take the prompts out of a tokenizer's result (a ``BatchEncoding``), leaving its padding behind."""
     if "input_ids" not in encoding:
         raise ConfigError(f"prompts is a mapping of {', '.join(map(repr, encoding))}; expected a list, or input_ids.")
-    fields: list[Any] = [encoding["input_ids"], encoding.get("attention_mask")]
-    ids, mask = (value.tolist() if hasattr(value, "tolist") else value for value in fields)
-    if ids and isinstance(ids[0], Integral):
+    ids, mask = as_list(encoding["input_ids"]), as_list(encoding.get("attention_mask"))
+    if isinstance(ids, (list, tuple)) and ids and isinstance(ids[0], Integral):
         ids, mask = [ids], None if mask is None else [mask]
+    if not isinstance(ids, (list, tuple)) or not isinstance(mask, (list, tuple, type(None))):
+        kinds = f"input_ids is a {type(ids).__name__}, attention_mask a {type(mask).__name__}"
+        raise ConfigError(f"{kinds}; expected lists of prompts, or tensors.")
     if mask is None:
         return list(ids)
-    return [[t for t, kept in zip(row, keep, strict=True) if kept] for row, keep in zip(ids, mask, strict=True)]
+    if len(mask) != len(ids):
+        raise ConfigError(f"attention_mask is of {len(mask)} prompts, input_ids of {len(ids)}; expected as many.")
+    return [_kept(i, *(as_list(row) for row in rows)) for i, rows in enumerate(zip(ids, mask, strict=True))]
+
+
+def _kept(index: int, ids: Any, mask: Any) -> list[Any]:
+    lists = isinstance(ids, (list, tuple)) and isinstance(mask, (list, tuple))
+    if not lists or len(ids) != len(mask) or any(not isinstance(kept, Integral) or kept not in (0, 1) for kept in mask):
+        raise ConfigError(
+            f"attention_mask of prompt {index} is {mask!r:.80}; expected one 0 or 1 for each of its input_ids, "
+            f"{ids!r:.80}."
+        )
+    return [token for token, kept in zip(ids, mask, strict=True) if kept]
+
+
+def as_list(value: Any) -> Any:
+    """Return a tensor or an array as nested lists, and whatever else as it is.
+
+    Raises:
+        ConfigError: it holds no values, as a tensor on the meta device.
+
+    """
+    if not hasattr(value, "tolist"):
+        return value
+    try:
+        return value.tolist()
+    except Exception as error:
+        raise ConfigError(f"a {type(value).__name__} among the prompts cannot be read: {error}") from error
 
 
 def as_params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
@@ -107,9 +141,10 @@ class RequestBuilder:
                     "or token ids."
                 )
             try:
-                token_ids = list(self._tokenizer(prompt).input_ids)
-            except (TypeError, ValueError) as error:  # what tokenizers raise for text that is not valid Unicode
-                raise InvalidPromptError(f"the tokenizer cannot encode the prompt: {error}") from error
+                token_ids = _as_ids(self._tokenizer(prompt).input_ids)
+            except Exception as error:  # text that is not valid Unicode, or whatever a tokenizer raises of its own
+                reason = f"{type(error).__name__}: {error}"
+                raise InvalidPromptError(f"the tokenizer cannot encode the prompt: {reason}") from error
         else:
             token_ids = _as_ids(prompt)
         if not token_ids:
@@ -151,10 +186,10 @@ def _seed(params: SamplingParams) -> int | None:
 
 
 def _as_ids(prompt: Any) -> list[int]:
-    if hasattr(prompt, "tolist"):  # a tensor or an array
-        prompt = prompt.tolist()
-    is_list = isinstance(prompt, (list, tuple))
-    if not is_list or not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+    ids: Any = None if isinstance(prompt, _BYTES) else as_list(prompt)
+    is_list = isinstance(ids, (list, tuple))
+    if not is_list or not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
         kind = type(prompt).__name__
-        raise InvalidPromptError(f"the prompt is a {kind} that is neither a string nor a flat list of token ids.")
-    return [int(token) for token in prompt]
+        hint = "; decode() it first" if isinstance(prompt, _BYTES) else ""
+        raise InvalidPromptError(f"the prompt is a {kind} that is neither a string nor a flat list of token ids{hint}.")
+    return [int(token) for token in ids]

@@ -62,5 +62,7 @@ def propose(drafter: Drafter, batch: list[Sequence], limits: list[int], device: 
     draft = drafter.propose(batch, list(limits))
     if [s.length for s in batch] != lengths:
         raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")
+    if not isinstance(draft, Draft):
+        raise DrafterError(f"a drafter proposed a {type(draft).__name__}; expected a Draft, empty if it has no tokens.")
     draft.check(limits)
     return draft

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from specdec_fast.decoders import rule_of
+from specdec_fast.errors import ConfigError
 
 INCOMPLETE = "\ufffd"  # what a decoder puts where a character's bytes have not all arrived
 _MOST_INCOMPLETE = 3  # bytes that may wait for the rest of their character, and so marks that stand for them
@@ -19,12 +22,25 @@ _UNCLEAN_END = re.compile(r" {1,3}(?:['nvr][ 'nvr]*)?\Z")
 
 
 def load_tokenizer(name: str | None) -> Any | None:
-    """Load the tokenizer that stands beside a model; None if there is none (a model built in memory, say)."""
+    """Load the tokenizer that stands beside a model; None if there is none (a model built in memory, say).
+
+    Raises:
+        ConfigError: it needs code of its own, which this library does not run unasked.
+
+    """
     if not name:
         return None
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # every kind of file has a reader with errors of its own
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"the tokenizer of {name!r} needs code of its own, which is not run unasked; load it yourself "
+                "(AutoTokenizer.from_pretrained(..., trust_remote_code=True)) and pass tokenizer=..."
+            ) from error
+        if any(Path(name).glob("tokenizer*")):
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            warnings.warn(f"the tokenizer of {name!r} cannot be read ({reason}); pass tokenizer=...", stacklevel=2)
         return None
 
 

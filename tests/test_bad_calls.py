@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +24,9 @@ from transformers import (
 )
 
 import specdec_fast as sd
+from specdec_fast import errors
 from specdec_fast.assets import demo_pair
+from specdec_fast.ops import BACKENDS
 
 
 def test_unknown_method_lists_the_known(target):
@@ -39,6 +47,157 @@ def test_unknown_draft(target):
 def test_misspelt_drafter_is_not_looked_for_on_a_hub(target):
     with pytest.raises(sd.ConfigError, match=r"draft='n-gram': did you mean 'ngram'"):
         sd.Engine(target, "n-gram")
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"model", "", [], {}, torch.zeros(1), torch.nn.Linear], ids=repr)
+def test_target_that_is_none(wrong):
+    with pytest.raises(sd.ConfigError, match=r"target is .*; expected the name or folder"):
+        sd.Engine(wrong, None)
+
+
+@pytest.mark.parametrize("wrong", [b"ngram", 5.0, {}, sd.Drafter, torch.zeros(1)], ids=repr)
+def test_draft_is_looked_at_before_the_target_is_loaded(wrong):
+    with pytest.raises(sd.ConfigError, match="draft is a "):
+        sd.Engine("no/such-model", wrong)
+
+
+def test_models_may_be_paths():
+    engine = sd.Engine(demo_pair() / "target", demo_pair() / "draft", num_draft_tokens=2)
+    assert engine.drafter.name.endswith("draft")
+    assert engine.tokenizer is not None
+    with pytest.raises(sd.ConfigError, match="no such folder"):
+        sd.Engine(demo_pair() / "target", Path("no/such-folder"))
+
+
+@pytest.mark.parametrize("k", [5, "auto"])
+def test_none_by_name_is_plain_decoding(target, k):
+    engine = sd.Engine(target, "none", num_draft_tokens=k)
+    assert engine.describe()["drafter"] == "none"
+    params = sd.SamplingParams(max_new_tokens=4)
+    (output,) = engine.generate([[5, 6]], params)
+    assert output.token_ids == sd.Engine(target, None).generate([[5, 6]], params)[0].token_ids
+    assert output.stats.num_drafts == 0
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the bundled target that may be damaged."""
+    return Path(shutil.copytree(demo_pair() / "target", tmp_path / "target"))
+
+
+def test_truncated_weights(folder):
+    (weights,) = folder.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(sd.ConfigError, match=r"cannot load .*target"):
+        sd.Engine(folder, None)
+
+
+def test_weights_that_are_missing_are_not_made_up(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(sd.ConfigError, match=r"lacks weights of LlamaForCausalLM: model.layers.* in all"):
+        sd.Engine(folder, None)
+
+
+def edit(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def ask_nobody(monkeypatch):
+    def asked(*args):
+        raise AssertionError("somebody is asked on stdin")
+
+    monkeypatch.setattr("builtins.input", asked)
+
+
+def test_tokenizer_with_code_of_its_own(folder, monkeypatch):
+    ask_nobody(monkeypatch)
+    (folder / "tokenizer.json").unlink()
+    edit(folder / "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
+    (folder / "own.py").write_text("raise AssertionError('it was run')\n")
+    with pytest.raises(sd.ConfigError, match=r"needs code of its own.*pass tokenizer="):
+        sd.Engine(folder, None)
+
+
+def test_model_with_code_of_its_own(folder, monkeypatch):
+    ask_nobody(monkeypatch)
+    names = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    edit(folder / "config.json", model_type="own", auto_map=names)
+    (folder / "own.py").write_text("raise AssertionError('it was run')\n")
+    with pytest.raises(sd.ConfigError, match=r"cannot load .* custom code"):
+        sd.Engine(folder, None)
+
+
+def test_damaged_tokenizer_is_told(folder, target):
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.warns(UserWarning, match="the tokenizer of .* cannot be read"):
+        assert sd.Engine(folder, None).tokenizer is None
+
+
+@pytest.mark.parametrize("config", [5, {"max_batch_size": 2}, sd.SamplingParams()], ids=repr)
+def test_config_of_another_type(target, config):
+    with pytest.raises(sd.ConfigError, match=r"config is a .*; expected an EngineConfig"):
+        sd.Engine(target, None, config)
+
+
+def test_every_error_is_exported():
+    classes = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, sd.SpecDecError)]
+    assert len(classes) > 15
+    for error in classes:
+        assert getattr(sd, error.__name__) is error
+        assert error.__name__ in sd.__all__
+
+
+class Encoding:
+    """The bundled tokenizer, but that it raises on one text."""
+
+    def __init__(self, tokenizer, error):
+        self.tokenizer, self.error, self.decode = tokenizer, error, tokenizer.decode
+
+    def __call__(self, text):
+        if text == "bad":
+            raise self.error
+        return self.tokenizer(text)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyError("bad"), ValueError("bad")], ids=repr)
+def test_tokenizer_that_raises_on_one_prompt(target, tokenizer, error):
+    engine = sd.Engine(target, None, tokenizer=Encoding(tokenizer, error))
+    outputs = engine.generate(["Items:", "bad", "One day"], sd.SamplingParams(max_new_tokens=3))
+    assert [o.finish_reason == "error" for o in outputs] == [False, True, False]
+    assert [o.text for o in outputs] == [tokenizer.decode(o.token_ids, skip_special_tokens=True) for o in outputs]
+    with pytest.raises(sd.InvalidPromptError, match=f"cannot encode the prompt: {type(error).__name__}"):
+        outputs[1].raise_for_error()
+
+
+@pytest.mark.parametrize("shown", [None, True])
+@pytest.mark.parametrize("closed", [False, True])
+def test_process_without_a_console(target, monkeypatch, shown, closed):
+    stderr = None
+    if closed:
+        stderr = io.StringIO()
+        stderr.close()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    (output,) = sd.Engine(target, None).generate([[5]], sd.SamplingParams(max_new_tokens=2), progress=shown)
+    assert output.error is None
+
+
+def test_progress_is_a_flag(target):
+    with pytest.raises(sd.ConfigError, match="progress='no'"):
+        sd.Engine(target, None).generate([[5]], progress="no")
+
+
+def test_why_there_is_no_program(target):
+    description = sd.Engine(target, None, backend="torch").describe()
+    assert description["forward_program"] is False
+    assert description["why_no_program"].startswith("programs need every op from cpp, here torch serve")
+
+
+def test_why_there_is_no_program_without_the_extension(target, monkeypatch):
+    broken = replace(BACKENDS["cpp"], why_unavailable=lambda: "no compiler here")
+    monkeypatch.setitem(BACKENDS, "cpp", broken)
+    assert "no compiler here" in sd.Engine(target, None).describe()["why_no_program"]
 
 
 def test_number_of_params(target):
@@ -161,6 +320,31 @@ class TestShapesOfPrompts:
     def test_mapping_of_something_else(self, engine):
         with pytest.raises(sd.ConfigError, match="mapping of 'prompts'"):
             engine.generate({"prompts": ["a"]})
+
+    @pytest.mark.parametrize(
+        ("ids", "mask"),
+        [([[5, 6]], [[1]]), ([[5, 6]], [[1, 1], [1, 1]]), ([5, 6], [1]), ([[5, 6]], 1), ([[5, 6]], [["1", "0"]]),
+         ([[5, 6]], [[1, 2]]), (None, None), ("ab", None), (5, [[1]]), ([["a"]], [1]),
+         (torch.tensor([[5, 6]]), torch.tensor([[1]])), (torch.zeros(1, 1, device="meta"), None)],
+        ids=str,
+    )  # fmt: skip
+    def test_mapping_that_does_not_fit_together(self, engine, ids, mask):
+        given = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
+        with pytest.raises(sd.ConfigError, match=r"attention_mask|input_ids|cannot be read"):
+            engine.generate(given)
+
+    @pytest.mark.parametrize("prompts", [b"abc", bytearray(b"abc"), memoryview(b"abc")], ids=lambda p: type(p).__name__)
+    def test_bytes_are_no_prompt(self, engine, prompts):
+        with pytest.raises(sd.ConfigError, match=r"prompts is a \w+: decode\(\) it"):
+            engine.generate(prompts)
+        good, bad = engine.generate([[5], prompts], self.PARAMS)
+        assert (good.error, bad.finish_reason) == (None, "error")
+        with pytest.raises(sd.InvalidPromptError, match=r"decode\(\) it first"):
+            bad.raise_for_error()
+
+    def test_set_has_no_order(self, engine):
+        with pytest.raises(sd.ConfigError, match="prompts is a set: it has no order"):
+            engine.generate({"a", "b"})
 
     def test_padded_tensor_without_its_mask(self, engine):
         with pytest.raises(sd.ConfigError, match="cannot tell padding from content"):

@@ -12,8 +12,8 @@ import pytest
 
 import specdec_fast as sd
 from specdec_fast import exactness
-from specdec_fast.cli import main
-from specdec_fast.commands import demo
+from specdec_fast.cli import build_parser, main
+from specdec_fast.commands import demo, verify
 from specdec_fast.commands.common import read_prompts
 from specdec_fast.engine import Engine
 from specdec_fast.equivalence import best_logits, transformers_greedy
@@ -218,6 +218,24 @@ def test_verify_reports_every_setting_and_what_it_is_worth(in_folder, capsys, pr
     assert f"{len(settings)} of {len(settings)} settings give exactly" in printed
 
 
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("temperature=.7", {"temperature": 0.7}), ("temperature=1.,top_k=5", {"temperature": 1.0, "top_k": 5}),
+     ("temperature=7e-1", {"temperature": 0.7}), ("ignore_eos=true", {"ignore_eos": True}), ("greedy", {})],
+)  # fmt: skip
+def test_verify_reads_numbers_as_people_write_them(text, values):
+    words = {"target": TARGET, "draft": "none", "prompts": "p.jsonl", "sampling": text, "max-new-tokens": 3}
+    matrix = verify.matrix_of(build_parser().parse_args(["verify", *options_of(words)]))
+    assert matrix.samplings == {text: sd.SamplingParams(**{"max_new_tokens": 3, "seed": 0, **values})}
+
+
+def test_what_cannot_be_written_is_known_before_decoding_and_leaves_nothing(in_folder):
+    path = write_lines(in_folder / "in.jsonl", {"prompt_ids": [5]})
+    words = {"target": "no/such-folder", "draft": "none", "prompts": path, "output": "out.jsonl"}
+    assert main(["generate", *options_of(words)]) == 2
+    assert not Path("out.jsonl").exists()
+
+
 def test_verify_takes_auto_for_a_k(in_folder, prompt_ids):
     options = {"batch-sizes": 2, "methods": "eqspec", "num-draft-tokens": "2 auto"}
     status, report = run_verify(in_folder, prompt_ids[1:4], **options)
@@ -328,13 +346,22 @@ UNUSABLE = {
     "verify-outside-vocabulary": ("verify", {**VERIFY, "prompts": "outside.jsonl"}),
     "verify-sampling": ("verify", {**VERIFY, "sampling": "heat=2"}),
     "verify-sampling-range": ("verify", {**VERIFY, "sampling": "top_p=2"}),
+    "verify-sampling-no-number": ("verify", {**VERIFY, "sampling": "temperature=.7.1"}),
+    "verify-json-nowhere": ("verify", {**VERIFY, "json": "no/such/folder/r.json"}),
+    "verify-plot-nowhere": ("verify", {**VERIFY, "plot": "no/such/folder/r.png"}),
+    "verify-plot-suffix": ("verify", {**VERIFY, "plot": "report.plot"}),
+    "verify-later-dtype": ("verify", {**VERIFY, "dtypes": "float32 int8"}),
+    "verify-later-batch-size": ("verify", {**VERIFY, "batch-sizes": "1 0"}),
     "verify-no-new-tokens": ("verify", {**VERIFY, "max-new-tokens": 0}),
     "demo-no-prompts": ("demo", {"num-prompts": 0, "max-new-tokens": 2}),
 }
 
 
 @pytest.mark.parametrize(("command", "options"), UNUSABLE.values(), ids=UNUSABLE.keys())
-def test_unusable_arguments_end_in_one_line(in_folder, capsys, command, options):
+def test_unusable_arguments_end_in_one_line(in_folder, capsys, monkeypatch, command, options):
+    monkeypatch.setattr(exactness.Models, "compare_all", None)  # nothing may be decoded before it is found out
+    if "plot" in options:
+        pytest.importorskip("matplotlib")
     (in_folder / "empty").mkdir()
     (in_folder / "latin1.jsonl").write_bytes(b'{"prompt": "Gr\xfc\xdfe"}\n')
     write_lines(in_folder / "good.jsonl", {"prompt_ids": [5, 6]})

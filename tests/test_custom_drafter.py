@@ -63,8 +63,21 @@ def test_perfect_drafts_are_all_accepted(target, prompt_ids, expected):
         (sd.Draft(torch.zeros(2), [2]), "token_ids are torch.float32; expected a tensor of int64"),
         (sd.Draft([1, 2], [2]), "token_ids are list"),
         (sd.Draft(torch.zeros(2, dtype=torch.int64), [2.0]), r"num_draft_tokens are \[2.0\]"),
+        (sd.Draft(torch.zeros(2, dtype=torch.int64), None), "num_draft_tokens are None"),
+        (None, "proposed a NoneType; expected a Draft"),
+        ((torch.zeros(2, dtype=torch.int64), [2]), "proposed a tuple; expected a Draft"),
     ],
-    ids=["more than asked for", "more sequences", "counts that do not add up", "floats", "a list", "float counts"],
+    ids=[
+        "more than asked for",
+        "more sequences",
+        "counts that do not add up",
+        "floats",
+        "a list",
+        "float counts",
+        "no counts",
+        "nothing",
+        "a tuple",
+    ],
 )
 def test_broken_contract_is_told(target, prompt_ids, expected, draft, message):
     drafter = Scripted(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, GPT2Config
@@ -26,7 +27,8 @@ OUT_OF_RANGE = [
     ("seed", True), ("seed", "7"), ("seed", 2**63), ("seed", -(2**63) - 1),
     ("stop", ("",)), ("stop", ("a", 3)), ("stop", 5),
     ("stop_token_ids", (-1,)), ("stop_token_ids", (1.0,)), ("stop_token_ids", ("</s>",)),
-    ("stop_token_ids", (True,)), ("stop_token_ids", 2),
+    ("stop_token_ids", (True,)), ("stop_token_ids", 2), ("temperature", 10**400), ("repetition_penalty", 10**400),
+    *((name, value) for name in ("ignore_eos", "logprobs") for value in ("false", 0, 1, None, NAN)),
 ]  # fmt: skip
 
 
@@ -55,6 +57,16 @@ def test_params_in_range(values):
     params = sd.SamplingParams(**values)
     assert all(getattr(params, name) == value for name, value in values.items() if name != "stop_token_ids")
     assert isinstance(params.stop_token_ids, tuple), "frozen, whatever came"
+
+
+def test_scalars_of_numpy_are_numbers():
+    params = sd.SamplingParams(
+        max_new_tokens=np.int64(3), temperature=np.float64(0.5), stop_token_ids=np.array([2]), logprobs=np.True_
+    )
+    assert params == sd.SamplingParams(max_new_tokens=3, temperature=0.5, stop_token_ids=(2,), logprobs=True)
+    assert {type(params.max_new_tokens), type(params.temperature), type(params.logprobs)} == {int, float, bool}
+    config = sd.EngineConfig(max_batch_size=np.int32(3), num_draft_tokens=np.int64(0), deterministic=np.False_)
+    assert config == sd.EngineConfig(max_batch_size=3, num_draft_tokens=0, deterministic=False)
 
 
 def test_greedy_generation_config():
@@ -132,6 +144,10 @@ BAD_CONFIG = [
     ("page_size", 0), ("page_size", True), ("kv_cache_tokens", 0), ("kv_cache_tokens", 1e6),
     ("window_size", 7), ("window_size", 41), ("window_size", 16.0), ("window_size", "16"), ("dtype", "int8"),
     ("dtype", torch.int8), ("dtype", torch.float64), ("dtype", "torch.float32"), ("device", "warp-drive"),
+    ("dtype", ["float32"]), ("dtype", float), ("method", 5), ("method", ["exspec"]), ("backend", None),
+    ("backend", ["cpp"]), ("window_size", True), ("page_size", 10**30), ("max_batch_size", 10**30),
+    ("num_draft_tokens", 10**30), ("num_draft_tokens", ["auto"]),
+    *((name, value) for name in ("deterministic", "enforce_eager") for value in ("false", 0, 1, None, NAN)),
 ]  # fmt: skip
 
 

@@ -310,7 +310,7 @@ def test_engine_can_be_told_to_run_pytorch(prompts, target, draft):
     params = sd.SamplingParams(max_new_tokens=12)
     eagerly = sd.Engine(target, draft, enforce_eager=True)
     assert eagerly.describe()["forward_program"] is False
-    assert eagerly.describe()["why_no_program"] is None
+    assert eagerly.describe()["why_no_program"] == "enforce_eager=True"
     expected = [output.token_ids for output in eagerly.generate(prompts[:4], params)]
     engine = sd.Engine(target, draft)
     assert engine.describe()["forward_program"] is True

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specdec_fast.config import ADAPTIVE, EngineConfig
+from specdec_fast.drafters import NO_DRAFT
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
 from specdec_fast.params import SamplingParams
 from specdec_fast.schedulers import SCHEDULERS
 
-NO_DRAFT = "none"
 _REQUEST_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
@@ -78,9 +78,20 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="one JSON object per line")
 
 
-def draft_of(name: str) -> str | None:
-    """Return what --draft names, None for plain decoding."""
-    return None if name == NO_DRAFT else name
+def expect_writable(path: Path) -> None:
+    """Find out before hours of decoding, not after, that a result cannot be written; leave no file behind.
+
+    Raises:
+        ConfigError: the folder is not there, or the file cannot be written.
+
+    """
+    existed = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}.") from None
+    if not existed:
+        path.unlink()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specdec_fast.commands.common import add_engine_options, add_pair_options, draft_of, engine_config, read_prompts
+from specdec_fast.commands.common import (
+    add_engine_options,
+    add_pair_options,
+    engine_config,
+    expect_writable,
+    read_prompts,
+)
 from specdec_fast.engine import Engine
 from specdec_fast.params import SamplingParams
 from specdec_fast.types import GenerationOutput
@@ -47,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     lines = read_prompts(args.prompts)
     config = engine_config(args, args.dtype)
     params = _params(args)
-    args.output.open("a").close()  # an unwritable path should be known before hours of decoding, not after
+    expect_writable(args.output)
     good = [line for line in lines if line.problem is None]
     each = [params if params.seed is None else replace(params, seed=params.seed + line.number) for line in good]
-    outputs = iter(Engine(args.target, draft_of(args.draft), config).generate([g.prompt for g in good], each))
+    outputs = iter(Engine(args.target, args.draft, config).generate([g.prompt for g in good], each))
     num_bad = 0
     with args.output.open("w", encoding="utf-8") as sink:
         for line in lines:

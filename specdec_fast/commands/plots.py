@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import matplotlib
+from matplotlib.backend_bases import FigureCanvasBase
 
 from specdec_fast.equivalence import Comparison
 from specdec_fast.exactness import Report
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # after the choice of a backend that needs no display
+
+
+def formats() -> list[str]:
+    """Return the endings of file names that figures can be written to, without their dot."""
+    return sorted(FigureCanvasBase.get_supported_filetypes())
 
 
 def draw_exactness(report: Report, path: Path) -> None:

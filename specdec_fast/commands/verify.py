@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from specdec_fast.commands.common import (
     NO_DRAFT,
     add_backend_options,
+    expect_writable,
     format_table,
     num_draft_tokens,
     read_prompts,
@@ -65,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report. Exit status 1 if an output differs from plain decoding, or in fp32 from ``transformers``."""
     matrix = matrix_of(args)
-    draw = _drawing() if args.plot else None
+    draw = _drawing(args.plot) if args.plot else None
+    for path in filter(None, (args.json, args.plot)):
+        expect_writable(path)
     report = run_matrix(matrix, _prompts(args, matrix), lambda text: print(text, file=sys.stderr))
     print_report(report)
     if args.json:
@@ -78,7 +82,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def matrix_of(args: argparse.Namespace) -> Matrix:
-    """Make what the command line asks for."""
+    """Make what the command line asks for.
+
+    Raises:
+        ConfigError: one of the settings is out of range.
+
+    """
+    lists = {"dtype": args.dtypes, "max_batch_size": args.batch_sizes, "num_draft_tokens": args.num_draft_tokens}
+    for name, values in lists.items():
+        for value in values:
+            EngineConfig.from_keywords({name: value})
     return Matrix(
         target=args.target,
         drafts=tuple(name for name in args.draft if name != NO_DRAFT),
@@ -98,8 +111,16 @@ def _sampling(text: str, args: argparse.Namespace) -> SamplingParams:
         name, _, value = part.partition("=")
         if name not in known - {"stop", "stop_token_ids"} or not value:
             raise ConfigError(f"--sampling {text}: {part!r} is no parameter; expected {GREEDY}, or temperature=0.7,...")
-        values[name] = json.loads(value) if value.strip("+-.e0123456789") == "" else value
+        values[name] = _value(value)
     return SamplingParams(**values)
+
+
+def _value(text: str) -> Any:
+    """Read an integer, a number or a truth value; anything else stays text, which SamplingParams refuses."""
+    for read in (int, float):
+        with suppress(ValueError):
+            return read(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _prompts(args: argparse.Namespace, matrix: Matrix) -> list[list[int]]:
@@ -168,9 +189,12 @@ def _earliest(found: dict[int, Comparison]) -> str:
     return f"prompt {first.index}, token {first.position}: {best:.6g}, {second:.6g} (gap {first.gap:.1e})"
 
 
-def _drawing() -> Any:
+def _drawing(path: Path) -> Any:
+    """Return what draws the report; asked for before hours of decoding, not after."""
     try:
-        from specdec_fast.commands.plots import draw_exactness  # asked for now, not after hours of decoding
+        from specdec_fast.commands.plots import draw_exactness, formats
     except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib ({error}); pip install 'specdec-fast[bench]'.") from None
+        raise ConfigError(f"--plot needs matplotlib ({error}); pip install '.[bench]'.") from None
+    if path.suffix.removeprefix(".") not in formats():
+        raise ConfigError(f"--plot {path.name}: expected a name that ends in one of .{', .'.join(formats())}.")
     return draw_exactness

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from os import PathLike
 from typing import Any
 
 from torch import device, nn
@@ -25,11 +26,33 @@ from specdec_fast.text import load_tokenizer, same_vocabulary
 # Drafters without a model of their own; any other string is the name or folder of a draft model.
 NAMED_DRAFTERS: dict[str, Callable[[device], Drafter]] = {"ngram": NgramDrafter}
 
-__all__ = ["NAMED_DRAFTERS", "Draft", "Drafter", "make_drafter"]
+NO_DRAFT = "none"  # the same as None, as on the command line
+
+__all__ = ["NAMED_DRAFTERS", "NO_DRAFT", "Draft", "Drafter", "make_drafter", "wanted_draft"]
+
+
+def wanted_draft(draft: Any, config: EngineConfig) -> Any:
+    """Return what is to draft, None for plain decoding; called before anything is loaded.
+
+    Raises:
+        ConfigError: it is nothing that ``make_drafter`` takes, or looks misspelt.
+
+    """
+    if not isinstance(draft, (str, PathLike, nn.Module, Drafter)) and draft is not None:
+        raise ConfigError(
+            f"draft is a {type(draft).__name__}; expected a model, its name or folder, "
+            f"{', '.join(map(repr, NAMED_DRAFTERS))}, a Drafter (an instance, not its class), or None."
+        )
+    known = [*NAMED_DRAFTERS, NO_DRAFT]
+    close = difflib.get_close_matches(draft, known) if isinstance(draft, str) and draft not in known else []
+    if close:
+        raise ConfigError(f"draft={draft!r}: did you mean {close[0]!r}? A folder of that name is given as './{draft}'.")
+    is_plain = not config.most_draft_tokens or (isinstance(draft, str) and draft == NO_DRAFT)
+    return None if is_plain else draft
 
 
 def make_drafter(
-    draft: str | PreTrainedModel | Drafter | None,
+    draft: str | PathLike[str] | PreTrainedModel | Drafter | None,
     target: RaggedModel,
     config: EngineConfig,
     ops: Ops,
@@ -38,7 +61,8 @@ def make_drafter(
     """Build what ``draft`` asks for.
 
     Args:
-        draft: a drafter's name, a model's name or folder, a loaded model, a Drafter, or None for plain decoding.
+        draft: from ``wanted_draft``: a drafter's name, a model's name or folder, a loaded model, a Drafter, or None for
+            plain decoding.
         target: what it drafts for.
         config: dtype of a model loaded here.
         ops: implementations for a draft model.
@@ -54,15 +78,8 @@ def make_drafter(
         return NoDrafter(target.layout.device)
     if isinstance(draft, str) and draft in NAMED_DRAFTERS:
         return NAMED_DRAFTERS[draft](target.layout.device)
-    if isinstance(draft, str) and (close := difflib.get_close_matches(draft, NAMED_DRAFTERS)):
-        raise ConfigError(f"draft={draft!r}: did you mean {close[0]!r}? A folder of that name is given as './{draft}'.")
-    if not isinstance(draft, (str, nn.Module)):
-        raise ConfigError(
-            f"draft is a {type(draft).__name__}; expected a model, its name or folder, "
-            f"{', '.join(map(repr, NAMED_DRAFTERS))}, a Drafter, or None."
-        )
     loaded = isinstance(draft, nn.Module)
-    module = load_model(draft, None if loaded else config.dtype, target.layout.device)  # type: ignore[arg-type]
+    module = load_model(draft, None if loaded else config.dtype, target.layout.device, "draft")  # type: ignore[arg-type]
     model = RaggedModel(module, ops)
     if config.deterministic:
         make_deterministic(model, ROWS_EACH * config.max_batch_size)
@@ -72,7 +89,10 @@ def make_drafter(
 
 
 def _check_vocabulary(draft: RaggedModel, target: RaggedModel, target_tokenizer: Any | None) -> None:
-    draft_tokenizer = load_tokenizer(getattr(draft.model.config, "_name_or_path", None))
+    try:
+        draft_tokenizer = load_tokenizer(getattr(draft.model.config, "_name_or_path", None))
+    except ConfigError:  # it needs code of its own; then the sizes have to do
+        draft_tokenizer = None
     if draft_tokenizer is not None and target_tokenizer is not None:
         if same_vocabulary(draft_tokenizer, target_tokenizer):
             return

@@ -38,7 +38,7 @@ class Draft:
         if not isinstance(self.token_ids, Tensor) or self.token_ids.dtype != torch.int64:
             kind = getattr(self.token_ids, "dtype", type(self.token_ids).__name__)
             raise DrafterError(f"a drafter's token_ids are {kind}; expected a tensor of int64.")
-        if not all(isinstance(n, int) for n in counts):
+        if not isinstance(counts, (list, tuple)) or not all(isinstance(n, int) for n in counts):
             raise DrafterError(f"a drafter's num_draft_tokens are {counts!r}; expected a list of integers.")
         if len(counts) != len(limits) or any(not 0 <= n <= limit for n, limit in zip(counts, limits, strict=False)):
             raise DrafterError(f"a drafter proposed {counts} tokens per sequence; at most {limits} were asked for.")

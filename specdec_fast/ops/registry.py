@@ -133,6 +133,7 @@ class Ops:
         compact_kv_: move kept entries inside each sequence; see ``oracle/ops/compact_kv.py``.
         realign_kv_: shift the rows of a dense cache; see ``oracle/ops/realign_kv.py``.
         program: builds a model's whole forward from a ``Plan``; None where forwards are PyTorch's.
+        why_no_program: the reason where ``program`` is None.
         capture: makes what records a model's forwards as graphs on a device; None where nothing does.
         unchecked: the same ops without the argument check, for a caller that repeats a checked call on tensors of
             the same shapes (the layers of one forward).
@@ -147,6 +148,7 @@ class Ops:
     compact_kv_: Callable[..., None] = field(repr=False)
     realign_kv_: Callable[..., None] = field(repr=False)
     program: Callable[[Plan], ForwardProgram] | None = field(repr=False, default=None)
+    why_no_program: str | None = field(repr=False, default=None)
     capture: Callable[[torch.device], Capture] | None = field(repr=False, default=None)
     unchecked: Ops | None = field(repr=False, default=None)
 
@@ -170,7 +172,7 @@ def _compiled_extension_problem() -> str | None:
 
 def _triton_problem() -> str | None:
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; pip install 'specdec-fast[triton]'"
+        return "Triton is not installed; pip install '.[triton]'"
     if not INTERPRETING and not torch.cuda.is_available():
         return "torch sees no GPU (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly, for tests)"
     return None
@@ -231,8 +233,17 @@ def resolve(device: torch.device, backend: str = AUTO) -> Ops:
 def _load(chosen: Mapping[str, str], check: bool, unchecked: Ops | None) -> Ops:
     functions: dict[str, Any] = {name: all_ops()[name].load(choice, check) for name, choice in chosen.items()}
     backends = set(chosen.values())
-    path = _PROGRAMS.get(backends.pop()) if len(backends) == 1 else None
-    return Ops(chosen, program=None if path is None else _imported(path), unchecked=unchecked, **functions)
+    path = _PROGRAMS.get(next(iter(backends))) if len(backends) == 1 else None
+    program, why = (_imported(path), None) if path else (None, _why_no_program(backends))
+    return Ops(chosen, program=program, why_no_program=why, unchecked=unchecked, **functions)
+
+
+def _why_no_program(backends: set[str]) -> str:
+    needed = ", ".join(_PROGRAMS)
+    problems = [problem for name in _PROGRAMS if (problem := BACKENDS[name].why_unavailable())]
+    return f"programs need every op from {needed}, here {', '.join(sorted(backends))} serve them" + "".join(
+        f"; {problem}" for problem in problems
+    )
 
 
 def _imported(path: str) -> Any:
