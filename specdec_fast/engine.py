@@ -35,7 +35,7 @@ from specdec_fast.requests import RequestBuilder, as_params_list, as_prompt_list
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.sequence import Sequence
 from specdec_fast.step import Step, propose
-from specdec_fast.text import load_tokenizer
+from specdec_fast.text import expect_tokenizer, load_tokenizer
 from specdec_fast.types import GenerationOutput, RunStats, StreamChunk
 from specdec_fast.verifying import verify
 
@@ -75,6 +75,7 @@ class Engine:
         self.config = as_config(config, keywords)
         self.scheduler = make_scheduler(self.config)
         wanted = wanted_draft(draft, self.config)
+        expect_tokenizer(tokenizer)
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         if self.config.enforce_eager:

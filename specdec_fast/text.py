@@ -44,6 +44,20 @@ def load_tokenizer(name: str | None) -> Any | None:
         return None
 
 
+def expect_tokenizer(tokenizer: Any) -> None:
+    """Refuse what cannot decode; one that only decodes serves prompts of token ids.
+
+    Raises:
+        ConfigError: it is not None, and has no ``decode``.
+
+    """
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise ConfigError(
+            f"tokenizer is a {type(tokenizer).__name__}; expected a loaded tokenizer (AutoTokenizer.from_pretrained), "
+            "or None for the one beside the target."
+        )
+
+
 def same_vocabulary(first: Any, second: Any) -> bool:
     """Tell whether two tokenizers mean the same words by the same ids, special and added tokens left aside."""
 

@@ -141,6 +141,12 @@ def test_config_of_another_type(target, config):
         sd.Engine(target, None, config)
 
 
+@pytest.mark.parametrize("wrong", [5, "gpt2", len], ids=repr)
+def test_tokenizer_that_is_none(wrong):
+    with pytest.raises(sd.ConfigError, match=r"tokenizer is a .*; expected a loaded tokenizer"):
+        sd.Engine("no/such-model", None, tokenizer=wrong)
+
+
 def test_every_error_is_exported():
     classes = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, sd.SpecDecError)]
     assert len(classes) > 15
