@@ -12,7 +12,9 @@
 #include "append_kv.h"
 #include "compact_kv.h"
 #include "drafting.h"
+#include "grouped_linear.h"
 #include "linear.h"
+#include "linear_transposed.h"
 #include "paged_attention.h"
 #include "philox.h"
 #include "program.h"
@@ -114,6 +116,14 @@ void linear(int dtype, std::array<std::int64_t, 3> shape, std::uintptr_t rows, s
                    pointer<const void>(weight), pointer<const void>(bias), pointer<void>(out), num_threads});
 }
 
+void grouped_linear(int dtype, std::array<std::int64_t, 6> shape, std::uintptr_t rows, std::uintptr_t expert_ids,
+                    std::uintptr_t weight, bool transposed, std::uintptr_t bias, std::uintptr_t out, int num_threads) {
+  specdec::grouped_linear({static_cast<specdec::DType>(dtype), shape[0], shape[1], shape[2], shape[3], shape[4], shape[5],
+                           pointer<const void>(rows), shape[2] * shape[3], pointer<const std::int64_t>(expert_ids),
+                           pointer<const void>(weight), transposed, pointer<const void>(bias), pointer<void>(out),
+                           num_threads});
+}
+
 void compact_kv(std::uintptr_t kv_cache, std::array<std::int64_t, 4> shape, std::uintptr_t block_table,
                 std::array<std::int64_t, 2> batch, std::array<std::uintptr_t, 3> moves, int num_threads) {
   specdec::compact_kv({pointer<char>(kv_cache), shape[0], shape[1], shape[2], shape[3],
@@ -132,9 +142,9 @@ void realign_kv(const std::vector<std::uintptr_t>& addresses, std::array<std::in
                        pointer<const std::int32_t>(moves[2]), num_threads});
 }
 
-// place, dtype, buffer, address of a constant, immediate, offset, strides
+// place, dtype, buffer, address of a constant, immediate, offset, strides, length of the last axis
 using OperandTuple =
-    std::tuple<int, int, int, std::uintptr_t, float, std::int64_t, std::array<std::int64_t, specdec::kMaxRank>>;
+    std::tuple<int, int, int, std::uintptr_t, float, std::int64_t, std::array<std::int64_t, specdec::kMaxRank>, std::int64_t>;
 
 specdec::Operand operand(const OperandTuple& t) {
   return {static_cast<specdec::Operand::Place>(std::get<0>(t)),
@@ -143,7 +153,8 @@ specdec::Operand operand(const OperandTuple& t) {
           pointer<const char>(std::get<3>(t)),
           std::get<4>(t),
           std::get<5>(t),
-          std::get<6>(t)};
+          std::get<6>(t),
+          std::get<7>(t)};
 }
 
 using Addresses = std::array<std::uintptr_t, 10>;
@@ -236,9 +247,16 @@ void bind_program(py::module_& m) {
            })
       .def("add_linear",
            [](Program& self, int dtype, int in, int out, std::int64_t in_offset, std::array<std::int64_t, 3> sizes,
-              std::uintptr_t weight, std::uintptr_t bias) {
-             self.add(specdec::LinearStep{static_cast<specdec::DType>(dtype), in, out, in_offset, sizes[0], sizes[1], sizes[2], pointer<const void>(weight),
-                                          pointer<const void>(bias)});
+              std::uintptr_t weight, std::uintptr_t bias, bool transposed) {
+             self.add(specdec::LinearStep{static_cast<specdec::DType>(dtype), in, out, in_offset, sizes[0], sizes[1],
+                                          sizes[2], pointer<const void>(weight), pointer<const void>(bias), transposed});
+           })
+      .def("add_grouped_linear",
+           [](Program& self, int dtype, std::array<int, 3> buffers, std::array<std::int64_t, 2> offsets,
+              std::array<std::int64_t, 5> sizes, std::uintptr_t weight, std::uintptr_t bias, bool transposed) {
+             self.add(specdec::GroupedLinearStep{static_cast<specdec::DType>(dtype), buffers[0], buffers[1], buffers[2],
+                                                 offsets[0], offsets[1], sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
+                                                 pointer<const void>(weight), pointer<const void>(bias), transposed});
            })
       .def("add_append",
            [](Program& self, std::int64_t layer, std::array<std::int64_t, 3> key, std::array<std::int64_t, 3> value) {
@@ -275,9 +293,12 @@ PYBIND11_MODULE(_C, m) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   m.def("append_kv", &append_kv, ReleaseGil());
   m.def("compact_kv", &compact_kv, ReleaseGil());
+  m.def("grouped_linear", &grouped_linear, ReleaseGil());
   m.def("linear", &linear, ReleaseGil());
   m.def("linear_versions", &specdec::linear_versions);
   m.def("choose_linear_version", &specdec::choose_linear_version);
+  m.def("linear_transposed_versions", &specdec::linear_transposed_versions);
+  m.def("choose_linear_transposed_version", &specdec::choose_linear_transposed_version);
   m.def("paged_attention", &paged_attention, ReleaseGil());
   m.def("attention_versions", &specdec::attention_versions);
   m.def("choose_attention_version", &specdec::choose_attention_version);

@@ -13,7 +13,9 @@
 #include <variant>
 
 #include "append_kv.h"
+#include "grouped_linear.h"
 #include "linear.h"
+#include "linear_transposed.h"
 #include "paged_attention.h"
 
 namespace specdec {
@@ -44,7 +46,7 @@ struct RowOps {
 };
 
 struct Program::Step {
-  std::variant<RowOps, LinearStep, AppendStep, AttendStep, GatherStep> what;
+  std::variant<RowOps, LinearStep, GroupedLinearStep, AppendStep, AttendStep, GatherStep> what;
 };
 
 // Where this forward's buffers are.
@@ -79,6 +81,7 @@ void Program::add(const RowOp& op, Domain domain) {
 }
 
 void Program::add(const LinearStep& step) { steps_.push_back({step}); }
+void Program::add(const GroupedLinearStep& step) { steps_.push_back({step}); }
 void Program::add(const AppendStep& step) { steps_.push_back({step}); }
 void Program::add(const AttendStep& step) { steps_.push_back({step}); }
 void Program::add(const GatherStep& step) { steps_.push_back({step}); }
@@ -110,6 +113,8 @@ void Program::run(const Forward& forward) {
       run_row_ops(step, run);
     } else if (const auto* linear = std::get_if<LinearStep>(&step.what)) {
       run_linear(*linear, run);
+    } else if (const auto* grouped = std::get_if<GroupedLinearStep>(&step.what)) {
+      run_grouped_linear(*grouped, run);
     } else if (const auto* append = std::get_if<AppendStep>(&step.what)) {
       run_append(*append, run);
     } else if (const auto* attend = std::get_if<AttendStep>(&step.what)) {
@@ -150,8 +155,24 @@ void Program::run_row_ops(const Step& step, Run& run) {
 void Program::run_linear(const LinearStep& step, const Run& run) const {
   const std::int64_t num_rows = run.num_rows(buffers_[step.in].domain);
   const std::int64_t row_stride = step.lines == 1 ? run.buffers[step.in].row_stride / item_size(step.dtype) : step.in_features;
-  linear({step.dtype, num_rows * step.lines, step.in_features, step.out_features, run.buffers[step.in].base + step.in_offset,
-          row_stride, step.weight, step.bias, run.buffers[step.out].base, run.forward.num_threads});
+  const auto compute = step.transposed ? linear_transposed : linear;
+  compute({step.dtype, num_rows * step.lines, step.in_features, step.out_features, run.buffers[step.in].base + step.in_offset,
+           row_stride, step.weight, step.bias, run.buffers[step.out].base, run.forward.num_threads});
+}
+
+void Program::run_grouped_linear(const GroupedLinearStep& step, const Run& run) const {
+  const std::int64_t num_rows = run.num_rows(buffers_[step.in].domain);
+  const Location &in = run.buffers[step.in], &experts = run.buffers[step.experts];
+  std::vector<std::int64_t> expert_ids(static_cast<std::size_t>(num_rows * step.choices));
+  for (std::int64_t row = 0; row < num_rows; ++row) {
+    const auto* chosen = reinterpret_cast<const float*>(experts.base + row * experts.row_stride + step.experts_offset);
+    for (std::int64_t i = 0; i < step.choices; ++i) {
+      expert_ids[row * step.choices + i] = static_cast<std::int64_t>(chosen[i]);
+    }
+  }
+  grouped_linear({step.dtype, num_rows, step.choices, step.lines, step.in_features, step.out_features, step.num_experts,
+                  in.base + step.in_offset, in.row_stride / item_size(step.dtype), expert_ids.data(), step.weight,
+                  step.transposed, step.bias, run.buffers[step.out].base, run.forward.num_threads});
 }
 
 void Program::run_append(const AppendStep& step, const Run& run) const {

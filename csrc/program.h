@@ -40,6 +40,16 @@ struct LinearStep {
   std::int64_t lines;         // products per row
   std::int64_t in_features, out_features;
   const void *weight, *bias;  // bias may be null
+  bool transposed;            // weight is [in_features, out_features]
+};
+
+struct GroupedLinearStep {  // see grouped_linear.h
+  DType dtype;
+  int in, experts, out;                      // buffers; which experts is told in fp32
+  std::int64_t in_offset, experts_offset;    // bytes
+  std::int64_t lines, choices, in_features, out_features, num_experts;
+  const void *weight, *bias;
+  bool transposed;
 };
 
 struct AppendStep {
@@ -93,6 +103,7 @@ class Program {
   void add(const Buffer& buffer) { buffers_.push_back(buffer); }
   void add(const RowOp& op, Domain domain);
   void add(const LinearStep& step);
+  void add(const GroupedLinearStep& step);
   void add(const AppendStep& step);
   void add(const AttendStep& step);
   void add(const GatherStep& step);
@@ -108,6 +119,7 @@ class Program {
   struct Run;
   void run_row_ops(const Step& step, Run& run);
   void run_linear(const LinearStep& step, const Run& run) const;
+  void run_grouped_linear(const GroupedLinearStep& step, const Run& run) const;
   void run_append(const AppendStep& step, const Run& run) const;
   void run_attend(const AttendStep& step, const Run& run) const;
   void run_gather(const GatherStep& step, const Run& run) const;

@@ -20,9 +20,12 @@ UNARY = (
     "copy", "neg", "abs", "square", "sqrt", "rsqrt", "reciprocal", "exp", "sin", "cos", "sigmoid", "silu", "tanh",
     "relu", "gelu", "gelu_tanh",
 )  # fmt: skip
-BINARY = ("add", "sub", "mul", "div")
-REDUCTIONS = ("mean", "sum")  # over the last axis
-ROW_CODES = (*UNARY, *BINARY, *REDUCTIONS, "layer_norm", "position", "embedding")
+BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")  # 1 where it holds, else 0
+REDUCTIONS = ("mean", "sum")
+# Along the last axis, of which every operand has its own length. topk finds places, gather and scatter are told some.
+OVER_LINES = (*REDUCTIONS, "layer_norm", "softmax", "topk", "gather", "scatter")
+ROW_CODES = (*UNARY, *BINARY, *COMPARISONS, "where", *OVER_LINES, "position", "embedding")
 MAX_RANK = 4
 
 ROWS, LOGIT_ROWS = 0, 1  # domains: the rows of the batch, or those whose logits are wanted
@@ -46,6 +49,7 @@ class Operand:
         dtype: of the numbers.
         offset: of the first from the beginning of the row.
         strides: one per axis of the operation.
+        length: of the last axis.
 
     """
 
@@ -53,6 +57,7 @@ class Operand:
     dtype: torch.dtype
     offset: int
     strides: tuple[int, ...]
+    length: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +66,10 @@ class RowOp:
 
     Attributes:
         code: one of ``ROW_CODES``.
-        shape: of the inputs, at most ``MAX_RANK`` axes.
+        shape: at most ``MAX_RANK`` axes; of the last one every operand has its own length.
         inputs: of an embedding, its table.
-        out: of a reduction, one number along the last axis.
-        scalar: epsilon of a norm; what is added to a position.
+        out: where the result goes.
+        scalar: epsilon of a norm; what is added to a position; 1 if topk sorts what it finds.
         by_position: an embedding that is looked up by position, not by token id.
 
     """
@@ -99,7 +104,10 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """``lines`` products per row of ``in_features`` numbers with ``weight`` ``[out_features, in_features]``."""
+    """``lines`` products per row of ``in_features`` numbers with ``weight`` ``[out_features, in_features]``.
+
+    The weights are contiguous, or the transpose of a contiguous matrix.
+    """
 
     source: int
     offset: int
@@ -112,6 +120,39 @@ class Linear:
     def reads(self) -> list[int]:
         """Buffers."""
         return [self.source]
+
+    @property
+    def writes(self) -> list[int]:
+        """Buffers."""
+        return [self.out]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedLinear:
+    """``choices`` products per row, each with the weights of another expert; see ``oracle/ops/grouped_linear.py``.
+
+    Attributes:
+        source, offset: ``lines`` inputs of ``in_features`` numbers, one for all choices or one for each.
+        experts, experts_offset: ``choices`` whole numbers in fp32.
+        weight: ``[num_experts, out_features, in_features]``, contiguous, or its ``mT`` is.
+        bias: ``[num_experts, out_features]``, or None.
+
+    """
+
+    source: int
+    offset: int
+    lines: int
+    experts: int
+    experts_offset: int
+    choices: int
+    weight: Tensor
+    bias: Tensor | None
+    out: int
+
+    @property
+    def reads(self) -> list[int]:
+        """Buffers."""
+        return [self.source, self.experts]
 
     @property
     def writes(self) -> list[int]:
@@ -180,7 +221,7 @@ class Gather:
         return [self.out]
 
 
-Instruction = RowOp | Linear | Append | Attend | Gather
+Instruction = RowOp | Linear | GroupedLinear | Append | Attend | Gather
 
 
 class ForwardProgram(Protocol):

@@ -25,7 +25,7 @@ class PagedCache(Cache):
         self.pool, self.batch = pool, batch
         self._attended = batch.row_by_row() if pool.row_rule.attends_alone else batch
         # The pool has laid the batch out, so only what the model brings is checked, and that here.
-        self._ops = ops.unchecked or ops
+        self.ops = ops.unchecked or ops
         self.sliding_layers = sliding_layers  # layers that must tell their window with every call
         self.num_attended = 0  # calls of attend: one per layer, if the model goes through the hook
 
@@ -37,7 +37,7 @@ class PagedCache(Cache):
         for name, states in (("keys", key_states), ("values", value_states)):
             self._check(name, layer_idx, states, states.shape[1] == self.pool.layout.num_kv_heads)
         rows = (key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))  # [T, num_kv_heads, head_dim]
-        self._ops.append_kv_(keys, values, *rows, self.batch.slot_mapping)
+        self.ops.append_kv_(keys, values, *rows, self.batch.slot_mapping)
         return key_states, value_states
 
     def attend(self, query: Tensor, layer_idx: int, scores: Scores) -> Tensor:
@@ -45,7 +45,7 @@ class PagedCache(Cache):
         self.num_attended += 1
         self._check("queries", layer_idx, query, query.shape[1] % self.pool.layout.num_kv_heads == 0)
         rows = query[0].transpose(0, 1)
-        return self._ops.paged_attention(rows, self.pool.layers[layer_idx], self._attended, scores)[None]
+        return self.ops.paged_attention(rows, self.pool.layers[layer_idx], self._attended, scores)[None]
 
     def _check(self, name: str, layer_idx: int, states: Tensor, heads_fit: bool) -> None:
         """Hold what the model computed to the pool's layout: a kernel would read and write past its rows."""

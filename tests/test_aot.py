@@ -134,6 +134,18 @@ def linear_args(in_features: int, out_features: int, has_bias: bool, dtype: torc
     return {"rows": rows, "weight": weight, "bias": torch.empty(out_features, dtype=dtype) if has_bias else None}
 
 
+def grouped_args(in_features: int, choices: tuple[int, int], layout: str, dtype: torch.dtype) -> dict[str, Any]:
+    """``choices``: lines per row, and experts of each."""
+    out_features = 33 if "odd" in layout else 64
+    weight = torch.empty(8, out_features, in_features, dtype=dtype)
+    return {
+        "rows": torch.empty(2, choices[0], in_features, dtype=dtype),
+        "expert_ids": torch.zeros(2, choices[1], dtype=torch.int64),
+        "weight": weight.mT.contiguous().mT if "transposed" in layout else weight,
+        "bias": torch.empty(8, out_features, dtype=dtype) if "bias" in layout else None,
+    }
+
+
 # The sizes that the kernels' variants() name, where the sizes are part of a compilation.
 LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
     "append_kv_": [
@@ -152,6 +164,15 @@ LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
             (1024, 3072, False),
             (1024, 151_936, False),
             (67, 33, True),
+        )
+    ],
+    "grouped_linear": [
+        lambda dtype, i=i, c=c, layout=layout: grouped_args(i, c, layout, dtype)
+        for i, c, layout in (
+            (2048, (1, 8), ""),
+            (768, (8, 8), ""),
+            (2880, (1, 4), "transposed bias"),
+            (67, (2, 2), "odd bias"),
         )
     ],
     "compact_kv_": [lambda dtype: compact_args(16, 8, 128, dtype), lambda dtype: compact_args(4, 3, 20, dtype)],

@@ -72,6 +72,35 @@ def test_rows_of_linear_are_independent_in_every_version(version, dtype, in_feat
         _C.choose_linear_version(_C.linear_versions()[-1])
 
 
+# As above; more rows than pass by a chunk of weights together, more inputs than a chunk, wide blocks of one row.
+@pytest.mark.parametrize(("in_features", "out_features"), [(300, 530), (33, 47), (7, 16), (64, 5)])
+@each_dtype
+@pytest.mark.parametrize("version", _C.linear_transposed_versions())
+def test_transposed_weights_in_every_version(version, dtype, in_features, out_features):
+    generator = torch.Generator().manual_seed(in_features)
+    rows = torch.randn(103, in_features, generator=generator).to(dtype)
+    rows[5, 0], rows[6, 1] = float("nan"), float("inf")
+    weight = torch.randn(1, in_features, out_features, generator=generator).to(dtype)
+    bias = torch.randn(1, out_features, generator=generator).to(dtype)
+    grouped_linear = all_ops()["grouped_linear"].load("cpp")
+
+    def linear(rows):
+        return grouped_linear(rows[:, None], torch.zeros(len(rows), 1, dtype=torch.int64), weight.mT, bias)[:, 0]
+
+    _C.choose_linear_transposed_version(version)
+    try:
+        alone = torch.cat([linear(row[None]) for row in rows])
+        for count in (2, 5, 6, 24, 103):
+            for first in range(0, 103, count):
+                together = linear(rows[first : first + count])
+                assert torch.equal(bits(together), bits(alone[first : first + count]))
+    finally:
+        _C.choose_linear_transposed_version(_C.linear_transposed_versions()[-1])
+    exact, theirs = rows.double() @ weight[0].double() + bias[0].double(), rows @ weight[0] + bias[0]
+    seen = exact.isfinite()
+    assert (alone.double() - exact)[seen].norm() <= 2 * (theirs.double() - exact)[seen].norm()
+
+
 def bits(tensor):
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
@@ -95,3 +124,5 @@ def test_unknown_version_is_refused():
         _C.choose_attention_version("mmx")
     with pytest.raises(ValueError, match="no version 'mmx'"):
         _C.choose_linear_version("mmx")
+    with pytest.raises(ValueError, match="no version 'mmx'"):
+        _C.choose_linear_transposed_version("mmx")

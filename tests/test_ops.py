@@ -66,9 +66,17 @@ def linear_in_float64(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return products if bias is None else products + bias.cpu().double()
 
 
+def grouped_linear_in_float64(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    ids = expert_ids.cpu()
+    lines = rows.cpu().double().expand(-1, ids.shape[1], -1)
+    products = torch.einsum("tci,tcoi->tco", lines, weight.cpu().double()[ids])
+    return products if bias is None else products + bias.cpu().double()[ids]
+
+
 REFERENCES: dict[str, Callable[..., Tensor]] = {
     "paged_attention": attention_by_hand,
     "linear": linear_in_float64,
+    "grouped_linear": grouped_linear_in_float64,
 }
 
 
@@ -252,6 +260,7 @@ def test_independence_check_rejects_pieces_by_row_count():
 
 # Enough rows or logits that the kernels go to work with several threads.
 THREADED = [("paged_attention", "verify"), ("verify_chain", "large_vocabulary"), ("linear", "linear_threads")]
+THREADED += [("grouped_linear", "experts_lines_transposed")]
 
 
 @pytest.mark.parametrize(("name", "case"), THREADED)
@@ -264,6 +273,29 @@ def test_number_of_threads_changes_no_bit(name, case):
         assert same_bits(op(**args), single)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("backend", list(all_ops()["grouped_linear"].implementations))
+@pytest.mark.parametrize("case", ["experts_rows", "experts_lines", "experts_transposed"])
+@each_dtype
+def test_rows_of_experts_are_independent(backend, case, dtype):
+    """A row has the same bits alone, in the other half of the batch, and with all rows in other places."""
+    device_for(all_ops()["grouped_linear"], backend)
+    grouped, args = all_ops()["grouped_linear"].load(backend), make("grouped_linear", case, dtype)
+    rows, expert_ids = args.pop("rows"), args.pop("expert_ids")
+    whole = grouped(rows, expert_ids, **args)
+    for own in [*torch.arange(len(rows)).split(1), *torch.arange(len(rows)).split(5), torch.arange(len(rows)).flip(0)]:
+        assert same_bits(grouped(rows[own], expert_ids[own], **args), whole[own])
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+@pytest.mark.parametrize("expert", [-1, 5])
+def test_experts_that_are_not_there_are_refused(backend, expert):
+    device_for(all_ops()["grouped_linear"], backend)
+    args = make("grouped_linear", "experts_rows")
+    args["expert_ids"][7, 1] = expert
+    with pytest.raises(IndexError, match=f"expert_ids has a {expert}; there are 5 experts"):
+        all_ops()["grouped_linear"].load(backend)(**args)
 
 
 @pytest.mark.parametrize("backend", [b for b in all_ops()["verify_chain"].implementations if b != "torch"])

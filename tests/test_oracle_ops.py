@@ -257,6 +257,28 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "bias_dtype": ("bias", Tensor.half, "bias is torch.float16; expected float32"),
         "bias_strided": ("bias", strided, "contiguous"),
     },
+    ("grouped_linear", "experts_rows"): {  # 13 rows of 64 features, 3 of 5 experts, 70 outputs
+        "rows_rank": ("rows", lambda x: x[:, 0], r"rows has shape \[13, 64\]; expected \[any, any, any\]"),
+        "rows_dtype": ("rows", Tensor.double, "rows is torch.float64; expected float32 or float16"),
+        "rows_lines": (
+            "rows",
+            lambda x: x.expand(-1, 2, -1),
+            "rows has 2 lines per row; expected 1, or one for each of 3",
+        ),
+        "ids_dtype": ("expert_ids", Tensor.int, "expert_ids is torch.int32; expected int64"),
+        "ids_short": ("expert_ids", lambda x: x[1:], r"expert_ids has shape \[12, 3\]; expected \[13, any\]"),
+        "ids_strided": ("expert_ids", strided, "expert_ids must be contiguous"),
+        "weight_features": (
+            "weight",
+            lambda x: x[..., 1:],
+            r"weight has shape \[5, 70, 63\]; expected \[any, any, 64\]",
+        ),
+        "weight_dtype": ("weight", Tensor.half, "weight is torch.float16; expected float32"),
+        "weight_strided": ("weight", strided, "weight, or its mT, must be contiguous"),
+        "bias_short": ("bias", lambda x: x[:, 1:], r"bias has shape \[5, 69\]; expected \[5, 70\]"),
+        "bias_dtype": ("bias", Tensor.half, "bias is torch.float16; expected float32"),
+        "bias_strided": ("bias", strided, "bias must be contiguous"),
+    },
     ("verify_chain", "sampled"): {  # 27 rows of 9 sequences
         "temperatures_dtype": (
             "sampling.temperatures",

@@ -74,6 +74,26 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Run ``csrc/grouped_linear.cpp``; the contract is the oracle's."""
+    rows = rows.contiguous()
+    num_rows, num_lines, in_features = rows.shape
+    num_experts, out_features, _ = weight.shape
+    out = torch.empty(*expert_ids.shape, out_features, dtype=rows.dtype)
+    _C.grouped_linear(
+        DTYPE_CODES[rows.dtype],
+        (num_rows, expert_ids.shape[1], num_lines, in_features, out_features, num_experts),
+        rows.data_ptr(),
+        expert_ids.data_ptr(),
+        weight.data_ptr(),
+        not weight.is_contiguous(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
 def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Run ``csrc/compact_kv.cpp``; the contract is the oracle's."""
     num_layers, _, num_pages, page_size, num_kv_heads, head_dim = kv_cache.shape

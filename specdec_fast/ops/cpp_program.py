@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
-from specdec_fast.instructions import MAX_RANK, ROW_CODES, Append, Attend, Gather, Heads, Linear, Operand, Plan, RowOp
+from specdec_fast.instructions import (
+    MAX_RANK,
+    ROW_CODES,
+    Append,
+    Attend,
+    Gather,
+    GroupedLinear,
+    Heads,
+    Linear,
+    Operand,
+    Plan,
+    RowOp,
+)
 from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
 from specdec_fast.ragged import Sampling
 from specdec_fast.rows import RaggedBatch, Spans
@@ -161,9 +173,23 @@ class Program:
         out_features, in_features = step.weight.shape
         dtype, offset = step.weight.dtype, step.offset * step.weight.dtype.itemsize
         bias = 0 if step.bias is None else step.bias.data_ptr()
-        sizes = (step.lines, in_features, out_features)
-        weight = step.weight.data_ptr()
-        self._program.add_linear(DTYPE_CODES[dtype], step.source, step.out, offset, sizes, weight, bias)
+        sizes, weight = (step.lines, in_features, out_features), step.weight
+        add, is_transposed = self._program.add_linear, not weight.is_contiguous()
+        add(DTYPE_CODES[dtype], step.source, step.out, offset, sizes, weight.data_ptr(), bias, is_transposed)
+
+    @_add.register
+    def _(self, step: GroupedLinear) -> None:
+        num_experts, out_features, in_features = step.weight.shape
+        dtype, weight = step.weight.dtype, step.weight
+        self._program.add_grouped_linear(
+            DTYPE_CODES[dtype],
+            (step.source, step.experts, step.out),
+            (step.offset * dtype.itemsize, step.experts_offset * torch.float32.itemsize),
+            (step.lines, step.choices, in_features, out_features, num_experts),
+            weight.data_ptr(),
+            0 if step.bias is None else step.bias.data_ptr(),
+            not weight.is_contiguous(),
+        )
 
     @_add.register
     def _(self, step: Append) -> None:
@@ -211,12 +237,12 @@ def _pages(spans: Spans) -> tuple[int, ...]:
     return tables.data_ptr(), *tables.shape, kv_cache.data_ptr(), *kv_cache.shape[2:4]
 
 
-def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...]]:
-    """Return place, dtype, buffer, address, immediate, offset and strides, as csrc/bindings.cpp takes them."""
+def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...], int]:
+    """Return place, dtype, buffer, address, immediate, offset, strides and length, as csrc/bindings.cpp takes them."""
     strides = (0,) * (MAX_RANK - len(operand.strides)) + operand.strides
     code, source = DTYPE_CODES[operand.dtype], operand.source
     if isinstance(source, Tensor):
-        return 1, code, 0, source.data_ptr(), 0.0, operand.offset, strides
+        return 1, code, 0, source.data_ptr(), 0.0, operand.offset, strides, operand.length
     if isinstance(source, float):
-        return 2, code, 0, 0, source, 0, strides
-    return 0, code, source, 0, 0.0, operand.offset, strides
+        return 2, code, 0, 0, source, 0, strides, operand.length
+    return 0, code, source, 0, 0.0, operand.offset, strides, operand.length

@@ -23,7 +23,7 @@ from specdec_fast.instructions import ForwardProgram, Plan
 from specdec_fast.ops.cuda_graph import Capture
 
 AUTO = "auto"
-_DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "linear", "compact_kv", "realign_kv")
+_DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "linear", "grouped_linear", "compact_kv", "realign_kv")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then run on the CPU, as NumPy
 # What "auto" takes, best first; "torch" runs anywhere. FlashAttention refuses too much (fp32, most page sizes) and
 # promises too little (in which order it adds) to be taken unasked.
@@ -130,6 +130,7 @@ class Ops:
         paged_attention: causal ragged attention over pages; see ``oracle/ops/paged_attention.py``.
         verify_chain: batched acceptance; see ``oracle/ops/verify_chain.py``.
         linear: rows times weights; see ``oracle/ops/linear.py``.
+        grouped_linear: rows times the weights of their experts; see ``oracle/ops/grouped_linear.py``.
         compact_kv_: move kept entries inside each sequence; see ``oracle/ops/compact_kv.py``.
         realign_kv_: shift the rows of a dense cache; see ``oracle/ops/realign_kv.py``.
         program: builds a model's whole forward from a ``Plan``; None where forwards are PyTorch's.
@@ -145,6 +146,7 @@ class Ops:
     paged_attention: Callable[..., Tensor] = field(repr=False)
     verify_chain: Callable[..., tuple[Tensor, Tensor, Tensor]] = field(repr=False)
     linear: Callable[..., Tensor] = field(repr=False)
+    grouped_linear: Callable[..., Tensor] = field(repr=False)
     compact_kv_: Callable[..., None] = field(repr=False)
     realign_kv_: Callable[..., None] = field(repr=False)
     program: Callable[[Plan], ForwardProgram] | None = field(repr=False, default=None)

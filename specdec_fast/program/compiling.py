@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class _RecordingCache(PagedCache):
     def __init__(self, recorder: Recorder, *args: Any) -> None:
         super().__init__(*args)
         self._recorder = recorder
+        self._grouped_linear = self.ops.grouped_linear
+        self.ops = replace(self.ops, grouped_linear=self._choose_experts)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -57,6 +59,12 @@ class _RecordingCache(PagedCache):
         with self._recorder.paused():
             result = super().attend(query, layer_idx, scores)
         self._recorder.tape.attend(layer_idx, query, scores, result)
+        return result
+
+    def _choose_experts(self, rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with self._recorder.paused():
+            result = self._grouped_linear(rows, expert_ids, weight, bias)
+        self._recorder.tape.grouped_linear(rows, expert_ids, weight, bias, result)
         return result
 
 
@@ -149,7 +157,7 @@ def _comparable(instruction: Instruction, own: set[int]) -> tuple[Any, ...]:
 def _operand_key(operand: Operand, own: set[int]) -> tuple[Any, ...]:
     source = operand.source
     key = _constant_key(source, own) if isinstance(source, Tensor) else (type(source).__name__, source)
-    return (key, operand.dtype, operand.offset, operand.strides)
+    return (key, operand.dtype, operand.offset, operand.strides, operand.length)
 
 
 def _constant_key(constant: Tensor, own: set[int]) -> tuple[Any, ...]:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.instructions import BINARY
 from specdec_fast.program.lowerings import Lowerings
-from specdec_fast.program.tape import Index, Tape
+from specdec_fast.program.tape import WHOLE, Index, Tape
 from specdec_fast.program.views import NotLowerableError, RowView
 
 LOWERED = Lowerings()
+ARITHMETIC = ("add", "sub", "mul", "div")
 
 
 @LOWERED.entry("linear.default")
@@ -25,12 +25,25 @@ def _linear(tape: Tape, result: Tensor, rows: Tensor, weight: Tensor, bias: Tens
     tape.linear(tape.row_view(rows), weight, bias, result)
 
 
-@LOWERED.entry("matmul.default", "bmm.default")
-def _outer_product(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
-    """Rotary embeddings write frequencies times positions as a product over one number."""
-    if left.shape[-1] != 1:
+@LOWERED.entry("matmul.default", "mm.default", "bmm.default")
+def _product(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
+    """A linear layer; or frequencies times positions, which rotary embeddings write as a product over one number."""
+    if left.shape[-1] == 1:
+        _binary(tape, result, left, right, code="mul")
+    elif tape.value(right) is None and right.dim() == 2:
+        tape.linear(tape.row_view(left), right.t(), None, result)
+    else:
         raise NotLowerableError("a matrix product that is no linear layer")
-    _binary(tape, result, left, right, code="mul")
+
+
+@LOWERED.entry("addmm.default")
+def _addmm(
+    tape: Tape, result: Tensor, bias: Tensor, rows: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1
+) -> None:
+    """GPT-2's ``Conv1D``, a linear layer whose weights are ``[in_features, out_features]``."""
+    if (beta, alpha) != (1, 1) or tape.value(weight) is not None or tape.value(bias) is not None:
+        raise NotLowerableError("addmm with a factor, or with weights that depend on the rows")
+    tape.linear(tape.row_view(rows), weight.t(), bias, result)
 
 
 _UNARY = {
@@ -44,6 +57,8 @@ _POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal", 1: "copy"}
 
 def _unary(tape: Tape, result: Tensor, source: Tensor, *, code: str) -> None:
     view = tape.row_view(source)
+    if result.dtype in WHOLE:
+        raise NotLowerableError(f"{code} of integers")
     out = tape.fresh_like(result, view.axis, view.domain)
     tape.row_op(code, [view], out)
     tape.know(result, out)
@@ -75,20 +90,24 @@ def _pow(tape: Tape, result: Tensor, source: Tensor, exponent: float) -> None:
 def _binary(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1, *, code: str) -> None:
     if isinstance(tape.value(left), Index) and code == "add":
         _shift(tape, result, left, right)
-        return
-    operands = [_as_operand(tape, each) for each in (left, right)]
-    views = [each for each in operands if isinstance(each, RowView)]
-    if alpha != 1 or not views:
-        raise NotLowerableError(f"{code} with a factor, or of integers of the batch")
-    axis = views[0].axis + result.dim() - len(views[0].sizes)
-    if any(each.domain != views[0].domain for each in views):
-        raise NotLowerableError("all rows and rows whose logits are wanted are mixed")
-    out = tape.fresh_like(result, axis, views[0].domain)
-    tape.row_op(code, operands, out)
+    elif alpha != 1:
+        raise NotLowerableError(f"{code} with a factor")
+    else:
+        elementwise(tape, result, code, left, right)
+
+
+def elementwise(tape: Tape, result: Tensor, code: str, *operands: Any) -> None:
+    """Write down a function of several tensors or numbers that are broadcast to each other."""
+    values = [_as_operand(tape, each) for each in operands]
+    views = [each for each in values if isinstance(each, RowView)]
+    if not views or (result.dtype in WHOLE and code in ARITHMETIC):
+        raise NotLowerableError(f"{code} of integers")
+    out = tape.fresh_like(result, views[0].axis + result.dim() - len(views[0].sizes), views[0].domain)
+    tape.row_op(code, values, out)
     tape.know(result, out)
 
 
-LOWERED |= {f"{code}.{form}": partial(_binary, code=code) for code in BINARY for form in ("Tensor", "Scalar")}
+LOWERED |= {f"{code}.{form}": partial(_binary, code=code) for code in ARITHMETIC for form in ("Tensor", "Scalar")}
 
 
 def _as_operand(tape: Tape, value: Any) -> RowView | Tensor | float:
@@ -112,12 +131,20 @@ def _rsub(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1) -
     _binary(tape, result, right, left, alpha, code="sub")
 
 
-def _reduce(
-    tape: Tape, result: Tensor, source: Tensor, axes: Sequence[int], keepdim: bool = False, *, code: str, **kwargs: Any
-) -> None:
+def lines_of(tape: Tape, code: str, source: Tensor, *axes: int) -> RowView:
+    """Return the numbers of a tensor that something is done to along ``axes``, which must be the last one alone."""
     view = tape.row_view(source)
     if [axis % source.dim() for axis in axes] != [source.dim() - 1] or view.axis == source.dim() - 1:
         raise NotLowerableError(f"{code} over anything but the last axis")
+    return view
+
+
+def _reduce(
+    tape: Tape, result: Tensor, source: Tensor, axes: Sequence[int], keepdim: bool = False, *, code: str, **kwargs: Any
+) -> None:
+    view = lines_of(tape, code, source, *axes)
+    if result.dtype in WHOLE:
+        raise NotLowerableError(f"{code} of integers")
     out = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), result.dtype)
     tape.row_op(code, [view], out)
     tape.know(result, out if keepdim else out.without(-1, 0))

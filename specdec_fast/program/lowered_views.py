@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specdec_fast.instructions import ROWS, Operand, RowOp
 from specdec_fast.program.lowerings import Lowerings
-from specdec_fast.program.tape import Index, Tape, kept
+from specdec_fast.program.tape import WHOLE, Index, Tape, kept
 from specdec_fast.program.views import NotLowerableError, RowView
 
 LOWERED = Lowerings()
@@ -36,13 +37,21 @@ def _convert(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: A
     value = tape.value(source)
     if result.dtype == source.dtype:
         _alias(tape, result, source)
+    elif isinstance(value, RowView) and result.dtype == torch.bool:
+        out = tape.fresh_like(result, value.axis, value.domain)
+        tape.row_op("ne", [value, 0.0], out)
+        tape.know(result, out)
+    elif isinstance(value, RowView) and result.dtype in WHOLE:
+        if source.dtype not in WHOLE:
+            raise NotLowerableError(f"numbers of {source.dtype} cut to whole ones")
+        _alias(tape, result, source)
     elif isinstance(value, RowView):
         tape.know(result, tape.copied(value, result.dtype))
-    elif isinstance(value, Index) and value.kind == "positions":
+    elif isinstance(value, Index) and value.kind == "positions" and result.is_floating_point():
         axis = _only_axis(result)
         out = tape.fresh_like(result, axis, ROWS)
         tape.instructions.append(
-            RowOp("position", (1,), (), Operand(out.buffer, out.dtype, 0, (0,)), scalar=float(value.added))
+            RowOp("position", (1,), (), Operand(out.buffer, out.dtype, 0, (0,), 1), scalar=float(value.added))
         )
         tape.know(result, out)
     else:
@@ -201,7 +210,7 @@ def _embedding(tape: Tape, result: Tensor, table: Tensor, indices: Tensor, *args
     if value.kind == "token_ids" and value.added:
         raise NotLowerableError("an embedding by shifted token ids")
     out, width = tape.fresh_like(result, _only_axis(indices), ROWS), table.shape[1]
-    places = Operand(kept(table), table.dtype, 0, (1,)), Operand(out.buffer, out.dtype, 0, (1,))
+    places = Operand(kept(table), table.dtype, 0, (1,), width), Operand(out.buffer, out.dtype, 0, (1,), width)
     by_position = value.kind == "positions"
     tape.instructions.append(
         RowOp("embedding", (width,), places[:1], places[1], scalar=float(value.added), by_position=by_position)

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_fast.program import lowered_math, lowered_views
+from specdec_fast.program import lowered_choices, lowered_math, lowered_views
 from specdec_fast.program.tape import Tape
 from specdec_fast.program.views import NotLowerableError
 
-LOWERED = lowered_views.LOWERED | lowered_math.LOWERED
+LOWERED = lowered_views.LOWERED | lowered_math.LOWERED | lowered_choices.LOWERED
 
 
 class Recorder(TorchDispatchMode):
@@ -37,10 +37,14 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._is_paused or all(self.tape.value(tensor) is None for tensor in _tensors(args, kwargs)):
             return result
-        handler = LOWERED.get(str(func).removeprefix("aten."))
-        if handler is None:
+        name, overload = str(func).removeprefix("aten.").split(".")
+        in_place = name.endswith("_") and not name.endswith("__")
+        handler = LOWERED.get(f"{name[:-1] if in_place else name}.{overload}")
+        if handler is None or (in_place and self.tape.value(args[0]) is None):
             raise NotLowerableError(f"{func} has no counterpart in a forward program")
         handler(self.tape, result, *args, **kwargs)
+        if in_place:  # `result` is the first argument, known by its new value from now on
+            self.tape.changed_in_place(args[0])
         return result
 
     @contextmanager

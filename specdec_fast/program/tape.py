@@ -12,12 +12,13 @@ from torch import Tensor
 from specdec_fast.instructions import (
     LOGIT_ROWS,
     MAX_RANK,
-    REDUCTIONS,
+    OVER_LINES,
     ROWS,
     Append,
     Attend,
     Buffer,
     Gather,
+    GroupedLinear,
     Heads,
     Instruction,
     Linear,
@@ -28,6 +29,8 @@ from specdec_fast.program.views import NotLowerableError, RowView, collapsed, de
 from specdec_fast.ragged import Scores
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# Truth values and places along an axis, kept as fp32: whole numbers below 2^24, with which no arithmetic is done.
+WHOLE = (torch.bool, torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,12 @@ class Index:
     added: int = 0
 
 
-Value = RowView | Index
+@dataclass(frozen=True)
+class Overwritten:
+    """A tensor whose numbers were changed in place through another tensor of the same memory."""
+
+
+Value = RowView | Index | Overwritten
 
 
 class Tape:
@@ -71,25 +79,35 @@ class Tape:
         """Note what a tensor is."""
         self._values[id(tensor)] = (tensor, value)
 
+    def changed_in_place(self, tensor: Tensor) -> None:
+        """Note that an operation has changed ``tensor``, whose new value is known: its views have not followed."""
+        memory = tensor.untyped_storage().data_ptr()
+        for other, _ in list(self._values.values()):
+            if other is not tensor and other.untyped_storage().data_ptr() == memory:
+                self.know(other, Overwritten())
+
     def row_view(self, tensor: Tensor) -> RowView:
         """Return where a tensor's numbers are.
 
         Raises:
-            NotLowerableError: they are the batch's integers, or a constant.
+            NotLowerableError: they are the batch's integers, or a constant, or were changed through another tensor.
 
         """
         value = self.value(tensor)
+        if isinstance(value, Overwritten):
+            raise NotLowerableError("numbers that were changed in place through another tensor of the same memory")
         if not isinstance(value, RowView):
             raise NotLowerableError("an operation on integers of the batch, or on a constant where rows are expected")
         return value
 
     def fresh(self, domain: int, axis: int, sizes: tuple[int, ...], dtype: torch.dtype) -> RowView:
         """Return a view of a new buffer; ``sizes`` with 1 at ``axis``, the rows'."""
-        if dtype not in _FLOATS:
+        if dtype not in (*_FLOATS, *WHOLE):
             raise NotLowerableError(f"numbers of {dtype}")
         strides = tuple(0 if size == 1 else stride for size, stride in zip(sizes, dense(sizes), strict=True))
-        view = RowView(len(self.buffers), domain, axis, sizes, strides, 0, dtype)
-        self.buffers.append(Buffer(domain, view.size, dtype))
+        stored = torch.float32 if dtype in WHOLE else dtype
+        view = RowView(len(self.buffers), domain, axis, sizes, strides, 0, stored)
+        self.buffers.append(Buffer(domain, view.size, stored))
         return view
 
     def fresh_like(self, tensor: Tensor, axis: int, domain: int) -> RowView:
@@ -102,26 +120,32 @@ class Tape:
     def row_op(self, code: str, inputs: list[RowView | Tensor | float], out: RowView, **more: Any) -> None:
         """Write down one operation whose inputs are broadcast to each other; ``out`` has their shape.
 
-        A reduction's ``out`` has 1 on the last axis.
+        Over lines only the axes before the last are broadcast; on that one every operand has its own length, a number
+        that of the operand before it.
         """
-        rank = max(len(out.sizes), *(len(each.sizes) for each in inputs if isinstance(each, RowView)))
+        rank = max(len(out.sizes), *(len(each.sizes) for each in inputs if isinstance(each, RowView)), 0)
         views = [*inputs, out]
         sizes = [_sizes(each, rank) for each in views]
-        shape = tuple(max(each[d] for each in sizes) for d in range(rank))
-        strides = [_strides(each, shape, rank) for each in views]
         for each in views:
             if isinstance(each, RowView) and each.axis - len(each.sizes) != out.axis - len(out.sizes):
                 raise NotLowerableError(f"{code} of tensors whose rows are different axes")
-        if code not in REDUCTIONS and sizes[-1] != shape:
+            if isinstance(each, RowView) and each.domain != out.domain:
+                raise NotLowerableError("all rows and rows whose logits are wanted are mixed")
+        over_lines = code in OVER_LINES
+        common = [each[:-1] if over_lines else each for each in sizes]
+        shape = tuple(max(axis) for axis in zip(*common, strict=True))
+        if common[-1] != shape:
             raise NotLowerableError(f"{code} gives a shape {list(sizes[-1])} from one of {list(shape)}")
-        last = code in (*REDUCTIONS, "layer_norm")  # the last axis must stay apart
-        head, own = collapsed(shape[:-1] if last else shape, [s[:-1] if last else s for s in strides])
-        if last:
-            head = (*head, shape[-1])
+        strides = [_strides(each, shape, rank) for each in views]
+        head, own = collapsed(shape, [each[: len(shape)] for each in strides])
+        lengths = [head[-1]] * len(views)
+        if over_lines:
+            lengths = _lengths(views, sizes)
+            head = (*head, lengths[0])
             own = [(*o, s[-1]) for o, s in zip(own, strides, strict=True)]
         if len(head) > MAX_RANK:
             raise NotLowerableError(f"{code} over more than {MAX_RANK} axes")
-        operands = [_operand(each, stride) for each, stride in zip(views, own, strict=True)]
+        operands = [_operand(*each) for each in zip(views, own, lengths, strict=True)]
         self.instructions.append(RowOp(code, head, tuple(operands[:-1]), operands[-1], **more))
 
     def copied(self, view: RowView, dtype: torch.dtype | None = None) -> RowView:
@@ -131,8 +155,9 @@ class Tape:
         return out
 
     def linear(self, view: RowView, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
-        """Write down a linear layer over the last axis."""
-        is_plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
+        """Write down a linear layer over the last axis; ``weight`` ``[out, in]`` may be a transposed ``[in, out]``."""
+        is_matrix = weight.is_contiguous() or weight.t().is_contiguous()
+        is_plain = is_matrix and (bias is None or (bias.dim() == 1 and bias.is_contiguous()))
         dtypes = {view.dtype, weight.dtype, view.dtype if bias is None else bias.dtype}
         if not is_plain or len(dtypes) > 1 or view.axis == len(view.sizes) - 1:
             raise NotLowerableError("a linear layer with weights that are not plain, or of another dtype")
@@ -142,6 +167,22 @@ class Tape:
         out = self.fresh_like(result, view.axis, view.domain)
         weights = kept(weight), None if bias is None else kept(bias)
         self.instructions.append(Linear(view.buffer, view.offset, lines, *weights, out.buffer))
+        self.know(result, out)
+
+    def grouped_linear(
+        self, rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor
+    ) -> None:
+        """Write down what ``oracle/ops/grouped_linear.py`` computes."""
+        view, chosen = self.row_view(rows), self.row_view(expert_ids)
+        is_plain = (weight.is_contiguous() or weight.mT.is_contiguous()) and (bias is None or bias.is_contiguous())
+        dtypes = {view.dtype, weight.dtype, view.dtype if bias is None else bias.dtype}
+        if not is_plain or len(dtypes) > 1 or (view.axis, chosen.axis) != (0, 0) or view.domain != chosen.domain:
+            raise NotLowerableError("experts with weights that are not plain, or of another dtype")
+        view, chosen = (each if each.is_dense else self.copied(each) for each in (view, chosen))
+        out = self.fresh_like(result, 0, view.domain)
+        weights = kept(weight), None if bias is None else kept(bias)
+        places = (view.buffer, view.offset, view.sizes[1], chosen.buffer, chosen.offset, chosen.sizes[1])
+        self.instructions.append(GroupedLinear(*places, *weights, out.buffer))
         self.know(result, out)
 
     def gather(self, view: RowView, result: Tensor) -> None:
@@ -201,22 +242,31 @@ def _sizes(value: RowView | Tensor | float, rank: int) -> tuple[int, ...]:
     return (1,) * (rank - len(own)) + own
 
 
+def _lengths(values: list[RowView | Tensor | float], sizes: list[tuple[int, ...]]) -> list[int]:
+    """Return how long the last axis of each is."""
+    lengths: list[int] = []
+    for value, own in zip(values, sizes, strict=True):
+        lengths.append(lengths[-1] if isinstance(value, float) else own[-1])
+    return lengths
+
+
 def _strides(value: RowView | Tensor | float, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Return strides of ``rank`` axes, the first of which are broadcast to ``shape``."""
     if isinstance(value, float):
         return (0,) * rank
     strides = value.stride() if isinstance(value, Tensor) else value.strides
     sizes = _sizes(value, rank)
     own = (0,) * (rank - len(strides)) + tuple(strides)
-    if any(size not in (1, whole) for size, whole in zip(sizes, shape, strict=True)):
+    if any(size not in (1, whole) for size, whole in zip(sizes, shape, strict=False)):
         raise NotLowerableError(f"shapes {list(sizes)} and {list(shape)} of one row do not broadcast")
     return tuple(0 if size == 1 else stride for size, stride in zip(sizes, own, strict=True))
 
 
-def _operand(value: RowView | Tensor | float, strides: tuple[int, ...]) -> Operand:
+def _operand(value: RowView | Tensor | float, strides: tuple[int, ...], length: int) -> Operand:
     if isinstance(value, RowView):
-        return Operand(value.buffer, value.dtype, value.offset, strides)
+        return Operand(value.buffer, value.dtype, value.offset, strides, length)
     if isinstance(value, Tensor):
         if value.dtype not in _FLOATS:
             raise NotLowerableError(f"a constant of {value.dtype}")
-        return Operand(kept(value), value.dtype, 0, strides)
-    return Operand(float(value), torch.float32, 0, strides)
+        return Operand(kept(value), value.dtype, 0, strides, length)
+    return Operand(float(value), torch.float32, 0, strides, length)

@@ -1,0 +1,85 @@
+#include "linear_transposed.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "multiversion.h"
+#include "row_functions.h"
+#include "versions.h"
+
+#define SPECDEC_INLINE inline __attribute__((always_inline))
+
+namespace specdec {
+namespace {
+
+// One instruction set.
+struct TransposedKernel {
+  void (*outputs[3])(const LinearArgs&, const float* inputs, std::int64_t begin, std::int64_t end);  // by DType
+  std::int64_t step;  // outputs of a block; threads share them out by whole ones
+};
+
+}  // namespace
+}  // namespace specdec
+
+#define SPECDEC_ISA transposed_portable
+#define SPECDEC_LANES 4
+#include "linear_transposed_kernel.h"
+
+#ifdef SPECDEC_X86_64_LEVELS
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v3")
+#define SPECDEC_ISA transposed_x86_64_v3
+#define SPECDEC_LANES 8
+#include "linear_transposed_kernel.h"
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4")
+#define SPECDEC_ISA transposed_x86_64_v4
+#define SPECDEC_LANES 16
+#include "linear_transposed_kernel.h"
+#pragma GCC pop_options
+#endif
+
+namespace specdec {
+namespace {
+
+std::vector<Versions<TransposedKernel>::Version> usable() {
+  std::vector<Versions<TransposedKernel>::Version> usable = {{"portable", transposed_portable::kKernel}};
+#ifdef SPECDEC_X86_64_LEVELS
+  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", transposed_x86_64_v3::kKernel});
+  if (__builtin_cpu_supports("x86-64-v4")) usable.push_back({"x86-64-v4", transposed_x86_64_v4::kKernel});
+#endif
+  return usable;
+}
+
+Versions<TransposedKernel> versions("linear_transposed", usable());
+
+}  // namespace
+
+void linear_transposed(const LinearArgs& args) {
+  const TransposedKernel& kernel = versions.chosen();
+  const auto outputs = kernel.outputs[static_cast<int>(args.dtype)];
+  const std::unique_ptr<float[]> inputs(new float[static_cast<std::size_t>(args.num_rows * args.in_features)]);
+  const char* rows = static_cast<const char*>(args.rows);
+  for (std::int64_t row = 0; row < args.num_rows; ++row) {
+    widen_all(args.dtype, rows + row * args.row_stride * item_size(args.dtype), inputs.get() + row * args.in_features,
+              args.in_features);
+  }
+  const std::int64_t blocks = (args.out_features + kernel.step - 1) / kernel.step;
+  // Waking a thread costs some microseconds, about what a core multiplies 64K numbers in.
+  const bool worth_threads = args.num_rows * args.in_features * args.out_features > (1 << 18);
+#pragma omp parallel for num_threads(args.num_threads) if (worth_threads) schedule(static)
+  for (int part = 0; part < args.num_threads; ++part) {
+    const std::int64_t begin = blocks * part / args.num_threads * kernel.step;
+    const std::int64_t end = std::min(blocks * (part + 1) / args.num_threads * kernel.step, args.out_features);
+    if (begin < end) outputs(args, inputs.get(), begin, end);
+  }
+}
+
+std::vector<std::string> linear_transposed_versions() { return versions.names(); }
+
+void choose_linear_transposed_version(const std::string& name) { versions.choose(name); }
+
+}  // namespace specdec

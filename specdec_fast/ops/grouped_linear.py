@@ -1,0 +1,96 @@
+"""Declaration of ``grouped_linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
+from specdec_fast.ops.registry import Case, Op
+
+
+def _check(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    expect_tensor("rows", rows, (None, None, None), FLOATS, rows.device)
+    expect_tensor("expert_ids", expert_ids, (rows.shape[0], None), (torch.int64,), rows.device)
+    expect(expert_ids.is_contiguous(), "expert_ids must be contiguous.")
+    expect(
+        rows.shape[1] in (1, expert_ids.shape[1]),
+        f"rows has {rows.shape[1]} lines per row; expected 1, or one for each of {expert_ids.shape[1]} choices.",
+    )
+    expect_tensor("weight", weight, (None, None, rows.shape[2]), (rows.dtype,), rows.device)
+    expect(rows.shape[2] > 0, "rows have no features.")
+    expect(weight.is_contiguous() or weight.mT.is_contiguous(), "weight, or its mT, must be contiguous.")
+    if bias is not None:
+        expect_tensor("bias", bias, tuple(weight.shape[:2]), (rows.dtype,), rows.device)
+        expect(bias.is_contiguous(), "bias must be contiguous.")
+
+
+def _make(
+    shape: tuple[int, int, int],
+    choices: tuple[int, int],
+    has_lines: bool,
+    layout: str,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Normal numbers: ``shape`` is rows, in_features, out_features; ``choices`` those of a row, and the experts."""
+    (num_rows, in_features, out_features), (num_choices, num_experts) = shape, choices
+    rows = torch.randn(num_rows, num_choices if has_lines else 1, in_features, generator=generator).to(dtype)
+    scores = torch.rand(num_rows, num_experts, generator=generator)
+    weight = (torch.randn(num_experts, out_features, in_features, generator=generator) / in_features**0.5).to(dtype)
+    bias = torch.randn(num_experts, out_features, generator=generator).to(dtype) if "bias" in layout else None
+    if "transposed" in layout:
+        weight = weight.mT.contiguous().mT
+    expert_ids = scores.topk(num_choices).indices
+    return {
+        "rows": rows.to(device),
+        "expert_ids": expert_ids.to(device),
+        "weight": weight.to(device),
+        "bias": None if bias is None else bias.to(device),
+    }
+
+
+def _cases() -> Iterator[Case]:
+    grid: tuple[tuple[str, str, tuple[int, int, int], tuple[int, int], bool, str], ...] = (
+        ("experts_one_row", "plain decoding: an expert has one row or none", (1, 96, 64), (4, 8), False, "plain"),
+        ("experts_rows", "several rows of an expert, in other places", (13, 64, 70), (3, 5), False, "plain bias"),
+        ("experts_lines", "an input per choice; odd sizes", (7, 67, 33), (2, 6), True, "plain bias"),
+        ("experts_transposed", "weights the other way round", (9, 50, 75), (2, 4), False, "transposed bias"),
+        ("experts_lines_transposed", "both", (1, 300, 530), (3, 4), True, "transposed"),
+        ("experts_all", "every row has every expert", (3, 16, 1), (3, 3), False, "plain"),
+        ("experts_no_rows", "an empty batch", (0, 32, 16), (2, 4), False, "plain bias"),
+    )  # fmt: skip
+    for name, why, shape, choices, has_lines, layout in grid:
+        yield Case(name, why, partial(_make, shape, choices, has_lines, layout))
+
+
+def _benchmarks() -> Iterator[Case]:
+    for num_rows, why in ((1, "plain decoding"), (6, "K 5"), (48, "batch 8, K 5")):
+        arguments = ((num_rows, 2048, 1536), (8, 128), False, "plain")
+        yield Case(f"experts_{num_rows}", f"{why}, gate and up of a layer of Qwen3-30B-A3B", partial(_make, *arguments))
+
+
+def _bytes_moved(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
+    chosen = len(expert_ids.unique())
+    per_expert = weight[0].numel() + (0 if bias is None else bias.shape[1])
+    return (rows.numel() + chosen * per_expert + expert_ids.numel() * weight.shape[1]) * rows.element_size()
+
+
+OP = Op(
+    name="grouped_linear",
+    implementations={
+        "torch": "specdec_fast.oracle.ops.grouped_linear:grouped_linear",
+        "cpp": "specdec_fast.ops.cpp:grouped_linear",
+        "triton": "specdec_fast.triton_kernels.grouped_linear:grouped_linear",
+    },
+    check=_check,
+    cases=_cases,
+    benchmarks=_benchmarks,
+    bytes_moved=_bytes_moved,
+    exact=False,
+)
