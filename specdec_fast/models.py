@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec_fast.architecture import check_decoder, max_positions, sliding_layers
 from specdec_fast.buckets import Limits
 from specdec_fast.errors import SpecDecError, UnsupportedModelError
+from specdec_fast.experts import computed_by, expert_configs, mixture
 from specdec_fast.graphs import Graphs
 from specdec_fast.instructions import ForwardProgram
 from specdec_fast.kv_cache import KVLayout, PagePool
@@ -34,6 +36,7 @@ from specdec_fast.ragged import Scores
 from specdec_fast.rows import RaggedBatch, RowRule, Rows
 
 _ATTENTION = "specdec_paged"
+_EXPERTS = "specdec_grouped"
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
 # The cache of the forward under way. Not every architecture hands unknown keyword arguments down to its attention,
 # so the hook finds its batch here.
@@ -63,7 +66,13 @@ def _attend(
     return cache.attend(query, layer, Scores(scale, sliding_window, softcap, kwargs.get("s_aux"))), None
 
 
+def _mix_experts(module: nn.Module, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """Serve ``transformers``' call of a mixture of experts."""
+    return mixture(_active_cache.get().ops, module, rows, expert_ids, weights)
+
+
 AttentionInterface.register(_ATTENTION, _attend)
+ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _mix_experts)
 
 
 class RaggedModel:
@@ -89,6 +98,7 @@ class RaggedModel:
         self.model, self.ops = model, ops
         self.linears = Linears(model, ops)
         self.config = model.config.get_text_config(decoder=True)
+        self._expert_configs = expert_configs(model)
         self.row_rule = RowRule(largest=MAX_PREFILL_ROWS)
         self.program: ForwardProgram | None = None
         self._addresses: list[int] = []
@@ -239,7 +249,8 @@ class RaggedModel:
         previous = self.config._attn_implementation
         self.config._attn_implementation = _ATTENTION
         try:
-            yield
+            with computed_by(_EXPERTS, self._expert_configs):
+                yield
         finally:
             self.config._attn_implementation = previous
 

@@ -24,7 +24,7 @@ LAYERS = (
     {"sampling", "instructions"},
     {"oracle", "triton_kernels", "_C"},
     {"ops"},
-    {"architecture", "kv_cache", "loading", "linears", "buckets"},
+    {"architecture", "kv_cache", "loading", "linears", "experts", "buckets"},
     {"paged_cache"},
     {"program", "graphs"},
     {"models"},
