@@ -79,7 +79,7 @@ def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tenso
     rows = rows.contiguous()
     num_rows, num_lines, in_features = rows.shape
     num_experts, out_features, _ = weight.shape
-    out = torch.empty(*expert_ids.shape, out_features, dtype=rows.dtype)
+    out = torch.empty(*expert_ids.shape, out_features, dtype=rows.dtype, device=rows.device)
     _C.grouped_linear(
         DTYPE_CODES[rows.dtype],
         (num_rows, expert_ids.shape[1], num_lines, in_features, out_features, num_experts),

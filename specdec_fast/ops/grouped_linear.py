@@ -40,10 +40,14 @@ def _make(
 ) -> dict[str, Any]:
     """Normal numbers: ``shape`` is rows, in_features, out_features; ``choices`` those of a row, and the experts."""
     (num_rows, in_features, out_features), (num_choices, num_experts) = shape, choices
-    rows = torch.randn(num_rows, num_choices if has_lines else 1, in_features, generator=generator).to(dtype)
-    scores = torch.rand(num_rows, num_experts, generator=generator)
-    weight = (torch.randn(num_experts, out_features, in_features, generator=generator) / in_features**0.5).to(dtype)
-    bias = torch.randn(num_experts, out_features, generator=generator).to(dtype) if "bias" in layout else None
+    rows = torch.randn(num_rows, num_choices if has_lines else 1, in_features, generator=generator, device="cpu").to(
+        dtype
+    )
+    scores = torch.rand(num_rows, num_experts, generator=generator, device="cpu")
+    weight = torch.randn(num_experts, out_features, in_features, generator=generator, device="cpu")
+    weight = (weight / in_features**0.5).to(dtype)
+    has_bias = "bias" in layout
+    bias = torch.randn(num_experts, out_features, generator=generator, device="cpu").to(dtype) if has_bias else None
     if "transposed" in layout:
         weight = weight.mT.contiguous().mT
     expert_ids = scores.topk(num_choices).indices
