@@ -86,17 +86,6 @@ def test_programs_have_the_same_bits_in_every_batch(name, dtype):
         assert outputs_of(model, num_draft_tokens, max_batch_size)[0] == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe"])
-def test_pytorch_has_the_same_bits_in_every_batch(name, dtype):
-    """Without the extension too: routers and experts of the oracle."""
-    model = tiny_mixture(name, dtype)
-    expected, _ = outputs_of(model, num_draft_tokens=0, max_batch_size=1, backend="torch")
-    assert outputs_of(model, num_draft_tokens=4, max_batch_size=3, backend="torch")[0] == expected
-    if dtype == torch.float32:
-        assert [tokens for tokens, _ in expected] == [generated(model, prompt) for prompt in PROMPTS]
-
-
 def test_only_a_forward_exchanges_what_computes_the_experts():
     model = tiny_mixture("mixtral")
     model.set_experts_implementation("batched_mm")
