@@ -37,6 +37,7 @@ CONFIGS = {
         **_SMALL, num_local_experts=4, shared_intermediate_size=24
     ),
     "minimax-m2": lambda: transformers.MiniMaxM2Config(**_SMALL, head_dim=16, num_local_experts=4),
+    "gpt-oss": lambda: transformers.GptOssConfig(**_SMALL, head_dim=16, num_local_experts=4),  # transposed, biases
     "flex-olmo": lambda: transformers.FlexOlmoConfig(**_SMALL, num_experts=6),
 }
 PROMPTS = [[3, 5, 7, 11], [13] * 9, [2], [90, 1, 44, 17, 60, 8], [21, 34]]

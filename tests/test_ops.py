@@ -281,10 +281,14 @@ def test_number_of_threads_changes_no_bit(name, case):
 def test_rows_of_experts_are_independent(backend, case, dtype):
     """A row has the same bits alone, in the other half of the batch, and with all rows in other places."""
     device_for(all_ops()["grouped_linear"], backend)
+    if backend in INTERPRETED and (case, dtype) != ("experts_lines", torch.float32):
+        pytest.skip("seconds in the interpreter, for the same order of the same sums")
     grouped, args = all_ops()["grouped_linear"].load(backend), make("grouped_linear", case, dtype)
     rows, expert_ids = args.pop("rows"), args.pop("expert_ids")
     whole = grouped(rows, expert_ids, **args)
-    for own in [*torch.arange(len(rows)).split(1), *torch.arange(len(rows)).split(5), torch.arange(len(rows)).flip(0)]:
+    every = torch.arange(len(rows))
+    alone = every[6:7].split(1) if backend in INTERPRETED else every.split(1)
+    for own in (*alone, *every.split(5), every.flip(0)):
         assert same_bits(grouped(rows[own], expert_ids[own], **args), whole[own])
 
 
