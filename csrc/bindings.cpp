@@ -175,17 +175,15 @@ specdec::Forward forward(const Addresses& at, const ForwardSizes& sizes) {
           sizes[3],
           pointer<const std::int32_t>(at[7]),
           sizes[4],
-          pointer<char>(at[8]),
-          sizes[5],
-          sizes[6],
+          {pointer<char* const>(at[8]), sizes[5], sizes[6]},
           pointer<void>(at[9]),
           static_cast<int>(sizes[7])};
 }
 
-// In the order of specdec_fast/ops/cpp_program.py: addresses of the tables and the cache, then sizes.
+// In the order of specdec_fast/ops/cpp_program.py: of the tables their address and sizes, then of the layers' pages.
 specdec::Pages pages_at(const std::array<std::int64_t, 6>& t) {
   return {pointer<const std::int32_t>(static_cast<std::uintptr_t>(t[0])), t[1], t[2],
-          pointer<char>(static_cast<std::uintptr_t>(t[3])), t[4], t[5]};
+          {pointer<char* const>(static_cast<std::uintptr_t>(t[3])), t[4], t[5]}};
 }
 
 using Spans = std::vector<std::array<std::int64_t, 3>>;
@@ -227,9 +225,10 @@ void bind_program(py::module_& m) {
   using specdec::Program;
   using Sizes = std::vector<std::int64_t>;
   py::class_<Program>(m, "Program")
-      .def(py::init([](int dtype, const Sizes& kv, const Sizes& bytes) {
-        return new Program(static_cast<specdec::DType>(dtype), {kv.at(0), kv.at(1)}, bytes.at(0), bytes.at(1),
-                           bytes.at(2));
+      .def(py::init([](int dtype, const std::vector<std::array<std::int64_t, 3>>& shapes, const Sizes& bytes) {
+        std::vector<specdec::KVShape> layers;
+        for (const auto& [num_kv_heads, key_dim, value_dim] : shapes) layers.push_back({num_kv_heads, key_dim, value_dim});
+        return new Program(static_cast<specdec::DType>(dtype), std::move(layers), bytes.at(0), bytes.at(1), bytes.at(2));
       }))
       .def("add_buffer",
            [](Program& self, int place, int domain, std::int64_t offset, std::int64_t row_bytes) {

@@ -10,6 +10,7 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <variant>
 
 #include "append_kv.h"
@@ -59,10 +60,10 @@ struct Program::Run {
   }
 };
 
-Program::Program(DType dtype, KVShape kv, std::int64_t arena_bytes, std::int64_t logit_arena_bytes,
+Program::Program(DType dtype, std::vector<KVShape> layers, std::int64_t arena_bytes, std::int64_t logit_arena_bytes,
                  std::int64_t scratch_bytes)
     : dtype_(dtype),
-      kv_(kv),
+      layers_(std::move(layers)),
       arena_bytes_(arena_bytes),
       logit_arena_bytes_(logit_arena_bytes),
       scratch_bytes_(scratch_bytes) {}
@@ -177,34 +178,35 @@ void Program::run_grouped_linear(const GroupedLinearStep& step, const Run& run) 
 
 void Program::run_append(const AppendStep& step, const Run& run) const {
   const Forward& forward = run.forward;
+  const KVShape& shape = layers_[step.layer];
   const std::int64_t item = item_size(dtype_);
-  const std::int64_t plane = forward.num_pages * forward.page_size * kv_.num_kv_heads * kv_.head_dim * item;
-  const auto rows = [&](const HeadsView& view) {
+  const auto rows = [&](const HeadsView& view, std::int64_t head_dim) {
     return NewRows{run.buffers[view.buffer].base + view.offset, run.buffers[view.buffer].row_stride,
-                   view.stride_head * item, kv_.head_dim * item};
+                   view.stride_head * item, head_dim * item};
   };
-  append_kv({forward.kv_cache + 2 * step.layer * plane, forward.kv_cache + (2 * step.layer + 1) * plane,
-             forward.num_pages * forward.page_size, rows(step.key), rows(step.value), forward.slot_mapping,
-             forward.num_rows, kv_.num_kv_heads, forward.num_threads});
+  append_kv({forward.kv.layers[2 * step.layer], forward.kv.layers[2 * step.layer + 1],
+             forward.kv.num_pages * forward.kv.page_size, rows(step.key, shape.key_dim),
+             rows(step.value, shape.value_dim), forward.slot_mapping, forward.num_rows, shape.num_kv_heads,
+             forward.num_threads});
 }
 
 void Program::run_attend(const AttendStep& step, const Run& run) const {
   const Forward& forward = run.forward;
+  const KVShape& shape = layers_[step.layer];
   const std::int64_t item = item_size(dtype_);
-  const std::int64_t plane = forward.num_pages * forward.page_size * kv_.num_kv_heads * kv_.head_dim * item;
   paged_attention({dtype_,
                    forward.num_rows,
                    run.buffers[step.query.buffer].base + step.query.offset,
                    run.buffers[step.query.buffer].row_stride / item,
                    step.query.stride_head,
-                   forward.kv_cache + 2 * step.layer * plane,
-                   forward.kv_cache + (2 * step.layer + 1) * plane,
-                   forward.num_pages,
-                   forward.page_size,
+                   forward.kv.layers[2 * step.layer],
+                   forward.kv.layers[2 * step.layer + 1],
+                   forward.kv.num_pages,
+                   forward.kv.page_size,
                    step.num_heads,
-                   kv_.num_kv_heads,
-                   kv_.head_dim,
-                   kv_.head_dim,
+                   shape.num_kv_heads,
+                   shape.key_dim,
+                   shape.value_dim,
                    forward.block_table,
                    forward.max_pages,
                    forward.cu_seqlens_q,

@@ -71,8 +71,15 @@ struct GatherStep {  // rows whose logits are wanted
   int in, out;
 };
 
+// What one layer keeps per position: num_kv_heads keys of key_dim numbers, and as many values of value_dim.
 struct KVShape {
-  std::int64_t num_kv_heads, head_dim;
+  std::int64_t num_kv_heads, key_dim, value_dim;
+};
+
+// Where the pages of a pool are. Page ids mean the same in every layer.
+struct KVPages {
+  char* const* layers;  // [num_layers, 2]: keys and values, each [num_pages, page_size, num_kv_heads, its head size]
+  std::int64_t num_pages, page_size;
 };
 
 // One forward: addresses on this machine.
@@ -88,15 +95,16 @@ struct Forward {
   std::int64_t batch_size, max_pages;
   const std::int32_t* tree_mask;  // [num_rows, tree_words], or null: chains
   std::int64_t tree_words;
-  char* kv_cache;  // [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]
-  std::int64_t num_pages, page_size;
+  KVPages kv;
   void* logits;  // [num_logit_rows, vocab_size]
   int num_threads;
 };
 
 class Program {
  public:
-  Program(DType dtype, KVShape kv, std::int64_t arena_bytes, std::int64_t logit_arena_bytes, std::int64_t scratch_bytes);
+  // `layers`: of the KV cache, by number.
+  Program(DType dtype, std::vector<KVShape> layers, std::int64_t arena_bytes, std::int64_t logit_arena_bytes,
+          std::int64_t scratch_bytes);
   ~Program();
 
   // Buffers are numbered, and steps run, in the order in which they are added.
@@ -125,7 +133,7 @@ class Program {
   void run_gather(const GatherStep& step, const Run& run) const;
 
   DType dtype_;
-  KVShape kv_;
+  std::vector<KVShape> layers_;
   std::int64_t arena_bytes_, logit_arena_bytes_, scratch_bytes_;  // per row, per logit row, per thread
   std::int64_t largest_op_ = 1;
   double seconds_ = 0.0;

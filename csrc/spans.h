@@ -12,8 +12,7 @@ namespace specdec {
 struct Pages {
   const std::int32_t* tables;  // [num_places, max_pages]
   std::int64_t num_places, max_pages;
-  char* kv_cache;  // [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]
-  std::int64_t num_pages, page_size;
+  KVPages kv;
 };
 
 // Consecutive positions of the sequence at `place`: `start` to `start + count - 1`.

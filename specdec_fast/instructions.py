@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from specdec_fast.kv_layout import KVShape
     from specdec_fast.ragged import Sampling
-    from specdec_fast.rows import RaggedBatch, Spans
+    from specdec_fast.rows import KVPages, RaggedBatch, Spans
 
 # In the order of RowCode in csrc/rowwise.h.
 UNARY = (
@@ -227,7 +228,7 @@ Instruction = RowOp | Linear | GroupedLinear | Append | Attend | Gather
 class ForwardProgram(Protocol):
     """What a backend builds from a ``Plan``; see ``ops/cpp_program.py``."""
 
-    def __call__(self, token_ids: Tensor, batch: RaggedBatch, kv_cache: Tensor, logit_rows: Tensor | None) -> Tensor:
+    def __call__(self, token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor | None) -> Tensor:
         """Compute one batch; return its logits."""
 
     @property
@@ -265,7 +266,7 @@ class Plan:
 
     Attributes:
         dtype: of weights, keys and values.
-        num_kv_heads, head_dim: of the KV cache.
+        kv_shapes: of the KV cache, by layer.
         buffers: by number.
         instructions: in the order in which they run.
         arena_bytes: of shared memory, per row of each domain.
@@ -276,8 +277,7 @@ class Plan:
     """
 
     dtype: torch.dtype
-    num_kv_heads: int
-    head_dim: int
+    kv_shapes: tuple[KVShape, ...]
     buffers: list[Placed]
     instructions: list[Instruction]
     arena_bytes: tuple[int, int]

@@ -1,14 +1,13 @@
 """The paged KV cache: a pool of pages, block tables, and how the rows of a forward are laid out on them.
 
-One allocation per model, ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``. Page 0 is scratch:
-padding rows may write there and nobody reads it. Rejecting draft tokens never touches the pool: the owner of the
-pages just counts fewer positions as its own, and the stale entries are overwritten (invariant I4).
+A page holds ``page_size`` positions of every layer, whatever the layers' shapes. Page 0 is scratch: padding rows may
+write there and nobody reads it. Rejecting draft tokens never touches the pool: the owner of the pages just counts fewer
+positions as its own, and the stale entries are overwritten (invariant I4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,24 +15,9 @@ import torch
 from torch import Tensor
 
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
-from specdec_fast.rows import RaggedBatch, RowRule, Rows, Spans, row_layout
+from specdec_fast.kv_layout import KVLayout
+from specdec_fast.rows import KVPages, RaggedBatch, RowRule, Rows, Spans, row_layout
 from specdec_fast.transfers import to_device
-
-
-@dataclass(frozen=True)
-class KVLayout:
-    """What one model keeps per position: ``num_layers x 2 x num_kv_heads x head_dim`` numbers of ``dtype``."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of KV of one position over all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class PagePool:
@@ -41,23 +25,30 @@ class PagePool:
 
     An owner reserves what it may come to need before it gets its first page, so a running sequence never finds
     the pool empty: whoever does not fit waits, or is told that it never will.
+
+    Attributes:
+        layers: keys and values of every layer, each ``[num_pages + 1, page_size, num_kv_heads, its head size]``.
+        tensors: the allocations of which they are views, see ``KVLayout.allocate``. One with two planes, as every
+            model of uniform layers has it, is what ``compact_kv_`` takes.
+        pages: the same for a program.
+
     """
 
     def __init__(self, layout: KVLayout, num_tokens: int, page_size: int, row_rule: RowRule | None = None) -> None:
         self.layout, self.row_rule = layout, row_rule or RowRule()
         self.page_size = page_size
         self.num_pages = -(-num_tokens // page_size)  # page 0, the scratch page, comes on top
-        shape = (layout.num_layers, 2, self.num_pages + 1, page_size, layout.num_kv_heads, layout.head_dim)
         try:
-            self.tensor = torch.zeros(shape, dtype=layout.dtype, device=layout.device)
+            self.tensors, self.layers = layout.allocate(self.num_pages + 1, page_size)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             needed = (self.num_pages + 1) * page_size * layout.bytes_per_token
             raise KVCacheAllocationError(
                 f"a KV cache of {num_tokens} positions needs {needed / 2**30:.1f} GiB on {layout.device}, which is not "
                 "to be had; set kv_cache_tokens, or lower max_new_tokens, max_batch_size or window_size."
             ) from error
-        # per layer: keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim]
-        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.tensor]
+        addresses = [[tensor.data_ptr() for tensor in pair] for pair in self.layers]
+        on_host = torch.tensor(addresses, dtype=torch.int64, device="cpu").view(-1, 2)
+        self.pages = KVPages(on_host, self.num_pages + 1, page_size, self.tensors)
         self._free = list(range(self.num_pages, 0, -1))
         self._tables: dict[Hashable, list[int]] = {}
         self._reserved: dict[Hashable, int] = {}
@@ -132,7 +123,7 @@ class PagePool:
         for i, (owner, start, count) in enumerate(rows):
             self._hand_out(owner, start + count + (ahead[i] if ahead else 0))
             found.append((self._places[owner], start, count))
-        return Spans(found, torch.from_numpy(self._table_of), self.tensor)  # the same memory
+        return Spans(found, torch.from_numpy(self._table_of), self.pages)  # the same memory
 
     def batch(self, rows: Sequence[Rows], token_ids: Tensor, ahead: int = 0) -> RaggedBatch:
         """Lay out one forward, handing out the pages that its new positions need.

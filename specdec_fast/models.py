@@ -26,7 +26,9 @@ from specdec_fast.errors import SpecDecError, UnsupportedModelError
 from specdec_fast.experts import computed_by, expert_configs, mixture
 from specdec_fast.graphs import Graphs
 from specdec_fast.instructions import ForwardProgram
-from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.kv_cache import PagePool
+from specdec_fast.kv_layout import KVLayout
+from specdec_fast.kv_probe import KVProbe
 from specdec_fast.linears import Linears
 from specdec_fast.loading import eos_token_ids
 from specdec_fast.ops import Ops
@@ -38,9 +40,10 @@ from specdec_fast.rows import RaggedBatch, RowRule, Rows
 _ATTENTION = "specdec_paged"
 _EXPERTS = "specdec_grouped"
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
+_HookedCache = PagedCache | KVProbe
 # The cache of the forward under way. Not every architecture hands unknown keyword arguments down to its attention,
 # so the hook finds its batch here.
-_active_cache: ContextVar[PagedCache] = ContextVar("active_cache")
+_active_cache: ContextVar[_HookedCache] = ContextVar("active_cache")
 
 
 def _attend(
@@ -54,7 +57,7 @@ def _attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Serve ``transformers``' attention call from the pages; its keys, values and mask are not needed.
+    """Serve ``transformers``' attention call from the pages, which get its keys and values; no mask is needed.
 
     Attention sinks come as ``s_aux``.
     """
@@ -63,7 +66,7 @@ def _attend(
     if sliding_window is None and layer in cache.sliding_layers:
         raise UnsupportedModelError(f"layer {layer} slides its window through the mask alone, which pages have not.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cache.attend(query, layer, Scores(scale, sliding_window, softcap, kwargs.get("s_aux"))), None
+    return cache.attend(query, key, value, layer, Scores(scale, sliding_window, softcap, kwargs.get("s_aux"))), None
 
 
 def _mix_experts(module: nn.Module, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
@@ -109,7 +112,8 @@ class RaggedModel:
         self.eos_token_ids = eos_token_ids(model)
         probe = torch.arange(8, device=model.device) % self.config.vocab_size
         try:
-            logits, self.layout = _probe_dense(model, probe)
+            logits = _dense_logits(model, probe)
+            self.layout = self._probe_layout(probe)
             self.vocab_size = logits.shape[-1]
             self._sliding_layers = sliding_layers(self.config, self.layout.num_layers)
             self._make_program(probe, logits)
@@ -165,7 +169,7 @@ class RaggedModel:
     def _run_program(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
         assert self.program is not None
         token_ids = pad(batch.token_ids, (0, batch.padding)) if batch.padding else batch.token_ids
-        logits = self.program(token_ids, batch, pool.tensor, logit_rows)
+        logits = self.program(token_ids, batch, pool.pages, logit_rows)
         return logits if logit_rows is not None else logits[: len(batch.token_ids)]
 
     def _forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
@@ -185,7 +189,7 @@ class RaggedModel:
             return logits[: len(batch.token_ids)]
         return logits[: len(logit_rows)] if self._keeps_rows else logits[logit_rows]
 
-    def _call(self, token_ids: Tensor, positions: Tensor, cache: PagedCache, logit_rows: Tensor | None) -> Tensor:
+    def _call(self, token_ids: Tensor, positions: Tensor, cache: _HookedCache, logit_rows: Tensor | None) -> Tensor:
         """Call the Hugging Face model itself: ``[1, T]`` ids and positions to logits ``[1, R, vocab_size]``."""
         keep = {"logits_to_keep": logit_rows} if logit_rows is not None and self._keeps_rows else {}
         token = _active_cache.set(cache)
@@ -195,6 +199,14 @@ class RaggedModel:
             ).logits
         finally:
             _active_cache.reset(token)
+
+    @torch.inference_mode()
+    def _probe_layout(self, token_ids: Tensor) -> KVLayout:
+        """Find out what the layers attend over."""
+        probe, positions = KVProbe(self.ops), torch.arange(len(token_ids), device=token_ids.device)
+        with self._attending_over_pages():
+            self._call(token_ids[None], positions[None], probe, None)
+        return probe.layout(type(self.model).__name__)
 
     def _make_program(self, token_ids: Tensor, dense_logits: Tensor) -> None:
         """Write the forward down as a program, if it can be and reproduces the model's own logits."""
@@ -256,18 +268,9 @@ class RaggedModel:
 
 
 @torch.inference_mode()
-def _probe_dense(model: PreTrainedModel, token_ids: Tensor) -> tuple[Tensor, KVLayout]:
-    """Run the model as it is on one short sequence; read its logits ``[n, vocab_size]`` and its KV shapes."""
-    cache = DynamicCache()
-    logits = model(input_ids=token_ids[None], past_key_values=cache, use_cache=True).logits[0]
-    shapes = {tuple(tensor.shape) for layer in cache.layers for tensor in (layer.keys, layer.values)}
-    if len(shapes) != 1:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} keeps keys and values of several shapes ({sorted(shapes)}); "
-            "a page pool needs one shape for all layers."
-        )
-    key = cache.layers[0].keys  # [1, num_kv_heads, n, head_dim]
-    return logits, KVLayout(len(cache.layers), key.shape[1], key.shape[3], key.dtype, key.device)
+def _dense_logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """Run the model as it is on one short sequence; return its logits ``[n, vocab_size]``."""
+    return model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True).logits[0]
 
 
 def _check_reproduces(model: RaggedModel, token_ids: Tensor, dense_logits: Tensor) -> None:

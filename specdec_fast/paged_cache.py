@@ -17,7 +17,8 @@ from specdec_fast.rows import RaggedBatch
 class PagedCache(Cache):
     """What a Hugging Face model takes for its KV cache during one forward over a ragged batch.
 
-    ``update`` writes the new rows into pages and hands the rows themselves back; the attention hook reads the pages.
+    ``update`` hands the new rows back as they are; the attention hook writes what it is given of them into pages, and
+    reads these.
     """
 
     def __init__(self, pool: PagePool, batch: RaggedBatch, ops: Ops, sliding_layers: frozenset[int]) -> None:
@@ -32,29 +33,43 @@ class PagedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write ``[1, num_kv_heads, T, head_dim]`` keys and values of one layer through ``slot_mapping``."""
-        keys, values = self.pool.layers[layer_idx]
-        for name, states in (("keys", key_states), ("values", value_states)):
-            self._check(name, layer_idx, states, states.shape[1] == self.pool.layout.num_kv_heads)
-        rows = (key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))  # [T, num_kv_heads, head_dim]
-        self.ops.append_kv_(keys, values, *rows, self.batch.slot_mapping)
+        """Hand back the states of one layer: what a model caches need not be what it attends over."""
         return key_states, value_states
 
-    def attend(self, query: Tensor, layer_idx: int, scores: Scores) -> Tensor:
-        """Attend from ``[1, num_heads, T, head_dim]`` queries; return ``[1, T, num_heads, head_dim]``."""
-        self.num_attended += 1
-        self._check("queries", layer_idx, query, query.shape[1] % self.pool.layout.num_kv_heads == 0)
-        rows = query[0].transpose(0, 1)
-        return self.ops.paged_attention(rows, self.pool.layers[layer_idx], self._attended, scores)[None]
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: Scores) -> Tensor:
+        """Write one layer's keys and values, unless it attends over those of an earlier one, and attend over its pages.
 
-    def _check(self, name: str, layer_idx: int, states: Tensor, heads_fit: bool) -> None:
+        Args:
+            query: ``[1, num_heads, T, key_head_dim]``.
+            key: ``[1, num_kv_heads, T, key_head_dim]``.
+            value: ``[1, num_kv_heads, T, value_head_dim]``.
+            layer_idx: the layer's.
+            scores: how it makes them.
+
+        Returns:
+            ``[1, T, num_heads, value_head_dim]``.
+
+        """
+        self.num_attended += 1
+        pages = self.pool.layers[layer_idx]
+        num_heads, key_head_dim, value_head_dim = self.pool.layout.shapes[layer_idx]
+        self._check("queries", layer_idx, query, key_head_dim, query.shape[1] % num_heads == 0)
+        if self.pool.layout.sources[layer_idx] == layer_idx:
+            self._check("keys", layer_idx, key, key_head_dim, key.shape[1] == num_heads)
+            self._check("values", layer_idx, value, value_head_dim, value.shape[1] == num_heads)
+            rows = (key[0].transpose(0, 1), value[0].transpose(0, 1))  # [T, num_kv_heads, head size]
+            self.ops.append_kv_(*pages, *rows, self.batch.slot_mapping)
+        return self.ops.paged_attention(query[0].transpose(0, 1), pages, self._attended, scores)[None]
+
+    def _check(self, name: str, layer_idx: int, states: Tensor, head_dim: int, heads_fit: bool) -> None:
         """Hold what the model computed to the pool's layout: a kernel would read and write past its rows."""
         layout, num_rows = self.pool.layout, self.batch.positions.shape[0]
-        fits = heads_fit and (states.shape[0], *states.shape[2:]) == (1, num_rows, layout.head_dim)
+        fits = heads_fit and (states.shape[0], *states.shape[2:]) == (1, num_rows, head_dim)
         if not fits or states.dtype != layout.dtype:
             raise UnsupportedModelError(
                 f"layer {layer_idx} computed {name} of shape {list(states.shape)} in {states.dtype}; the KV cache is "
-                f"laid out for [1, heads of {layout.num_kv_heads}, {num_rows}, {layout.head_dim}] in {layout.dtype}."
+                f"laid out for [1, heads of {layout.shapes[layer_idx].num_kv_heads}, {num_rows}, {head_dim}] in "
+                f"{layout.dtype}."
             )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -23,19 +23,36 @@ class Rows(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody wants
 
 
+class KVPages(NamedTuple):
+    """Where a pool's pages are, as a program takes them.
+
+    Attributes:
+        addresses: ``[num_layers, 2]`` int64 on the CPU, of every layer's keys and values.
+        num_pages: the scratch page included.
+        page_size: positions per page.
+        memory: what the addresses point into, kept alive.
+
+    """
+
+    addresses: Tensor
+    num_pages: int
+    page_size: int
+    memory: tuple[Tensor, ...]
+
+
 class Spans(NamedTuple):
     """Rows as a program takes them, which lays them out by itself.
 
     Attributes:
         spans: (place in ``tables``, start, count) of each sequence.
         tables: ``[places, max_pages]`` int32, the block table of every owner.
-        kv_cache: ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``.
+        pages: to which these point.
 
     """
 
     spans: list[tuple[int, int, int]]
     tables: Tensor
-    kv_cache: Tensor
+    pages: KVPages
 
 
 @dataclass(frozen=True)

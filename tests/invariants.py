@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import torch
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 from specdec_fast.oracle import autoregressive
 
 TOLERANCE = 1e-4  # on fp32 KV entries of unit size recomputed in another order; a wrong entry is off by about 1
 
 
+_attended: dict[int, tuple] = {}
+
+
+def _noting(module, query, key, value, *args, **kwargs):
+    _attended[module.layer_idx] = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+    own = sys.modules[type(module).__module__].eager_attention_forward  # with sinks, where the model has some
+    return own(module, query, key, value, *args, **kwargs)
+
+
+AttentionInterface.register("noting", _noting)
+AttentionMaskInterface.register("noting", eager_mask)
+
+
 @torch.inference_mode()
 def dense_kv(model, token_ids):
-    """Recompute the KV of a prefix: ``[num_layers, 2, n, num_kv_heads, head_dim]``."""
-    cache = DynamicCache()
-    model(torch.tensor([token_ids]), past_key_values=cache, use_cache=True)
-    return torch.stack([torch.stack([layer.keys[0], layer.values[0]]).transpose(1, 2) for layer in cache.layers])
+    """Recompute what each layer attends over after a prefix: keys and values ``[n, num_kv_heads, head size]``."""
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    config._attn_implementation = "noting"
+    try:
+        model(torch.tensor([token_ids]), use_cache=False)
+        return [_attended[layer] for layer in sorted(_attended)]
+    finally:
+        config._attn_implementation = before
+        _attended.clear()
 
 
 def slots_of(pool, owner, num_positions):
@@ -101,20 +122,23 @@ class CheckedEngine:
     def _poison(self):
         for pool, _, kv_length in self._pools:
             owned = [slot for s in pool._tables for slot in slots_of(pool, s, kv_length(s))]
-            flat = pool.tensor.flatten(2, 3)  # [num_layers, 2, slots, heads, head_dim]
-            keep = torch.zeros(flat.shape[2], dtype=torch.bool)
-            keep[owned] = True
-            flat[:, :, ~keep] = float("nan")
+            for tensor in pool.tensors:
+                flat = tensor.flatten(2, 3)  # [layers, planes, slots, heads, head size]
+                keep = torch.zeros(flat.shape[2], dtype=torch.bool)
+                keep[owned] = True
+                flat[:, :, ~keep] = float("nan")
 
     def _check_cache(self, pool, model, sequence, kv_length):
         """I2: the entry at position i is the one computed for committed token i."""
         assert kv_length <= sequence.length - 1, "I3: the newest committed token has no KV"
         if not kv_length:
             return
-        cached = pool.tensor.flatten(2, 3)[:, :, slots_of(pool, sequence, kv_length)]
+        slots = slots_of(pool, sequence, kv_length)
         recomputed = dense_kv(model, sequence.token_ids[:kv_length])
-        difference = (cached - recomputed).abs().max()
-        assert difference < TOLERANCE, f"I2: KV off by {difference}"
+        for layer, pair in enumerate(zip(pool.layers, recomputed, strict=True)):
+            for cached, expected in zip(*pair, strict=True):
+                difference = (cached.flatten(0, 1)[slots] - expected).abs().max()
+                assert difference < TOLERANCE, f"I2: KV of layer {layer} off by {difference}"
 
     def _check_lag(self, emitted):
         """I3: the target lacks the newest token; the draft lacks one more after a full acceptance, never more.

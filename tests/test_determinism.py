@@ -16,7 +16,8 @@ from specdec_fast import verifying
 from specdec_fast.assets import demo_pair
 from specdec_fast.determinism import make_deterministic
 from specdec_fast.errors import DeterminismError
-from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.kv_cache import PagePool
+from specdec_fast.kv_layout import KVLayout
 from specdec_fast.loading import load_model
 from specdec_fast.models import RaggedModel
 from specdec_fast.ops import resolve
@@ -149,7 +150,7 @@ def test_recomputed_prefix_has_the_bits_of_the_cache(dtype, prompt_ids):
             ids = [token for r in rows for token in text[r.start : r.start + r.count]]
             model.forward(pool.batch(rows, torch.tensor(ids)), pool)
         table = torch.tensor(pool.block_table("text"))
-        return pool.tensor[:, :, table].flatten(2, 3)[:, :, : len(text)]
+        return pool.tensors[0][:, :, table].flatten(2, 3)[:, :, : len(text)]
 
     decoded = entries([[Rows("text", i, 1)] for i in range(90)])
     for forwards in (
@@ -245,7 +246,7 @@ def test_padding(num_rows, multiple, padding):
 @pytest.mark.parametrize("counts", [(1,), (3, 2), (1, 1, 1, 1), (6, 6, 6)])
 @pytest.mark.parametrize("multiple", [4, 16])
 def test_padding_rows_stand_on_the_scratch_page(counts, multiple):
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype=torch.float32, device=CPU)
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, dtype=torch.float32, device=CPU)
     padded, plain = (PagePool(layout, 200, 3, rule) for rule in (RowRule(multiple, 512), None))
     for pool in (padded, plain):
         for owner in range(len(counts)):

@@ -16,7 +16,8 @@ from repeated import Repeated, waits
 import specdec_fast as sd
 from specdec_fast import graphs as module
 from specdec_fast.buckets import Bucket, Inputs, Limits
-from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.kv_cache import PagePool
+from specdec_fast.kv_layout import KVLayout
 from specdec_fast.models import RaggedModel
 from specdec_fast.ops import registry, resolve
 from specdec_fast.ops.cuda_graph import Captured
@@ -117,7 +118,7 @@ def test_a_bucket_holds_its_batch(counts, limits, multiple, page_size):
 
 
 def _layout():
-    return KVLayout(1, 1, 8, torch.float32, CPU)
+    return KVLayout.uniform(1, 1, 8, torch.float32, CPU)
 
 
 @pytest.mark.parametrize(("multiple", "most"), [(1, 30), (4, 24)])
@@ -181,7 +182,7 @@ def test_logits_and_pages_have_the_bits_of_eager_forwards(model, counts_of, seed
         assert torch.equal(model.forward(graphed, pools[1]), expected)
         wanted = eager.last_rows.flip(0)
         assert torch.equal(model.forward(graphed, pools[1], wanted), expected[wanted])
-    assert torch.equal(pools[0].tensor[:, :, 1:], pools[1].tensor[:, :, 1:]), "page 0 is scratch"
+    assert torch.equal(pools[0].tensors[0][:, :, 1:], pools[1].tensors[0][:, :, 1:]), "page 0 is scratch"
     assert 0 < model.graphs.num_captured <= len(counts_of)
 
 
@@ -203,7 +204,7 @@ def test_a_drafting_loop_has_the_bits_of_eager_forwards(model, counts, start, se
     for _ in range(2):
         chosen = model.graphs.draft(batch, LIMITS.num_forwards, pools[1], likeliest)
         assert torch.equal(chosen, torch.stack(expected))
-        assert torch.equal(pools[0].tensor[:, :, 1:], pools[1].tensor[:, :, 1:])
+        assert torch.equal(pools[0].tensors[0][:, :, 1:], pools[1].tensors[0][:, :, 1:])
     assert model.graphs.draft(batch, LIMITS.num_forwards - 1, pools[1], likeliest) is None
 
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from specdec_fast.errors import KVCacheTooSmallError
-from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.kv_cache import PagePool
+from specdec_fast.kv_layout import KVLayout
 from specdec_fast.rows import RaggedBatch, Rows
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, dtype=torch.float16, device=torch.device("cpu"))
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=3, head_dim=4, dtype=torch.float16, device=torch.device("cpu"))
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -209,9 +210,9 @@ def test_empty_forward():
 def test_size_of_the_pool(num_tokens, page_size, num_pages):
     pool = PagePool(LAYOUT, num_tokens, page_size)
     assert (pool.num_pages, pool.num_free_pages) == (num_pages, num_pages)
-    assert pool.tensor.shape == (2, 2, num_pages + 1, page_size, 3, 4)  # the scratch page comes on top
-    assert pool.tensor.dtype == torch.float16
-    assert not pool.tensor.any(), "a page that was never written must not hold a NaN"
+    assert pool.tensors[0].shape == (2, 2, num_pages + 1, page_size, 3, 4)  # the scratch page comes on top
+    assert pool.tensors[0].dtype == torch.float16
+    assert not pool.tensors[0].any(), "a page that was never written must not hold a NaN"
     assert pool.can_ever_fit(num_pages * page_size)
     assert not pool.can_ever_fit(num_pages * page_size + 1)
 

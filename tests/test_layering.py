@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[1]
 # a new one has to be named here.
 LAYERS = (
     {"errors", "assets", "decoders"},
-    {"types", "ragged", "text", "transfers"},
+    {"types", "ragged", "text", "transfers", "kv_layout"},
     {"emission", "params", "stopping"},
     {"config", "sequence", "rows"},
     {"sampling", "instructions"},
     {"oracle", "triton_kernels", "_C"},
     {"ops"},
-    {"architecture", "kv_cache", "loading", "linears", "experts", "buckets"},
+    {"architecture", "kv_cache", "kv_probe", "loading", "linears", "experts", "buckets"},
     {"paged_cache"},
     {"program", "graphs"},
     {"models"},

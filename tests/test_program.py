@@ -14,7 +14,8 @@ import specdec_fast as sd
 from specdec_fast.drafters.model import ModelDrafter
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.instructions import LOGIT_ROWS, RowOp
-from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.kv_cache import PagePool
+from specdec_fast.kv_layout import KVLayout
 from specdec_fast.models import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
@@ -93,7 +94,7 @@ def test_a_recording_that_fails_leaves_the_model_to_pytorch(monkeypatch):
 
 
 WIDTH = 24  # of the rows that single operations get
-NO_LAYERS = KVLayout(num_layers=0, num_kv_heads=1, head_dim=4, dtype=torch.float32, device=CPU)
+NO_LAYERS = KVLayout.uniform(num_layers=0, num_kv_heads=1, head_dim=4, dtype=torch.float32, device=CPU)
 
 
 class Function(torch.nn.Module):
@@ -120,7 +121,7 @@ def compiled(model):
         pool = PagePool(NO_LAYERS, 256, 16)
         pool.open("a", 200)
         batch = pool.batch([Rows("a", 0, len(token_ids))], token_ids)
-        return program(token_ids, batch, pool.tensor, None)
+        return program(token_ids, batch, pool.pages, None)
 
     return run
 
@@ -144,6 +145,19 @@ def group_limited(x):
     weights = scores.gather(1, choice.masked_fill(~mask.bool(), float("-inf")).topk(4, dim=-1)[1])
     weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
     return weights * 2.5
+
+
+def put_together(x):
+    out = x.new_empty(*x.shape[:2], 4, 8)
+    out[..., :6] = x.view(1, -1, 4, 6)
+    out[..., 6:].copy_(x[:, :, None, :2].expand(-1, -1, 4, -1))
+    return out.flatten(2)
+
+
+def overwritten_after_a_copy(x):
+    before = x.clone()
+    x[..., :4] = x[..., 4:8]
+    return x + before
 
 
 FUNCTIONS = {
@@ -191,6 +205,7 @@ FUNCTIONS = {
     "swapped": lambda x, p: x.view(1, -1, 4, 6).transpose(2, 3).reshape(1, x.shape[1], WIDTH),
     "expand": lambda x, p: (x[:, :, None, :6].expand(1, -1, 3, 6) + 1).flatten(2),
     "unbind": lambda x, p: x.view(1, -1, 3, 8).unbind(2)[1], "select": lambda x, p: x.view(1, -1, 3, 8)[:, :, -1],
+    "put_together": lambda x, p: put_together(x),
     # of positions
     "rotary": lambda x, p: (p[..., None].float() * FREQUENCIES).cos().to(x.dtype),
     "rotary_product": lambda x, p: (FREQUENCIES[None, :, None] @ p[:, None, :].float()).transpose(1, 2),
@@ -276,6 +291,8 @@ def test_transposed_weights_are_read_where_they_are():
         (lambda x, p: x.topk(3, largest=False)[0], "smallest"),
         (lambda x, p: x.scatter(-1, x.topk(3).indices, x), "some numbers of a tensor"),
         (lambda x, p: x.view(1, -1, 4, 6) @ x.view(1, -1, 6, 4), "no linear layer"),
+        (lambda x, p: overwritten_after_a_copy(x), "overwritten of which there is a copy"),
+        (lambda x, p: x.new_empty(x.shape[1], x.shape[1]), "no one axis counts the rows"),
         (lambda x, p: x * p.max(), "max"),
         (lambda x, p: x.flatten(0, 2), "axis of their own"),
         (lambda x, p: x * x.shape[1], "not computed in the same way"),
@@ -355,7 +372,7 @@ def test_drafting_in_one_call_drafts_the_same(temperature, vocab_size):
         if enforce_eager:
             program, drafter.model.program = drafter.model.program, None
             drafter.model.forward = lambda batch, pool, rows=None, p=program: p(
-                batch.token_ids, batch, pool.tensor, rows
+                batch.token_ids, batch, pool.pages, rows
             )
         drafter.prepare(512, 16)
         sequences = [
@@ -370,7 +387,7 @@ def test_drafting_in_one_call_drafts_the_same(temperature, vocab_size):
             drafter.commit(sequences)
             drafts.append(drafter.propose(sequences, [5, 0, 2]))
         assert max(int(draft.token_ids.max()) for draft in drafts) < vocab_size
-        found.append(([draft.token_ids.tolist() for draft in drafts], drafter.pool.tensor))
+        found.append(([draft.token_ids.tolist() for draft in drafts], drafter.pool.tensors[0]))
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
 

@@ -23,7 +23,7 @@ from specdec_fast.instructions import (
 )
 from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
 from specdec_fast.ragged import Sampling
-from specdec_fast.rows import RaggedBatch, Spans
+from specdec_fast.rows import KVPages, RaggedBatch, Spans
 
 
 class Program:
@@ -37,21 +37,20 @@ class Program:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._logits_code = DTYPE_CODES[plan.logits_dtype]
-        sizes = (plan.num_kv_heads, plan.head_dim)
-        self._program = _C.Program(DTYPE_CODES[plan.dtype], sizes, (*plan.arena_bytes, plan.scratch_bytes))
+        self._program = _C.Program(DTYPE_CODES[plan.dtype], plan.kv_shapes, (*plan.arena_bytes, plan.scratch_bytes))
         for buffer in plan.buffers:
             self._program.add_buffer(buffer.place, buffer.domain, buffer.offset, buffer.row_bytes)
         for instruction in plan.instructions:
             self._add(instruction)
         self._every_row: dict[int, Tensor] = {}
 
-    def __call__(self, token_ids: Tensor, batch: RaggedBatch, kv_cache: Tensor, logit_rows: Tensor | None) -> Tensor:
+    def __call__(self, token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor | None) -> Tensor:
         """Compute the batch's rows.
 
         Args:
             token_ids: ``[T]`` int64, padding included.
-            batch: ``T`` rows, laid out by the pool that ``kv_cache`` belongs to.
-            kv_cache: ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``.
+            batch: ``T`` rows, laid out by the pool that ``pages`` belong to.
+            pages: of a pool of the layout that the program was made for.
             logit_rows: ``[R]`` int64 rows whose logits are wanted; None wants all.
 
         Returns:
@@ -64,7 +63,7 @@ class Program:
         if logit_rows is None:
             logit_rows = self._all_rows(token_ids.shape[0])
         logits = torch.empty(logit_rows.shape[0], self._plan.vocab_size, dtype=self._plan.logits_dtype, device="cpu")
-        self._program.run(*_forward(token_ids, batch, kv_cache, logit_rows, logits.data_ptr()))
+        self._program.run(*_forward(token_ids, batch, pages, logit_rows, logits.data_ptr()))
         return logits
 
     @property
@@ -210,7 +209,7 @@ class Program:
 
 
 def _forward(
-    token_ids: Tensor, batch: RaggedBatch, kv_cache: Tensor, logit_rows: Tensor, logits: int
+    token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor, logits: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return addresses and sizes, as csrc/bindings.cpp takes them."""
     tree_mask, table = batch.tree_mask, batch.block_table
@@ -223,18 +222,18 @@ def _forward(
         batch.cu_seqlens_q.data_ptr(),
         batch.seqused_k.data_ptr(),
         0 if tree_mask is None else tree_mask.data_ptr(),
-        kv_cache.data_ptr(),
+        pages.addresses.data_ptr(),
         logits,
     )
     tree_words = 0 if tree_mask is None else tree_mask.shape[1]
     counts = (token_ids.shape[0], logit_rows.shape[0], *table.shape, tree_words)
-    return addresses, (*counts, *kv_cache.shape[2:4], torch.get_num_threads())
+    return addresses, (*counts, pages.num_pages, pages.page_size, torch.get_num_threads())
 
 
 def _pages(spans: Spans) -> tuple[int, ...]:
     """Return addresses and sizes, as csrc/bindings.cpp takes them."""
-    tables, kv_cache = spans.tables, spans.kv_cache
-    return tables.data_ptr(), *tables.shape, kv_cache.data_ptr(), *kv_cache.shape[2:4]
+    tables, pages = spans.tables, spans.pages
+    return tables.data_ptr(), *tables.shape, pages.addresses.data_ptr(), pages.num_pages, pages.page_size
 
 
 def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...], int]:

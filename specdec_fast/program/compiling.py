@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from specdec_fast.architecture import hooked_class
 from specdec_fast.instructions import Instruction, Operand, Plan, RowOp
-from specdec_fast.kv_cache import KVLayout, PagePool
+from specdec_fast.kv_cache import PagePool
+from specdec_fast.kv_layout import KVLayout
 from specdec_fast.ops import Ops
 from specdec_fast.paged_cache import PagedCache
 from specdec_fast.program.planning import linears_first, placed, without_unread
@@ -47,17 +48,11 @@ class _RecordingCache(PagedCache):
         self._grouped_linear = self.ops.grouped_linear
         self.ops = replace(self.ops, grouped_linear=self._choose_experts)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: Scores) -> Tensor:
         with self._recorder.paused():
-            states = super().update(key_states, value_states, layer_idx)
-        self._recorder.tape.append(layer_idx, key_states, value_states)
-        return states
-
-    def attend(self, query: Tensor, layer_idx: int, scores: Scores) -> Tensor:
-        with self._recorder.paused():
-            result = super().attend(query, layer_idx, scores)
+            result = super().attend(query, key, value, layer_idx, scores)
+        if self.pool.layout.sources[layer_idx] == layer_idx:
+            self._recorder.tape.append(layer_idx, key, value)
         self._recorder.tape.attend(layer_idx, query, scores, result)
         return result
 
@@ -96,8 +91,7 @@ def compile_forward(model: nn.Module, forward: Forward, layout: KVLayout, ops: O
     places, arena_bytes, scratch_bytes = placed(first.instructions, first.tape.buffers, first.logits)
     return Plan(
         layout.dtype,
-        layout.num_kv_heads,
-        layout.head_dim,
+        layout.shapes,
         places,
         first.instructions,
         arena_bytes,

@@ -168,6 +168,25 @@ def _cat(tape: Tape, result: Tensor, sources: Sequence[Tensor], axis: int = 0) -
     tape.know(result, out)
 
 
+@LOWERED.entry("new_empty.default", "empty_like.default")
+def _empty(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
+    domain = tape.row_view(source).domain
+    axes = [d for d, size in enumerate(result.shape) if size == tape.counts[domain]]
+    if len(axes) != 1:
+        raise NotLowerableError(f"memory of shape {list(result.shape)}, of which no one axis counts the rows")
+    tape.know(result, tape.fresh_like(result, axes[0], domain))
+
+
+@LOWERED.entry("copy_.default")
+def _copy(tape: Tape, result: Tensor, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Write into the buffer of a tensor, often part of what ``_empty`` has made: every view of it follows."""
+    view = tape.writable(target)
+    if not target.is_floating_point():
+        raise NotLowerableError(f"numbers are written into a tensor of {target.dtype}")
+    tape.row_op("copy", [source if tape.value(source) is None else tape.row_view(source)], view)
+    tape.know(result, view)
+
+
 @LOWERED.entry("stack.default")
 def _stack(tape: Tape, result: Tensor, sources: Sequence[Tensor], axis: int = 0) -> None:
     axis %= result.dim()

@@ -37,9 +37,10 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._is_paused or all(self.tape.value(tensor) is None for tensor in _tensors(args, kwargs)):
             return result
-        name, overload = str(func).removeprefix("aten.").split(".")
-        in_place = name.endswith("_") and not name.endswith("__")
-        handler = LOWERED.get(f"{name[:-1] if in_place else name}.{overload}")
+        full_name = str(func).removeprefix("aten.")
+        name, overload = full_name.split(".")
+        in_place = name.endswith("_") and not name.endswith("__") and full_name not in LOWERED
+        handler = LOWERED.get(f"{name[:-1]}.{overload}" if in_place else full_name)
         if handler is None or (in_place and self.tape.value(args[0]) is None):
             raise NotLowerableError(f"{func} has no counterpart in a forward program")
         handler(self.tape, result, *args, **kwargs)

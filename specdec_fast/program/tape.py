@@ -117,6 +117,21 @@ class Tape:
         sizes = tuple(1 if d == axis else size for d, size in enumerate(tensor.shape))
         return self.fresh(domain, axis, sizes, tensor.dtype)
 
+    def writable(self, tensor: Tensor) -> RowView:
+        """Return where a tensor's numbers are, for others to be written there.
+
+        Raises:
+            NotLowerableError: its memory and its buffer are not shared by the same tensors: a copy was taken for the
+                same numbers.
+
+        """
+        view, storage = self.row_view(tensor), tensor.untyped_storage().data_ptr()
+        for other, value in self._values.values():
+            shares_buffer = isinstance(value, RowView) and value.buffer == view.buffer
+            if shares_buffer != (other.untyped_storage().data_ptr() == storage):
+                raise NotLowerableError("numbers are overwritten of which there is a copy")
+        return view
+
     def row_op(self, code: str, inputs: list[RowView | Tensor | float], out: RowView, **more: Any) -> None:
         """Write down one operation whose inputs are broadcast to each other; ``out`` has their shape.
 
@@ -196,11 +211,14 @@ class Tape:
         self.know(result, out)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write down that ``[1, num_kv_heads, T, head_dim]`` keys and values go into their pages."""
+        """Write down that ``[1, num_kv_heads, T, head size]`` keys and values go into their pages."""
         self.instructions.append(Append(layer, self._heads(keys), self._heads(values)))
 
     def attend(self, layer: int, query: Tensor, scores: Scores, result: Tensor) -> None:
-        """Write down the attention of ``[1, num_heads, T, head_dim]`` queries to ``[1, T, num_heads, head_dim]``."""
+        """Write down the attention of ``[1, num_heads, T, key_head_dim]`` queries.
+
+        Its ``result`` is ``[1, T, num_heads, value_head_dim]``.
+        """
         heads, out = self._heads(query), self.fresh_like(result, 1, ROWS)
         sinks = None if scores.sinks is None else self._constant(scores.sinks)
         rule = (scores.scale, scores.sliding_window, scores.softcap, sinks)

@@ -1,0 +1,92 @@
+"""What a model keeps of every position, layer by layer, and the memory for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LayerKV = tuple[Tensor, Tensor]  # keys and values, each [num_pages, page_size, num_kv_heads, its head size]
+
+
+class KVShape(NamedTuple):
+    """What one layer keeps per position: ``num_kv_heads`` keys and as many values, which may differ in size."""
+
+    num_kv_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What one model keeps per position.
+
+    Attributes:
+        shapes: of every layer that attends, by its index.
+        sources: by the same index, the layer whose entries it attends over: itself, or an earlier one of the same
+            shape, where a model lets layers share keys and values (Gemma-3n, Gemma-4).
+        dtype: of keys and values.
+        device: where they are.
+
+    """
+
+    shapes: tuple[KVShape, ...]
+    sources: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def uniform(
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> KVLayout:
+        """Return the layout of most models: every layer has entries of its own, all of one shape."""
+        shape = KVShape(num_kv_heads, head_dim, head_dim)
+        return cls((shape,) * num_layers, tuple(range(num_layers)), dtype, device)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that attend."""
+        return len(self.shapes)
+
+    @property
+    def groups(self) -> dict[KVShape, list[int]]:
+        """Layers with entries of their own, by their shape."""
+        found: dict[KVShape, list[int]] = {}
+        for layer, (shape, source) in enumerate(zip(self.shapes, self.sources, strict=True)):
+            if source == layer:
+                found.setdefault(shape, []).append(layer)
+        return found
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV of one position over all layers."""
+        numbers = sum(
+            len(layers) * shape.num_kv_heads * (shape.key_head_dim + shape.value_head_dim)
+            for shape, layers in self.groups.items()
+        )
+        return numbers * self.dtype.itemsize
+
+    def allocate(self, num_pages: int, page_size: int) -> tuple[tuple[Tensor, ...], list[LayerKV]]:
+        """Return memory for ``num_pages`` pages, filled with zeros.
+
+        Returns:
+            The allocations, ``[layers, planes, num_pages, page_size, num_kv_heads, head size]`` each: one per shape,
+            whose two planes are keys and values; two, of one plane each, where these differ in size. And every
+            layer's keys and values, which are views of them.
+
+        """
+        tensors: list[Tensor] = []
+        layers: dict[int, LayerKV] = {}
+        for (num_heads, *head_dims), members in self.groups.items():
+            planes = 2 if head_dims[0] == head_dims[1] else 1
+            sizes = [
+                (len(members), planes, num_pages, page_size, num_heads, head_dim)
+                for head_dim in head_dims[: 3 - planes]
+            ]
+            apart = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
+            tensors += apart
+            keys, values = apart[0][:, 0], apart[-1][:, -1]
+            layers |= zip(members, zip(keys, values, strict=True), strict=True)
+        return tuple(tensors), [layers[source] for source in self.sources]
