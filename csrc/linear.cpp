@@ -6,7 +6,10 @@
 #include <cstring>
 #include <memory>
 #include <type_traits>
+#include <utility>
 
+#include "amx_tiles.h"
+#include "linear_work.h"
 #include "multiversion.h"
 #include "versions.h"
 
@@ -19,21 +22,14 @@
 namespace specdec {
 namespace {
 
-// One dtype on one instruction set.
-struct LinearKernel {
-  void (*prepare)(const LinearArgs&, void* inputs, std::int64_t padded);
-  void (*outputs)(const LinearArgs&, const void* inputs, std::int64_t padded, std::int64_t begin, std::int64_t end,
-                  void* buffer);
-  std::int64_t (*buffer_bytes)(const LinearArgs&, std::int64_t padded);  // of one thread
-  std::int64_t step;        // inputs are padded to a multiple of it
-  std::int64_t input_size;  // bytes
-};
+using LinearPlans = std::array<LinearPlan (*)(const LinearArgs&), 3>;  // by DType
 
 }  // namespace
 }  // namespace specdec
 
 #define SPECDEC_ISA linear_portable
 #define SPECDEC_LANES 4
+#define SPECDEC_TILES PortableTiles
 #include "linear_kernel.h"
 
 #ifdef SPECDEC_X86_64_LEVELS
@@ -56,6 +52,7 @@ struct LinearKernel {
 #define SPECDEC_ISA linear_avx512_bf16
 #define SPECDEC_LANES 16
 #define SPECDEC_DOT_BF16
+#define SPECDEC_TILES AmxTiles
 #include "linear_kernel.h"
 #undef SPECDEC_DOT_BF16
 #pragma GCC pop_options
@@ -64,42 +61,87 @@ struct LinearKernel {
 namespace specdec {
 namespace {
 
-using Kernels = const std::array<LinearKernel, 3>*;  // by DType
-
-std::vector<Versions<Kernels>::Version> usable() {
-  std::vector<Versions<Kernels>::Version> usable = {{"portable", &linear_portable::kKernels}};
+std::vector<Versions<const LinearPlans*>::Version> usable() {
+  std::vector<Versions<const LinearPlans*>::Version> usable = {
+      {"amx-bf16-portable", &linear_portable::kTilePlans}, {"portable", &linear_portable::kPlans}};
 #ifdef SPECDEC_X86_64_LEVELS
-  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", &linear_x86_64_v3::kKernels});
+  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", &linear_x86_64_v3::kPlans});
   if (__builtin_cpu_supports("x86-64-v4")) {
-    usable.push_back({"x86-64-v4", &linear_x86_64_v4::kKernels});
-    if (__builtin_cpu_supports("avx512bf16")) usable.push_back({"avx512-bf16", &linear_avx512_bf16::kKernels});
+    usable.push_back({"x86-64-v4", &linear_x86_64_v4::kPlans});
+    if (__builtin_cpu_supports("avx512bf16")) usable.push_back({"avx512-bf16", &linear_avx512_bf16::kPlans});
+    if (__builtin_cpu_supports("avx512bf16") && permitted_amx()) usable.push_back({"amx-bf16", &linear_avx512_bf16::kTilePlans});
   }
 #endif
   return usable;
 }
 
-Versions<Kernels> versions("linear", usable());
+Versions<const LinearPlans*> versions("linear", usable());
 
 constexpr std::int64_t kAlignment = 64;
+
+// `size` bytes, aligned to the largest vector.
+class Buffer {
+ public:
+  explicit Buffer(std::int64_t size) : bytes_(new char[static_cast<std::size_t>(size + kAlignment)]) {}
+  char* get() const { return bytes_.get() + (-reinterpret_cast<std::intptr_t>(bytes_.get()) & (kAlignment - 1)); }
+
+ private:
+  std::unique_ptr<char[]> bytes_;
+};
+
+std::int64_t quotient(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// In how many parts the rows go, of as many as there are threads; each part's outputs are shared by an equal number.
+int parts_of_rows(const LinearPlan& plan, std::int64_t num_blocks, std::int64_t out_features, int num_threads) {
+  const std::int64_t granules = quotient(out_features, plan.granule);
+  int best = 1;
+  std::int64_t least = 0;
+  for (int parts = 1; parts <= num_threads; ++parts) {
+    if (num_threads % parts != 0) continue;
+    const std::int64_t rows = quotient(num_blocks, parts) * plan.height + plan.weight_rows;
+    const std::int64_t time = rows * quotient(granules, num_threads / parts);
+    if (parts == 1 || time < least) best = parts, least = time;
+  }
+  return best;
+}
+
+Span share(std::int64_t size, std::int64_t granule, int part, int parts) {
+  const std::int64_t granules = quotient(size, granule);
+  return {std::min(size, granules * part / parts * granule), std::min(size, granules * (part + 1) / parts * granule)};
+}
 
 }  // namespace
 
 void linear(const LinearArgs& args) {
-  const LinearKernel& kernel = (*versions.chosen())[static_cast<std::size_t>(args.dtype)];
-  const std::int64_t padded = (args.in_features + kernel.step - 1) / kernel.step * kernel.step;
-  const std::unique_ptr<char[]> inputs(new char[static_cast<std::size_t>(args.num_rows * padded * kernel.input_size)]);
-  kernel.prepare(args, inputs.get(), padded);
-  // Each thread's own, a multiple of the largest vector long.
-  const std::int64_t bytes = (kernel.buffer_bytes(args, padded) + kAlignment - 1) / kAlignment * kAlignment;
-  const std::unique_ptr<char[]> buffers(new char[static_cast<std::size_t>(bytes * args.num_threads + kAlignment)]);
-  char* aligned = buffers.get() + (-reinterpret_cast<std::intptr_t>(buffers.get()) & (kAlignment - 1));
+  if (args.num_rows == 0 || args.out_features == 0) return;
+  const LinearPlan plan = (*versions.chosen())[static_cast<std::size_t>(args.dtype)](args);
+  const std::int64_t num_blocks = quotient(args.num_rows, plan.height);
+  const std::int64_t passes = quotient(num_blocks, plan.most_blocks), pass_blocks = quotient(num_blocks, passes);
+  const std::int64_t buffer_bytes = quotient(plan.buffer_bytes, kAlignment) * kAlignment;
+  const Buffer inputs(pass_blocks * plan.block_bytes), buffers(buffer_bytes * args.num_threads);
   // Waking a thread costs some microseconds, about what a core multiplies 64K numbers in.
   const bool worth_threads = args.num_rows * args.in_features * args.out_features > (1 << 18);
-#pragma omp parallel for num_threads(args.num_threads) if (worth_threads) schedule(static)
-  for (int part = 0; part < args.num_threads; ++part) {
-    const std::int64_t begin = args.out_features * part / args.num_threads;
-    kernel.outputs(args, inputs.get(), padded, begin, args.out_features * (part + 1) / args.num_threads,
-                   aligned + part * bytes);
+  const int num_threads = worth_threads ? args.num_threads : 1;
+  const int row_parts = parts_of_rows(plan, pass_blocks, args.out_features, num_threads);
+  const int output_parts = num_threads / row_parts;
+  const bool shares_preparing = num_threads > 1 && args.num_rows * args.in_features > (1 << 16);
+  for (std::int64_t first = 0; first < args.num_rows; first += pass_blocks * plan.height) {
+    const std::int64_t num_rows = std::min(pass_blocks * plan.height, args.num_rows - first);
+    const LinearWork work{args, plan, inputs.get(), first, num_rows};
+    for (std::int64_t block = 0; !shares_preparing && block < work.num_blocks(); ++block) plan.prepare(work, block);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+      if (shares_preparing) {
+#pragma omp for schedule(static)
+        for (std::int64_t block = 0; block < work.num_blocks(); ++block) plan.prepare(work, block);
+      }
+#pragma omp for schedule(static) nowait
+      for (int part = 0; part < num_threads; ++part) {
+        plan.outputs(work, share(work.num_blocks(), 1, part / output_parts, row_parts),
+                     share(args.out_features, plan.granule, part % output_parts, output_parts),
+                     buffers.get() + part * buffer_bytes);
+      }
+    }
   }
 }
 

@@ -52,6 +52,27 @@ def test_rows_have_the_same_bits_at_any_count(version, dtype, shape):
     assert_rows_are_independent(linear, dtype, shape)
 
 
+# Many rows: several passes of prepared rows (the first); several groups of outputs and of inputs; few inputs.
+MANY = [(1030, 2100, 9), (90, 600, 300), (1024, 70, 45)]
+
+
+@each_dtype
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("shape", MANY, ids=str)
+def test_rows_have_the_same_bits_among_many(version, dtype, shape, threads, monkeypatch):
+    if threads > 1 and dtype == torch.float16:
+        pytest.skip("threads share rows and outputs alike in every dtype")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(0)
+    num_rows, in_features, out_features = shape
+    rows = torch.randn(num_rows, in_features, generator=generator).to(dtype)
+    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
+    bias = torch.randn(out_features, generator=generator).to(dtype)
+    whole = linear(rows, weight, bias)
+    for first, count in ((0, 1), (num_rows // 2, 1), (num_rows - 1, 1), (3, 7), (num_rows - 40, 33), (11, 64)):
+        assert torch.equal(linear(rows[first : first + count], weight, bias), whole[first : first + count])
+
+
 def in_halves_if_many(rows, weight):
     """The right sums, but of two halves each where there are more than four rows, as a library may do it."""
     if len(rows) <= 4:

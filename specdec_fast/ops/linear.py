@@ -55,9 +55,16 @@ def _cases() -> Iterator[Case]:
 
 
 def _benchmarks() -> Iterator[Case]:
-    for num_rows, why in ((1, "plain decoding"), (8, "a batch"), (48, "batch 8, K 5")):
-        shape = (num_rows, 4096, 12_288)  # weights that no cache holds
-        yield Case(f"linear_{num_rows}", f"{why}, an MLP of Qwen3-8B", partial(_make, shape, False, "contiguous"))
+    shapes = (
+        ("", (4096, 12_288), "an MLP of Qwen3-8B, weights that no cache holds"),
+        ("_small", (1024, 3072), "an MLP of Qwen3-0.6B, weights that the last cache holds"),
+        ("_tiny", (128, 352), "an MLP of the bundled target, weights that the first caches hold"),
+    )
+    counts = ((1, "plain decoding"), (8, "a batch"), (48, "batch 8, K 5"), (256, "a prompt"), (1024, "a long prompt"))
+    for suffix, features, what in shapes:
+        for num_rows, why in counts:
+            make = partial(_make, (num_rows, *features), False, "contiguous")
+            yield Case(f"linear{suffix}_{num_rows}", f"{why}, {what}", make)
 
 
 def _bytes_moved(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:

@@ -1,0 +1,187 @@
+// Vectors of one instruction set, and what linear does with them: included by linear_kernel.h, once per instruction set.
+//
+// A product takes kStep inputs and as many weights: a unit of each, four bytes, in every lane. A unit is one number in
+// fp32, or a pair of bf16 where pairs are multiplied in one instruction.
+
+constexpr int kLanes = SPECDEC_LANES;
+
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
+
+SPECDEC_INLINE Vector load_vector(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof(vector));
+  return vector;
+}
+
+// Units of one fp32 number.
+struct Single {
+  SPECDEC_INLINE static Vector add(Vector sum, Vector input, Vector weight) { return sum + input * weight; }
+  // A loop over lanes would be as many instructions; less nothing is what keeps -0.
+  SPECDEC_INLINE static Vector broadcast(const float* unit) { return *unit - Vector{}; }
+};
+
+// Numbers widened to fp32.
+template <typename Format>
+struct Widened {
+  using Storage = typename Format::Storage;
+  using Units = Single;
+  static constexpr int kStep = kLanes;
+  SPECDEC_INLINE static Vector load(const Storage* from) {
+    Vector vector;
+    for (int i = 0; i < kLanes; ++i) vector[i] = Format::load(from[i]);
+    return vector;
+  }
+};
+
+#if SPECDEC_LANES == 16
+template <>
+SPECDEC_INLINE Vector Widened<BFloat16>::load(const std::uint16_t* from) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return reinterpret_cast<Vector>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+template <>
+SPECDEC_INLINE Vector Widened<Float16>::load(const std::uint16_t* from) {
+  return reinterpret_cast<Vector>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+#elif SPECDEC_LANES == 8
+template <>
+SPECDEC_INLINE Vector Widened<BFloat16>::load(const std::uint16_t* from) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return reinterpret_cast<Vector>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+template <>
+SPECDEC_INLINE Vector Widened<Float16>::load(const std::uint16_t* from) {
+  return reinterpret_cast<Vector>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+#endif
+
+#ifdef SPECDEC_DOT_BF16
+// Units of two bf16, whose products are added to a lane by one instruction.
+struct Paired {
+  using Storage = std::uint16_t;
+  using Units = Paired;
+  static constexpr int kStep = 2 * kLanes;
+  SPECDEC_INLINE static Vector load(const Storage* from) { return load_vector(from); }
+  SPECDEC_INLINE static Vector add(Vector sum, Vector input, Vector weight) {
+    return reinterpret_cast<Vector>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(input),
+                                                     reinterpret_cast<__m512bh>(weight)));
+  }
+  SPECDEC_INLINE static Vector broadcast(const float* unit) {
+    std::int32_t pair;
+    std::memcpy(&pair, unit, sizeof(pair));
+    return reinterpret_cast<Vector>(_mm512_set1_epi32(pair));
+  }
+};
+using ProductBFloat16 = Paired;
+#else
+using ProductBFloat16 = Widened<BFloat16>;
+#endif
+
+// One step of kStep numbers, of which only the first `count` are there; zeros are taken for the others.
+template <typename Product>
+SPECDEC_INLINE Vector load_some(const typename Product::Storage* from, std::int64_t count) {
+  typename Product::Storage step[Product::kStep] = {};
+  std::memcpy(step, from, static_cast<std::size_t>(count) * sizeof(step[0]));
+  return Product::load(step);
+}
+
+typedef std::int32_t LaneIndex __attribute__((vector_size(kLanes * sizeof(std::int32_t))));
+typedef std::uint32_t LaneBits __attribute__((vector_size(kLanes * sizeof(std::uint32_t))));
+
+// Lane j of one vector, or of the other the lane kHalf before or after: a step of a transposition.
+template <int kHalf>
+SPECDEC_INLINE void exchange(Vector& a, Vector& b) {
+  LaneIndex low, high;
+  for (int j = 0; j < kLanes; ++j) {
+    low[j] = (j & kHalf) == 0 ? j : kLanes + j - kHalf;
+    high[j] = (j & kHalf) == 0 ? j + kHalf : kLanes + j;
+  }
+  const Vector first = __builtin_shuffle(a, b, low);
+  b = __builtin_shuffle(a, b, high);
+  a = first;
+}
+
+template <int kHalf = 1>
+SPECDEC_INLINE void transpose(Vector square[kLanes]) {
+  if constexpr (kHalf < kLanes) {
+    for (int i = 0; i < kLanes; ++i) {
+      if ((i & kHalf) == 0) exchange<kHalf>(square[i], square[i + kHalf]);
+    }
+    transpose<2 * kHalf>(square);
+  }
+}
+
+// kLanes rows of kStep numbers, transposed: a lane in every vector.
+template <typename Product>
+SPECDEC_INLINE void load_transposed(const typename Product::Storage* const rows[kLanes], Vector square[kLanes]) {
+#if SPECDEC_LANES == 16
+  if constexpr (kLanes * sizeof(float) == Product::kStep * sizeof(**rows)) {  // quarters are gathered by the loads
+    const auto quarter = [&](int row, int j) {
+      return _mm_loadu_ps(reinterpret_cast<const float*>(rows[row]) + 4 * j);
+    };
+    for (int j = 0; j < 4; ++j) {
+      __m512 of[4];
+      for (int i = 0; i < 4; ++i) {
+        of[i] = _mm512_castps128_ps512(quarter(i, j));
+        of[i] = _mm512_mask_broadcast_f32x4(of[i], 0x00f0, quarter(4 + i, j));
+        of[i] = _mm512_mask_broadcast_f32x4(of[i], 0x0f00, quarter(8 + i, j));
+        of[i] = _mm512_mask_broadcast_f32x4(of[i], 0xf000, quarter(12 + i, j));
+      }
+      const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(of[0], of[1]));
+      const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(of[2], of[3]));
+      const __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(of[0], of[1]));
+      const __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(of[2], of[3]));
+      square[4 * j] = reinterpret_cast<Vector>(_mm512_unpacklo_pd(low01, low23));
+      square[4 * j + 1] = reinterpret_cast<Vector>(_mm512_unpackhi_pd(low01, low23));
+      square[4 * j + 2] = reinterpret_cast<Vector>(_mm512_unpacklo_pd(high01, high23));
+      square[4 * j + 3] = reinterpret_cast<Vector>(_mm512_unpackhi_pd(high01, high23));
+    }
+    return;
+  }
+#endif
+  for (int i = 0; i < kLanes; ++i) square[i] = Product::load(rows[i]);
+  transpose(square);
+}
+
+// Format::store (dtype.h) of every lane, in the lower halves: a loop over lanes is unrolled before it is vectorised.
+template <typename Format>
+SPECDEC_INLINE LaneBits stored(LaneBits bits);
+
+template <>
+SPECDEC_INLINE LaneBits stored<BFloat16>(LaneBits bits) {
+  const LaneBits nan = reinterpret_cast<LaneBits>((bits & 0x7fffffffu) > 0x7f800000u);
+  return ((nan & (bits | 0x400000u)) | (~nan & (bits + 0x7fffu + ((bits >> 16) & 1u)))) >> 16;
+}
+
+template <>
+SPECDEC_INLINE LaneBits stored<Float16>(LaneBits bits) {
+  const LaneBits m = bits & 0x7fffffffu;
+  const LaneBits nan = reinterpret_cast<LaneBits>(m > 0x7f800000u);
+  const LaneBits large = reinterpret_cast<LaneBits>(m >= 0x477ff000u);  // rounds to infinity, or is a NaN
+  const LaneBits small = reinterpret_cast<LaneBits>(m < 0x38800000u);   // subnormal
+  const LaneBits rounded = (m - (112u << 23) + 0xfffu + ((m >> 13) & 1u)) >> 13;
+  const LaneBits subnormal = reinterpret_cast<LaneBits>(reinterpret_cast<Vector>(m) + 0.5f) - 0x3f000000u;
+  const LaneBits special = 0x7c00u | (nan & 0x200u);
+  return ((bits >> 16) & 0x8000u) | (large & special) | (small & subnormal) | (~(large | small) & rounded);
+}
+
+template <typename Format>
+SPECDEC_INLINE void store_lanes(Vector values, typename Format::Storage* out) {
+#ifdef SPECDEC_DOT_BF16
+  if constexpr (std::is_same_v<Format, BFloat16>) {  // one instruction, which takes subnormal numbers for zeros
+    constexpr int kSubnormal = 0x20;
+    if (_mm512_fpclass_ps_mask(reinterpret_cast<__m512>(values), kSubnormal) == 0) {
+      const auto halves = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(values));
+      std::memcpy(out, &halves, sizeof(halves));
+      return;
+    }
+  }
+#endif
+  if constexpr (std::is_same_v<typename Format::Storage, float>) {
+    std::memcpy(out, &values, sizeof(values));
+  } else {
+    typedef std::uint16_t Halves __attribute__((vector_size(kLanes * sizeof(std::uint16_t))));
+    const Halves halves = __builtin_convertvector(stored<Format>(reinterpret_cast<LaneBits>(values)), Halves);
+    std::memcpy(out, &halves, sizeof(halves));
+  }
+}
