@@ -51,7 +51,8 @@ def one_chain(rows: Tensor, weight: Tensor) -> Tensor:
 def cancelling(num_rows: int, in_features: int, out_features: int) -> tuple[Tensor, Tensor]:
     """Rows and weights whose sums are zero, so that what is computed is rounding, all of it a matter of order."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(num_rows, in_features, generator=generator).bfloat16()
+    sizes = 2.0 ** torch.randint(-8, 9, (num_rows, in_features), generator=generator)  # or few sums would be rounded
+    rows = (torch.randn(num_rows, in_features, generator=generator) * sizes).bfloat16()
     weight = torch.randn(out_features, in_features, generator=generator).bfloat16()
     half = in_features // 2
     order = torch.randperm(half, generator=generator)

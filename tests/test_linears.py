@@ -57,12 +57,9 @@ MANY = [(1030, 2100, 9), (90, 600, 300), (1024, 70, 45)]
 
 
 @each_dtype
-@pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("shape", MANY, ids=str)
-def test_rows_have_the_same_bits_among_many(version, dtype, shape, threads, monkeypatch):
-    if threads > 1 and dtype == torch.float16:
-        pytest.skip("threads share rows and outputs alike in every dtype")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+def test_rows_have_the_same_bits_among_many(version, dtype, shape, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # which share outputs, or rows where outputs are few
     generator = torch.Generator().manual_seed(0)
     num_rows, in_features, out_features = shape
     rows = torch.randn(num_rows, in_features, generator=generator).to(dtype)
