@@ -17,6 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.timing import Call
 from specdec_fast.ragged import TREE_MASK_BITS, PagedBatch, Sampling, Scores
 
+ROW_BLOCK = 256  # rows whose scores are held in fp64 at once
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -33,7 +35,8 @@ class Reference:
 
 
 def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Call | None:
-    """One call of torch's SDPA on a dense batch ``[B, num_kv_heads, context, head_dim]`` with a mask.
+    """One call of torch's SDPA on a dense batch ``[B, num_kv_heads, context, head_dim]``: with a mask, or for whole
+    prompts with ``is_causal``, which is faster.
 
     Serves sequences of equal contexts and row counts, without window, soft cap, sinks or tree.
     """
@@ -45,6 +48,10 @@ def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scor
     pages = batch.block_table[:, : -(-context // kv[0].shape[1])].long()
     key, value = (cache[pages].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for cache in kv)
     rows = query.unflatten(0, (-1, num_rows)).transpose(1, 2).contiguous()  # [B, num_heads, rows, head_dim]
+    if num_rows == context:
+        return lambda: scaled_dot_product_attention(
+            rows, key, value, is_causal=True, scale=scores.scale, enable_gqa=True
+        )
     column = torch.arange(context, device=query.device)
     visible = column <= column[context - num_rows :, None]  # [rows, context]
     mask = visible.expand(len(rows), 1, -1, -1).contiguous()
@@ -107,17 +114,19 @@ def attention_in_float64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedB
     for b, context in enumerate(batch.seqused_k.tolist()):
         pages = batch.block_table[b, : -(-context // kv[0].shape[1])].long()
         key, value = (cache[pages].flatten(0, 1)[:context].double() for cache in kv)  # [context, num_kv_heads, D]
-        rows = query[starts[b] : starts[b + 1]].double()
-        rows = rows.unflatten(1, (key.shape[1], -1))  # [rows, num_kv_heads, group, D]
-        products = torch.einsum("rhgd,chd->hgrc", rows, key) * scores.scale
-        if scores.softcap is not None:
-            products = scores.softcap * torch.tanh(products / scores.softcap)
-        products.masked_fill_(~_seen(batch, b, context, scores.sliding_window), float("-inf"))
-        if scores.sinks is not None:
-            column = scores.sinks.double().view(*products.shape[:2], 1, 1).expand(*products.shape[:3], 1)
-            products = torch.cat([products, column], dim=-1)
-        heads = torch.einsum("hgrc,chd->rhgd", products.softmax(dim=-1)[..., :context], value)
-        out[starts[b] : starts[b + 1]] = heads.flatten(1, 2)
+        seen = _seen(batch, b, context, scores.sliding_window)
+        for first in range(starts[b], starts[b + 1], ROW_BLOCK):
+            block = slice(first, min(first + ROW_BLOCK, starts[b + 1]))
+            rows = query[block].double().unflatten(1, (key.shape[1], -1))  # [rows, num_kv_heads, group, D]
+            products = torch.einsum("rhgd,chd->hgrc", rows, key) * scores.scale
+            if scores.softcap is not None:
+                products = scores.softcap * torch.tanh(products / scores.softcap)
+            products.masked_fill_(~seen[block.start - starts[b] : block.stop - starts[b]], float("-inf"))
+            if scores.sinks is not None:
+                column = scores.sinks.double().view(*products.shape[:2], 1, 1).expand(*products.shape[:3], 1)
+                products = torch.cat([products, column], dim=-1)
+            heads = torch.einsum("hgrc,chd->rhgd", products.softmax(dim=-1)[..., :context], value)
+            out[block] = heads.flatten(1, 2)
     return out
 
 

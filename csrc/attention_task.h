@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "paged_attention.h"
@@ -13,7 +15,8 @@ namespace specdec {
 #define SPECDEC_INLINE inline __attribute__((always_inline))
 
 constexpr std::int64_t kTile = 64;         // positions reduced together
-constexpr std::int64_t kRowsPerTask = 16;  // query rows that share a tile's loads
+constexpr std::int64_t kFewRows = 16;      // query rows that share a tile's loads at least
+constexpr std::int64_t kMostVectors = 128;  // and heads of rows at most, whose sums stay in the second-level cache
 constexpr int kTreeMaskBits = 32;          // rows per word of a tree mask
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -33,24 +36,37 @@ struct Rows {
   std::int64_t num_vectors;
 };
 
-// fp32 working memory of one thread.
+// Working memory of one thread, in floats and pairs of bf16 numbers (attention_tile.h).
 struct Scratch {
-  std::vector<float> query;                  // [vectors, head_dim]
-  std::vector<float> accumulated;            // [vectors, value_dim]
+  std::int64_t words;                        // of a query
+  std::int64_t columns;                      // of an output: value_dim, filled up to whole vectors
+  std::vector<float> query;                  // [vectors, words]
+  std::vector<float> accumulated;            // [vectors, columns]
   std::vector<float> maximum, sum, rescale;  // [vectors]
   std::vector<float> scores;                 // [vectors, kTile]
-  std::vector<float> keys;                   // [head_dim, kTile]
-  std::vector<float> values;                 // [kTile, value_dim]
+  std::vector<float> keys;                   // [words, kTile]
+  std::vector<float> values;                 // [kTile, columns]
+  std::vector<float> zeros;                  // [value_dim]: the value of a position that is hidden
 
-  Scratch(std::int64_t group, std::int64_t head_dim, std::int64_t value_dim)
-      : query(kRowsPerTask * group * head_dim),
-        accumulated(kRowsPerTask * group * value_dim),
-        maximum(kRowsPerTask * group),
-        sum(kRowsPerTask * group),
-        rescale(kRowsPerTask * group),
-        scores(kRowsPerTask * group * kTile),
-        keys(kTile * head_dim),
-        values(kTile * value_dim) {}
+  Scratch(std::int64_t vectors, std::int64_t words, std::int64_t columns)
+      : words(words),
+        columns(columns),
+        query(vectors * words),
+        accumulated(vectors * columns),
+        maximum(vectors),
+        sum(vectors),
+        rescale(vectors),
+        scores(vectors * kTile),
+        keys((words + 1) * kTile),  // the last word of an odd head_dim is written as two
+        values(kTile * columns),
+        zeros(columns) {}
+};
+
+// One instruction set.
+struct Kernel {
+  std::array<void (*)(const PagedAttentionArgs&, Scratch&, const Task&), 3> run;  // by DType
+  std::array<std::int64_t, 3> numbers;                                            // of a word, by DType
+  std::int64_t lanes;
 };
 
 // The attention sink of a head.
@@ -67,6 +83,25 @@ SPECDEC_INLINE std::int64_t first_visible(const PagedAttentionArgs& args, std::i
 
 SPECDEC_INLINE bool tree_bit(const PagedAttentionArgs& args, std::int64_t query_row, std::int64_t row) {
   return args.tree_mask[query_row * args.tree_words + row / kTreeMaskBits] >> (row % kTreeMaskBits) & 1;
+}
+
+// First position that a row of the task may see; in a tree a row's position is its depth's, and none lies before the first
+// row's.
+SPECDEC_INLINE std::int64_t first_seen(const PagedAttentionArgs& args, const Rows& rows, std::int64_t row) {
+  return first_visible(args, args.tree_mask ? rows.prefix : rows.prefix + rows.first_row + row);
+}
+
+// Behind the last position that a row of the task may see.
+SPECDEC_INLINE std::int64_t end_seen(const Rows& rows, std::int64_t row) { return rows.prefix + rows.first_row + row + 1; }
+
+// Rows of the task, from the first to behind the last, that see any position of the tile; in a tree any may.
+SPECDEC_INLINE std::pair<std::int64_t, std::int64_t> rows_that_see(const PagedAttentionArgs& args, const Rows& rows,
+                                                                  std::int64_t num_rows, std::int64_t tile) {
+  if (args.tree_mask) return {0, num_rows};
+  const std::int64_t first = std::clamp<std::int64_t>(tile - rows.prefix - rows.first_row, 0, num_rows);
+  if (args.sliding_window == 0) return {first, num_rows};
+  const std::int64_t end = tile + kTile - 1 + args.sliding_window - rows.prefix - rows.first_row;
+  return {first, std::clamp(end, first, num_rows)};
 }
 
 // Bits first to last - 1 of a tile's mask, both cut to the tile.

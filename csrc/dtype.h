@@ -21,12 +21,14 @@ inline To bit_cast(From from) {
 
 struct Float32 {
   using Storage = float;
+  static constexpr std::uint32_t kInfinity = 0x7f800000u;  // its bits
   static inline float load(float x) { return x; }
   static inline float store(float x) { return x; }
 };
 
 struct BFloat16 {
   using Storage = std::uint16_t;
+  static constexpr std::uint16_t kInfinity = 0x7f80u;
   static inline float load(std::uint16_t bits) { return bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
   static inline std::uint16_t store(float x) {
     const std::uint32_t bits = bit_cast<std::uint32_t>(x);
@@ -37,6 +39,7 @@ struct BFloat16 {
 
 struct Float16 {
   using Storage = std::uint16_t;
+  static constexpr std::uint16_t kInfinity = 0x7c00u;
   static inline float load(std::uint16_t half) {
     const std::uint32_t magnitude = half & 0x7fffu;
     // The fp16 exponent, read as an fp32 one, is 112 too small; the product also normalises subnormals.

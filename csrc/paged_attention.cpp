@@ -15,8 +15,13 @@
 #include "multiversion.h"
 #include "versions.h"
 
+#ifdef SPECDEC_X86_64_LEVELS
+#include <immintrin.h>
+#endif
+
 #define SPECDEC_ISA portable
 #define SPECDEC_LANES 4
+#include "attention_tile.h"
 #include "attention_kernel.h"
 
 #ifdef SPECDEC_X86_64_LEVELS
@@ -24,6 +29,7 @@
 #pragma GCC target("arch=x86-64-v3")
 #define SPECDEC_ISA x86_64_v3
 #define SPECDEC_LANES 8
+#include "attention_tile.h"
 #include "attention_kernel.h"
 #pragma GCC pop_options
 
@@ -31,27 +37,37 @@
 #pragma GCC target("arch=x86-64-v4")
 #define SPECDEC_ISA x86_64_v4
 #define SPECDEC_LANES 16
+#include "attention_tile.h"
 #include "attention_kernel.h"
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512bf16")
+#define SPECDEC_ISA avx512_bf16
+#define SPECDEC_LANES 16
+#define SPECDEC_DOT_BF16
+#include "attention_tile.h"
+#include "attention_kernel.h"
+#undef SPECDEC_DOT_BF16
 #pragma GCC pop_options
 #endif
 
 namespace specdec {
 namespace {
 
-using Run = void (*)(const PagedAttentionArgs&, Scratch&, const Task&);
-
-using Runs = const std::array<Run, 3>*;  // by DType
-
-std::vector<Versions<Runs>::Version> usable() {
-  std::vector<Versions<Runs>::Version> usable = {{"portable", &portable::kRun}};
+std::vector<Versions<const Kernel*>::Version> usable() {
+  std::vector<Versions<const Kernel*>::Version> usable = {{"portable", &portable::kKernel}};
 #ifdef SPECDEC_X86_64_LEVELS
-  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", &x86_64_v3::kRun});
-  if (__builtin_cpu_supports("x86-64-v4")) usable.push_back({"x86-64-v4", &x86_64_v4::kRun});
+  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", &x86_64_v3::kKernel});
+  if (__builtin_cpu_supports("x86-64-v4")) {
+    usable.push_back({"x86-64-v4", &x86_64_v4::kKernel});
+    if (__builtin_cpu_supports("avx512bf16")) usable.push_back({"avx512-bf16", &avx512_bf16::kKernel});
+  }
 #endif
   return usable;
 }
 
-Versions<Runs> versions("paged_attention", usable());
+Versions<const Kernel*> versions("paged_attention", usable());
 
 void check(const PagedAttentionArgs& args) {
   if (args.cu_seqlens_q[0] != 0 || args.cu_seqlens_q[args.batch_size] > args.num_rows) {
@@ -71,31 +87,45 @@ void check(const PagedAttentionArgs& args) {
   }
 }
 
-std::vector<Task> make_tasks(const PagedAttentionArgs& args) {
+// Rows of a task: many share what is loaded of a tile, but every thread should get several tasks.
+std::int64_t rows_per_task(const PagedAttentionArgs& args) {
+  const std::int64_t fair = args.num_rows * args.num_kv_heads / (4 * args.num_threads);
+  const std::int64_t most = kMostVectors / (args.num_heads / args.num_kv_heads);
+  return std::max(kFewRows, std::min(fair, most));
+}
+
+std::vector<Task> make_tasks(const PagedAttentionArgs& args, std::int64_t rows_per_task) {
   std::vector<Task> tasks;
   for (std::int64_t b = 0; b < args.batch_size; ++b) {
     const std::int64_t rows = args.cu_seqlens_q[b + 1] - args.cu_seqlens_q[b];
-    for (std::int64_t row = 0; row < rows; row += kRowsPerTask) {
+    // Last rows first: they see most, and no thread should be left with one of them at the end.
+    for (std::int64_t row = (rows - 1) / rows_per_task * rows_per_task; rows > 0 && row >= 0; row -= rows_per_task) {
       for (std::int64_t head = 0; head < args.num_kv_heads; ++head) {
-        tasks.push_back({b, row, std::min(kRowsPerTask, rows - row), head});
+        tasks.push_back({b, row, std::min(rows_per_task, rows - row), head});
       }
     }
   }
   return tasks;
 }
 
+std::int64_t rounded_up(std::int64_t size, std::int64_t unit) { return (size + unit - 1) / unit * unit; }
+
 }  // namespace
 
 void paged_attention(const PagedAttentionArgs& args) {
   check(args);
-  const Run run = (*versions.chosen())[static_cast<std::size_t>(args.dtype)];
-  const std::vector<Task> tasks = make_tasks(args);
+  const Kernel& kernel = *versions.chosen();
+  const std::size_t dtype = static_cast<std::size_t>(args.dtype);
+  const std::vector<Task> tasks = make_tasks(args, rows_per_task(args));
   const std::int64_t num_tasks = static_cast<std::int64_t>(tasks.size());
+  std::int64_t most_rows = 0;
+  for (const Task& task : tasks) most_rows = std::max(most_rows, task.num_rows);
+  const std::int64_t words = rounded_up(args.head_dim, kernel.numbers[dtype]) / kernel.numbers[dtype];
 #pragma omp parallel num_threads(args.num_threads) if (num_tasks > 1)
   {
-    Scratch scratch(args.num_heads / args.num_kv_heads, args.head_dim, args.value_dim);
+    Scratch scratch(most_rows * (args.num_heads / args.num_kv_heads), words, rounded_up(args.value_dim, kernel.lanes));
 #pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < num_tasks; ++i) run(args, scratch, tasks[i]);
+    for (std::int64_t i = 0; i < num_tasks; ++i) kernel.run[dtype](args, scratch, tasks[i]);
   }
 }
 

@@ -157,8 +157,12 @@ def _benchmarks() -> Iterator[Case]:
     qwen3_8b = partial(_Shape, heads=32, kv_heads=8, head_dim=128)
     for context in (256, 1024, 4096):
         yield Case(f"verify_{context}", "batch 8, K 5", partial(_make, qwen3_8b((context,) * 8, (6,) * 8)))
-    yield Case("decode_1024", "plain decoding of 8 sequences", partial(_make, qwen3_8b((1024,) * 8, (1,) * 8)))
-    yield Case("prefill_512", "a prompt of 512 tokens", partial(_make, qwen3_8b((512,), (512,))))
+        yield Case(f"decode_{context}", "plain decoding", partial(_make, qwen3_8b((context,) * 8, (1,) * 8)))
+    for tokens in (128, 512, 2048, 4096):
+        why = f"a prompt of {tokens} tokens"
+        yield Case(f"prefill_{tokens}", why, partial(_make, qwen3_8b((tokens,), (tokens,))))
+        small = partial(qwen3_8b, heads=16)
+        yield Case(f"prefill_16_heads_{tokens}", f"{why}, Qwen3-0.6B", partial(_make, small((tokens,), (tokens,))))
 
 
 def _bytes_moved(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> int:

@@ -1,0 +1,171 @@
+// How paged_attention lays out a tile of keys and values, included once per instruction set before attention_kernel.h.
+//
+// A word is what one multiplication takes of a lane: a float, or a pair of bf16 numbers where SPECDEC_DOT_BF16 says that the
+// processor multiplies pairs. Keys become [words of head_dim, kTile], values [words of positions, columns].
+
+namespace specdec {
+namespace SPECDEC_ISA {
+
+constexpr int kLanes = SPECDEC_LANES;
+
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
+typedef std::uint32_t Words __attribute__((vector_size(kLanes * sizeof(std::uint32_t))));
+
+template <typename T>
+SPECDEC_INLINE T load(const void* from) {
+  T value;
+  std::memcpy(&value, from, sizeof(T));
+  return value;
+}
+
+template <typename T>
+SPECDEC_INLINE void store(void* to, T value) {
+  std::memcpy(to, &value, sizeof(T));
+}
+
+// Single numbers, as fp32.
+struct Singles {
+  using Word = float;
+  static constexpr std::int64_t kNumbers = 1;  // of a word
+  SPECDEC_INLINE static Vector add(Vector sum, Word weight, Vector operand) { return sum + weight * operand; }
+};
+
+#ifdef SPECDEC_DOT_BF16
+// Pairs of bf16 numbers, both products of a lane added by one instruction.
+struct Pairs {
+  using Word = std::uint32_t;
+  static constexpr std::int64_t kNumbers = 2;
+  SPECDEC_INLINE static Vector add(Vector sum, Word weight, Vector operand) {
+    const __m512i weights = _mm512_set1_epi32(static_cast<int>(weight));
+    return reinterpret_cast<Vector>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(weights),
+                                                     reinterpret_cast<__m512bh>(operand)));
+  }
+};
+#endif
+
+// Words w to w + 3 of kLanes rows: out[i] holds word w + i of each.
+#if SPECDEC_LANES == 16
+SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&out)[4]) {
+  __m512i m[4];
+  for (int i = 0; i < 4; ++i) {
+    const auto quad = [&](int g) { return load<__m128i>(rows[4 * g + i] + 4 * w); };
+    const __m512i two = _mm512_inserti32x4(_mm512_castsi128_si512(quad(0)), quad(1), 1);
+    m[i] = _mm512_inserti32x4(_mm512_inserti32x4(two, quad(2), 2), quad(3), 3);
+  }
+  const __m512i low01 = _mm512_unpacklo_epi32(m[0], m[1]), high01 = _mm512_unpackhi_epi32(m[0], m[1]);
+  const __m512i low23 = _mm512_unpacklo_epi32(m[2], m[3]), high23 = _mm512_unpackhi_epi32(m[2], m[3]);
+  out[0] = reinterpret_cast<Words>(_mm512_unpacklo_epi64(low01, low23));
+  out[1] = reinterpret_cast<Words>(_mm512_unpackhi_epi64(low01, low23));
+  out[2] = reinterpret_cast<Words>(_mm512_unpacklo_epi64(high01, high23));
+  out[3] = reinterpret_cast<Words>(_mm512_unpackhi_epi64(high01, high23));
+}
+#elif SPECDEC_LANES == 8
+SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&out)[4]) {
+  __m256i m[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256i low = _mm256_castsi128_si256(load<__m128i>(rows[i] + 4 * w));
+    m[i] = _mm256_inserti128_si256(low, load<__m128i>(rows[4 + i] + 4 * w), 1);
+  }
+  const __m256i low01 = _mm256_unpacklo_epi32(m[0], m[1]), high01 = _mm256_unpackhi_epi32(m[0], m[1]);
+  const __m256i low23 = _mm256_unpacklo_epi32(m[2], m[3]), high23 = _mm256_unpackhi_epi32(m[2], m[3]);
+  out[0] = reinterpret_cast<Words>(_mm256_unpacklo_epi64(low01, low23));
+  out[1] = reinterpret_cast<Words>(_mm256_unpackhi_epi64(low01, low23));
+  out[2] = reinterpret_cast<Words>(_mm256_unpacklo_epi64(high01, high23));
+  out[3] = reinterpret_cast<Words>(_mm256_unpackhi_epi64(high01, high23));
+}
+#else
+SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&out)[4]) {
+  for (int j = 0; j < 4; ++j) {
+    const Words row = load<Words>(rows[j] + 4 * w);
+    for (int i = 0; i < 4; ++i) out[i][j] = row[i];
+  }
+}
+#endif
+
+// The numbers of each lane's word as fp32, the one that stands first first.
+SPECDEC_INLINE void widen(Float32, Words words, Vector (&out)[1]) { out[0] = reinterpret_cast<Vector>(words); }
+
+SPECDEC_INLINE void widen(BFloat16, Words words, Vector (&out)[2]) {
+  out[0] = reinterpret_cast<Vector>(words << 16);
+  out[1] = reinterpret_cast<Vector>(words & 0xffff0000u);
+}
+
+SPECDEC_INLINE void widen(Float16, Words words, Vector (&out)[2]) {
+#if SPECDEC_LANES == 16
+  const __m512i both = reinterpret_cast<__m512i>(words);
+  out[0] = reinterpret_cast<Vector>(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(both)));
+  out[1] = reinterpret_cast<Vector>(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16))));
+#else
+  for (int half = 0; half < 2; ++half) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      out[half][lane] = Float16::load(static_cast<std::uint16_t>(words[lane] >> 16 * half));
+    }
+  }
+#endif
+}
+
+// Write word w of the keys of kLanes positions.
+template <typename Type, typename Product>
+SPECDEC_INLINE void store_keys(Words words, std::int64_t w, float* to) {
+  if constexpr (Product::kNumbers == 1) {
+    constexpr std::int64_t numbers = 4 / sizeof(typename Type::Storage);
+    Vector widened[numbers];
+    widen(Type{}, words, widened);
+    for (std::int64_t i = 0; i < numbers; ++i) store(to + (w * numbers + i) * kTile, widened[i]);
+  } else {
+    store(to + w * kTile, words);
+  }
+}
+
+// Lay out the keys at `rows`, [head_dim] numbers each; an odd one's last word ends with 0.
+template <typename Type, typename Product>
+SPECDEC_INLINE void load_keys(const char* const* rows, std::int64_t head_dim, float* keys) {
+  constexpr std::int64_t size = sizeof(typename Type::Storage);
+  const std::int64_t bytes = head_dim * size, num_quads = bytes / 16;
+  for (std::int64_t j = 0; j < kTile; j += kLanes) {
+    Words words[4];
+    for (std::int64_t quad = 0; quad < num_quads; ++quad) {
+      transpose(rows + j, 4 * quad, words);
+      for (int i = 0; i < 4; ++i) store_keys<Type, Product>(words[i], 4 * quad + i, keys + j);
+    }
+    if (bytes % 16 == 0) continue;
+    char rest[kLanes][16] = {};
+    const char* rests[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      std::memcpy(rest[lane], rows[j + lane] + 16 * num_quads, static_cast<std::size_t>(bytes % 16));
+      rests[lane] = rest[lane];
+    }
+    transpose(rests, 0, words);
+    for (std::int64_t i = 0; 4 * i < bytes % 16; ++i) store_keys<Type, Product>(words[i], 4 * num_quads + i, keys + j);
+  }
+}
+
+// Whether all numbers are finite.
+template <typename Type>
+SPECDEC_INLINE bool finite(const typename Type::Storage* numbers, std::int64_t count) {
+  using Bits = std::conditional_t<sizeof(typename Type::Storage) == 4, std::uint32_t, std::uint16_t>;
+  constexpr Bits sign = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
+  Bits largest = 0;
+#pragma omp simd reduction(max : largest)
+  for (std::int64_t i = 0; i < count; ++i) {
+    const Bits magnitude = static_cast<Bits>(bit_cast<Bits>(numbers[i]) & static_cast<Bits>(~sign));
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest < Type::kInfinity;
+}
+
+// Lay out word w of the values: positions w * kNumbers and the next; null stands for zeros.
+template <typename Type, typename Product>
+SPECDEC_INLINE void load_values(const typename Type::Storage* const* rows, std::int64_t value_dim, float* to) {
+  for (std::int64_t d = 0; d < value_dim; ++d) {
+    if constexpr (Product::kNumbers == 1) {
+      to[d] = Type::load(rows[0][d]);
+    } else {
+      const std::uint32_t second = rows[1][d];
+      store(to + d, rows[0][d] | second << 16);
+    }
+  }
+}
+
+}  // namespace SPECDEC_ISA
+}  // namespace specdec
