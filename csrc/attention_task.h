@@ -16,7 +16,7 @@ namespace specdec {
 
 constexpr std::int64_t kTile = 64;         // positions reduced together
 constexpr std::int64_t kFewRows = 16;      // query rows that share a tile's loads at least
-constexpr std::int64_t kMostVectors = 128;  // and heads of rows at most, whose sums stay in the second-level cache
+constexpr std::int64_t kMostVectors = 256;  // and heads of rows at most, whose sums stay in the second-level cache
 constexpr int kTreeMaskBits = 32;          // rows per word of a tree mask
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 

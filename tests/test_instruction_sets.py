@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from test_ops import assert_agrees, assert_rows_independent, long_prefill
-from test_oracle_ops import CASES, DTYPES, each_dtype, make
+from test_oracle_ops import CASES, DTYPES, changed, each_dtype, make
 
 from specdec_fast.ops import all_ops
 
@@ -114,9 +114,13 @@ def test_every_version_serves_every_head_size(version, head_dim):
     assert_agrees(ATTENTION, ATTENTION.load("cpp")(**args), ATTENTION.load("torch")(**args), args)
 
 
+# Windows that end before a task's last rows begin to see, within a tile, and beyond one.
+@pytest.mark.parametrize("window", [None, 5, 70])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-def test_rows_are_independent_in_every_version(version, dtype):
-    assert_rows_independent(ATTENTION.load("cpp"), long_prefill(dtype), chunk=5)
+def test_rows_are_independent_in_every_version(version, dtype, window):
+    args = changed(long_prefill(dtype), "scores.sliding_window", lambda _: window)
+    assert_rows_independent(ATTENTION.load("cpp"), args, chunk=5)
+    assert_agrees(ATTENTION, ATTENTION.load("cpp")(**args), ATTENTION.load("torch")(**args), args)
 
 
 def test_unknown_version_is_refused():
