@@ -25,7 +25,6 @@ _LARGEST = 512  # rows of a forward, unless a verification needs more
 _COMPARED = 64  # rows whose bits are compared; all of a smaller count
 _TEXT = 12  # tokens of the text that the whole model computes in several ways
 _FILLER, _MOST_FILLED = 32, 128  # tokens of a neighbour; rows of the largest forward of the whole model
-_PAGE_SIZE = 16
 
 Spans = list[tuple[str, int, int]]  # owner, start, count
 # What was found for a linear, by all that it depends on: engines are made again and again for the same models.
@@ -140,7 +139,7 @@ def _reproduces(model: RaggedModel, rule: RowRule) -> bool:
 def _logits(model: RaggedModel, rule: RowRule, forwards: list[Spans]) -> Tensor:
     """Compute the forwards one after the other; return the logits of the owner called text, ``[n, vocab_size]``."""
     owners = {owner: 0 for spans in forwards for owner, _, _ in spans}
-    pool = PagePool(model.layout, len(owners) * (_FILLER + _PAGE_SIZE), _PAGE_SIZE, rule)
+    pool = PagePool(model.layout, len(owners) * (_FILLER + model.page_size), model.page_size, rule)
     for number, owner in enumerate(sorted(owners, reverse=True)):  # the text is number 0 in every way
         pool.open(owner, _FILLER)
         owners[owner] = number

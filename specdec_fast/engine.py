@@ -80,7 +80,7 @@ class Engine:
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         if self.config.enforce_eager:
             self._ops = replace(self._ops, program=None, why_no_program="enforce_eager=True", capture=None)
-        self.target = RaggedModel(model, self._ops)
+        self.target = RaggedModel(model, self._ops, self.config.page_size)
         if self.config.deterministic:
             make_deterministic(self.target, self.config.max_batch_size * (self.config.most_draft_tokens + 1))
         self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))

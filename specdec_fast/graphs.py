@@ -13,9 +13,9 @@ caller. Not yet run on a GPU: the tests have calls that are repeated in the plac
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,8 @@ class Graphs:
     """The graphs of one model, each recorded when its bucket is asked for the second time.
 
     The first time, a batch is left to the caller: shapes that come once, as at the end of a run, are not worth it.
-    Graphs belong to one page pool, whose addresses they read and write; with another they are recorded anew.
+    Graphs belong to one page pool, whose addresses they read and write, and to the memory that the weights lie in; with
+    another they are recorded anew. All are given up together, never one of them: see ``CudaCapture``.
 
     Args:
         model: whose forwards are recorded.
@@ -56,18 +57,28 @@ class Graphs:
     """
 
     def __init__(self, model: nn.Module, forward: Forward, capture: Capture, limits: Limits) -> None:
-        self._forward, self._capture, self._limits = forward, capture, limits
-        self._graphs: OrderedDict[tuple[Any, ...], _Graph] = OrderedDict()  # least recently used first
-        self._asked: set[tuple[Any, ...]] = set()
+        self._model, self._forward, self._capture, self._limits = model, forward, capture, limits
+        self._graphs: dict[tuple[Any, ...], _Graph] = {}
+        self._asked: set[tuple[Bucket, int]] = set()
         # Not the pool itself: its memory is wanted back before there is another.
         self._pool: Callable[[], PagePool | None] = lambda: None
-        hooked = hooked_class(model)
-        self.why_not = None if hooked is None else f"a {hooked} has forward hooks, which none would call"
+        self._addresses = _addresses(model)
+        self.why_not = _why_not(model)
 
     @property
     def num_captured(self) -> int:
         """How many graphs there are now."""
         return len(self._graphs)
+
+    def expect_same_weights(self) -> None:
+        """Give the graphs up if weights or buffers have been moved, cast or exchanged since they were recorded.
+
+        They read these where they were. Also notices forward hooks that have been added, which none would call.
+        """
+        addresses, why_not = _addresses(self._model), _why_not(self._model)
+        if addresses != self._addresses or (why_not is not None and self.why_not is None):
+            self._graphs.clear()
+            self._addresses, self.why_not = addresses, why_not
 
     def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor | None:
         """Do what ``RaggedModel.forward`` does, or return None where no graph serves.
@@ -105,18 +116,22 @@ class Graphs:
         if self._pool() is not pool:
             self._graphs.clear()
             self._pool = weakref.ref(pool)
-        key = (bucket, num_forwards, choose)
-        if key in self._graphs:
-            self._graphs.move_to_end(key)
-        elif key in self._asked:
-            self._add(key, batch, pool)
-        self._asked.add(key)
+        shape = (bucket, num_forwards)
+        key = (*shape, None if choose is None else _weak(choose))
+        if key not in self._graphs and shape in self._asked:
+            graph = self._recorded(bucket, num_forwards, choose, batch, pool)
+            if graph is not None:
+                self._graphs[key] = graph
+        self._asked.add(shape)
         return self._graphs.get(key)
 
     @torch.inference_mode()
-    def _add(self, key: tuple[Bucket, int, Choose | None], batch: RaggedBatch, pool: PagePool) -> None:
+    def _recorded(
+        self, bucket: Bucket, num_forwards: int, choose: Choose | None, batch: RaggedBatch, pool: PagePool
+    ) -> _Graph | None:
         """Record a graph, on a batch that it is to serve: what that computes more than once is the same each time."""
-        bucket, num_forwards, choose = key
+        if len(self._graphs) == MOST_GRAPHS:
+            self._graphs.clear()
         inputs = Inputs(bucket, pool.page_size, batch.token_ids.device)
         inputs.fill(batch)
 
@@ -130,10 +145,8 @@ class Graphs:
         except Exception as error:  # a model's own code may do anything; PyTorch runs it as before
             self._graphs.clear()
             self.why_not = f"{type(error).__name__}: {error}"
-            return
-        self._graphs[key] = _Graph(inputs, captured)
-        if len(self._graphs) > MOST_GRAPHS:  # no other one is under way: recording waits for the device
-            self._graphs.popitem(last=False)
+            return None
+        return _Graph(inputs, captured)
 
     def _draft(self, first: RaggedBatch, bucket: Bucket, num_forwards: int, pool: PagePool, choose: Choose) -> Tensor:
         """Run the forwards of a drafting step, laid out on the device; return ``[K, one_each]`` tokens."""
@@ -144,6 +157,21 @@ class Graphs:
             tokens = choose(self._forward(_one_row_each(first, tokens, ahead, pool.page_size), pool, None))
             chosen.append(tokens)
         return torch.stack(chosen)
+
+
+def _why_not(model: nn.Module) -> str | None:
+    hooked = hooked_class(model)
+    return None if hooked is None else f"a {hooked} has forward hooks, which none would call"
+
+
+def _addresses(model: nn.Module) -> list[int]:
+    """Return where the tensors of a model lie; moved, cast and exchanged ones lie elsewhere."""
+    return [tensor.data_ptr() for tensors in (model.parameters(), model.buffers()) for tensor in tensors]
+
+
+def _weak(choose: Choose) -> weakref.ref[Any]:
+    """Return what names a function without keeping it alive; as a method it would keep a drafter and its pool."""
+    return weakref.WeakMethod(choose) if isinstance(choose, MethodType) else weakref.ref(choose)
 
 
 def _one_row_each(first: RaggedBatch, token_ids: Tensor, ahead: int, page_size: int) -> RaggedBatch:

@@ -93,12 +93,13 @@ class RaggedModel:
         why_no_program: the reason for that.
         graphs: its forwards of few rows as graphs; None until ``use_graphs``, and where the device has none.
         row_rule: what its page pools pad forwards to; nothing, unless somebody probed for it.
+        page_size: of the pages that it is probed with: those it will be served with, because an op may refuse others.
 
     """
 
-    def __init__(self, model: PreTrainedModel, ops: Ops) -> None:
+    def __init__(self, model: PreTrainedModel, ops: Ops, page_size: int = 16) -> None:
         check_decoder(model)
-        self.model, self.ops = model, ops
+        self.model, self.ops, self.page_size = model, ops, page_size
         self.linears = Linears(model, ops)
         self.config = model.config.get_text_config(decoder=True)
         self._expert_configs = expert_configs(model)
@@ -233,6 +234,8 @@ class RaggedModel:
             UnsupportedModelError: weights have been moved or exchanged since it was loaded.
 
         """
+        if self.graphs is not None:
+            self.graphs.expect_same_weights()
         if self.program is not None and self._addresses != self._weight_addresses():
             raise UnsupportedModelError(
                 f"the weights of {self.name} have been moved, cast or exchanged since the engine was made, which reads "
@@ -279,7 +282,7 @@ def _check_reproduces(model: RaggedModel, token_ids: Tensor, dense_logits: Tenso
     The bound is the square root of the dtype's rounding unit, on the relative L2 distance: far above rounding, far
     below what a wrong position, mask or cache entry does.
     """
-    pool = PagePool(model.layout, 4 * len(token_ids), page_size=2)
+    pool = PagePool(model.layout, 2 * (len(token_ids) + model.page_size), model.page_size)
     pieces = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)]]
     for owner in "ab":
         pool.open(owner, len(token_ids))

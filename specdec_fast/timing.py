@@ -14,7 +14,7 @@ from specdec_fast.rows import Rows
 _REPEATS = 3
 _BUDGET_SECONDS = 0.5  # after which a count that has been timed is not timed again,
 _BUDGET_SHARE = 0.5  # unless that takes less than so much of what timing every count once took
-_CONTEXT, _PAGE_SIZE = 64, 16
+_CONTEXT = 64
 
 
 @torch.inference_mode()
@@ -36,7 +36,7 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
     num_owners = min(most_sequences, max(row_counts))
     longest = -(-max(row_counts) // num_owners)
     context = max(longest, min(_CONTEXT, model.max_positions or _CONTEXT))
-    pool = PagePool(model.layout, num_owners * (context + _PAGE_SIZE), _PAGE_SIZE, model.row_rule)
+    pool = PagePool(model.layout, num_owners * (context + model.page_size), model.page_size, model.row_rule)
     for owner in range(num_owners):
         pool.open(owner, context)
     found: dict[int, float] = {}

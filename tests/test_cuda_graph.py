@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -17,8 +18,11 @@ def calls(monkeypatch):
     noted = []
 
     class Stream:
-        def __init__(self, name="beside"):
-            self.name = name
+        number = 0
+
+        def __init__(self, name=None):
+            Stream.number += name is None
+            self.name = name or f"stream {Stream.number}"
 
         def wait_stream(self, other):
             noted.append(f"{self.name} waits for {other.name}")
@@ -41,7 +45,9 @@ def calls(monkeypatch):
         Stream=Stream,
         stream=lambda stream: within(stream.name),
         CUDAGraph=Graph,
-        graph=lambda graph, pool, capture_error_mode: within("recording", pool, capture_error_mode),
+        graph=lambda graph, pool, stream, capture_error_mode: within(
+            "recording", pool, stream.name, capture_error_mode
+        ),
         get_sync_debug_mode=lambda: mode["mode"],
         set_sync_debug_mode=lambda value: (noted.append(f"waiting: {value}"), mode.update(mode=value)),
     )
@@ -49,16 +55,16 @@ def calls(monkeypatch):
     return noted
 
 
-def test_it_warms_up_beside_and_lets_nothing_wait_the_second_time(calls):
+def test_it_warms_up_and_records_on_its_own_stream_and_lets_nothing_wait_the_second_time(calls):
     capture = cuda_graph.CudaCapture(torch.device("cuda", 1))
     calls.clear()
     captured = capture(lambda: calls.append("run") or torch.ones(2))
     captured.replay()
     assert calls == [
         "enter cuda:1",
-        *["beside waits for current", "enter beside", "run", "waiting: error", "run", "leave"],
-        *["waiting: 1", "current waits for beside"],
-        *["enter recording memory thread_local", "run", "leave"],
+        *["stream 1 waits for current", "enter stream 1", "run", "waiting: error", "run", "leave"],
+        *["waiting: 1", "current waits for stream 1"],
+        *["enter recording memory stream 1 thread_local", "run", "leave"],
         "leave",
         "replay",
     ]
@@ -73,5 +79,35 @@ def test_what_waits_is_told_and_the_device_left_as_it_was(calls):
 
     with pytest.raises(RuntimeError, match="called a synchronizing"):
         cuda_graph.CudaCapture(torch.device("cuda", 0))(run)
-    assert calls[-2:] == ["waiting: 1", "current waits for beside"]
+    assert calls[-2:] == ["waiting: 1", "current waits for stream 1"]
     assert not any(call.startswith("enter recording") for call in calls)
+    assert gc.isenabled()
+
+
+def test_each_object_records_all_its_graphs_on_one_stream_of_its_own(calls):
+    """Destroying a graph frees the cuBLAS workspace of its stream, which others must not need."""
+    captures = [cuda_graph.CudaCapture(torch.device("cuda", 0)) for _ in range(2)]
+    for capture in (*captures, *captures):
+        capture(lambda: torch.ones(1))
+    recorded = [call for call in calls if call.startswith("enter recording")]
+    assert recorded == [f"enter recording memory stream {i} thread_local" for i in (1, 2, 1, 2)]
+    warmed_up = [call for call in calls if call.startswith("enter stream")]
+    assert warmed_up == [f"enter stream {i}" for i in (1, 2, 1, 2)]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_meanwhile(calls, enabled):
+    """A graph that is destroyed while another one is recorded would break the recording."""
+    seen = []
+
+    def run():
+        seen.append(gc.isenabled())
+        return torch.ones(1)
+
+    (gc.enable if enabled else gc.disable)()
+    try:
+        cuda_graph.CudaCapture(torch.device("cuda", 0))(run)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert seen == [False] * 3

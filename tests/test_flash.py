@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from models import tiny_model, truncated_copy
 from test_oracle_ops import CPU, changed
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from specdec_fast import Engine, SamplingParams
 from specdec_fast.errors import BackendError
-from specdec_fast.ops import all_ops, flash
+from specdec_fast.ops import all_ops, flash, resolve
 from specdec_fast.ops.paged_attention import _make, _Shape
 from specdec_fast.ragged import PagedBatch, Scores
 
@@ -168,3 +171,32 @@ def test_what_torch_refuses_is_told(monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", refuse)
     with pytest.raises(BackendError, match=r"paged attention is not built in.*install flash-attn"):
         flash.paged_attention(**make())
+
+
+def varlen_attn_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+    raise AssertionError("it would read the pages as one long context")
+
+
+@pytest.mark.usefixtures("no_package")
+def test_a_varlen_attn_without_pages_is_told(monkeypatch):
+    """Its signature is looked at, because a TypeError would come out of the middle of a model."""
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn_of_2_11)
+    message = r"has no seqused_k, block_table, num_splits, enable_gqa, so.*backend='triton'"
+    with pytest.raises(BackendError, match=message):
+        flash.paged_attention(**make())
+
+
+@pytest.mark.usefixtures("no_package")
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_model_is_probed_with_the_pages_it_will_have(deterministic, monkeypatch):
+    """FlashAttention takes pages of 256; probes of a loaded model must not ask for others."""
+    ops = replace(resolve(CPU, "torch"), paged_attention=flash.paged_attention)
+    ops = replace(ops, unchecked=replace(ops, unchecked=None))
+    monkeypatch.setattr("specdec_fast.engine.resolve", lambda device, backend: ops)
+    settings = {"max_batch_size": 2, "num_draft_tokens": 2, "deterministic": deterministic}
+    model = tiny_model("llama").to(torch.bfloat16)
+    engine = Engine(model, truncated_copy(model, 1).to(torch.bfloat16), page_size=256, **settings)
+    (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4), progress=False)
+    assert len(output.raise_for_error().token_ids) == 4
+    with pytest.raises(BackendError, match="pages of 16; it takes multiples of 256: pass page_size=256"):
+        Engine(model, None, **settings)

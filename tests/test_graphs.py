@@ -16,6 +16,7 @@ from repeated import Repeated, waits
 import specdec_fast as sd
 from specdec_fast import graphs as module
 from specdec_fast.buckets import Bucket, Inputs, Limits
+from specdec_fast.drafters.model import ModelDrafter
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.kv_layout import KVLayout
 from specdec_fast.models import RaggedModel
@@ -247,16 +248,81 @@ def test_graphs_do_not_keep_a_pool(model):
     assert gone() is None
 
 
-def test_the_graph_used_least_recently_goes_first(model, monkeypatch):
+def test_where_there_are_too_many_all_go(model, monkeypatch):
+    """Destroying one of them would take memory from the others: see ``CudaCapture``."""
     monkeypatch.setattr(module, "MOST_GRAPHS", 2)
     pool = opened_pool(model)
     eager_pool = opened_pool(model)
-    turns = [[1], [2], [1], [2, 2], [1], [2], [2, 2]]
+    turns = [[1], [2], [1], [3, 3], [1], [2], [3, 3]]
+    numbers = []
     for batch, eager in zip(batches(pool, turns), batches(eager_pool, turns), strict=True):
         assert torch.equal(model.forward(batch, pool), eagerly(model, eager, eager_pool))
-        assert model.graphs.num_captured <= 2
-    kept = [key[0].num_sequences for key in model.graphs._graphs]
-    assert len(kept) == 2
+        numbers.append(model.graphs.num_captured)
+    assert numbers == [1, 2, 2, 1, 2, 1, 2]
+
+
+def test_graphs_do_not_keep_a_drafter(model):
+    """One model may serve drafter after drafter; each of them holds a pool."""
+    model.graphs._capture = lambda run: Captured(lambda: None, run())
+    drafter = ModelDrafter(model, VOCAB_SIZE)
+    drafter.prepare(OWNERS * 32, 16)
+    for owner in range(OWNERS):
+        drafter.pool.open(owner, 20)
+    batch = drafter.pool.batch([Rows(0, 0, 2)], torch.arange(2), ahead=LIMITS.num_forwards - 1)
+    chosen = model.graphs.draft(batch, LIMITS.num_forwards, drafter.pool, drafter._likeliest)
+    assert chosen.shape == (LIMITS.num_forwards, 1)
+    assert model.graphs.num_captured == 1
+    gone = [weakref.ref(drafter), weakref.ref(drafter.pool)]
+    del drafter
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+
+
+def test_a_method_is_recognised_and_another_drafter_gets_a_graph_of_its_own(model):
+    pool = opened_pool(model)
+    batch = pool.batch([Rows(0, 0, 2)], torch.arange(2), ahead=LIMITS.num_forwards - 1)
+    drafters = [ModelDrafter(model, VOCAB_SIZE) for _ in range(2)]
+    numbers = []
+    for drafter in (*drafters, *drafters):
+        model.graphs.draft(batch, LIMITS.num_forwards, pool, drafter._likeliest)
+        numbers.append(model.graphs.num_captured)
+    assert numbers == [1, 2, 2, 2]
+
+
+def moved(parameter):
+    parameter.data = parameter.data.clone()
+
+
+def exchanged(model):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq / 2
+
+
+def hooked(model):
+    model.model.layers[0].register_forward_hook(lambda *args: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        (lambda model: moved(model.lm_head.weight), 0),
+        (exchanged, 0),
+        (hooked, 0),
+        (lambda model: model.lm_head.weight.data.mul_(2), 1),  # a graph reads what is there
+        (lambda model: None, 1),
+    ],
+    ids=["moved", "exchanged", "hooked", "in_place", "unchanged"],
+)
+def test_graphs_are_given_up_if_weights_are_moved(change, kept):
+    made = RaggedModel(tiny_model("qwen3"), replace(resolve(CPU), program=None, capture=Repeated))
+    made.use_graphs(LIMITS)
+    made.graphs._asked = Everything()
+    pool = opened_pool(made)
+    made.forward(next(batches(pool, [[3, 2]])), pool)
+    assert made.graphs.num_captured == 1
+    change(made.model)
+    made.expect_same_weights()
+    assert made.graphs.num_captured == kept
+    assert (made.graphs.why_not is not None) == (change is hooked)
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_tells_why(model):

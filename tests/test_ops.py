@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -369,3 +370,35 @@ def test_unknown_backend_lists_the_known():
     known = ", ".join([AUTO, *BACKENDS])
     with pytest.raises(ConfigError, match=f"backend='abacus': expected one of {known}"):
         resolve(CPU, "abacus")
+
+
+class Elsewhere(Tensor):
+    """A tensor that says it is on the second GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 1)
+
+
+def test_kernels_are_launched_on_the_device_of_their_arguments(monkeypatch):
+    """Triton launches on the current device; a model may be on another."""
+    current, seen = [0], []
+
+    @contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        before = current[0]
+        current[0] = where.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(registry, "_imported", lambda path: lambda *args, **kwargs: seen.append(current[0]))
+    monkeypatch.setitem(BACKENDS, "triton", replace(BACKENDS["triton"], why_unavailable=lambda: None))
+    there = torch.ones(2).as_subclass(Elsewhere)
+    for op in all_ops().values():
+        op.load("triton", check=False)(None, [there], there, shifts=there)
+        op.load("triton", check=False)(layers=[there], starts=there)
+        op.load("triton", check=False)(torch.ones(2))
+    assert seen == [1, 1, 0] * len(all_ops())
+    assert current == [0]

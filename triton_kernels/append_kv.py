@@ -19,7 +19,7 @@ from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 _TILE = 2048  # numbers of keys, and as many of values, that one program holds
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_mapping"])  # it begins anywhere
 def _append_kernel(
     key_cache,  # [num_pages * page_size, NUM_HEADS, HEAD_DIM], contiguous
     value_cache,  # [num_pages * page_size, NUM_HEADS, VALUE_DIM], contiguous
@@ -88,6 +88,8 @@ def variants() -> Iterator[Variant]:
         signature = dict.fromkeys(tensors, f"*{TYPE_NAMES[dtype]}") | {"slot_mapping": "*i32"}
         signature |= dict.fromkeys(strides, "i32")
         for num_heads, head_dim, value_dim in ((8, 128, 128), (3, 20, 20), (16, 192, 128)):
-            aligned = (*tensors, "slot_mapping", *(strides if head_dim % 16 == 0 else ()))
+            aligned = (*tensors, *(strides if head_dim % 16 == 0 else ()))
             name = f"{TYPE_NAMES[dtype]}_{num_heads}x{head_dim}" + (f"_{value_dim}" if value_dim != head_dim else "")
             yield _launch(num_heads, head_dim, value_dim).variant(name, _append_kernel, signature, aligned)
+        within = ("key_cache", "value_cache", "key")  # values that begin within a fused projection's row
+        yield _launch(3, 20, 20).variant(f"{TYPE_NAMES[dtype]}_within_3x20", _append_kernel, signature, within)

@@ -24,6 +24,8 @@ from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 _SLICE_BYTES = 512  # of an entry that one program owns at most: one warp's widest access
 _TILE_BYTES = 16384  # what a program holds in registers between loading and storing
+_ARRAYS = ("block_table", "cu_moves", "sources", "destinations")
+_UNSPECIALISED = (*_ARRAYS, "num_pages", "max_pages")  # they change with the batch, and with the contexts
 
 
 @triton.jit
@@ -33,7 +35,7 @@ def _slots(pages, positions, wanted, PAGE_SIZE: tl.constexpr):
     return page * PAGE_SIZE + positions % PAGE_SIZE
 
 
-@triton.jit(do_not_specialize=["max_pages"])  # it grows with the contexts
+@triton.jit(do_not_specialize=_UNSPECIALISED)
 def _compact_kernel(
     kv_cache,  # [num_planes, num_pages, PAGE_SIZE, ENTRY], contiguous; ENTRY = num_kv_heads * head_dim
     block_table,  # [B, max_pages] int32
@@ -95,11 +97,10 @@ def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources
 
 def variants() -> Iterator[Variant]:
     """Yield what is launched for usual models, and for entries that fill no vector."""
-    arrays = ("block_table", "cu_moves", "sources", "destinations")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        signature = {"kv_cache": f"*{TYPE_NAMES[dtype]}"} | dict.fromkeys(arrays, "*i32")
+        signature = {"kv_cache": f"*{TYPE_NAMES[dtype]}"} | dict.fromkeys(_ARRAYS, "*i32")
         signature |= {"num_pages": "i32", "max_pages": "i32"}
         for page_size, entry in ((16, 8 * 128), (4, 3 * 20)):
             launch = _launch(page_size, entry, dtype.itemsize)
             name = f"{TYPE_NAMES[dtype]}_page{page_size}_entry{entry}"
-            yield launch.variant(name, _compact_kernel, signature, ("kv_cache", *arrays))
+            yield launch.variant(name, _compact_kernel, signature, ("kv_cache",))

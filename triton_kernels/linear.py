@@ -13,6 +13,7 @@ in its tile a row stands.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton
@@ -130,9 +131,15 @@ def variants() -> Iterator[Variant]:
             (896, 896, True),
             (1024, 3072, False),
             (1024, 151_936, False),
+            (2100, 50_257, False),
         ):
             launch = _launch(dtype, in_features, out_features, has_bias)
             name = f"{kind}_{in_features}x{out_features}{'_bias' * has_bias}"
-            yield launch.variant(name, _linear_kernel, signature, (*pointers, "out_features"))
+            aligned = (*pointers, "out_features") if out_features % 16 == 0 else pointers
+            yield launch.variant(name, _linear_kernel, signature, aligned)
         launch = _launch(dtype, 67, 33, has_bias=True)
         yield launch.variant(f"{kind}_unaligned", _linear_kernel, signature, pointers)
+        launch = _launch(dtype, 67, 1, has_bias=True)  # Triton takes a number that is 1 for known when compiling
+        launch = replace(launch, constexprs={**launch.constexprs, "out_features": 1})
+        one = {name: kind for name, kind in signature.items() if name != "out_features"}
+        yield launch.variant(f"{kind}_one_output_unaligned", _linear_kernel, one, pointers)

@@ -22,10 +22,13 @@ from torch import Tensor
 from specdec_fast.triton_kernels.variant import Launch, Variant
 
 _TILE_BYTES = 16384  # what a program holds in registers between loading and storing
+_NARROW_TILE_BYTES = 4096  # the same where each number is an access of its own, with an address in two registers
+_STRIDES = ("stride_plane_row", "stride_plane_head", "stride_plane_column")
+_UNSPECIALISED = ("addresses", "starts", "lengths", "shifts", *_STRIDES)  # a cache grows, a column at a time
 _INTEGERS = {2: tl.int16, 4: tl.int32}  # a copy is blind to what the bits mean
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_UNSPECIALISED)
 def _realign_kernel(
     addresses,  # [num_planes] int64: of [B, num_kv_heads, columns, HEAD_DIM] each, the last axis contiguous
     starts,  # [B] int32
@@ -38,7 +41,7 @@ def _realign_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     shift = tl.load(shifts + row)
@@ -46,30 +49,31 @@ def _realign_kernel(
         return
     start, length = tl.load(starts + row), tl.load(lengths + row)
     plane = tl.load(addresses + tl.program_id(2)).to(tl.pointer_type(ELEMENT))
-    if ALIGNED:  # an address that was loaded tells the compiler nothing; without this, no vectors
+    if ALIGNMENT > 1:  # an address that was loaded tells the compiler nothing; without this, no vectors
         plane = tl.multiple_of(plane, 16)
     dims = tl.arange(0, BLOCK_DIM)[None, :]  # [1, BLOCK_DIM]
-    source = plane + row * stride_plane_row + head * stride_plane_head + dims
+    source = plane + tl.multiple_of(row * stride_plane_row + head * stride_plane_head, ALIGNMENT) + dims
     num_tiles = tl.cdiv(length, BLOCK_COLUMNS)
     for i in range(num_tiles):
         tile = tl.where(shift < 0, i, num_tiles - 1 - i)
-        columns = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[:, None]  # [BLOCK_COLUMNS, 1]
-        inside = (columns < length) & (dims < HEAD_DIM)
-        read = (start + columns).to(tl.int64) * stride_plane_column
-        written = (start + shift + columns).to(tl.int64) * stride_plane_column
-        content = tl.load(source + read, mask=inside)
+        columns = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)  # [BLOCK_COLUMNS]
+        inside = (columns < length)[:, None] & (dims < HEAD_DIM)
+        read = tl.multiple_of((start + columns).to(tl.int64) * stride_plane_column, ALIGNMENT)
+        written = tl.multiple_of((start + shift + columns).to(tl.int64) * stride_plane_column, ALIGNMENT)
+        content = tl.load(source + read[:, None], mask=inside)
         tl.debug_barrier()
-        tl.store(source + written, content, mask=inside)
+        tl.store(source + written[:, None], content, mask=inside)
 
 
 def _launch(head_dim: int, itemsize: int, aligned: bool) -> Launch:
     block_dim = triton.next_power_of_2(head_dim)
+    tile_bytes = _TILE_BYTES if aligned else _NARROW_TILE_BYTES
     constexprs = {
         "ELEMENT": _INTEGERS[itemsize],
         "HEAD_DIM": head_dim,
-        "BLOCK_COLUMNS": max(1, min(128, _TILE_BYTES // (block_dim * itemsize))),
+        "BLOCK_COLUMNS": max(1, min(128, tile_bytes // (block_dim * itemsize))),
         "BLOCK_DIM": block_dim,
-        "ALIGNED": aligned,
+        "ALIGNMENT": 16 // itemsize if aligned else 1,  # numbers: of every column's address
     }
     return Launch(constexprs, num_warps=4)
 
@@ -81,28 +85,29 @@ def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths
         return
     batch_size, num_kv_heads, _, head_dim = first.shape
     pointers = [tensor.data_ptr() for layer in layers for tensor in layer]
-    aligned = all(pointer % 16 == 0 for pointer in pointers)
-    launch = _launch(head_dim, first.element_size(), aligned)
+    strides, itemsize = first.stride()[:3], first.element_size()
+    aligned = all(place % 16 == 0 for place in (*pointers, *(stride * itemsize for stride in strides)))
     _realign_kernel[batch_size, num_kv_heads, len(pointers)](
-        _on_device(pointers, first.device), starts, lengths, shifts, *first.stride()[:3], **launch.options
-    )
+        _on_device(pointers, first.device), starts, lengths, shifts, *strides,
+        **_launch(head_dim, itemsize, aligned).options,
+    )  # fmt: skip
 
 
 def _on_device(pointers: list[int], device: torch.device) -> Tensor:
     """Copy addresses to the device without waiting for it; not kept, because caches that grow move every step."""
     addresses = torch.tensor(pointers, dtype=torch.int64, device="cpu")
     if device.type != "cpu":
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("realign_kv_ copies addresses from the host, so a graph cannot hold it")
         addresses = addresses.pin_memory()
     return addresses.to(device, non_blocking=True)
 
 
 def variants() -> Iterator[Variant]:
     """Yield what is launched for usual models, for columns that fill no vector, and for addresses off 16 bytes."""
-    strides = ("stride_plane_row", "stride_plane_head", "stride_plane_column")
     signature = {"addresses": "*i64"} | dict.fromkeys(("starts", "lengths", "shifts"), "*i32")
-    signature |= dict.fromkeys(strides, "i32")
+    signature |= dict.fromkeys(_STRIDES, "i32")
     for itemsize in (2, 4):
-        for head_dim, aligned in ((128, True), (64, True), (20, True), (128, False)):
-            divisible = ("addresses", *(strides if head_dim % 16 == 0 else ()))
-            name = f"{8 * itemsize}bit_dim{head_dim}" + ("" if aligned else "_unaligned")
-            yield _launch(head_dim, itemsize, aligned).variant(name, _realign_kernel, signature, divisible)
+        for head_dim, aligned in ((128, True), (64, True), (20, 20 * itemsize % 16 == 0), (128, False)):
+            name = f"{8 * itemsize}bit_dim{head_dim}" + ("" if aligned or head_dim == 20 else "_unaligned")
+            yield _launch(head_dim, itemsize, aligned).variant(name, _realign_kernel, signature, ())

@@ -28,15 +28,17 @@ _CANDIDATES = 2048  # gaps that a search holds in registers
 _BLOCK = 1024  # seen tokens, or counters, at a time
 _SEQUENCES = 128  # sequences looked at at a time to find a row's
 
-# Every tensor of a launch but the logits: those that begin on 16 bytes however many rows there are, and the others.
+# Every tensor of a launch but the logits.
 _TENSORS = {
-    "fp64": ("temperatures", "top_p", "min_p", "penalties", "tile_best", "candidates", "row_best"),
-    "i32": ("cu_seqlens", "top_k", "cu_seen", "row_sequences", "seen", "tile_ids"),
+    "fp64": (
+        *("temperatures", "top_p", "min_p", "penalties", "candidates"),
+        *("tile_best", "tile_mass", "tile_drawn", "row_best", "row_limit", "row_drawn"),
+    ),
+    "i32": (
+        *("cu_seqlens", "top_k", "cu_seen", "row_sequences", "seen", "tile_ids"),
+        *("row_token", "keys", "tokens"),
+    ),
     "i64": ("token_ids", "positions", "seeds", "seen_ids", "row_positions", "counters", "seed", "words"),
-}
-_OFFSET_TENSORS = {
-    "fp64": ("tile_mass", "tile_drawn", "row_limit", "row_drawn"),
-    "i32": ("row_token", "keys", "tokens"),
 }
 
 _Words = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -124,15 +126,11 @@ def choose_tokens(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, samplin
 
 def _variant(launch: Launch, name: str, kernel: Any, dtype: torch.dtype | None, aligned: bool) -> Variant:
     """Name a compilation by the kernel's own arguments: all are tensors above, sizes, or compile-time choices."""
-    tensors = {
-        name: f"*{kind}" for group in (_TENSORS, _OFFSET_TENSORS) for kind, names in group.items() for name in names
-    }
+    tensors = {name: f"*{kind}" for kind, names in _TENSORS.items() for name in names}
     if dtype is not None:
         tensors["logits"] = f"*{TYPE_NAMES[dtype]}"
     arguments = [argument for argument in kernel.arg_names if argument not in launch.constexprs]
-    whole = {"logits", *(argument for names in _TENSORS.values() for argument in names)}
-    if aligned:
-        whole |= {"stride_logits_row", "stride_seen_row", "vocab_size"}
+    whole = {"logits", "candidates", *(("stride_logits_row", "vocab_size") if aligned else ())}
     signature = {argument: tensors.get(argument, "i32") for argument in arguments}
     return launch.variant(name, kernel, signature, tuple(argument for argument in arguments if argument in whole))
 
@@ -140,14 +138,14 @@ def _variant(launch: Launch, name: str, kernel: Any, dtype: torch.dtype | None, 
 def variants() -> Iterator[Variant]:
     """Yield what is launched: logits of every type, rows on 16 bytes or not, small to large vocabularies."""
     yield _variant(_philox_launch(), "philox", philox_kernel, None, False)
-    yield _variant(_row_launch(), "rows", row_kernel, None, True)
-    for num_tiles in (32, 149, 256):  # 32,000, 151,936 and 262,144 tokens
+    yield _variant(_row_launch(), "rows", row_kernel, None, False)
+    for num_tiles in (32, 50, 149, 256):  # 32,000, 50,257, 151,936 and 262,144 tokens
         yield _variant(_pick_launch(num_tiles), f"pick_{num_tiles}_tiles", pick_kernel, None, False)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for name, aligned in (("aligned", True), ("odd_vocabulary", False)):
             suffix = f"{TYPE_NAMES[dtype]}_{name}"
             yield _variant(_tile_launch(), f"best_{suffix}", best_kernel, dtype, aligned)
             yield _variant(_tile_launch(), f"draw_{suffix}", draw_kernel, dtype, aligned)
-        for num_tiles in (32, 149, 256):
+        for num_tiles, aligned in ((32, True), (50, False), (149, True), (256, True)):
             name = f"threshold_{TYPE_NAMES[dtype]}_{num_tiles}_tiles"
-            yield _variant(_threshold_launch(num_tiles), name, threshold_kernel, dtype, True)
+            yield _variant(_threshold_launch(num_tiles), name, threshold_kernel, dtype, aligned)

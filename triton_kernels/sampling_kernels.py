@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from specdec_fast.triton_kernels.sampling_noise import gumbel, tile_words
-from specdec_fast.triton_kernels.sampling_threshold import NO_ID, load_logits
+from specdec_fast.triton_kernels.sampling_threshold import NO_ID, UNSPECIALISED, load_logits
 
 _INVALID = tl.constexpr(0x7FFFFFFF)  # what verify_chain's second kernel takes for a row that holds a NaN
 _LARGEST_NOISE = tl.constexpr(22.88)  # above that of the largest word, log(2^33) = 22.87
@@ -21,7 +21,7 @@ def _mark(seen, ids, inside, vocab_size):
     tl.atomic_or(seen + (ids >> 5), bits, mask=valid, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*UNSPECIALISED, "vocab_size"))
 def row_kernel(
     token_ids,  # [T] int64
     cu_seqlens,  # [B + 1] int32
@@ -60,7 +60,7 @@ def row_kernel(
             _mark(seen + row * stride_seen_row, ids, places <= row, vocab_size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def best_kernel(
     logits,  # [T, vocab_size], the last axis contiguous
     seen,  # [T, words] int32
@@ -102,7 +102,7 @@ def _smallest_word(wanted):
     return tl.exp(-tl.exp(-wanted)) * 4294967296.0 - 2.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def draw_kernel(
     logits,  # [T, vocab_size], the last axis contiguous
     seen,  # [T, words] int32
@@ -148,7 +148,7 @@ def draw_kernel(
     tl.store(tile_ids + place, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def pick_kernel(
     tile_drawn,  # [T, num_tiles] fp64
     tile_ids,  # [T, num_tiles] int32

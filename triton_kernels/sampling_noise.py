@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["counters", "seed", "words", "size"])
 def philox_kernel(
     counters,  # [4, size] int64 that hold 32-bit words
     seed,  # [1] int64, the key

@@ -13,6 +13,13 @@ import triton.language as tl
 
 from specdec_fast.triton_kernels.sampling_noise import gumbel, tile_words
 
+# Where they begin and how many they are changes with the batch; a sum's order would change with it, too.
+UNSPECIALISED = (
+    *("token_ids", "cu_seqlens", "penalties", "positions", "seen_ids", "cu_seen", "temperatures", "top_k", "top_p"),
+    *("min_p", "seeds", "seen", "row_sequences", "row_positions", "row_best", "row_limit", "row_drawn", "row_token"),
+    *("tile_best", "tile_ids", "tile_mass", "tile_drawn", "keys", "tokens", "batch_size", "num_tiles"),
+    "stride_seen_row",
+)
 NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
@@ -211,7 +218,7 @@ def _largest_kept_gap(
     return limit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def threshold_kernel(
     logits,  # [T, vocab_size], the last axis contiguous
     seen,  # [T, words] int32

@@ -21,6 +21,11 @@ from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 _CHUNK = 8192  # logits per program of the first kernel
 _TILE = 2048  # chunks that a program of the second kernel holds, of one row or of several
+# Where they begin and how many they are changes with the batch, or with whether sequences draw their tokens.
+_UNSPECIALISED = (
+    *("chunk_keys", "chunk_ids", "token_ids", "cu_seqlens", "target_tokens", "num_accepted", "next_tokens"),
+    "num_chunks",
+)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _LARGEST = tl.constexpr(0x7FFFFFFF)  # the key of a NaN; as a token id or a row, none
 _SMALLEST = tl.constexpr(-0x80000000)  # below the key of any logit
@@ -35,7 +40,7 @@ def _key(logits):
     return tl.where(magnitude > _INFINITY_BITS, _LARGEST, key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_UNSPECIALISED)
 def _chunk_kernel(
     logits,  # [T, vocab_size], the last axis contiguous
     chunk_keys,  # [T, num_chunks] int32: the largest key, _LARGEST if the chunk holds a NaN
@@ -56,7 +61,7 @@ def _chunk_kernel(
     tl.store(chunk_ids + place, lowest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_UNSPECIALISED)
 def _accept_kernel(
     chunk_keys,  # [T, num_chunks] int32
     chunk_ids,  # [T, num_chunks] int32
@@ -147,12 +152,10 @@ def variants() -> Iterator[Variant]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         signature = {"logits": f"*{TYPE_NAMES[dtype]}", **chunks, "stride_logits_row": "i32", "vocab_size": "i32"}
         sizes = ("stride_logits_row", "vocab_size")
-        for name, aligned in (("aligned", ("logits", "chunk_keys", *sizes)), ("odd_vocabulary", ("logits",))):
+        for name, aligned in (("aligned", ("logits", *sizes)), ("odd_vocabulary", ("logits",))):
             yield _chunk_launch().variant(f"chunk_{TYPE_NAMES[dtype]}_{name}", _chunk_kernel, signature, aligned)
     tensors = {**chunks, "token_ids": "*i64", "cu_seqlens": "*i32", "target_tokens": "*i64"}
     tensors |= {"num_accepted": "*i32", "next_tokens": "*i64"}
     for num_chunks in (1, 4, 19, 32):  # sampled; 32,000, 151,936 and 262,144 tokens
         signature = {**tensors, "num_chunks": "i32"}
-        outputs = ("target_tokens", "num_accepted", "next_tokens")
-        divisible = ("chunk_keys", "token_ids", "cu_seqlens", *outputs)
-        yield _accept_launch(num_chunks).variant(f"accept_{num_chunks}_chunks", _accept_kernel, signature, divisible)
+        yield _accept_launch(num_chunks).variant(f"accept_{num_chunks}_chunks", _accept_kernel, signature, ())

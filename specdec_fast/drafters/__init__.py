@@ -80,7 +80,7 @@ def make_drafter(
         return NAMED_DRAFTERS[draft](target.layout.device)
     loaded = isinstance(draft, nn.Module)
     module = load_model(draft, None if loaded else config.dtype, target.layout.device, "draft")  # type: ignore[arg-type]
-    model = RaggedModel(module, ops)
+    model = RaggedModel(module, ops, config.page_size)
     if config.deterministic:
         make_deterministic(model, ROWS_EACH * config.max_batch_size)
     model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))

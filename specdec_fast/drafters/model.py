@@ -65,7 +65,7 @@ class ModelDrafter(Drafter):
     def _proposal_seconds(self, num_draft_tokens: int) -> float:
         """Return what a proposal for one short sequence takes, the least of some."""
         sequence = Sequence(0, [0, 0], 2, 2 + max(_MEASURED_LENGTHS) + 1, SamplingParams(), frozenset())
-        self.prepare(sequence.max_length, page_size=16)
+        self.prepare(sequence.max_length, self.model.page_size)
         self.admit([sequence])
         seconds = []
         for _ in range(_MEASURED_TIMES):

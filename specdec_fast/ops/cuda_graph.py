@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -31,6 +33,11 @@ class CudaCapture:
     They overwrite one another's intermediate results, and a result may lie where another graph computes: it is to be
     read before any other of them runs.
 
+    All of them are warmed up and recorded on one stream, which is this object's own. cuBLAS keeps a workspace per
+    stream, whose address a graph contains, and destroying a graph frees the workspace of its stream (torch 2.13, issue
+    193402 of PyTorch): on the stream that ``torch.cuda.graph`` shares between all its users, any of them would take
+    it from these graphs. For the same reason graphs of one object are to be destroyed together.
+
     Args:
         device: a CUDA device.
 
@@ -40,6 +47,7 @@ class CudaCapture:
         self._device = device
         with torch.cuda.device(device):
             self._memory = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], Tensor]) -> Captured:
         """Record what ``run`` launches; it is called three times, and must do the same each time.
@@ -48,28 +56,39 @@ class CudaCapture:
             RuntimeError: ``run`` waits for the device, or does something else that cannot be recorded.
 
         """
-        with torch.cuda.device(self._device):
-            _warm_up(run)
+        with torch.cuda.device(self._device), _nothing_collected():
+            self._warm_up(run)
             graph = torch.cuda.CUDAGraph()
-            # Other threads of the process may go on allocating meanwhile.
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            # Other threads of the process may go on allocating meanwhile: "thread_local".
+            with torch.cuda.graph(graph, self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 output = run()
         return Captured(graph.replay, output)
 
+    def _warm_up(self, run: Callable[[], Tensor]) -> None:
+        """Run twice: once to compile kernels and make handles, then to see that nothing waits.
 
-def _warm_up(run: Callable[[], Tensor]) -> None:
-    """Run twice on a stream of its own: once to compile kernels and make handles, then to see that nothing waits.
+        A wait would break the recording as well, but says here where it is.
+        """
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        mode = torch.cuda.get_sync_debug_mode()
+        try:
+            with torch.cuda.stream(self._stream):
+                run()
+                torch.cuda.set_sync_debug_mode("error")
+                run()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            current.wait_stream(self._stream)
 
-    A wait would break the recording as well, but says here where it is.
-    """
-    current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
-    beside.wait_stream(current)
-    mode = torch.cuda.get_sync_debug_mode()
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep the garbage collector from destroying graphs or events meanwhile, which would break a recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        with torch.cuda.stream(beside):
-            run()
-            torch.cuda.set_sync_debug_mode("error")
-            run()
+        yield
     finally:
-        torch.cuda.set_sync_debug_mode(mode)
-        current.wait_stream(beside)
+        if was_enabled:
+            gc.enable()

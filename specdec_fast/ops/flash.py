@@ -7,6 +7,7 @@ neither promises the same bits for one query row as for several.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from functools import cache
 
@@ -18,6 +19,7 @@ from specdec_fast.errors import BackendError
 from specdec_fast.ragged import PagedBatch, Scores
 
 _PAGE_MULTIPLE = 256  # what FlashAttention 2 takes for the size of a page
+_PAGED_ARGUMENTS = ("seqused_k", "block_table", "num_splits", "enable_gqa", "window_size")  # of varlen_attn
 
 
 @cache
@@ -62,6 +64,12 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # not on every platform
 
+    missing = _missing(varlen_attn)
+    if missing:
+        raise BackendError(
+            f"varlen_attn of torch {torch.__version__} has no {', '.join(missing)}, so it reads no pages; install "
+            "flash-attn or a later torch, or pass backend='triton'."
+        )
     try:
         out = varlen_attn(
             query,
@@ -86,6 +94,16 @@ def _varlen(
         ) from error
     assert isinstance(out, Tensor), "nothing beside the output was asked for"
     return out
+
+
+@cache
+def _missing(varlen_attn: Callable[..., object]) -> tuple[str, ...]:
+    """Return which of the arguments that paged attention needs a version of ``varlen_attn`` lacks; 2.11's has none."""
+    known = inspect.signature(varlen_attn).parameters.values()
+    if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in known):
+        return ()
+    names = {parameter.name for parameter in known}
+    return tuple(name for name in _PAGED_ARGUMENTS if name not in names)
 
 
 def _right_aligned(batch: PagedBatch, num_rows: int) -> Tensor | None:

@@ -43,6 +43,7 @@ class Backend:
         device_types: the ``torch.device`` types it serves.
         why_unavailable: returns None if it can run here, else the reason and the remedy.
         partial: it has some ops only; asked for by name, the others are chosen as by ``"auto"``.
+        on_current_device: it launches on the current device, wherever its arguments are.
 
     """
 
@@ -50,6 +51,7 @@ class Backend:
     device_types: tuple[str, ...]
     why_unavailable: Callable[[], str | None]
     partial: bool = False
+    on_current_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class Op:
         if reason is not None:
             raise BackendError(f"backend {backend!r} cannot serve {self.name}: {reason}")
         implementation = _imported(self.implementations[backend])
+        if BACKENDS[backend].on_current_device:
+            implementation = _on_device_of_arguments(implementation)
         if not check:
             return implementation
 
@@ -160,6 +164,19 @@ class Ops:
         return self.chosen["linear"] != "torch"
 
 
+def _on_device_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the device of the first tensor the current one meanwhile: a model may be on another, such as cuda:1."""
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(*args, **kwargs)
+        with torch.cuda.device(device):
+            return function(*args, **kwargs)
+
+    return guarded
+
+
 @cache
 def _compiled_extension_problem() -> str | None:
     try:
@@ -190,7 +207,7 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("cpp", ("cpu",), _compiled_extension_problem),
-        Backend("triton", ("cpu",) if INTERPRETING else ("cuda",), _triton_problem),
+        Backend("triton", ("cpu",) if INTERPRETING else ("cuda",), _triton_problem, on_current_device=True),
         Backend("flash", ("cuda",), _flash_problem, partial=True),
         Backend("torch", ("cpu", "cuda", "xpu", "mps"), lambda: None),
     )
