@@ -2,10 +2,14 @@
 VENV ?= .venv
 PYTHON ?= python3
 TEST_PROCESSES ?= 2
-PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
-BUILD_INPUTS := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+CONSTRAINTS ?= constraints.txt
+OUT ?= bench/results
+# A venv that is there has all it takes; PYTHON=... is taken at its word.
+GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/bin/python)),$(VENV)/bin/python,$(PYTHON))
+PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
+BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
 
-.PHONY: demo test lint sanitize bench exactness gpu-check clean
+.PHONY: demo test test-oldest lint sanitize bench exactness gpu-check clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
@@ -37,9 +41,16 @@ exactness: $(VENV)/.installed-bench
 	  $(VENV)/bin/python -m bench.exactness --parts matrix --dtype $$dtype --threads 1 \
 	    --json bench/results/exactness-$$dtype.json --plot bench/results/exactness-$$dtype.png || exit 1; done
 
-# Everything that needs an NVIDIA GPU, in some seven minutes: bench/results/gpu.json.
-gpu-check: $(VENV)/.installed
-	$(VENV)/bin/python -m bench.gpu --out bench/results
+# Everything that needs an NVIDIA GPU, in nine minutes: $(OUT)/gpu.json. Runs with the Python it is given and installs
+# nothing: make gpu-check PYTHON=python3 OUT=... GPU_CHECK="--parts compile,graphs --budget 300"
+gpu-check:
+	@$(GPU_PYTHON) -c 'import torch, triton, transformers, tqdm' || \
+	  { echo "gpu-check needs torch, triton, transformers and tqdm in $(GPU_PYTHON); set PYTHON=..., or run: make demo" >&2; exit 1; }
+	$(GPU_PYTHON) -m bench.gpu --out $(OUT) $(GPU_CHECK)
+
+# The suite with the oldest versions that pyproject.toml admits of what can be had in more than one: their own venv.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 # One stamp per set of extras: a second run installs nothing, a changed C++ file builds again.
 $(VENV)/.installed: $(BUILD_INPUTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
@@ -15,6 +15,7 @@ import torch
 
 from bench.timing import Call, Clock
 from specdec_fast.models import RaggedModel
+from specdec_fast.ops.cuda_graph import Capture, CudaCapture
 
 WARM_UP_MS, MEASURE_MS = 10, 60  # of triton's do_bench
 CPU_SAMPLES = 3
@@ -62,11 +63,28 @@ def full_precision() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
+def as_graph(call: Call, device: torch.device) -> Call | None:
+    """Return what runs a call in one launch, without the host's part in it; None where it cannot be recorded."""
+    make = captures().get(device.type)
+    if make is None:
+        return None
+    try:
+        return make(device)(call).replay
+    except RuntimeError:  # it waits for the device, or copies from the host
+        return None
+
+
+def captures() -> dict[str, Callable[[torch.device], Capture]]:
+    """Return what records calls, by device type."""
+    return {"cuda": CudaCapture}
+
+
 def cold_seconds(call: Call, device: torch.device) -> float:
     """Return the median seconds of one call that finds nothing in the cache.
 
     On a GPU by the device's events around each call, its L2 overwritten in between (which also gives the host time to
-    launch ahead); on a CPU by the wall clock, where nothing is overwritten.
+    launch ahead, as long as a call is one launch: see ``as_graph``); on a CPU by the wall clock, where nothing is
+    overwritten.
     """
     if device.type == "cuda":
         from triton.testing import do_bench  # asks for a GPU's driver

@@ -1,11 +1,13 @@
-"""Everything that needs a GPU, in one go: do the kernels compute what they should, how fast, and what of it arrives.
+"""Everything that needs a GPU, in one go: how fast it is, what of it arrives, do the kernels compute what they should.
 
-    python -m bench.gpu --out DIR [--budget SECONDS]        # one NVIDIA GPU, no network
-    python -m bench.gpu --out DIR --device cpu --smoke      # tiny sizes, to try the check itself
+    python -m bench.gpu --out DIR [--budget SECONDS] [--parts compile,graphs,...]      # one NVIDIA GPU, no network
+    python -m bench.gpu --out DIR --device cpu --smoke                      # tiny sizes, to try the check itself
 
-Writes DIR/gpu.json, again whenever there is more to keep, and prints a short table last. Parts run one after the
-other, each in a process of its own and held to its share of the budget; what there was no time for is named. Exit
-status 1 if a part failed or a gate was red.
+Runs in a checkout as it is, with any Python that has torch, Triton and transformers; nothing is installed, and the C++
+extension is not needed. Writes DIR/gpu.json, again after every check, and prints a short table last. Parts run one
+after the other, each in a process of its own and held to its share of the budget, in which all that it does is counted;
+what there was no time for is named. First everything is compiled, on all cores; then comes what only a GPU can tell,
+gates last. Exit status 1 if a part failed or a gate was red.
 """
 
 from __future__ import annotations
@@ -24,19 +26,21 @@ from typing import Any
 import torch
 import transformers
 
-from bench import gpu_decoding, gpu_equivalence, gpu_graphs, gpu_kernels, gpu_timings, report
+from bench import gpu_compile, gpu_decoding, gpu_equivalence, gpu_graphs, gpu_kernels, gpu_timings, report
 from bench.device import properties
 from bench.parts import Part, Progress, Result, Settings, inline, is_red, isolated, run_parts
 from specdec_fast.commands.common import format_table
 from specdec_fast.ops import availability
 
-BUDGET = 420.0  # seconds: a minute less than what a lent machine gives for it
+BUDGET = 540.0  # seconds: a minute less than a command may take where machines with a GPU are lent
 PARTS = (
-    Part("kernels", gpu_kernels.run, 3),
-    Part("timings", gpu_timings.run, 2),
-    Part("equivalence", gpu_equivalence.run, 2),
+    Part("compile", gpu_compile.run, 3),
     Part("graphs", gpu_graphs.run, 2),
-    Part("decoding", gpu_decoding.run, 3),
+    Part("decoding", gpu_decoding.run, 5),
+    Part("timings", gpu_timings.run, 3),
+    Part("kernels", gpu_kernels.run, 3),
+    Part("graph_gates", gpu_graphs.run_gates, 2),
+    Part("equivalence", gpu_equivalence.run, 2),
 )
 ROOT = Path(__file__).parents[1]
 
@@ -107,7 +111,7 @@ def print_tables(results: dict[str, Result]) -> None:
     tables: tuple[tuple[str, Callable[[Result], Iterator[tuple[Any, ...]]], tuple[str, ...]], ...] = (
         ("timings", _timing_lines, ("op", "case", "dtype", "method", "us", "us/call", "GB/s", "of copy")),
         ("graphs", _graph_lines, ("what", "batch", "us", "eager us", "floor us", "of copy", "over eager")),
-        ("decoding", _decoding_lines, ("method", "batch", "acceptance", "tokens/s", "length", "outside", "equal")),
+        ("decoding", _decoding_lines, ("method", "batch", "acceptance", "same bits", *_DECODING_HEADER)),
     )
     for part, lines, header in tables:
         rows = list(lines(results.get(part, {"rows": []})))
@@ -120,6 +124,9 @@ def print_tables(results: dict[str, Result]) -> None:
             print(f"{part}: {result['error']}")
     header = ("part", "status", "gate", "rows", "failures", "skipped", "seconds")
     print(format_table(header, [_part_line(*item) for item in results.items()]))
+
+
+_DECODING_HEADER = ("tokens/s", "over plain", "length", "outside", "equal")
 
 
 def _timing_lines(result: Result) -> Iterator[tuple[Any, ...]]:
@@ -137,10 +144,11 @@ def _graph_lines(result: Result) -> Iterator[tuple[Any, ...]]:
 
 def _decoding_lines(result: Result) -> Iterator[tuple[Any, ...]]:
     for row in result.get("rows", []):
-        speeds = (f"{row['tokens_per_second']:.1f}", f"{row['mean_acceptance_length']:.2f}")
+        over = "-" if row["speedup_over_plain"] is None else f"{row['speedup_over_plain']:.2f}x"
+        speeds = (f"{row['tokens_per_second']:.1f}", over, f"{row['mean_acceptance_length']:.2f}")
         shares = (f"{row['share_outside_forwards']:.1%}", f"{row['equal_share']:.1%}")
         acceptance = "-" if row["acceptance"] is None else row["acceptance"]
-        yield row["method"], row["batch"], acceptance, *speeds, *shares
+        yield row["method"], row["batch"], acceptance, "yes" if row["deterministic"] else "no", *speeds, *shares
 
 
 def _part_line(name: str, result: Result) -> tuple[Any, ...]:
@@ -154,12 +162,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write gpu.json")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for all parts (default: %(default)s)")
+    parser.add_argument(
+        "--parts", type=report.names, default=[], metavar="PART,...", help=f"of {','.join(p.name for p in PARTS)}"
+    )
     parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the check itself")
     args = parser.parse_args(argv)
+    unknown = set(args.parts) - {part.name for part in PARTS}
+    if unknown:
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PARTS)}")
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --device cpu --smoke tries the check itself, at tiny sizes")
     return args
+
+
+def _told(record: Record) -> Callable[[str, Result], None]:
+    """Keep what parts find, and say when one has ended, in case this process is."""
+
+    def keep(part: str, result: Result) -> None:
+        record.keep(part, result)
+        if "seconds" in result and "status" in result:
+            print(f"{part}: {result['status']} after {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+
+    return keep
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -172,7 +197,8 @@ def main(argv: list[str] | None = None) -> int:
     # a CPU's kernels neither hang nor break what they run on, and starting processes takes longer than its parts
     runner = inline if torch.device(args.device).type == "cpu" else isolated
     budget = max(0.0, args.budget - (monotonic() - began))
-    results = first | run_parts(PARTS, settings, budget, runner, record.keep)
+    parts = [part for part in PARTS if not args.parts or part.name in args.parts]
+    results = first | run_parts(parts, settings, budget, runner, _told(record))
     red = [name for name, result in results.items() if is_red(result)]
     record.note(seconds=monotonic() - began, red=red)
     print_tables(results)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -75,7 +77,7 @@ class Sizes:
     warm_up_tokens: int
 
 
-FULL = Sizes(QWEN3_8B, QWEN3_06B, 151_936, torch.bfloat16, 128, 64, {8: 16, 32: 64, 1: 1}, 5, (0.8, 0.6), 64)
+FULL = Sizes(QWEN3_8B, QWEN3_06B, 151_936, torch.bfloat16, 128, 64, {8: 16, 1: 1, 32: 64}, 5, (0.8, 0.6), 64)
 SMOKE = Sizes(
     TINY_TARGET,
     TINY_DRAFT,
@@ -97,14 +99,38 @@ def run(settings: Settings, progress: Progress) -> None:
     target = random_model(sizes.target, sizes.vocab_size, sizes.dtype, device, SEED)
     draft = random_model(sizes.draft, sizes.vocab_size, sizes.dtype, device, SEED + 1)
     progress.note(target_parameters=target.num_parameters(), draft_parameters=draft.num_parameters())
+    began = monotonic()
     count = max(sizes.prompts.values())
     prompts: Tokens = random_prompts(count, sizes.prompt_tokens, sizes.vocab_size, SEED)
     bench = Bench(target, draft, prompts, sizes)
     largest = max(sizes.prompts)
-    bench.transcripts = bench.engine(PLAIN, largest, None).decode(sizes.new_tokens)
+    bench.transcripts = bench.engine(Contender(PLAIN, largest)).decode(sizes.new_tokens)
+    progress.note(transcript_seconds=monotonic() - began)
     texts = [p + t for p, t in zip(prompts, bench.transcripts, strict=True)][: min(8, count)]
-    _check_logits(bench, texts, progress)
+    progress.attempt("logits of a verification", partial(_check_logits, bench, texts, progress))
     measure_all(bench, progress)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to decode.
+
+    Attributes:
+        method: a scheduler, or plain decoding.
+        batch_size: most sequences of a step.
+        acceptance: probability that a draft token is the target's own; None of plain decoding.
+        deterministic: as the engine's setting.
+
+    """
+
+    method: str
+    batch_size: int
+    acceptance: float | None = None
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        acceptance = "" if self.acceptance is None else f", acceptance {self.acceptance}"
+        return f"{self.method} at batch {self.batch_size}{acceptance}{', deterministic' * self.deterministic}"
 
 
 class Run:
@@ -134,55 +160,69 @@ class Bench:
         self.draft.use_graphs(Limits(max(sizes.prompts), ROWS_EACH, sizes.num_draft_tokens))
         self.transcripts: Tokens = []
 
-    def engine(self, method: str, batch_size: int, acceptance: float | None) -> Run:
-        """Make an engine; ``acceptance`` is None for plain decoding."""
-        drafter = None
-        if acceptance is not None:
+    def engine(self, contender: Contender) -> Run:
+        """Make an engine."""
+        drafter, batch_size = None, contender.batch_size
+        if contender.acceptance is not None:
             vocab_size, device = self.sizes.vocab_size, self.target.device
             inner = ModelDrafter(self.draft, vocab_size)
-            drafter = ReplayDrafter(inner, self.transcripts, acceptance, vocab_size, device, SEED)
+            drafter = ReplayDrafter(inner, self.transcripts, contender.acceptance, vocab_size, device, SEED)
         engine = Engine(
             self.target,
             drafter,
-            method="eqspec" if method == PLAIN else method,
+            method="eqspec" if contender.method == PLAIN else contender.method,
             max_batch_size=batch_size,
             num_draft_tokens=self.sizes.num_draft_tokens,
             page_size=PAGE_SIZE,
             # one pool for all runs: graphs belong to a pool
             kv_cache_tokens=2 * batch_size * (self.sizes.prompt_tokens + self.sizes.new_tokens + PAGE_SIZE),
-            deterministic=False,  # costs of the forwards as they are; ties are rare in these models
+            deterministic=contender.deterministic,
         )
         models = [engine.target] if drafter is None else [engine.target, self.draft]
         return Run(engine, models, self.prompts[: self.sizes.prompts[batch_size]])
 
 
-def contenders(sizes: Sizes) -> Iterator[tuple[str, int, float | None]]:
-    """Yield (method, batch size, acceptance); what matters most comes first, should time run out."""
+def contenders(sizes: Sizes) -> Iterator[Contender]:
+    """Yield what is measured; what matters most comes first, should time run out.
+
+    ``deterministic=False`` has the costs of the forwards as they are (ties are rare in these models); the default pads
+    them to row counts that give every row the same bits.
+    """
+    first, *others = sizes.acceptance
     for batch_size in sizes.prompts:
-        yield PLAIN, batch_size, None
-        for acceptance in sizes.acceptance:
-            for method in ("eqspec", "exspec"):
-                yield method, batch_size, acceptance
+        for deterministic in (False, True):
+            yield Contender(PLAIN, batch_size, None, deterministic)
+            yield Contender("eqspec", batch_size, first, deterministic)
+    for batch_size in sizes.prompts:
+        yield Contender("exspec", batch_size, first)
+        for acceptance in others:
+            yield Contender("eqspec", batch_size, acceptance)
+            yield Contender("exspec", batch_size, acceptance)
 
 
 def measure_all(bench: Bench, progress: Progress) -> None:
-    """Time every contender once, after a short run of it; a row each."""
-    plain: dict[int, float] = {}
-    longest = 0.0  # of a run so far: what the next may take
-    for method, batch_size, acceptance in contenders(bench.sizes):
-        name = f"{method} at batch {batch_size}" + ("" if acceptance is None else f", acceptance {acceptance}")
-        if not progress.has_time(name, longest):
-            continue
-        run = bench.engine(method, batch_size, acceptance)
-        run.decode(bench.sizes.warm_up_tokens)
-        row = _measured(run, bench)
-        longest = max(longest, row["seconds"])
-        if method == PLAIN:
-            plain[batch_size] = row["tokens_per_second"]
-        speedup = row["tokens_per_second"] / plain[batch_size] if batch_size in plain else None
-        progress.row(method=method, batch=batch_size, acceptance=acceptance, **row, speedup_over_plain=speedup)
-        del run
+    """Time every contender once, after a run of it in which shapes are recorded; a row each."""
+    plain: dict[tuple[int, bool], float] = {}
+    longest = 0.0  # of a contender so far, all that comes before its timing included: what the next may take
+    for contender in contenders(bench.sizes):
+        began = monotonic()
+        progress.attempt(str(contender), partial(_measure, bench, contender, plain, progress), longest)
+        longest = max(longest, monotonic() - began)
         free_memory(bench.target.device)
+
+
+def _measure(bench: Bench, contender: Contender, plain: dict[tuple[int, bool], float], progress: Progress) -> None:
+    began, speed_of = monotonic(), (contender.batch_size, contender.deterministic)
+    run = bench.engine(contender)
+    made = monotonic()
+    run.decode(bench.sizes.warm_up_tokens)
+    before = {"engine_seconds": made - began, "warm_up_seconds": monotonic() - made}
+    row = _measured(run, bench)
+    if contender.method == PLAIN:
+        plain[speed_of] = row["tokens_per_second"]
+    speedup = row["tokens_per_second"] / plain[speed_of] if speed_of in plain else None
+    asked = {"method": contender.method, "batch": contender.batch_size, "acceptance": contender.acceptance}
+    progress.row(**asked, deterministic=contender.deterministic, **row, **before, speedup_over_plain=speedup)
 
 
 def _measured(run: Run, bench: Bench) -> dict[str, Any]:
@@ -210,7 +250,7 @@ def _check_logits(bench: Bench, texts: Tokens, progress: Progress) -> None:
     The bound is the one that models are admitted by: the square root of the dtype's rounding unit.
     """
     num_rows = bench.sizes.num_draft_tokens + 1
-    ragged = ragged_logits(bench.engine(PLAIN, max(bench.sizes.prompts), None).engine.target, texts, num_rows)
+    ragged = ragged_logits(bench.engine(Contender(PLAIN, max(bench.sizes.prompts))).engine.target, texts, num_rows)
     with torch.inference_mode():
         token_ids = torch.tensor(texts, device=bench.target.device)
         dense = bench.target(token_ids, logits_to_keep=num_rows).logits.flatten(0, 1).float()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,12 +92,19 @@ def run(settings: Settings, progress: Progress) -> None:
     logging.disable_progress_bar()
     sizes = SMOKE if settings.smoke else FULL
     progress.note(prompts=sizes.num_prompts, new_tokens=sizes.max_new_tokens, fp32_noise=FP32_NOISE)
-    exact = Pair(torch.float32, settings, sizes)
-    _compare_all(exact, exact.transformers(1), sizes.exact, progress, gate=True)
-    if progress.has_time("bfloat16"):
-        noisy = Pair(torch.bfloat16, settings, sizes)
-        _compare_all(noisy, noisy.decode(PLAIN, 1, 0)[0], sizes.noisy, progress, gate=False)
-        _noise_floor(noisy, sizes.noisy[0], progress)
+    progress.attempt("float32", partial(_compare_exact, settings, sizes, progress))
+    progress.attempt("bfloat16", partial(_compare_noisy, settings, sizes, progress))
+
+
+def _compare_exact(settings: Settings, sizes: Sizes, progress: Progress) -> None:
+    pair = Pair(torch.float32, settings, sizes)
+    _compare_all(pair, pair.transformers(1), sizes.exact, progress, gate=True)
+
+
+def _compare_noisy(settings: Settings, sizes: Sizes, progress: Progress) -> None:
+    pair = Pair(torch.bfloat16, settings, sizes)
+    _compare_all(pair, pair.decode(PLAIN, 1, 0)[0], sizes.noisy, progress, gate=False)
+    _noise_floor(pair, sizes.noisy[0], progress)
 
 
 def _compare_all(
@@ -106,19 +114,23 @@ def _compare_all(
     speculative = [(method, b, k) for method in ("eqspec", "exspec") for b in batch_sizes for k in ks]
     plain = [(PLAIN, b, 0) for b in batch_sizes if gate or b > 1]  # in bf16 plain decoding at batch 1 is the reference
     for method, batch_size, k in plain + speculative:
-        name = _name(pair, method, batch_size, k)
-        if not progress.has_time(name):
-            continue
-        outputs, engine = pair.decode(method, batch_size, k)
-        found = compare(Setting(method, batch_size, k or None), pair.target, pair.prompts, outputs, expected)
-        shown = _shown(found, pair, expected)
-        stats = engine.last_run
-        decoded = {"mean_acceptance_length": stats.decoding.mean_acceptance_length, "seconds": stats.seconds}
-        progress.row(**_described(found, pair), **decoded, ops=dict(engine.describe()["ops"]), divergences=shown)
-        wrong = [one for one in shown if not one["relative_gap"] <= FP32_NOISE]  # a NaN is wrong too
-        if gate and wrong:
-            why = f"{len(wrong)} of {len(expected)} outputs differ where the best logit leads by more than fp32 noise"
-            progress.fail(name, why, divergences=wrong)
+        setting = Setting(method, batch_size, k or None)
+        check = partial(_compare, pair, setting, expected, progress, gate)
+        progress.attempt(_name(pair, method, batch_size, k), check)
+
+
+def _compare(pair: Pair, setting: Setting, expected: Tokens, progress: Progress, gate: bool) -> None:
+    method, batch_size, k = setting.method, setting.batch_size, setting.num_draft_tokens or 0
+    outputs, engine = pair.decode(method, batch_size, k)
+    found = compare(setting, pair.target, pair.prompts, outputs, expected)
+    shown = _shown(found, pair, expected)
+    stats = engine.last_run
+    decoded = {"mean_acceptance_length": stats.decoding.mean_acceptance_length, "seconds": stats.seconds}
+    progress.row(**_described(found, pair), **decoded, ops=dict(engine.describe()["ops"]), divergences=shown)
+    wrong = [one for one in shown if not one["relative_gap"] <= FP32_NOISE]  # a NaN is wrong too
+    if gate and wrong:
+        why = f"{len(wrong)} of {len(expected)} outputs differ where the best logit leads by more than fp32 noise"
+        progress.fail(_name(pair, method, batch_size, k), why, divergences=wrong)
 
 
 def _noise_floor(pair: Pair, batch_sizes: tuple[int, ...], progress: Progress) -> None:

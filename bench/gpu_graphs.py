@@ -1,8 +1,8 @@
-"""Part "graphs" of ``bench.gpu``: forwards as graphs against the same forwards launched one operation at a time.
+"""Parts "graphs" and "graph_gates" of ``bench.gpu``: forwards as graphs, and launched one operation at a time.
 
 Three gates: with and without graphs the bundled pair emits the same tokens; a model that should have graphs has some;
 and no step waits for the device but for the one transfer of what it found, held up by PyTorch's own watch on waiting.
-Then times at the shapes of ``gpu_decoding``: a plain step, a verification and a drafting loop, as graphs and without,
+Times at the shapes of ``gpu_decoding``: a plain step, a verification and a drafting loop, as graphs and without,
 beside the time that reading the weights and the KV takes at the speed of a copy. Where there are no graphs (on a CPU)
 both are the same. Not yet run on a GPU.
 """
@@ -42,20 +42,18 @@ from specdec_fast.rows import Rows
 BATCH_SIZE, NUM_DRAFT_TOKENS, SAMPLES, CALLS = 4, 3, 5, 8
 
 
-def run(settings: Settings, progress: Progress) -> None:
-    """Check, then measure."""
+# Gates
+
+
+def run_gates(settings: Settings, progress: Progress) -> None:
+    """Decode the bundled pair in every way."""
     full_precision()
     sizes = FEW_PROMPTS if settings.smoke else PROMPTS
     for dtype in (torch.float32, torch.bfloat16):
         pair = Pair(dtype, settings, sizes)
         for method in ("eqspec", "exspec"):
             name = f"{method} in {str(dtype).removeprefix('torch.')}"
-            if progress.has_time(name):
-                _check(name, method, pair, progress)
-    _measure(settings, progress)
-
-
-# Gates
+            progress.attempt(name, partial(_check, name, method, pair, progress))
 
 
 def _check(name: str, method: str, pair: Pair, progress: Progress) -> None:
@@ -133,23 +131,42 @@ def nothing_waits(engine: Engine) -> Iterator[None]:
 # Times
 
 
-def _measure(settings: Settings, progress: Progress) -> None:
+def run(settings: Settings, progress: Progress) -> None:
+    """Time the forwards of a target and of a draft model."""
+    full_precision()
     device, sizes = torch.device(settings.device), gpu_decoding.SMOKE if settings.smoke else gpu_decoding.FULL
     bandwidth = copy_bandwidth((FEW_TIMINGS if settings.smoke else TIMINGS).copy_bytes, device)
     progress.note(copy_gigabytes_per_second=bandwidth / 1e9)
     k, most = sizes.num_draft_tokens, max(sizes.prompts)
     target = _model(sizes.target, sizes, device, Limits(most, k + 1))
-    for batch_size in sorted(sizes.prompts):
+    for batch_size in sizes.prompts:
         for what, count in (("plain step", 1), ("verification", k + 1)):
-            if progress.has_time(f"{what} at batch {batch_size}"):
-                bench = _Forward(target, batch_size, count, sizes)
-                _time(what, bench, (bench.graphed, bench.eager), bandwidth, progress)
-    del target
+            check = partial(_time_forward, what, target, (batch_size, count), sizes, bandwidth, progress)
+            progress.attempt(f"{what} at batch {batch_size}", check)
+    del target, check
     draft = _model(sizes.draft, sizes, device, Limits(most, ROWS_EACH, k))
-    for batch_size in sorted(sizes.prompts):
-        if progress.has_time(f"drafting at batch {batch_size}"):
-            bench = _Forward(draft, batch_size, 1, sizes, num_forwards=k)
-            _time("drafting", bench, (bench.drafted, bench.drafted_eagerly), bandwidth, progress)
+    for batch_size in sizes.prompts:
+        check = partial(_time_drafting, draft, batch_size, sizes, bandwidth, progress)
+        progress.attempt(f"drafting at batch {batch_size}", check)
+
+
+def _time_forward(
+    what: str,
+    target: RaggedModel,
+    shape: tuple[int, int],
+    sizes: gpu_decoding.Sizes,
+    bandwidth: float,
+    progress: Progress,
+) -> None:
+    bench = _Forward(target, *shape, sizes)
+    _time(what, bench, (bench.graphed, bench.eager), bandwidth, progress)
+
+
+def _time_drafting(
+    draft: RaggedModel, batch_size: int, sizes: gpu_decoding.Sizes, bandwidth: float, progress: Progress
+) -> None:
+    bench = _Forward(draft, batch_size, 1, sizes, num_forwards=sizes.num_draft_tokens)
+    _time("drafting", bench, (bench.drafted, bench.drafted_eagerly), bandwidth, progress)
 
 
 def _model(shape: ModelShape, sizes: gpu_decoding.Sizes, device: torch.device, limits: Limits) -> RaggedModel:

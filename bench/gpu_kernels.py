@@ -86,20 +86,20 @@ def run(settings: Settings, progress: Progress) -> None:
                     progress.fail(f"{op.name} on {backend}", reason)
                 continue
             for dtype in sizes.dtypes:
-                if progress.has_time(f"{op.name} on {backend} in {name_of(dtype)}"):
-                    _sweep(op, backend, dtype, device, sizes, progress)
+                what = f"{op.name} on {backend} in {name_of(dtype)}"
+                progress.attempt(what, partial(_sweep, op, backend, dtype, device, sizes, progress))
     attention = all_ops()["paged_attention"]
     for backend in (b for b in serving(attention, device) if b in INDEPENDENT):
         for dtype in sizes.dtypes:
-            if not _misinterprets(attention, backend, dtype) and progress.has_time(
-                f"independent rows on {backend} in {name_of(dtype)}"
-            ):
-                _check_rows(attention, backend, dtype, device, sizes, progress)
+            if not _misinterprets(attention, backend, dtype):
+                what = f"independent rows on {backend} in {name_of(dtype)}"
+                progress.attempt(what, partial(_check_rows, attention, backend, dtype, device, sizes, progress))
     linear = all_ops()["linear"]
     for backend in serving(linear, device):
         for dtype in sizes.dtypes:
-            if not _misinterprets(linear, backend, dtype) and progress.has_time(f"linear on {backend}"):
-                _check_linear(linear, backend, dtype, device, sizes, progress)
+            if not _misinterprets(linear, backend, dtype):
+                what = f"linear on {backend} in {name_of(dtype)}"
+                progress.attempt(what, partial(_check_linear, linear, backend, dtype, device, sizes, progress))
 
 
 def backends_on(op: Op, device: torch.device) -> Iterator[str]:

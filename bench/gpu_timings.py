@@ -1,6 +1,8 @@
 """Part "timings" of ``bench.gpu``: every op against the device's own copy, and attention against FlashAttention.
 
-Two times per call. *microseconds*: the device's, with nothing of the arguments in its cache (``device.cold_seconds``).
+Two times per call. *microseconds*: the device's, with nothing of the arguments in its cache (``device.cold_seconds``):
+that of a graph's replay, so that the host's launches are no part of it; *as_graph* tells whether the call could be
+recorded as one.
 *call_microseconds*: one of many calls launched from Python in a row on the same arguments, which is what an engine pays
 that launches op by op; it is the longer one where launching takes longer than working. Nothing that is wrong is timed.
 """
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from bench.agreement import BASELINE, disagreement, errors, too_far
 from bench.attention_shapes import AttentionShape
-from bench.device import cold_seconds, free_memory, full_precision
+from bench.device import as_graph, cold_seconds, free_memory, full_precision
 from bench.flash_references import FLASH_REFERENCES
 from bench.gpu_kernels import make_case, name_of, serving
 from bench.parts import Progress, Settings, described
@@ -77,9 +79,8 @@ def run(settings: Settings, progress: Progress) -> None:
         bandwidth = copy_bandwidth(sizes.copy_bytes, device)
         progress.note(copy_gigabytes_per_second=bandwidth / 1e9)
         for subject in subjects(sizes, device):
-            if progress.has_time(str(subject)):
-                _time_all(subject, device, bandwidth, progress)
-                free_memory(device)
+            progress.attempt(str(subject), partial(_time_all, subject, device, bandwidth, progress))
+            free_memory(device)
 
 
 def copy_bandwidth(num_bytes: int, device: torch.device) -> float:
@@ -165,12 +166,14 @@ def _time_one(
 
 
 def _figures(call: Call, subject: Subject, device: torch.device, bandwidth: float) -> dict[str, Any]:
-    seconds = cold_seconds(call, device)
+    replay = as_graph(call, device)
+    seconds = cold_seconds(replay or call, device)
     clock = Clock(device)
     in_a_row = clock.seconds(call, clock.calls_per_sample(call))
     num_bytes = subject.op.bytes_moved(**subject.make())
     return {
         "microseconds": 1e6 * seconds,
+        "as_graph": replay is not None,
         "call_microseconds": 1e6 * in_a_row,
         "bytes_moved": num_bytes,
         "gigabytes_per_second": num_bytes / seconds / 1e9,

@@ -57,6 +57,25 @@ class Progress:
         self._keep(self.result)
         return False
 
+    @property
+    def seconds_left(self) -> float:
+        """Seconds to the deadline, none of them negative."""
+        return max(0.0, self._deadline - monotonic())
+
+    def attempt(self, what: str, check: Callable[[], None], seconds: float = 0.0) -> bool:
+        """Make one check if there is time for it; tell whether it came to its end.
+
+        An exception is recorded as a failure, and the checks after it are made all the same.
+        """
+        if not self.has_time(what, seconds):
+            return False
+        try:
+            check()
+        except Exception as error:  # whatever it is, the other checks are to be made
+            self.fail(what, described(error), traceback=tail_of(error))
+            return False
+        return True
+
 
 @dataclass(frozen=True)
 class Settings:

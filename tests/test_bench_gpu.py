@@ -11,7 +11,8 @@ import pytest
 import repeated
 import torch
 
-from bench import gpu, gpu_decoding, gpu_equivalence, gpu_graphs, gpu_kernels, gpu_timings, parts
+from bench import device as bench_device
+from bench import gpu, gpu_decoding, gpu_equivalence, gpu_kernels, gpu_timings, parts
 from bench.flash_references import FLASH_REFERENCES
 from bench.parts import Part, Settings, inline
 from specdec_fast import Engine
@@ -108,8 +109,12 @@ def test_decoding_measures_what_was_asked(smoke):
     found, sizes = smoke[1]["parts"]["decoding"], gpu_decoding.SMOKE
     assert found["logit_distance"] <= found["logit_distance_bound"]
     assert found["median_relative_gap"] > 0.1, "ties must be rare"
-    measured = [(row["method"], row["batch"], row["acceptance"]) for row in found["rows"]]
+    names = ("method", "batch", "acceptance", "deterministic")
+    measured = [gpu_decoding.Contender(*(row[name] for name in names)) for row in found["rows"]]
     assert measured == list(gpu_decoding.contenders(sizes))
+    assert {(row["batch"], row["deterministic"]) for row in found["rows"]} == {
+        (batch, deterministic) for batch in sizes.prompts for deterministic in (False, True)
+    }
     for row in found["rows"]:
         assert row["all_equal"]
         assert row["equal_share"] == 1
@@ -118,11 +123,13 @@ def test_decoding_measures_what_was_asked(smoke):
         assert 0 < row["share_outside_forwards"] < 1
         assert sum(row["host_seconds_by_stage"].values()) <= row["seconds"]
         assert row["mean_acceptance_length"] > 1 or row["acceptance"] is None
+        assert row["speedup_over_plain"] > 0
+        assert row["engine_seconds"] > 0
+        assert row["warm_up_seconds"] > 0
 
 
 def test_graphs_are_checked_and_timed(smoke):
-    rows = smoke[1]["parts"]["graphs"]["rows"]
-    checked, timed = ([row for row in rows if ("microseconds" in row) == is_timed] for is_timed in (False, True))
+    checked, timed = (smoke[1]["parts"][part]["rows"] for part in ("graph_gates", "graphs"))
     assert [row["what"] for row in checked] == [f"{m} in {d}" for d in ("float32", "bfloat16") for m in METHODS]
     assert all(row["equal"] == row["outputs"] > 0 for row in checked)
     assert {(row["what"], row["batch"]) for row in timed} == {
@@ -140,15 +147,15 @@ def test_graphs_that_change_tokens_or_are_missing_are_red(monkeypatch):
     """With repeated calls in the place of graphs, as on a GPU; then with a result that is not the call's."""
     monkeypatch.setattr(registry, "_PROGRAMS", {})
     monkeypatch.setitem(registry._CAPTURES, "cpu", "repeated:Repeated")
-    result = result_of("graphs")
-    assert not result["failures"]
-    assert all(row["target_graphs"] and row["draft_graphs"] for row in result["rows"] if "equal" in row)
-    assert all(row["graphs_captured"] for row in result["rows"] if "microseconds" in row)
-    monkeypatch.setattr(gpu_graphs, "_measure", lambda settings, progress: None)
+    gates, times = result_of("graph_gates"), result_of("graphs")
+    assert not gates["failures"]
+    assert not times["failures"]
+    assert all(row["target_graphs"] and row["draft_graphs"] for row in gates["rows"])
+    assert all(row["graphs_captured"] for row in times["rows"])
     monkeypatch.setattr(repeated.Repeated, "__call__", lambda self, run: Captured(lambda: None, run().clone()))
-    assert any("outputs differ with graphs" in failure["why"] for failure in result_of("graphs")["failures"])
+    assert any("outputs differ with graphs" in failure["why"] for failure in result_of("graph_gates")["failures"])
     monkeypatch.setattr(repeated.Repeated, "__call__", cannot)
-    whys = {failure["why"] for failure in result_of("graphs")["failures"]}
+    whys = {failure["why"] for failure in result_of("graph_gates")["failures"]}
     assert any(why.startswith("the target has no graphs") for why in whys)
 
 
@@ -273,6 +280,72 @@ def test_another_token_is_red_unless_the_best_logits_are_near(monkeypatch):
     assert not result_of("equivalence")["failures"]
 
 
+def test_an_exception_ends_its_check_only(monkeypatch):
+    """A GPU is not at hand twice: what can still be found is found."""
+    ragged = gpu_decoding.ragged_logits
+
+    def raises(*args):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(gpu_decoding, "ragged_logits", raises)
+    result = result_of("decoding")
+    assert [failure["why"] for failure in result["failures"]] == ["RuntimeError: no kernel image"]
+    assert any("in raises" in line for line in result["failures"][0]["traceback"])
+    assert len(result["rows"]) == len(list(gpu_decoding.contenders(gpu_decoding.SMOKE)))
+    monkeypatch.setattr(gpu_decoding, "ragged_logits", ragged)
+    generate = Engine.generate
+    calls = []
+
+    def fails_once(self, *args, **kwargs):
+        calls.append(self)
+        if len(calls) == 4:
+            raise RuntimeError("illegal memory access")
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "generate", fails_once)
+    result = result_of("decoding")
+    assert [failure["what"] for failure in result["failures"]] == ["eqspec at batch 2, acceptance 0.8"]
+    assert len(result["rows"]) == len(list(gpu_decoding.contenders(gpu_decoding.SMOKE))) - 1
+
+
+def test_time_for_engines_and_recording_counts(monkeypatch):
+    """What is measured takes a fraction of what comes before it."""
+    clock = [0.0]
+    engine = gpu_decoding.Bench.engine
+
+    def slow(self, contender):
+        clock[0] += 100
+        return engine(self, contender)
+
+    monkeypatch.setattr(gpu_decoding.Bench, "engine", slow)
+    monkeypatch.setattr(gpu_decoding, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(parts, "monotonic", lambda: clock[0])
+    result = inline(PARTS["decoding"], SMOKE, 450.0, lambda found: None)
+    assert len(result["rows"]) == 2, "a third one would end after the deadline"
+    assert result["skipped"][0] == "plain at batch 2, deterministic"
+
+
+def test_ops_are_timed_as_graphs_where_there_are_any(monkeypatch, only):
+    """A call that cannot be recorded is timed as it is."""
+    monkeypatch.setattr(bench_device, "captures", lambda: {"cpu": repeated.Repeated})
+    rows = [row for row in result_of("timings")["rows"] if "microseconds" in row]
+    assert rows
+    assert all(row["as_graph"] for row in rows)
+    monkeypatch.setattr(repeated.Repeated, "__call__", cannot)
+    rows = [row for row in result_of("timings")["rows"] if "microseconds" in row]
+    assert rows
+    assert not any(row["as_graph"] for row in rows)
+
+
+def test_parts_can_be_chosen(tmp_path, capsys):
+    _, content = main(tmp_path, "--parts", "timings,equivalence")
+    assert list(content["parts"]) == ["environment", "timings", "equivalence"]
+    assert "timings: done after" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(tmp_path, "--parts", "timing")
+    assert "unknown part timing; there are compile, graphs, decoding" in capsys.readouterr().err
+
+
 def test_wrong_logits_of_a_verification_are_red(monkeypatch):
     ragged = gpu_decoding.ragged_logits
     monkeypatch.setattr(gpu_decoding, "ragged_logits", lambda *args: 1.01 * ragged(*args))
@@ -308,7 +381,7 @@ def test_parts_after_the_budget_are_skipped_and_told(tmp_path, capsys):
     assert out.splitlines()[-1].endswith(f"no time for all of environment, {', '.join(PARTS)}")
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", sorted(PARTS.keys() - {"compile"}))
 def test_what_a_part_has_no_time_for_is_named(name, monkeypatch):
     result = result_of(name, seconds=0.0)
     assert result["status"] == "done"
@@ -316,9 +389,10 @@ def test_what_a_part_has_no_time_for_is_named(name, monkeypatch):
     first = {
         "kernels": "append_kv_ on cpp in float32",
         "timings": "paged_attention verify_2x40 bfloat16",
-        "equivalence": "plain at batch 2, K 0, float32",
-        "graphs": "eqspec in float32",
-        "decoding": "plain at batch 2",
+        "equivalence": "float32",
+        "graphs": "plain step at batch 2",
+        "graph_gates": "eqspec in float32",
+        "decoding": "logits of a verification",
     }
     assert result["skipped"][0] == first[name]
 

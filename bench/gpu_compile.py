@@ -1,0 +1,124 @@
+"""Part "compile" of ``bench.gpu``: everything that the other parts launch, compiled on all cores into Triton's cache.
+
+Compiled one by one where they are first launched, the kernels would take longer than all measurements. What will be
+launched is found by calling the launchers on the CPU (``bench.launches``); processes of their own then compile a share
+each, and what they leave in the cache is found by every process after them. On a CPU it compiles for Hopper.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from bench import gpu_decoding, gpu_kernels
+from bench.launches import Call, Heads, Note, calls_of_cases, calls_on, launcher, notes_of
+from bench.pairs import ModelShape
+from bench.parts import Progress, Settings, described
+from specdec_fast.ops.registry import INTERPRETING
+
+ROOT = Path(__file__).parents[1]
+BUNDLED = (Heads(4, 2, 32, 1024), Heads(2, 1, 32, 1024))  # target and draft
+ROWS = (6, 1, 3)  # of a batch; no compilation depends on them
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def run(settings: Settings, progress: Progress) -> None:
+    """Find what will be launched, and compile it."""
+    if INTERPRETING:
+        progress.row(not_served="Triton's interpreter stands in the compiler's place")
+        return
+    target = _target(torch.device(settings.device))
+    began = monotonic()
+    notes = notes_of(_smoke_calls() if settings.smoke else _calls(), target)
+    progress.note(target=str(target), compilations=len(notes), finding_seconds=monotonic() - began)
+    jobs = min(len(notes), os.cpu_count() or 1)
+    shares = [notes[i::jobs] for i in range(jobs)]
+    began, done = monotonic(), 0
+    with ThreadPoolExecutor(jobs) as pool:  # each thread waits for a process
+        compiled = partial(_compiled_elsewhere, target=target, seconds=progress.seconds_left)
+        for result in chain.from_iterable(pool.map(compiled, shares)):
+            done += 1
+            if "error" in result:
+                progress.fail(result["kernel"], result["error"])
+    progress.row(compiled=done, of=len(notes), processes=jobs, seconds=monotonic() - began)
+    if done < len(notes):
+        progress.has_time(f"{len(notes) - done} compilations", float("inf"))
+
+
+def _target(device: torch.device) -> GPUTarget:
+    if device.type != "cuda":
+        return HOPPER
+    from triton.runtime.driver import driver
+
+    return driver.active.get_current_target()
+
+
+def _calls() -> Iterator[tuple[str, Call]]:
+    """Yield calls that launch all that the other parts launch, at their sizes but for contexts and batches."""
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    yield from calls_of_cases(floats, benchmarks=False)
+    yield from calls_of_cases((torch.float32, torch.bfloat16), benchmarks=True)
+    shape, (in_features, out_features) = gpu_kernels.FULL.verify, gpu_kernels.FULL.linear
+    for dtype in floats:
+        yield from calls_on(Heads(shape.heads, shape.kv_heads, shape.head_dim, 1024), dtype, ROWS)
+        rows, weight = torch.empty(2, in_features, dtype=dtype), torch.empty(out_features, in_features, dtype=dtype)
+        yield "linear", partial(launcher("linear"), rows, weight)
+        for bundled in BUNDLED:
+            yield from calls_on(bundled, dtype, ROWS)
+    sizes = gpu_decoding.FULL
+    for model in (sizes.target, sizes.draft):
+        yield from calls_on(heads_of(model, sizes.vocab_size), sizes.dtype, ROWS)
+
+
+def _smoke_calls() -> Iterator[tuple[str, Call]]:
+    sizes = gpu_decoding.SMOKE
+    for name, call in calls_on(heads_of(sizes.target, sizes.vocab_size), sizes.dtype, ROWS):
+        if name in ("append", "greedy"):
+            yield name, call
+
+
+def heads_of(model: ModelShape, vocab_size: int) -> Heads:
+    """Return what the ops see of a model."""
+    return Heads(model.num_attention_heads, model.num_key_value_heads, model.head_dim, vocab_size)
+
+
+def _compiled_elsewhere(notes: list[Note], target: GPUTarget, seconds: float) -> list[dict[str, Any]]:
+    """Compile in a process of its own; return what it said of each until it ended or time was up."""
+    command = [sys.executable, "-m", "bench.gpu_compile"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"input": pickle.dumps((target, notes)), "stdout": subprocess.PIPE, "cwd": ROOT}
+    try:
+        said = subprocess.run(command, env=environment, timeout=seconds, check=False, **options).stdout
+    except subprocess.TimeoutExpired as stopped:
+        said = stopped.stdout or b""
+    complete = said.rpartition(b"\n")[0]
+    return [json.loads(line) for line in complete.splitlines() if line.startswith(b"{")]
+
+
+def main() -> None:
+    """Compile what comes from standard input; print a line for each."""
+    target, notes = pickle.load(sys.stdin.buffer)
+    for note in notes:
+        said: dict[str, Any] = {"kernel": str(note.asked)}
+        try:
+            note.compile(target)
+        except Exception as error:  # whatever the compiler raises; the others are to be compiled
+            said["error"] = described(error)
+        print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
