@@ -54,7 +54,8 @@ if __name__ == "__main__":
     result = json.loads(found.splitlines()[-1])
     assert (result["status"], result["failures"], result["skipped"]) == ("done", [], [])
     assert result["rows"][0]["compiled"] == result["rows"][0]["of"] == result["compilations"] > 2
-    assert json.loads((out / "gpu.json").read_text())["parts"]["compile"]["rows"] == result["rows"]
+    kept = json.loads((out / "gpu.json").read_text())["parts"]["compile"]
+    assert kept["rows"][0]["compiled"] == result["compilations"], "written before the part has ended"
     compiled = kernels_in(cache)
     assert len(compiled) == result["compilations"]
     launching = """
