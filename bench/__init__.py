@@ -1,9 +1,23 @@
 """Benchmarks. In a checkout that is not installed, the kernels are found where they lie."""
 
-from importlib.util import find_spec
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
+from typing import Any
 
-import specdec_fast
+_KERNELS = Path(__file__).parents[1] / "triton_kernels"
 
-if find_spec("specdec_fast.triton_kernels") is None:  # an installation has them inside the package: see setup.py
-    specdec_fast.__path__.append(str(Path(__file__).parents[1]))
+
+class _InCheckout:
+    """Finds ``specdec_fast.triton_kernels`` if nothing else does; an installation has it inside the package."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "specdec_fast.triton_kernels":
+            return None
+        return spec_from_file_location(name, _KERNELS / "__init__.py", submodule_search_locations=[str(_KERNELS)])
+
+
+if _InCheckout not in sys.meta_path:
+    sys.meta_path.append(_InCheckout)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.references import attention_in_float64, linear_in_float64
+from bench.references import attention_in_float64, grouped_linear_in_float64, linear_in_float64
 from specdec_fast.ops import Op
 
 BASELINE = "torch"  # the backend of the oracle, which runs anywhere
@@ -18,10 +18,12 @@ BASELINE = "torch"  # the backend of the oracle, which runs anywhere
 TRUTH: Mapping[str, Callable[..., Tensor]] = {
     "paged_attention": attention_in_float64,
     "linear": linear_in_float64,
+    "grouped_linear": grouped_linear_in_float64,
 }
 LONGEST_SUM: Mapping[str, Callable[[dict[str, Any]], int]] = {
     "paged_attention": lambda args: args["batch"].max_seqlen_k,
     "linear": lambda args: args["rows"].shape[1],
+    "grouped_linear": lambda args: args["rows"].shape[2],
 }
 
 

@@ -152,6 +152,16 @@ def linear_in_float64(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return products if bias is None else products + bias.double()
 
 
+def grouped_linear_in_float64(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what ``grouped_linear`` is by definition; one expert's weights at a time, because fp64 ones are large."""
+    lines = rows.double().expand(-1, expert_ids.shape[1], -1)
+    out = lines.new_zeros(*expert_ids.shape, weight.shape[1])
+    for expert in expert_ids.unique().tolist():
+        chosen = expert_ids == expert
+        out[chosen] = linear_in_float64(lines[chosen], weight[expert], None if bias is None else bias[expert])
+    return out
+
+
 REFERENCES = {
     "paged_attention": (Reference("sdpa_dense", sdpa_dense),),
     "verify_chain": (

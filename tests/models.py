@@ -62,7 +62,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def tiny_model(architecture: str, seed: int = 0) -> torch.nn.Module:
     """Build a random fp32 model of three layers."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[architecture], dtype=torch.float32).eval()
+    config, options = CONFIGS[architecture], {}
+    if getattr(config, "attn_logit_softcapping", None):
+        options["attn_implementation"] = "eager"  # before 5.18 transformers lets such models run SDPA, which has no cap
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(".sinks"):
             parameter.data.normal_(std=3.0)  # those of a new model may all be 0

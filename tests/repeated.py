@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -45,7 +46,9 @@ class Waits(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name in _READS or (name in ("tensor", "as_tensor") and (kwargs or {}).get("device") is not None):
+        # By name "cpu" is the host, on a GPU as well; a tensor's own device is what stands in for the GPU here.
+        leaves_host = not isinstance((kwargs or {}).get("device"), (str, NoneType))
+        if name in _READS or (name in ("tensor", "as_tensor") and leaves_host):
             self.found.append(name)
         if name in ("__getitem__", "__setitem__") and _holds_list(args[1]):
             self.found.append(f"{name} by a list")
