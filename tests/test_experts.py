@@ -37,6 +37,15 @@ CONFIGS = {
         **_SMALL, num_local_experts=4, shared_intermediate_size=24
     ),
     "minimax-m2": lambda: transformers.MiniMaxM2Config(**_SMALL, head_dim=16, num_local_experts=4),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **{**_DEEPSEEK, "head_dim": 8},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        first_k_dense_replace=1,
+    ),
     "gpt-oss": lambda: transformers.GptOssConfig(**_SMALL, head_dim=16, num_local_experts=4),  # transposed, biases
     "flex-olmo": lambda: transformers.FlexOlmoConfig(**_SMALL, num_experts=6),
 }
