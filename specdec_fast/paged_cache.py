@@ -22,8 +22,10 @@ class PagedCache(Cache):
     """
 
     def __init__(self, pool: PagePool, batch: RaggedBatch, ops: Ops, sliding_layers: frozenset[int]) -> None:
-        super().__init__(layers=[])
+        # Nothing of the base class is kept: what is not answered here has no answer, see below.
         self.pool, self.batch = pool, batch
+        self.claimed_length = 0  # a length for whoever only wants one; see cache_answers.py for who computes with it
+        self.questions: set[str] = set()  # what was answered with it
         self._attended = batch.row_by_row() if pool.row_rule.attends_alone else batch
         # The pool has laid the batch out, so only what the model brings is checked, and that here.
         self.ops = ops.unchecked or ops
@@ -73,5 +75,61 @@ class PagedCache(Cache):
             )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are passed to the model explicitly, so nothing may be inferred from a length."""
-        return 0
+        """Return ``claimed_length``: sequences have many lengths, and positions are passed to the model explicitly."""
+        self.questions.add("get_seq_length")
+        return self.claimed_length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return the same."""
+        self.questions.add("get_query_offset")
+        return self.claimed_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return length and offset of a mask over ``claimed_length`` entries and the rows: there is no mask."""
+        self.questions.add("get_mask_sizes")
+        return self.claimed_length + int(query_length), 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: the pages have no length of their own."""
+        return -1
+
+    def __len__(self) -> int:
+        """Return how many layers it has."""
+        return self.pool.layout.num_layers
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Whether each layer has a sliding window."""
+        return [layer in self.sliding_layers for layer in range(len(self))]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer is a linear attention: none is."""
+        return [False] * len(self)
+
+    is_dummy = is_linear
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``torch.compile`` may take it: no."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there is memory for keys and values."""
+        return True
+
+
+def _refuse(name: str) -> property:
+    """Make an attribute of a base class' cache that nobody may read."""
+
+    def refuse(self: PagedCache) -> Any:
+        raise UnsupportedModelError(f"the model asks its KV cache for `{name}`, which a paged cache cannot answer.")
+
+    return property(refuse)
+
+
+# What the base class would answer from layers that are not there: a wrong answer would be computed with.
+for _name in {*dir(Cache), "layers", "layer_class_to_replicate", "offloading"} - set(vars(PagedCache)):
+    if not _name.startswith("_"):
+        setattr(PagedCache, _name, _refuse(_name))
