@@ -23,6 +23,7 @@ from specdec_fast.determinism import make_deterministic
 from specdec_fast.draft_lengths import make_draft_lengths
 from specdec_fast.drafters import Drafter, make_drafter, wanted_draft
 from specdec_fast.errors import EngineBusyError, KVCacheTooSmallError
+from specdec_fast.failures import named_failures
 from specdec_fast.graphs import described
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.loading import load_model
@@ -30,6 +31,7 @@ from specdec_fast.models import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.outputs import Steps, chunks_of, output_of
 from specdec_fast.prefilling import prefill
+from specdec_fast.processes import enter_process, expect_process
 from specdec_fast.progress import Progress
 from specdec_fast.requests import RequestBuilder, as_params_list, as_prompt_list
 from specdec_fast.schedulers import make_scheduler
@@ -59,6 +61,7 @@ class Engine:
         UnsupportedModelError: a model cannot be run on a paged KV cache.
         VocabularyMismatchError: the draft's tokens are not the target's.
         BackendError: the backend asked for cannot run here.
+        ForkedProcessError: this process was forked from one that has made an engine, and has several threads.
         DeterminismError: ``deterministic=True``, and no row count makes a model's bits independent of the batch.
 
     """
@@ -76,14 +79,16 @@ class Engine:
         self.scheduler = make_scheduler(self.config)
         wanted = wanted_draft(draft, self.config)
         expect_tokenizer(tokenizer)
+        self._process = enter_process()
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         if self.config.enforce_eager:
             self._ops = replace(self._ops, program=None, why_no_program="enforce_eager=True", capture=None)
-        self.target = RaggedModel(model, self._ops, self.config.page_size)
-        if self.config.deterministic:
-            make_deterministic(self.target, self.config.max_batch_size * (self.config.most_draft_tokens + 1))
-        self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
+        with named_failures(model):
+            self.target = RaggedModel(model, self._ops, self.config.page_size)
+            if self.config.deterministic:
+                make_deterministic(self.target, self.config.max_batch_size * (self.config.most_draft_tokens + 1))
+            self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = tokenizer or load_tokenizer(getattr(model.config, "_name_or_path", None))
         self.drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
         self.draft_lengths = make_draft_lengths(self.config, self.target, None if wanted is None else self.drafter)
@@ -107,6 +112,7 @@ class Engine:
             InvalidParamsError, NotYetSupportedError, ConfigError: before any work, for arguments that are wrong as
                 a whole.
             EngineBusyError: a stream of this engine is still open.
+            ForkedProcessError: the engine was made in the process that this one was forked from.
 
         """
         sequences = self._build(prompts, params)
@@ -163,6 +169,7 @@ class Engine:
         return self.target.layout.device.type != "cpu"
 
     def _expect_idle(self) -> None:
+        expect_process(self._process)
         if self._busy:
             raise EngineBusyError("a stream of this engine is still open; finish or close() it first.")
 

@@ -50,6 +50,10 @@ class EngineBusyError(SpecDecError, RuntimeError):
     """A call reached an engine that is still serving another."""
 
 
+class ForkedProcessError(SpecDecError, RuntimeError):
+    """An engine was used, or made, in a process forked from one that had made an engine: it would hang."""
+
+
 class RequestError(SpecDecError):
     """Something wrong with one request; the others of its batch are not touched."""
 

@@ -273,6 +273,7 @@ class Plan:
         scratch_bytes: of a thread's own.
         vocab_size: width of the logits.
         logits_dtype: of the logits.
+        baked: parameters and buffers of which the instructions keep numbers instead of reading them where they are.
 
     """
 
@@ -284,3 +285,4 @@ class Plan:
     scratch_bytes: int
     vocab_size: int
     logits_dtype: torch.dtype
+    baked: tuple[Tensor, ...] = ()

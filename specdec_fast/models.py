@@ -22,8 +22,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec_fast.architecture import check_decoder, max_positions, sliding_layers
 from specdec_fast.buckets import Limits
-from specdec_fast.errors import SpecDecError, UnsupportedModelError
+from specdec_fast.cache_answers import check_ignores_answers
+from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.experts import computed_by, expert_configs, mixture
+from specdec_fast.failures import named_failures
 from specdec_fast.graphs import Graphs
 from specdec_fast.instructions import ForwardProgram
 from specdec_fast.kv_cache import PagePool
@@ -36,6 +38,7 @@ from specdec_fast.paged_cache import PagedCache
 from specdec_fast.program import NotLowerableError, compile_forward
 from specdec_fast.ragged import Scores
 from specdec_fast.rows import RaggedBatch, RowRule, Rows
+from specdec_fast.watching import Watch
 
 _ATTENTION = "specdec_paged"
 _EXPERTS = "specdec_grouped"
@@ -105,14 +108,14 @@ class RaggedModel:
         self._expert_configs = expert_configs(model)
         self.row_rule = RowRule(largest=MAX_PREFILL_ROWS)
         self.program: ForwardProgram | None = None
-        self._addresses: list[int] = []
+        self._watch: Watch | None = None
         self.why_no_program = ops.why_no_program
         self.graphs: Graphs | None = None
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.max_positions = max_positions(self.config)
         self.eos_token_ids = eos_token_ids(model)
         probe = torch.arange(8, device=model.device) % self.config.vocab_size
-        try:
+        with named_failures(model):
             logits = _dense_logits(model, probe)
             self.layout = self._probe_layout(probe)
             self.vocab_size = logits.shape[-1]
@@ -120,12 +123,8 @@ class RaggedModel:
             self._make_program(probe, logits)
             if self.program is None:
                 _check_reproduces(self, probe, logits)
-        except SpecDecError:
-            raise
-        except Exception as error:  # whatever code of the model's own stumbles over an absent mask or dense cache
-            raise UnsupportedModelError(
-                f"{type(model).__name__} cannot run on a paged KV cache: {type(error).__name__}: {error}"
-            ) from error
+            with self._attending_over_pages():
+                check_ignores_answers(type(model).__name__, self._call, self.layout, self._make_cache)
 
     @property
     def name(self) -> str:
@@ -174,7 +173,7 @@ class RaggedModel:
         return logits if logit_rows is not None else logits[: len(batch.token_ids)]
 
     def _forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
-        cache = PagedCache(pool, batch, self.ops, self._sliding_layers)
+        cache = self._make_cache(pool, batch)
         token_ids, wanted = batch.token_ids, logit_rows
         if batch.padding:
             token_ids = pad(token_ids, (0, batch.padding))  # any token will do
@@ -189,6 +188,9 @@ class RaggedModel:
         if logit_rows is None:
             return logits[: len(batch.token_ids)]
         return logits[: len(logit_rows)] if self._keeps_rows else logits[logit_rows]
+
+    def _make_cache(self, pool: PagePool, batch: RaggedBatch) -> PagedCache:
+        return PagedCache(pool, batch, self.ops, self._sliding_layers)
 
     def _call(self, token_ids: Tensor, positions: Tensor, cache: _HookedCache, logit_rows: Tensor | None) -> Tensor:
         """Call the Hugging Face model itself: ``[1, T]`` ids and positions to logits ``[1, R, vocab_size]``."""
@@ -217,29 +219,27 @@ class RaggedModel:
             with self._attending_over_pages():  # with linears that ATen sees
                 plan = compile_forward(self.model, self._call, self.layout, self.ops, self._sliding_layers)
             self.program = self.ops.program(plan)
-            self._addresses = self._weight_addresses()
+            self._watch = Watch(self.model, plan.baked)
             _check_reproduces(self, token_ids, dense_logits)
         except (NotLowerableError, UnsupportedModelError) as error:
             self.program, self.why_no_program = None, str(error)
         except Exception as error:  # a model's own code may do anything; PyTorch runs it all the same
             self.program, self.why_no_program = None, f"recording it failed: {type(error).__name__}: {error}"
 
-    def _weight_addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.model.parameters()]
-
     def expect_same_weights(self) -> None:
-        """Hold the model to the memory that its program reads.
+        """Hold the model to what its program was made from.
 
         Raises:
-            UnsupportedModelError: weights have been moved or exchanged since it was loaded.
+            UnsupportedModelError: something has changed since that the program would not see.
 
         """
         if self.graphs is not None:
             self.graphs.expect_same_weights()
-        if self.program is not None and self._addresses != self._weight_addresses():
+        change = None if self.program is None or self._watch is None else self._watch.change()
+        if change is not None:
             raise UnsupportedModelError(
-                f"the weights of {self.name} have been moved, cast or exchanged since the engine was made, which reads "
-                "them where they were; make a new Engine. (Changes in place are seen.)"
+                f"{self.name} is not what it was when the engine was made: {change}; make a new Engine. (Other changes "
+                "of weights in place are seen.)"
             )
 
     @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from models import tiny_model
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -282,6 +283,23 @@ def test_window_that_only_the_mask_knows_is_refused():
     )
     with pytest.raises(sd.UnsupportedModelError, match="window through the mask alone"):
         sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
+
+
+@pytest.mark.parametrize("rows", [2, 4])  # the first forward, or one that only a later probe runs
+def test_whatever_a_model_raises_is_typed_and_names_the_layer(rows):
+    model = tiny_model("llama")
+    module = model.model.layers[1].mlp
+    original = module.forward
+
+    class Stumbling(type(module)):
+        def forward(self, x):
+            if x.shape[1] % rows == 0:
+                raise AttributeError("no such thing")
+            return original(x)
+
+    module.__class__ = Stumbling
+    with pytest.raises(sd.UnsupportedModelError, match=r"in model\.layers\.1\.mlp: AttributeError: no such thing"):
+        sd.Engine(model, None, enforce_eager=True)
 
 
 def test_model_without_a_head():

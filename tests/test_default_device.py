@@ -30,7 +30,7 @@ def _meta():
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 def test_an_engine_lives_under_another_default_device(target, draft, prompt_ids, expected, drafter, settings):
     engine = sd.Engine(target, draft if drafter == "model" else drafter, max_batch_size=4, **settings)
-    params = [sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, logprobs=2) for _ in prompt_ids[:6]]
+    params = [sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, logprobs=True) for _ in prompt_ids[:6]]
     outputs = engine.generate(prompt_ids[:6], params)
     assert [o.token_ids for o in outputs] == expected[:6]
     drawn = sd.SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, repetition_penalty=1.2)

@@ -349,6 +349,88 @@ def test_weights_that_have_been_moved_are_noticed(which):
     assert again.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))[0].token_ids == expected
 
 
+class Scaled(torch.nn.Module):
+    """Multiplies by a scalar of its own, as some architectures scale residuals."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.scale = inner, torch.nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+def scaled_llama():
+    model = tiny_model("llama")
+    model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+    return model
+
+
+def change_scalar(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.scale.mul_(2)
+
+
+def change_scalar_behind_the_counter(model):
+    model.model.layers[0].mlp.scale.data.mul_(2)
+
+
+def change_norm(model):
+    model.model.layers[0].input_layernorm.weight.data.add_(0.5)  # Gemma computes with 1 + weight
+
+
+def exchange_buffer(model):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def exchange_module(model):
+    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
+
+
+def add_hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0)
+
+
+def add_pre_hook(model):
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: None)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "message"),
+    [
+        (scaled_llama, change_scalar, "in place"),
+        (scaled_llama, change_scalar_behind_the_counter, "in place"),
+        (lambda: tiny_model("gemma2"), change_norm, "in place"),
+        (lambda: tiny_model("llama"), exchange_buffer, "exchanged"),
+        (lambda: tiny_model("llama"), exchange_module, "exchanged"),
+        (lambda: tiny_model("llama"), add_hook, "hooks"),
+        (lambda: tiny_model("llama"), add_pre_hook, "hooks"),
+    ],
+)
+def test_what_a_program_would_not_see_is_noticed(make, change, message):
+    model, params = make(), sd.SamplingParams(max_new_tokens=4, logprobs=True)
+    engine = sd.Engine(model, None)
+    assert engine.target.program is not None, engine.target.why_no_program
+    engine.generate([[1, 2, 3]], params)
+    change(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        engine.generate([[1, 2, 3]], params)
+    eager = sd.Engine(model, None, enforce_eager=True).generate([[1, 2, 3]], params)[0]
+    again = sd.Engine(model, None).generate([[1, 2, 3]], params)[0]
+    assert again.token_ids == eager.token_ids
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt-neox"])
+def test_a_program_keeps_numbers_of_little(architecture):
+    """Matrices are read where they are; a change of one in place must not be refused."""
+    model = RaggedModel(tiny_model(architecture), resolve(CPU))
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(1.5)
+    model.expect_same_weights()
+
+
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
 def test_tokens_outside_the_vocabulary_are_refused(token_id):
     with pytest.raises(IndexError, match=f"token id {token_id} lies outside a table of {VOCAB_SIZE} rows"):

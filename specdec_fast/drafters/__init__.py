@@ -18,6 +18,7 @@ from specdec_fast.drafters.model import ROWS_EACH, ModelDrafter
 from specdec_fast.drafters.ngram import NgramDrafter
 from specdec_fast.drafters.none import NoDrafter
 from specdec_fast.errors import ConfigError, VocabularyMismatchError
+from specdec_fast.failures import named_failures
 from specdec_fast.loading import load_model
 from specdec_fast.models import RaggedModel
 from specdec_fast.ops import Ops
@@ -80,9 +81,10 @@ def make_drafter(
         return NAMED_DRAFTERS[draft](target.layout.device)
     loaded = isinstance(draft, nn.Module)
     module = load_model(draft, None if loaded else config.dtype, target.layout.device, "draft")  # type: ignore[arg-type]
-    model = RaggedModel(module, ops, config.page_size)
-    if config.deterministic:
-        make_deterministic(model, ROWS_EACH * config.max_batch_size)
+    with named_failures(module):
+        model = RaggedModel(module, ops, config.page_size)
+        if config.deterministic:
+            make_deterministic(model, ROWS_EACH * config.max_batch_size)
     model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))
     _check_vocabulary(model, target, tokenizer)
     return ModelDrafter(model, target.vocab_size)

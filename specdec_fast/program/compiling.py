@@ -37,6 +37,7 @@ class _Recorded:
     instructions: list[Instruction]
     logits: int  # a buffer
     vocab_size: int
+    baked: set[int]  # storages, by address, of which numbers are kept
 
 
 class _RecordingCache(PagedCache):
@@ -85,7 +86,8 @@ def compile_forward(model: nn.Module, forward: Forward, layout: KVLayout, ops: O
     if hooked is not None:
         raise NotLowerableError(f"a {hooked} has forward hooks, which a program would not call")
     first, second = (_record(forward, layout, ops, sliding, *counts) for counts in _COUNTS)
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    tensors = [*model.parameters(), *model.buffers()]
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     if _signature(first, own) != _signature(second, own):
         raise NotLowerableError("two batches are not computed in the same way")
     places, arena_bytes, scratch_bytes = placed(first.instructions, first.tape.buffers, first.logits)
@@ -98,6 +100,7 @@ def compile_forward(model: nn.Module, forward: Forward, layout: KVLayout, ops: O
         scratch_bytes,
         first.vocab_size,
         first.tape.buffers[first.logits].dtype,
+        tuple(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in first.baked),
     )
 
 
@@ -122,7 +125,16 @@ def _record(
     if not view.is_dense or view.size != tape.buffers[view.buffer].size:
         view = tape.copied(view)
     instructions = linears_first(without_unread(tape.instructions, view.buffer))
-    return _Recorded(tape, instructions, view.buffer, view.size)
+    read = {each.untyped_storage().data_ptr() for instruction in instructions for each in _constants(instruction)}
+    baked = recorder.computed_from | (recorder.met_rows - read)
+    return _Recorded(tape, instructions, view.buffer, view.size, baked)
+
+
+def _constants(instruction: Instruction) -> list[Tensor]:
+    """Return what an instruction reads where it is."""
+    if isinstance(instruction, RowOp):
+        return [operand.source for operand in instruction.inputs if isinstance(operand.source, Tensor)]
+    return [value for value in vars(instruction).values() if isinstance(value, Tensor)]
 
 
 def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:

@@ -28,6 +28,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.tape = tape
         self._is_paused = False
+        # Storages of constants, by address: those that met rows, and those whose numbers other constants came from.
+        self.met_rows: set[int] = set()
+        self.computed_from: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -35,8 +38,15 @@ class Recorder(TorchDispatchMode):
         """Compute one ATen operation, and write it down if it depends on the rows."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._is_paused or all(self.tape.value(tensor) is None for tensor in _tensors(args, kwargs)):
+        if self._is_paused:
             return result
+        constants = [tensor for tensor in _tensors(args, kwargs) if self.tape.value(tensor) is None]
+        if len(constants) == len(list(_tensors(args, kwargs))):
+            kept = {_address(each) for each in _tensors((result,), {})}  # of a view nothing is computed
+            self.computed_from.update(_address(tensor) for tensor in constants if kept != {_address(tensor)})
+            return result
+        self.met_rows.update(map(_address, constants))
+        self.computed_from.update(_address(tensor) for tensor in constants if tensor.dim() == 0)
         full_name = str(func).removeprefix("aten.")
         name, overload = full_name.split(".")
         in_place = name.endswith("_") and not name.endswith("__") and full_name not in LOWERED
@@ -56,6 +66,10 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._is_paused = False
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
