@@ -9,7 +9,7 @@ GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/bin/
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
 
-.PHONY: demo test test-oldest lint sanitize bench exactness gpu-check clean
+.PHONY: demo test test-oldest lint sanitize bench exactness sweep gpu-check clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
@@ -40,6 +40,10 @@ exactness: $(VENV)/.installed-bench
 	for dtype in bfloat16 float16 float32; do \
 	  $(VENV)/bin/python -m bench.exactness --parts matrix --dtype $$dtype --threads 1 \
 	    --json bench/results/exactness-$$dtype.json --plot bench/results/exactness-$$dtype.png || exit 1; done
+
+# Every causal architecture of transformers as a tiny random model, in some ten minutes: docs/models.md.
+sweep: $(VENV)/.installed
+	$(VENV)/bin/python -m bench.sweep
 
 # Everything that needs an NVIDIA GPU, in nine minutes: $(OUT)/gpu.json. Runs with the Python it is given and installs
 # nothing: make gpu-check PYTHON=python3 OUT=... GPU_CHECK="--parts compile,graphs --budget 300"
