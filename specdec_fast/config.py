@@ -45,9 +45,9 @@ class EngineConfig:
         dtype: of the weights (a torch dtype or its name); None takes the checkpoint's.
         device: where to run; None takes CUDA where there is one, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
-        deterministic: pad forwards to row counts at which every row has the same bits in every batch, in any dtype;
-            which they are is probed when an engine is made (``describe()`` tells), for the number of threads then set.
-            False saves the padding; near-ties between tokens may then fall differently in different batches.
+        deterministic: give every row the same bits in every batch and engine, in any dtype, at one number of threads.
+            Where PyTorch runs forwards, that takes padding and more calls (``describe()`` tells which way).
+            False saves them; near-ties between tokens may then fall differently in different batches.
         enforce_eager: run every forward as the model's own PyTorch code, operation by operation: for debugging, or for
             hooks that must see every forward. By default, on the CPU, a forward is written down when an engine is made,
             with the weights that the model has then, and runs as one call (``specdec_fast/program/``); on a GPU

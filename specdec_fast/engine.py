@@ -53,16 +53,14 @@ class Engine:
         draft: the same for a draft model; ``"ngram"``; a Drafter; or None (or ``"none"``) for plain decoding.
         config: an EngineConfig; its fields may be given as keywords instead.
         tokenizer: the target's; None loads the one beside the model, if there is one. Or an object of your own, with
-            ``__call__(text).input_ids`` and ``decode(ids, skip_special_tokens=True)``; the text of some ids must begin
-            the text of more, but for bytes of an incomplete character.
+            ``__call__(text).input_ids`` and ``decode(ids, skip_special_tokens=True)``: more ids may only add text.
 
     Raises:
         ConfigError: unknown method, keyword or backend, or a value out of range.
-        UnsupportedModelError: a model cannot be run on a paged KV cache.
-        VocabularyMismatchError: the draft's tokens are not the target's.
+        UnsupportedModelError, VocabularyMismatchError: a model cannot be paged; the draft's tokens are others.
         BackendError: the backend asked for cannot run here.
         ForkedProcessError: this process was forked from one that has made an engine, and has several threads.
-        DeterminismError: ``deterministic=True``, and no row count makes a model's bits independent of the batch.
+        DeterminismError: ``deterministic=True``, and a model's bits depend on the batch even one row at a time.
 
     """
 
@@ -87,7 +85,7 @@ class Engine:
         with named_failures(model):
             self.target = RaggedModel(model, self._ops, self.config.page_size)
             if self.config.deterministic:
-                make_deterministic(self.target, self.config.max_batch_size * (self.config.most_draft_tokens + 1))
+                make_deterministic(self.target)
             self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = tokenizer or load_tokenizer(getattr(model.config, "_name_or_path", None))
         self.drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
@@ -142,10 +140,12 @@ class Engine:
             "device": str(self.target.layout.device),
             "deterministic": self.config.deterministic,
             "row_multiple": self.target.row_rule.multiple,
-            "own_linears": len(self.target.linears.modules),
+            "own_linears": len(self.target.linears.served(self.target.row_rule.multiple > 1)),
             "forward_program": self.target.program is not None,
             "why_no_program": self.target.why_no_program,
             "attends_alone": self.target.row_rule.attends_alone,
+            "rows_one_by_one": self.target.row_rule.one_by_one,
+            "why_one_by_one": self.target.why_one_by_one,
             **described(self.target.graphs),
             "draft": self.drafter.describe(),
             "ops": dict(self._ops.chosen),

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from specdec_fast.apart import apart
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.ops import Ops
 
@@ -38,9 +39,9 @@ def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Te
     if module._is_expert_parallel:
         raise UnsupportedModelError(f"the experts of {type(module).__name__} are spread over several devices.")
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    products = ops.grouped_linear(rows[:, None], expert_ids, *_weights(module, name))
+    products = apart(ops.grouped_linear, rows[:, None], expert_ids, *_weights(module, name))
     products = module._apply_gate(products) if module.has_gate else module.act_fn(products)
-    products = ops.grouped_linear(products, expert_ids, *_weights(module, "down_proj"))
+    products = apart(ops.grouped_linear, products, expert_ids, *_weights(module, "down_proj"))
     if module.has_post_expert_norm:
         products = module.post_expert_norm(products)
     weighted = products * weights[..., None]

@@ -57,11 +57,11 @@ class PagePool:
         # by indexing them.
         self._places: dict[Hashable, int] = {}
         self._free_places: list[int] = []
-        # Padding rows have place 0, all of whose pages are the scratch page.
+        # Nobody's is place 0, all of whose pages are the scratch page.
         self._in_page = np.arange(page_size, dtype=np.int32)
         self._table_of = np.zeros((1, 1), np.int32)  # [places, pages]
         self._slot_of = np.zeros((1, page_size), np.int32)  # [places, pages * page_size]
-        self._make_place(self._pages(self.row_rule.multiple))
+        self._make_place(1)
 
     @property
     def num_free_pages(self) -> int:
@@ -168,51 +168,34 @@ class PagePool:
             ends.append(start + count)
             self._hand_out(owner, start + count + later)
             places.append(self._places[owner])
-        counts = tuple([count for _, _, count in rows])
-        padding = self.row_rule.padding(sum(counts))
-        later_padding = self.row_rule.padding(len(counts)) if later else 0
-        if padding or later_padding:
-            places.append(0)
-            ends.append(padding)
         place, end = np.array([places, ends], np.int64)
         longest = max(ends, default=0)
-        widest = max(longest + later, later_padding)
-        table = self._to_device(self._table_of[:, : max(1, self._pages(widest))][place])
-        if not padding:
-            place, end = place[: len(counts)], end[: len(counts)]
-        layout = row_layout(counts, padding, self.layout.device)
-        end_of_row = end[layout.sequence]
-        positions = end_of_row + layout.back
+        table = self._to_device(self._table_of[:, : max(1, self._pages(longest + later))][place])
+        layout = row_layout(tuple([count for _, _, count in rows]), self.layout.device)
+        positions = end[layout.sequence] + layout.back
         first = partial(
             RaggedBatch,
             positions=self._to_device(positions),
             slot_mapping=self._to_device(self._slot_of[place[layout.sequence], positions]),
             seqused_k=self._to_device(end.astype(np.int32)),
-            cu_seqlens_q=layout.cu_seqlens_q,
+            cu_seqlens_q=layout.cu_seqlens,
             cu_seqlens=layout.cu_seqlens,
             last_rows=layout.last_rows,
             most_rows=layout.most_rows,
-            block_table=table[: len(end)],
-            max_seqlen_q=layout.max_count,
+            block_table=table,
+            max_seqlen_q=layout.most_rows,
             max_seqlen_k=longest,
         )
-        return first, place[: len(counts)], end[: len(counts)], table
+        return first, place, end, table
 
     def _one_row_each(
         self, place: np.ndarray, end: np.ndarray, table: Tensor, num_forwards: int
     ) -> list[partial[RaggedBatch]]:
         """Lay out the forwards after the first: row j of forward i stands at position ``end[j] + i``."""
-        padding = self.row_rule.padding(len(end))
-        layout = row_layout((1,) * len(end), padding, self.layout.device)
+        layout = row_layout((1,) * len(end), self.layout.device)
         positions = end + np.arange(num_forwards)[:, None]  # [num_forwards, B]
         slots, used = self._slot_of[place, positions], (positions + 1).astype(np.int32)
-        if padding:
-            positions, slots = (
-                np.hstack([own, np.broadcast_to(added, (num_forwards, padding))])
-                for own, added in ((positions, np.arange(padding)), (slots, self._slot_of[0, :padding]))
-            )
-            used = np.hstack([used, np.full((num_forwards, 1), padding, np.int32)])
-        longest = max(int(end.max()) + 1, padding)
+        longest = int(end.max()) + 1
         per_forward = zip(*(self._to_device(array).unbind() for array in (positions, slots, used)), strict=True)
         return [
             partial(
@@ -220,12 +203,12 @@ class PagePool:
                 positions=positions,
                 slot_mapping=slots,
                 seqused_k=used,
-                cu_seqlens_q=layout.cu_seqlens_q,
+                cu_seqlens_q=layout.cu_seqlens,
                 cu_seqlens=layout.cu_seqlens,
                 last_rows=layout.last_rows,
                 most_rows=1,
-                block_table=table[: len(end) + bool(padding)],
-                max_seqlen_q=layout.max_count,
+                block_table=table,
+                max_seqlen_q=1,
                 max_seqlen_k=longest + i,
             )
             for i, (positions, slots, used) in enumerate(per_forward)

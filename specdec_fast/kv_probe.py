@@ -48,6 +48,10 @@ class KVProbe(Cache):
         self._attended[layer_idx] = key, value  # kept, so that another tensor is never taken for it
         return query.new_zeros(1, num_rows, num_heads, value.shape[3])
 
+    def num_own(self, num_rows: int) -> int:
+        """Return ``num_rows``: there is no padding."""
+        return num_rows
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0, as ``PagedCache`` does."""
         return 0

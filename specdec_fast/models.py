@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers import DynamicCache, PreTrainedModel
 
+from specdec_fast.apart import one_thread
 from specdec_fast.architecture import check_decoder, max_positions, sliding_layers
 from specdec_fast.buckets import Limits
 from specdec_fast.cache_answers import check_ignores_answers
 from specdec_fast.errors import UnsupportedModelError
-from specdec_fast.experts import computed_by, expert_configs, mixture
+from specdec_fast.experts import expert_configs
 from specdec_fast.failures import named_failures
 from specdec_fast.graphs import Graphs
+from specdec_fast.hooks import active_cache, hooked, lock_of
 from specdec_fast.instructions import ForwardProgram
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.kv_layout import KVLayout
@@ -36,66 +36,28 @@ from specdec_fast.loading import eos_token_ids
 from specdec_fast.ops import Ops
 from specdec_fast.paged_cache import PagedCache
 from specdec_fast.program import NotLowerableError, compile_forward
-from specdec_fast.ragged import Scores
 from specdec_fast.rows import RaggedBatch, RowRule, Rows
 from specdec_fast.watching import Watch
 
-_ATTENTION = "specdec_paged"
-_EXPERTS = "specdec_grouped"
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
-_HookedCache = PagedCache | KVProbe
-# The cache of the forward under way. Not every architecture hands unknown keyword arguments down to its attention,
-# so the hook finds its batch here.
-_active_cache: ContextVar[_HookedCache] = ContextVar("active_cache")
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Serve ``transformers``' attention call from the pages, which get its keys and values; no mask is needed.
-
-    Attention sinks come as ``s_aux``.
-    """
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    cache = _active_cache.get()
-    if sliding_window is None and layer in cache.sliding_layers:
-        raise UnsupportedModelError(f"layer {layer} slides its window through the mask alone, which pages have not.")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cache.attend(query, key, value, layer, Scores(scale, sliding_window, softcap, kwargs.get("s_aux"))), None
-
-
-def _mix_experts(module: nn.Module, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """Serve ``transformers``' call of a mixture of experts."""
-    return mixture(_active_cache.get().ops, module, rows, expert_ids, weights)
-
-
-AttentionInterface.register(_ATTENTION, _attend)
-ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _mix_experts)
 
 
 class RaggedModel:
     """A causal language model that computes any rows of any sequences in one forward.
 
     Attributes:
-        model: the Hugging Face model, as given; only its attention function and large linears are exchanged, and
-            only during a forward.
+        model: the Hugging Face model, as given; only its attention function and linears are exchanged, only during
+            a forward, and by one thread at a time.
         layout: what one position of its KV cache is made of.
         vocab_size: width of its logits.
         max_positions: positions it can serve; None if it does not say.
         eos_token_ids: ids that end a text, from its generation config.
-        linears: its layers that the op ``linear`` computes during a forward.
+        linears: how its linears are computed during a forward.
         program: its whole forward in one call, made when it is loaded; None where PyTorch runs it.
         why_no_program: the reason for that.
         graphs: its forwards of few rows as graphs; None until ``use_graphs``, and where the device has none.
-        row_rule: what its page pools pad forwards to; nothing, unless somebody probed for it.
+        row_rule: what its page pools have forwards computed by; as the model does, unless somebody asked for more.
+        why_one_by_one: what in it mixes rows, if that is why it computes them one by one.
         page_size: of the pages that it is probed with: those it will be served with, because an op may refuse others.
 
     """
@@ -106,7 +68,10 @@ class RaggedModel:
         self.linears = Linears(model, ops)
         self.config = model.config.get_text_config(decoder=True)
         self._expert_configs = expert_configs(model)
+        self._lock = lock_of(self.config)
+        self._attached_by: int | None = None  # a thread
         self.row_rule = RowRule(largest=MAX_PREFILL_ROWS)
+        self.why_one_by_one: str | None = None
         self.program: ForwardProgram | None = None
         self._watch: Watch | None = None
         self.why_no_program = ops.why_no_program
@@ -116,14 +81,15 @@ class RaggedModel:
         self.eos_token_ids = eos_token_ids(model)
         probe = torch.arange(8, device=model.device) % self.config.vocab_size
         with named_failures(model):
-            logits = _dense_logits(model, probe)
+            with self._lock:
+                logits = _dense_logits(model, probe)
             self.layout = self._probe_layout(probe)
             self.vocab_size = logits.shape[-1]
             self._sliding_layers = sliding_layers(self.config, self.layout.num_layers)
             self._make_program(probe, logits)
             if self.program is None:
                 _check_reproduces(self, probe, logits)
-            with self._attending_over_pages():
+            with self._hooked():
                 check_ignores_answers(type(model).__name__, self._call, self.layout, self._make_cache)
 
     @property
@@ -160,54 +126,63 @@ class RaggedModel:
             self.graphs = Graphs(self.model, self._run_eagerly, self.ops.capture(self.layout.device), limits)
 
     def _run_eagerly(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
+        if pool.row_rule.one_by_one:
+            logits = torch.cat([self._run_attached(row, pool, None) for row in batch.one_by_one()])
+            return logits if logit_rows is None else logits[logit_rows]
+        return self._run_attached(batch, pool, logit_rows)
+
+    def _run_attached(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
         # A step is in inference mode already, and a drafting loop attached: each costs microseconds to enter.
-        if torch.is_inference_mode_enabled() and self.config._attn_implementation == _ATTENTION:
+        if torch.is_inference_mode_enabled() and self._attached_by == get_ident():
             return self._forward(batch, pool, logit_rows)
         with torch.inference_mode(), self.attached():
             return self._forward(batch, pool, logit_rows)
 
     def _run_program(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
         assert self.program is not None
-        token_ids = pad(batch.token_ids, (0, batch.padding)) if batch.padding else batch.token_ids
-        logits = self.program(token_ids, batch, pool.pages, logit_rows)
-        return logits if logit_rows is not None else logits[: len(batch.token_ids)]
+        return self.program(batch.token_ids, batch, pool.pages, logit_rows)
 
     def _forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
-        cache = self._make_cache(pool, batch)
-        token_ids, wanted = batch.token_ids, logit_rows
-        if batch.padding:
-            token_ids = pad(token_ids, (0, batch.padding))  # any token will do
-        if wanted is not None and (missing := pool.row_rule.padding(len(wanted))):
-            wanted = pad(wanted, (0, missing))  # the output layer is a linear as well
-        logits = self._call(token_ids[None], batch.positions[None], cache, wanted)[0]
+        cache, rule = self._make_cache(pool, batch), pool.row_rule
+        token_ids, positions, wanted = batch.token_ids, batch.positions, logit_rows
+        num_rows, num_wanted = len(token_ids), len(token_ids) if wanted is None else len(wanted)
+        if missing := rule.padding(num_rows):  # any token will do, at a position that every model has
+            token_ids, positions = pad(token_ids, (0, missing)), pad(positions, (0, missing))
+        if wanted is not None and (missing := rule.padding(num_wanted)):
+            wanted = pad(wanted, (0, missing))
+        self.linears.real_rows = _real_rows(rule, num_wanted, num_rows)
+        with one_thread() if rule.multiple > 1 and token_ids.device.type == "cpu" else nullcontext():
+            logits = self._call(token_ids[None], positions[None], cache, wanted)[0]
         if cache.num_attended != self.layout.num_layers:
             raise UnsupportedModelError(
                 f"{cache.num_attended} of {self.layout.num_layers} layers of {type(self.model).__name__} attend "
                 "through transformers' AttentionInterface; the others would not see the paged KV cache."
             )
         if logit_rows is None:
-            return logits[: len(batch.token_ids)]
-        return logits[: len(logit_rows)] if self._keeps_rows else logits[logit_rows]
+            return logits[:num_rows]
+        return logits[:num_wanted] if self._keeps_rows else logits[logit_rows]
 
     def _make_cache(self, pool: PagePool, batch: RaggedBatch) -> PagedCache:
         return PagedCache(pool, batch, self.ops, self._sliding_layers)
 
-    def _call(self, token_ids: Tensor, positions: Tensor, cache: _HookedCache, logit_rows: Tensor | None) -> Tensor:
+    def _call(
+        self, token_ids: Tensor, positions: Tensor, cache: PagedCache | KVProbe, logit_rows: Tensor | None
+    ) -> Tensor:
         """Call the Hugging Face model itself: ``[1, T]`` ids and positions to logits ``[1, R, vocab_size]``."""
         keep = {"logits_to_keep": logit_rows} if logit_rows is not None and self._keeps_rows else {}
-        token = _active_cache.set(cache)
+        token = active_cache.set(cache)
         try:
             return self.model(
                 input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, **keep
             ).logits
         finally:
-            _active_cache.reset(token)
+            active_cache.reset(token)
 
     @torch.inference_mode()
     def _probe_layout(self, token_ids: Tensor) -> KVLayout:
         """Find out what the layers attend over."""
         probe, positions = KVProbe(self.ops), torch.arange(len(token_ids), device=token_ids.device)
-        with self._attending_over_pages():
+        with self._hooked():
             self._call(token_ids[None], positions[None], probe, None)
         return probe.layout(type(self.model).__name__)
 
@@ -216,7 +191,7 @@ class RaggedModel:
         if self.ops.program is None:
             return
         try:
-            with self._attending_over_pages():  # with linears that ATen sees
+            with self._hooked():  # with linears that ATen sees
                 plan = compile_forward(self.model, self._call, self.layout, self.ops, self._sliding_layers)
             self.program = self.ops.program(plan)
             self._watch = Watch(self.model, plan.baked)
@@ -242,6 +217,9 @@ class RaggedModel:
                 "of weights in place are seen.)"
             )
 
+    def _hooked(self) -> AbstractContextManager[None]:
+        return hooked(self.config, self._expert_configs, self._lock)
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Exchange the model's attention function and linears, as a forward does for itself where nobody has done it.
@@ -252,22 +230,17 @@ class RaggedModel:
         if self.program is not None:  # nothing of the model runs
             yield
             return
-        with self._attending_over_pages():
-            self.linears.attach()
+        with self._hooked(), self.linears.attached():
+            before, self._attached_by = self._attached_by, get_ident()
             try:
                 yield
             finally:
-                self.linears.detach()
+                self._attached_by = before
 
-    @contextmanager
-    def _attending_over_pages(self) -> Iterator[None]:
-        previous = self.config._attn_implementation
-        self.config._attn_implementation = _ATTENTION
-        try:
-            with computed_by(_EXPERTS, self._expert_configs):
-                yield
-        finally:
-            self.config._attn_implementation = previous
+
+def _real_rows(rule: RowRule, *counts: int) -> dict[int, int] | None:
+    """Return the number of rows before padding by that after it: of two that become one, the larger."""
+    return {count + rule.padding(count): count for count in sorted(counts)} if rule.multiple > 1 else None
 
 
 @torch.inference_mode()

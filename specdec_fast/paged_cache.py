@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
 
+from specdec_fast.apart import apart
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.ops import Ops
@@ -18,7 +20,8 @@ class PagedCache(Cache):
     """What a Hugging Face model takes for its KV cache during one forward over a ragged batch.
 
     ``update`` hands the new rows back as they are; the attention hook writes what it is given of them into pages, and
-    reads these.
+    reads these. The model may compute rows of padding after those of the batch: they are not written, and zeros come
+    out for them.
     """
 
     def __init__(self, pool: PagePool, batch: RaggedBatch, ops: Ops, sliding_layers: frozenset[int]) -> None:
@@ -26,6 +29,8 @@ class PagedCache(Cache):
         self.pool, self.batch = pool, batch
         self.claimed_length = 0  # a length for whoever only wants one; see cache_answers.py for who computes with it
         self.questions: set[str] = set()  # what was answered with it
+        self._num_rows = batch.positions.shape[0]
+        self._padding = pool.row_rule.padding(self._num_rows)
         self._attended = batch.row_by_row() if pool.row_rule.attends_alone else batch
         # The pool has laid the batch out, so only what the model brings is checked, and that here.
         self.ops = ops.unchecked or ops
@@ -59,13 +64,22 @@ class PagedCache(Cache):
         if self.pool.layout.sources[layer_idx] == layer_idx:
             self._check("keys", layer_idx, key, key_head_dim, key.shape[1] == num_heads)
             self._check("values", layer_idx, value, value_head_dim, value.shape[1] == num_heads)
-            rows = (key[0].transpose(0, 1), value[0].transpose(0, 1))  # [T, num_kv_heads, head size]
-            self.ops.append_kv_(*pages, *rows, self.batch.slot_mapping)
-        return self.ops.paged_attention(query[0].transpose(0, 1), pages, self._attended, scores)[None]
+            rows = (self._own(key), self._own(value))  # [T, num_kv_heads, head size]
+            apart(self.ops.append_kv_, *pages, *rows, self.batch.slot_mapping)
+        out = apart(self.ops.paged_attention, self._own(query), pages, self._attended, scores)
+        return (pad(out, (0, 0, 0, 0, 0, self._padding)) if self._padding else out)[None]
+
+    def num_own(self, num_rows: int) -> int:
+        """Return how many of the rows that the model computes are the batch's."""
+        return self._num_rows if num_rows == self._num_rows + self._padding else num_rows
+
+    def _own(self, states: Tensor) -> Tensor:
+        """Return the batch's rows of ``[1, heads, T + padding, head size]``: ``[T, heads, head size]``."""
+        return states[0].transpose(0, 1)[: self._num_rows]
 
     def _check(self, name: str, layer_idx: int, states: Tensor, head_dim: int, heads_fit: bool) -> None:
         """Hold what the model computed to the pool's layout: a kernel would read and write past its rows."""
-        layout, num_rows = self.pool.layout, self.batch.positions.shape[0]
+        layout, num_rows = self.pool.layout, self._num_rows + self._padding
         fits = heads_fit and (states.shape[0], *states.shape[2:]) == (1, num_rows, head_dim)
         if not fits or states.dtype != layout.dtype:
             raise UnsupportedModelError(

@@ -57,19 +57,21 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True)
 class RowRule:
-    """How many rows a forward may have, so that every row gets the same bits whatever rows are beside it.
+    """How rows are computed, so that every row gets the same bits whatever rows are beside it.
 
     Attributes:
-        multiple: row counts are rounded up to a multiple of it; 1 pads nothing.
-        largest: rows of one forward at most: up to there the claim was probed.
+        multiple: PyTorch computes so many rows or a multiple of it, and linears in chunks of them; 1 pads nothing.
+        largest: rows of one prefill forward at most.
         attends_alone: attention gets each row as a sequence of its own, for an implementation whose bits otherwise
             depend on the rows beside it.
+        one_by_one: a forward of PyTorch's has one row, and a batch takes as many as it has rows.
 
     """
 
     multiple: int = 1
     largest: int = 2048
     attends_alone: bool = False
+    one_by_one: bool = False
 
     def padding(self, num_rows: int) -> int:
         """Return how many rows to add."""
@@ -80,17 +82,14 @@ class RowRule:
 class RaggedBatch(PagedBatch):
     """The rows of one forward, sequence after sequence.
 
-    Where a RowRule asks for more rows, they are one more sequence, the last, on the scratch page. The fields of
-    ``PagedBatch``, ``positions`` and ``slot_mapping`` count it in; ``token_ids``, ``cu_seqlens``,
-    ``last_rows`` and ``most_rows`` do not.
-
     Attributes:
         token_ids: ``[T]`` int64.
-        positions: ``[T + padding]`` int64, each token's index in its own sequence (I1).
-        slot_mapping: ``[T + padding]`` int32, where each row's KV entry goes.
-        cu_seqlens: ``[B + 1]`` int32, where each sequence's rows begin.
+        positions: ``[T]`` int64, each token's index in its own sequence (I1).
+        slot_mapping: ``[T]`` int32, where each row's KV entry goes.
+        cu_seqlens: ``[B + 1]`` int32, where each sequence's rows begin; the same as ``cu_seqlens_q`` unless a graph's
+            bucket adds sequences of its own.
         last_rows: ``[B]`` int64, the last row of each sequence.
-        most_rows: rows of the sequence that has most, ``max_seqlen_q`` but for the padding.
+        most_rows: rows of the sequence that has most.
 
     """
 
@@ -101,45 +100,61 @@ class RaggedBatch(PagedBatch):
     last_rows: Tensor
     most_rows: int
 
-    @property
-    def padding(self) -> int:
-        """Rows that belong to nobody."""
-        return self.positions.shape[0] - self.token_ids.shape[0]
-
     def row_by_row(self) -> PagedBatch:
         """Return the same rows for attention, each as a sequence of its own over the same pages."""
         num_rows = self.positions.shape[0]
         each = torch.arange(num_rows + 1, dtype=torch.int32, device=self.positions.device)
-        owner = torch.repeat_interleave(self.cu_seqlens_q.diff().long(), output_size=num_rows)
         return PagedBatch(
             cu_seqlens_q=each,
             seqused_k=(self.positions + 1).int(),
-            block_table=self.block_table[owner],
+            block_table=self.block_table[self._owners()],
             max_seqlen_q=1,
             max_seqlen_k=self.max_seqlen_k,
         )
+
+    def one_by_one(self) -> list[RaggedBatch]:
+        """Return a batch of each row, in order: it attends to the KV entries of those before it."""
+        owners, one = self._owners(), self.cu_seqlens.new_tensor([0, 1])
+        tables, used = self.block_table[owners], (self.positions + 1).int()
+        return [
+            RaggedBatch(
+                token_ids=self.token_ids[row : row + 1],
+                positions=self.positions[row : row + 1],
+                slot_mapping=self.slot_mapping[row : row + 1],
+                cu_seqlens_q=one,
+                cu_seqlens=one,
+                seqused_k=used[row : row + 1],
+                block_table=tables[row : row + 1],
+                last_rows=self.last_rows.new_zeros(1),
+                most_rows=1,
+                max_seqlen_q=1,
+                max_seqlen_k=self.max_seqlen_k,
+            )
+            for row in range(self.positions.shape[0])
+        ]
+
+    def _owners(self) -> Tensor:
+        """Return the place of each row's sequence: ``[T]`` int64."""
+        counts = self.cu_seqlens_q.diff().long()
+        return torch.repeat_interleave(counts, output_size=self.positions.shape[0])
 
 
 class RowLayout(NamedTuple):
     """What the rows of a forward have in common with those of every other one of the same counts."""
 
-    cu_seqlens_q: Tensor  # [B + 1] int32, one more with padding; on the device, as the next two
-    cu_seqlens: Tensor  # [B + 1] int32
+    cu_seqlens: Tensor  # [B + 1] int32, on the device, as the next
     last_rows: Tensor  # [B] int64
-    sequence: np.ndarray  # [T + padding], to which each row belongs
-    back: np.ndarray  # [T + padding], each row's position less the end of its sequence's span; negative
-    max_count: int
-    most_rows: int  # of one sequence, as max_count, but for the padding
+    sequence: np.ndarray  # [T], to which each row belongs
+    back: np.ndarray  # [T], each row's position less the end of its sequence's span; negative
+    most_rows: int  # of one sequence
 
 
 @lru_cache(maxsize=256)
-def row_layout(counts: tuple[int, ...], padding: int, device: torch.device) -> RowLayout:
+def row_layout(counts: tuple[int, ...], device: torch.device) -> RowLayout:
     """Make it once, because a run asks for the same few again and again. Nobody may write to what is shared."""
-    padded = (*counts, padding) if padding else counts
-    cu_seqlens = np.zeros(len(padded) + 1, np.int32)
-    np.cumsum(padded, out=cu_seqlens[1:])
-    sequence = np.repeat(np.arange(len(padded)), padded)
+    cu_seqlens = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=cu_seqlens[1:])
+    sequence = np.repeat(np.arange(len(counts)), counts)
     back = np.arange(len(sequence)) - cu_seqlens[1:][sequence]
     on_device = to_device(cu_seqlens, device)
-    own = on_device[: len(counts) + 1]
-    return RowLayout(on_device, own, own[1:].long() - 1, sequence, back, max(padded, default=0), max(counts, default=0))
+    return RowLayout(on_device, on_device[1:].long() - 1, sequence, back, max(counts, default=0))

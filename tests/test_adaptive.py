@@ -210,8 +210,8 @@ def test_forwards_that_were_measured_on_a_busy_machine():
 
 
 def test_cost_curve_follows_what_steps_take():
-    curve = CostCurve({1: 1.0, 4: 1.0, 8: 2.0}, multiple=4)
-    assert curve([0, 1, 4, 5, 8, 12]) == pytest.approx([0, 1, 1, 2, 2, 3])
+    curve = CostCurve({1: 1.0, 4: 1.0, 8: 2.0})
+    assert curve([0, 1, 4, 5, 8, 12]) == pytest.approx([0, 1, 1, 1.25, 2, 3])
     for _ in range(60):
         curve.observe(4, 2.0)
     assert curve([4, 8]) == pytest.approx([2, 4], rel=0.2)

@@ -101,7 +101,7 @@ def test_only_a_forward_exchanges_what_computes_the_experts():
     model.set_experts_implementation("batched_mm")
     ragged = RaggedModel(model, resolve(CPU))
     assert model.config._experts_implementation == "batched_mm"
-    with ragged._attending_over_pages():
+    with ragged._hooked():
         assert model.config._experts_implementation == "specdec_grouped"
     assert model.config._experts_implementation == "batched_mm"
     model(torch.tensor([[1, 2, 3]]))

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # a new one has to be named here.
 LAYERS = (
     {"errors", "assets", "decoders"},
-    {"types", "ragged", "text", "transfers", "kv_layout"},
+    {"types", "ragged", "text", "transfers", "kv_layout", "apart", "row_counts"},
     {"emission", "params", "stopping"},
     {"config", "sequence", "rows"},
     {"sampling", "instructions"},
@@ -27,7 +27,7 @@ LAYERS = (
     {"architecture", "kv_cache", "kv_probe", "loading", "linears", "experts", "buckets"},
     {"watching", "failures", "processes"},
     {"paged_cache"},
-    {"program", "graphs", "cache_answers"},
+    {"program", "graphs", "hooks", "row_mixing", "cache_answers"},
     {"models"},
     {"prefilling", "determinism", "timing"},
     {"drafters", "schedulers", "requests", "committing", "outputs", "progress", "equivalence"},

@@ -32,7 +32,7 @@ def make_draft_lengths(config: EngineConfig, target: RaggedModel, drafter: Draft
         return FixedLength(config.most_draft_tokens)
     most, num = config.most_draft_tokens, config.max_batch_size
     measured = forward_seconds(target, row_counts(num * (most + 1)), num)
-    verify = CostCurve(measured, target.row_rule.multiple, is_rough=is_rough(measured))
+    verify = CostCurve(measured, is_rough=is_rough(measured))
     drafting = drafter.forward_seconds(row_counts(max(num, _CATCHING_UP)))
     if drafting is None:
         costs = StepCosts(verify, unknown_cost(num))

@@ -20,15 +20,12 @@ class CostCurve:
 
     Args:
         seconds: by rows, at one count at least.
-        multiple: row counts are rounded up to a multiple of it (``RowRule``).
         is_measured: False if ``seconds`` are but a guess, so that the first observation at each count decides.
         is_rough: whether not all were measured more than once, so that the first observations at a count weigh more.
 
     """
 
-    def __init__(
-        self, seconds: Mapping[int, float], multiple: int = 1, is_measured: bool = True, is_rough: bool = False
-    ) -> None:
+    def __init__(self, seconds: Mapping[int, float], is_measured: bool = True, is_rough: bool = False) -> None:
         counts = sorted(seconds)
         values = [max(seconds[count], 1e-9) for count in counts]
         values = _least_from(values)  # noise only adds
@@ -36,7 +33,6 @@ class CostCurve:
         if len(counts) > 1:
             slope = (values[-1] - values[-2]) / (counts[-1] - counts[-2])
         far = 64 * counts[-1]
-        self._multiple = multiple
         self._counts = [*counts, far]
         self._measured = [*values, values[-1] + slope * (far - counts[-1])]
         self._overall, self._num_observed = 0.0, 0  # logarithm of the factor
@@ -66,7 +62,7 @@ class CostCurve:
 
     def num_observed(self, rows: int) -> int:
         """Return how many steps of about ``rows`` rows have told something."""
-        return self._num_at_count[self._nearest(rows + -rows % self._multiple)]
+        return self._num_at_count[self._nearest(rows)]
 
     def measured(self, rows: int) -> float:
         """Return the seconds at ``rows`` before any correction."""
@@ -76,7 +72,7 @@ class CostCurve:
         """Return what stands between the ``values`` at the counts around ``rows``, and 0 for no rows."""
         found = self._places.get(rows)
         if found is None:
-            found = self._places[rows] = self._place_of(rows + -rows % self._multiple)
+            found = self._places[rows] = self._place_of(rows)
         below, share = found
         return values[below] + share * (values[below + 1] - values[below]) if rows else 0.0
 
@@ -91,7 +87,7 @@ class CostCurve:
         """Learn that forwards of about ``rows`` rows took ``ratio`` times the measured seconds."""
         if ratio <= 0:
             return
-        node = self._nearest(rows + -rows % self._multiple)
+        node = self._nearest(rows)
         surprise = log(ratio) - self._overall - self._at_count[node]
         if not (self._is_measured or self._num_observed):
             self._overall = surprise

@@ -84,7 +84,7 @@ def make_drafter(
     with named_failures(module):
         model = RaggedModel(module, ops, config.page_size)
         if config.deterministic:
-            make_deterministic(model, ROWS_EACH * config.max_batch_size)
+            make_deterministic(model)
     model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))
     _check_vocabulary(model, target, tokenizer)
     return ModelDrafter(model, target.vocab_size)

@@ -187,4 +187,5 @@ OP = Op(
     benchmarks=_benchmarks,
     bytes_moved=_bytes_moved,
     exact=False,
+    invariant=frozenset({"cpp", "triton"}),
 )

@@ -83,6 +83,7 @@ class Op:
         bytes_moved: bytes that must be read or written at least, for given arguments.
         exact: whether implementations must agree bit for bit (integers, copies) or within rounding.
         preference: what "auto" takes on a device type, where it is not the best backend that runs there.
+        invariant: implementations that give a row the same bits whatever rows are beside it, by construction.
 
     """
 
@@ -94,6 +95,7 @@ class Op:
     bytes_moved: Callable[..., int]
     exact: bool = True
     preference: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    invariant: frozenset[str] = frozenset()
 
     def load(self, backend: str, check: bool = True) -> Callable[..., Any]:
         """Import the backend's implementation and put the argument check before it, unless told not to.
@@ -158,10 +160,9 @@ class Ops:
     capture: Callable[[torch.device], Capture] | None = field(repr=False, default=None)
     unchecked: Ops | None = field(repr=False, default=None)
 
-    @property
-    def has_own_linear(self) -> bool:
-        """Whether ``linear`` is other than PyTorch's own."""
-        return self.chosen["linear"] != "torch"
+    def is_invariant(self, op: str) -> bool:
+        """Return whether the implementation of ``op`` gives a row the same bits whatever rows are beside it."""
+        return self.chosen[op] in all_ops()[op].invariant
 
 
 def _on_device_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:

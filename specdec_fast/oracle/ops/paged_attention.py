@@ -38,7 +38,8 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         tree = None if batch.tree_mask is None else batch.tree_mask[starts[b] : starts[b + 1]]
         visible = _visible(num_rows, context, scores.sliding_window, tree, query.device)
         if num_rows:
-            rows = query[starts[b] : starts[b + 1]].transpose(0, 1)  # [H, rows, D]
+            # [H, rows, D], copied: a library may add in another order at another alignment.
+            rows = query[starts[b] : starts[b + 1]].transpose(0, 1).clone()
             out[starts[b] : starts[b + 1]] = _attend_finite(rows, key, value, visible, scores).transpose(0, 1)
     return out
 

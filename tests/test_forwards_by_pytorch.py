@@ -1,0 +1,200 @@
+"""Forwards that PyTorch runs: the same bits in every engine, batch and number of threads; a model is left as it was."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from models import CONFIGS, tiny_model
+from test_determinism import Alone, RecordedEngine, assert_same_bits
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, GPT2Config
+
+import specdec_fast as sd
+from specdec_fast.assets import demo_pair
+from specdec_fast.determinism import make_deterministic
+from specdec_fast.errors import DeterminismError
+from specdec_fast.models import RaggedModel
+from specdec_fast.ops import resolve
+
+CPU = torch.device("cpu")
+PROMPTS = [torch.randint(97, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 9, 17, 30, 5)]
+
+
+@pytest.fixture
+def threads(request):
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
+def pair(dtype):
+    return [AutoModelForCausalLM.from_pretrained(demo_pair() / n, dtype=dtype).eval() for n in ("target", "draft")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "threads"),
+    [(torch.bfloat16, 1), (torch.bfloat16, 3), (torch.float32, 2), (torch.float16, 2)],
+    indirect=["threads"],
+    ids=str,
+)
+def test_demo_pair_has_the_same_bits_in_every_batch(dtype, threads, prompt_ids, monkeypatch):
+    monkeypatch.setattr("test_determinism.NEW_TOKENS", 8)
+    target, draft = pair(dtype)
+    prompts = [prompt_ids[i][:12] for i in (4, 5, 9, 0, 1, 12, 6)]
+    alone = Alone(target, prompts, backend="torch")
+    for drafter, k, batch_size in ((draft, 4, 4), (draft, 8, 7), ("ngram", 2, 3)):
+        settings = {"num_draft_tokens": k, "max_batch_size": batch_size, "backend": "torch"}
+        assert_same_bits(target, drafter, prompts, alone, **settings)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """Linears of 768 features, whose sums differ with the number of rows; 256 positions."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=97, n_embd=768, n_layer=2, n_head=12, n_positions=256, initializer_range=0.1)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def test_engines_of_all_sizes_have_the_same_bits(gpt2):
+    """Also where more rows are verified at once than there are positions."""
+    alone = Alone(gpt2, PROMPTS, enforce_eager=True)
+    for batch_size, k in ((4, 2), (32, 9)):
+        settings = {"max_batch_size": batch_size, "num_draft_tokens": k, "enforce_eager": True}
+        assert_same_bits(gpt2, gpt2, PROMPTS, alone, **settings)
+
+
+def test_padding_stands_within_the_positions():
+    model = tiny_model("gpt2")
+    short = AutoModelForCausalLM.from_config(GPT2Config(**{**model.config.to_dict(), "n_positions": 20})).eval()
+    output = sd.Engine(short, "ngram", enforce_eager=True, num_draft_tokens=3).generate(
+        [[1, 2, 3]] * 5, sd.SamplingParams(max_new_tokens=9)
+    )
+    assert [len(o.raise_for_error().token_ids) for o in output] == [9] * 5
+
+
+def changed(change):
+    """A tiny model whose first MLP computes something else."""
+    model = tiny_model("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.__class__ = type("Changed", (type(mlp),), {"forward": change})
+    return model
+
+
+def with_routers(mlp, rows):
+    """Calls linears without a module, as routers do, and by their weights in another dtype."""
+    weight = mlp.gate_proj.weight
+    gate = functional.linear(rows.float(), weight.float()) + rows @ weight.T + torch.matmul(rows, mlp.up_proj.weight.T)
+    return mlp.down_proj(mlp.act_fn(gate))
+
+
+def in_a_batch_of_matrices(mlp, rows):
+    weights = torch.stack([mlp.gate_proj.weight, mlp.up_proj.weight])
+    gate, up = torch.bmm(rows.expand(2, -1, -1), weights.transpose(1, 2))
+    return mlp.down_proj(mlp.act_fn(gate) * up)[None]
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_no_known_architecture_needs_to_be_computed_one_by_one(architecture):
+    described = sd.Engine(tiny_model(architecture), None, enforce_eager=True).describe()
+    assert (described["rows_one_by_one"], described["why_one_by_one"]) == (False, None)
+
+
+def test_linears_without_a_module_are_computed_in_chunks():
+    model = changed(with_routers)
+    engine = sd.Engine(model, None, backend="torch")
+    assert engine.describe()["rows_one_by_one"] is False
+    assert engine.target.linears.sees_all
+    alone = Alone(model, PROMPTS, backend="torch")
+    assert_same_bits(model, model, PROMPTS, alone, max_batch_size=5, num_draft_tokens=3, backend="torch")
+
+
+def test_what_may_mix_rows_is_computed_one_by_one():
+    model = changed(in_a_batch_of_matrices)
+    described = sd.Engine(model, None, enforce_eager=True).describe()
+    assert described["rows_one_by_one"] is True
+    assert "bmm" in described["why_one_by_one"]
+    alone = Alone(model, PROMPTS, enforce_eager=True)
+    assert_same_bits(model, "ngram", PROMPTS, alone, max_batch_size=5, num_draft_tokens=3, enforce_eager=True)
+
+
+def counting(depends):
+    """A model with linears whose bits depend on the number of rows in ways that no chunk helps."""
+
+    def forward(mlp, rows):
+        out = type(mlp).__mro__[1].forward(mlp, rows)
+        return out + 1e-5 * depends(rows.numel() // rows.shape[-1])
+
+    return RaggedModel(changed(forward), resolve(CPU, "torch"))
+
+
+def test_a_model_that_fails_in_company_is_computed_one_by_one():
+    model = counting(lambda count: count > 64)
+    make_deterministic(model)
+    assert model.row_rule.one_by_one
+    assert model.why_one_by_one == "rows had other bits in another batch"
+
+
+def test_a_model_that_is_never_the_same_is_refused():
+    calls = []
+
+    def never_twice_alike(count):
+        calls.append(count)
+        return len(calls)
+
+    with pytest.raises(DeterminismError, match="pass deterministic=False"):
+        make_deterministic(counting(never_twice_alike))
+
+
+def test_bits_do_depend_on_the_batch_without_determinism():
+    """Negative control: what is computed by one rule above differs without it."""
+    target, _ = pair(torch.float32)
+    alone = Alone(target, PROMPTS, backend="torch")
+    run = RecordedEngine(target, target, max_batch_size=5, num_draft_tokens=4, backend="torch", deterministic=False)
+    run.decode(PROMPTS)
+    shared = set(alone.logits) & set(run.logits)
+    assert any(not torch.equal(run.logits[key], alone.logits[key]) for key in shared)
+
+
+def test_two_engines_over_one_model_in_two_threads():
+    model = tiny_model("llama")
+    attention = model.config._attn_implementation
+    params = sd.SamplingParams(max_new_tokens=12, logprobs=True)
+    engines = [sd.Engine(model, model, num_draft_tokens=k, backend="torch") for k in (2, 5)]
+    expected = [(o.token_ids, o.logprobs) for o in engines[0].generate(PROMPTS, params)]
+    found, begun = {}, threading.Barrier(2)
+
+    def decode(number):
+        begun.wait()
+        found[number] = [
+            [(o.raise_for_error().token_ids, o.logprobs) for o in engines[number].generate(PROMPTS, params)]
+            for _ in range(3)
+        ]
+
+    workers = [threading.Thread(target=decode, args=(number,)) for number in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == {0: [expected] * 3, 1: [expected] * 3}
+    assert_untouched(model, attention)
+
+
+def test_model_is_left_as_it_was_after_an_exception(monkeypatch):
+    model = tiny_model("llama")
+    attention = model.config._attn_implementation
+    engine = sd.Engine(model, None, enforce_eager=True)
+    hook = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPTS)
+    hook.remove()
+    assert_untouched(model, attention)
+    assert all(o.finish_reason != "error" for o in engine.generate(PROMPTS, sd.SamplingParams(max_new_tokens=2)))
+
+
+def assert_untouched(model, attention):
+    assert model.config._attn_implementation == attention
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    model(torch.tensor([[1, 2, 3]]))
