@@ -84,16 +84,9 @@ void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<st
   specdec::paged_attention({static_cast<specdec::DType>(dtype),
                             query[3],
                             pointer<const void>(static_cast<std::uintptr_t>(query[0])),
-                            query[1],
-                            query[2],
-                            pointer<const void>(caches[0]),
-                            pointer<const void>(caches[1]),
-                            shape[0],
-                            shape[1],
-                            shape[2],
-                            shape[3],
-                            shape[4],
-                            shape[5],
+                            query[1], query[2],
+                            pointer<const void>(caches[0]), pointer<const void>(caches[1]),
+                            shape[0], shape[1], shape[2], shape[3], shape[4], shape[5],
                             pointer<const std::int32_t>(indices[0]),
                             batch[1],
                             pointer<const std::int32_t>(indices[1]),
@@ -106,8 +99,7 @@ void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<st
                             static_cast<float>(scores[2]),
                             pointer<const void>(sinks.first),
                             static_cast<specdec::DType>(sinks.second),
-                            pointer<void>(out),
-                            num_threads});
+                            pointer<void>(out), num_threads});
 }
 
 void linear(int dtype, std::array<std::int64_t, 3> shape, std::uintptr_t rows, std::int64_t row_stride,

@@ -53,7 +53,7 @@ class KVProbe(Cache):
         return num_rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0, as ``PagedCache`` does."""
+        """Return 0: nothing precedes the rows of the probe."""
         return 0
 
     def layout(self, name: str) -> KVLayout:

@@ -202,12 +202,18 @@ class RaggedModel:
             self.program, self.why_no_program = None, f"recording it failed: {type(error).__name__}: {error}"
 
     def expect_same_weights(self) -> None:
-        """Hold the model to what its program was made from.
+        """Hold the model to what it was when it was loaded.
 
         Raises:
-            UnsupportedModelError: something has changed since that the program would not see.
+            UnsupportedModelError: something has changed since that its program would not see, or PyTorch would run it
+                in training mode.
 
         """
+        if self.program is None and self.model.training:
+            raise UnsupportedModelError(
+                f"{self.name} has been put in training mode since the engine was made, so dropout would change its "
+                "output; call model.eval() first."
+            )
         if self.graphs is not None:
             self.graphs.expect_same_weights()
         change = None if self.program is None or self._watch is None else self._watch.change()

@@ -237,6 +237,16 @@ def test_draft_with_other_words(target, draft, tmp_path, tokenizer):
         sd.Engine(target, str(tmp_path), tokenizer=tokenizer)
 
 
+def test_training_mode_after_the_engine_was_made():
+    model = tiny_model("llama")
+    engine = sd.Engine(model, None, enforce_eager=True)
+    model.train()
+    with pytest.raises(sd.UnsupportedModelError, match=r"training mode since.*call model\.eval\(\) first"):
+        engine.generate([[1, 2]])
+    model.eval()
+    assert engine.generate([[1, 2]])[0].error is None
+
+
 def test_training_mode(target):
     model = copy.deepcopy(target).train()
     with pytest.raises(sd.ConfigError, match=r"model.eval\(\)"):

@@ -155,3 +155,13 @@ def test_experts_are_computed_as_transformers_does(name, dtype, backend):
     for row in range(9):
         alone = mixture(ops, own, rows[row : row + 1].to(dtype), expert_ids[row : row + 1], weights[row : row + 1])
         assert torch.equal(alone[0], got[row])
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3-moe", torch.float32), ("glm4-moe", torch.bfloat16)], ids=str)
+def test_pytorch_has_the_same_bits_in_every_batch(name, dtype):
+    """Without the extension too: routers and experts of the oracle."""
+    model = tiny_mixture(name, dtype)
+    expected, _ = outputs_of(model, num_draft_tokens=0, max_batch_size=1, backend="torch")
+    assert outputs_of(model, num_draft_tokens=4, max_batch_size=3, backend="torch")[0] == expected
+    if dtype == torch.float32:
+        assert [tokens for tokens, _ in expected] == [generated(model, prompt) for prompt in PROMPTS]
