@@ -9,13 +9,17 @@ GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/bin/
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
 
-.PHONY: demo test test-oldest lint sanitize bench exactness sweep gpu-check clean
+.PHONY: demo test test-all test-oldest lint sanitize bench exactness sweep gpu-check clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
+
+# The same, with Triton kernels compiled for every GPU target instead of one: some ten minutes more.
+test-all: export SPECDEC_TEST_ALL = 1
+test-all: test
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
