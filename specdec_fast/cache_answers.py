@@ -27,7 +27,7 @@ Forward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
 
 
 @torch.inference_mode()
-def check_ignores_answers(name: str, forward: Forward, layout: KVLayout, make_cache: MakeCache) -> None:
+def check_ignores_answers(name: str, forward: Forward, layout: KVLayout, make_cache: MakeCache, page_size: int) -> None:
     """Compute the same rows with caches that claim different lengths.
 
     Args:
@@ -35,22 +35,23 @@ def check_ignores_answers(name: str, forward: Forward, layout: KVLayout, make_ca
         forward: runs it: from ``[1, T]`` token ids and positions, a cache and no rows to logits ``[1, T, vocab_size]``.
         layout: of its KV cache.
         make_cache: from a pool and a batch.
+        page_size: of the pages that the model will be served with.
 
     Raises:
         UnsupportedModelError: the logits depend on the length that the cache claims.
 
     """
-    expected, questions = _logits(forward, layout, make_cache, 0)
+    expected, questions = _logits(forward, layout, make_cache, 0, page_size)
     if not questions:
         return
     asked = ", ".join(sorted(questions))
     try:
-        got, _ = _logits(forward, layout, make_cache, _OTHER_LENGTH)
+        got, _ = _logits(forward, layout, make_cache, _OTHER_LENGTH, page_size)
     except UnsupportedModelError:
         raise
     except Exception as error:  # an index beyond a table, for example
         raise UnsupportedModelError(_message(name, asked, f"{type(error).__name__}: {error}")) from error
-    if not _equal(got, expected) and _equal(_logits(forward, layout, make_cache, 0)[0], expected):
+    if not _equal(got, expected) and _equal(_logits(forward, layout, make_cache, 0, page_size)[0], expected):
         raise UnsupportedModelError(_message(name, asked, "its logits depend on the answer"))
 
 
@@ -66,10 +67,10 @@ def _equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def _logits(
-    forward: Forward, layout: KVLayout, make_cache: MakeCache, claimed_length: int
+    forward: Forward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
 ) -> tuple[list[Tensor], set[str]]:
     """Return the logits of every forward, and what the model asked its cache for."""
-    pool = PagePool(layout, 16, page_size=2)
+    pool = PagePool(layout, 2 * (8 + page_size), page_size)
     for owner in "ab":
         pool.open(owner, 8)
     found, questions = [], set()

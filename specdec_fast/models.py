@@ -90,7 +90,7 @@ class RaggedModel:
             if self.program is None:
                 _check_reproduces(self, probe, logits)
             with self._hooked():
-                check_ignores_answers(type(model).__name__, self._call, self.layout, self._make_cache)
+                check_ignores_answers(type(model).__name__, self._call, self.layout, self._make_cache, page_size)
 
     @property
     def name(self) -> str:

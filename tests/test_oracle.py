@@ -97,7 +97,8 @@ def test_alignment_holds_after_every_step(target, draft, prompt_ids, monkeypatch
             assert new_padding + len(row.token_ids) == num_columns
             kept = row.token_ids[: len(row.token_ids) - self.lag]
             if kept:
-                recomputed = dense_kv(self.model, kept)  # [layers, 2, n, heads, head_dim]
+                layers = dense_kv(self.model, kept)
+                recomputed = torch.stack([torch.stack(layer) for layer in layers])  # [layers, 2, n, heads, head_dim]
                 cached = torch.stack([torch.stack([k[i], v[i]]) for k, v in self.layers]).transpose(2, 3)
                 assert (cached[:, :, new_padding:] - recomputed).abs().max() < TOLERANCE
                 checked.append(i)
