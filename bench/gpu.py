@@ -176,7 +176,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _told(record: Record) -> Callable[[str, Result], None]:
+def _recorder(record: Record) -> Callable[[str, Result], None]:
     """Keep what parts find, and say when one has ended, in case this process is."""
 
     def keep(part: str, result: Result) -> None:
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     runner = inline if torch.device(args.device).type == "cpu" else isolated
     budget = max(0.0, args.budget - (monotonic() - began))
     parts = [part for part in PARTS if not args.parts or part.name in args.parts]
-    results = first | run_parts(parts, settings, budget, runner, _told(record))
+    results = first | run_parts(parts, settings, budget, runner, _recorder(record))
     red = [name for name, result in results.items() if is_red(result)]
     record.note(seconds=monotonic() - began, red=red)
     print_tables(results)

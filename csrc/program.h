@@ -45,7 +45,7 @@ struct LinearStep {
 
 struct GroupedLinearStep {  // see grouped_linear.h
   DType dtype;
-  int in, experts, out;                      // buffers; which experts is told in fp32
+  int in, experts, out;                      // buffers; expert ids are fp32 numbers
   std::int64_t in_offset, experts_offset;    // bytes
   std::int64_t lines, choices, in_features, out_features, num_experts;
   const void *weight, *bias;

@@ -72,7 +72,7 @@ def _why_mixing(model: RaggedModel) -> str | None:
     """Return what mixes rows in ``model``, None if nothing does; let it intercept its linears as far as that takes."""
     counts = sizes_of_rows(model.model, most=min(_TEXT, model.max_positions or _TEXT))
     if counts is None:
-        return "no number of rows can be told from its sizes"
+        return "nearly every number of rows that could be tried divides one of its sizes"
     found = None
     for model.linears.sees_all in (False, True):
         found = _mixing(model, *counts)

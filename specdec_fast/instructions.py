@@ -24,7 +24,7 @@ UNARY = (
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")  # 1 where it holds, else 0
 REDUCTIONS = ("mean", "sum")
-# Along the last axis, of which every operand has its own length. topk finds places, gather and scatter are told some.
+# Along the last axis, of which every operand has its own length. topk finds places, gather and scatter take them.
 OVER_LINES = (*REDUCTIONS, "layer_norm", "softmax", "topk", "gather", "scatter")
 ROW_CODES = (*UNARY, *BINARY, *COMPARISONS, "where", *OVER_LINES, "position", "embedding")
 MAX_RANK = 4

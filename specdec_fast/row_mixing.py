@@ -1,6 +1,6 @@
 """Which operation of a model looks at several rows at once, so that a row's bits may depend on its neighbours.
 
-Operations are told by what they do to the axis of rows, which is recognised by its size: a prime number that is no
+Operations are judged by what they do to the axis of rows, which is recognised by its size: a prime number that is no
 divisor of any size in the model. What is not known to leave rows apart counts as mixing them. Linears and attention are
 computed ``apart`` and are not looked at.
 """

@@ -130,7 +130,7 @@ def test_model_with_code_of_its_own(folder, monkeypatch):
         sd.Engine(folder, None)
 
 
-def test_damaged_tokenizer_is_told(folder, target):
+def test_damaged_tokenizer_warns(folder, target):
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.warns(UserWarning, match="the tokenizer of .* cannot be read"):
         assert sd.Engine(folder, None).tokenizer is None

@@ -178,7 +178,7 @@ def varlen_attn_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, 
 
 
 @pytest.mark.usefixtures("no_package")
-def test_a_varlen_attn_without_pages_is_told(monkeypatch):
+def test_a_varlen_attn_without_pages_is_refused(monkeypatch):
     """Its signature is looked at, because a TypeError would come out of the middle of a model."""
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn_of_2_11)
     message = r"has no seqused_k, block_table, num_splits, enable_gqa, so.*backend='triton'"
