@@ -1,10 +1,9 @@
-"""What a model says of itself: whether it can be paged, how far it reaches, which layers slide, who listens to it."""
+"""What a model says of itself: whether it can be paged, how far it reaches, and which layers slide."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from specdec_fast.errors import UnsupportedModelError
@@ -59,9 +58,3 @@ def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
         return frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     return frozenset(range(num_layers) if slides else ())
-
-
-def hooked_class(model: nn.Module) -> str | None:
-    """Return the class of a module with forward hooks, None if there is none: what is recorded would not call them."""
-    hooked = next((m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks), None)
-    return None if hooked is None else type(hooked).__name__

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specdec_fast.architecture import hooked_class
 from specdec_fast.buckets import Bucket, Inputs, Limits
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.ops.cuda_graph import Capture, Captured
 from specdec_fast.rows import RaggedBatch
+from specdec_fast.watching import Watch, hooked_class
 
 MOST_GRAPHS = 64  # per model; a graph of a large one holds some megabytes besides its logits
 
@@ -62,8 +62,7 @@ class Graphs:
         self._asked: set[tuple[Bucket, int]] = set()
         # Not the pool itself: its memory is wanted back before there is another.
         self._pool: Callable[[], PagePool | None] = lambda: None
-        self._addresses = _addresses(model)
-        self.why_not = _why_not(model)
+        self._watch, self.why_not = Watch(model, ()), _why_not(model)
 
     @property
     def num_captured(self) -> int:
@@ -71,14 +70,10 @@ class Graphs:
         return len(self._graphs)
 
     def expect_same_weights(self) -> None:
-        """Give the graphs up if weights or buffers have been moved, cast or exchanged since they were recorded.
-
-        They read these where they were. Also notices forward hooks that have been added, which none would call.
-        """
-        addresses, why_not = _addresses(self._model), _why_not(self._model)
-        if addresses != self._addresses or (why_not is not None and self.why_not is None):
+        """Give the graphs up if the model has changed since they were recorded in a way that they do not see."""
+        if self._watch.change() is not None:
             self._graphs.clear()
-            self._addresses, self.why_not = addresses, why_not
+            self._watch, self.why_not = Watch(self._model, ()), _why_not(self._model)
 
     def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor | None:
         """Do what ``RaggedModel.forward`` does, or return None where no graph serves.
@@ -162,11 +157,6 @@ class Graphs:
 def _why_not(model: nn.Module) -> str | None:
     hooked = hooked_class(model)
     return None if hooked is None else f"a {hooked} has forward hooks, which none would call"
-
-
-def _addresses(model: nn.Module) -> list[int]:
-    """Return where the tensors of a model lie; moved, cast and exchanged ones lie elsewhere."""
-    return [tensor.data_ptr() for tensors in (model.parameters(), model.buffers()) for tensor in tensors]
 
 
 def _weak(choose: Choose) -> weakref.ref[Any]:

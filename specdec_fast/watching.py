@@ -1,8 +1,8 @@
-"""Whether a model is still what its forward program was made from.
+"""Whether a model is still what its forward program or its graphs were made from.
 
-A program reads weights where they are, so most changes in place are its own. It does not see tensors that are moved or
-exchanged, modules or hooks that come later, and numbers that it keeps a copy of: scalars, and what was computed from
-weights alone.
+Both read weights where they are, so most changes in place are their own. They do not see tensors that are moved or
+exchanged, modules or hooks that come later, and a program no numbers that it keeps a copy of: scalars, and what was
+computed from weights alone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,23 @@ from torch.nn.modules import module as torch_modules
 
 # Numbers of a tensor that are compared by value; of larger ones, the counter of changes that PyTorch keeps.
 _MOST_COPIED = 1 << 16
+_GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
+
+
+def hooked_class(model: nn.Module) -> str | None:
+    """Return the class of a module with forward hooks, None if there is none: what is recorded would not call them."""
+    if any(_GLOBAL_HOOKS):
+        return nn.Module.__name__  # hooks of every module
+    hooked = next((m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks), None)
+    return None if hooked is None else type(hooked).__name__
 
 
 class Watch:
-    """What a model was when its program was made.
+    """What a model was when its program or its graphs were made. Its tensors are kept alive.
 
     Args:
         model: the model.
-        baked: parameters and buffers of which the program keeps numbers instead of reading them.
+        baked: parameters and buffers of which numbers are kept instead of reading them.
 
     """
 
@@ -35,16 +44,15 @@ class Watch:
         self._places: list[tuple[dict[str, Any], list[Any]]] = [(place, list(place.values())) for place in places]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        everywhere = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
-        self._hooks = [*everywhere, *chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)]
+        self._hooks = [*_GLOBAL_HOOKS, *chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)]
         is_copied = [tensor.numel() <= _MOST_COPIED or tensor.is_inference() for tensor in baked]
         self._copies = [(t, t.detach().clone()) for t, copied in zip(baked, is_copied, strict=True) if copied]
         self._versions = [(t, t._version) for t, copied in zip(baked, is_copied, strict=True) if not copied]
 
     def change(self) -> str | None:
-        """Return what has changed that the program would not see; None if nothing has."""
+        """Return what has changed that would not be seen; None if nothing has."""
         if any(self._hooks):
-            return "forward hooks have been added to it, which a program would not call"
+            return "forward hooks have been added to it, which would not be called"
         for place, values in self._places:
             if len(place) != len(values) or not all(map(is_, place.values(), values)):
                 return "its weights, buffers or modules have been exchanged"

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import VOCAB_SIZE, tiny_model, truncated_copy
 from repeated import Repeated, waits
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import specdec_fast as sd
 from specdec_fast import graphs as module
@@ -297,6 +298,10 @@ def exchanged(model):
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq / 2
 
 
+def exchanged_module(model):
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+
 def hooked(model):
     model.model.layers[0].register_forward_hook(lambda *args: None)
 
@@ -306,11 +311,12 @@ def hooked(model):
     [
         (lambda model: moved(model.lm_head.weight), 0),
         (exchanged, 0),
+        (exchanged_module, 0),
         (hooked, 0),
         (lambda model: model.lm_head.weight.data.mul_(2), 1),  # a graph reads what is there
         (lambda model: None, 1),
     ],
-    ids=["moved", "exchanged", "hooked", "in_place", "unchanged"],
+    ids=["moved", "exchanged", "exchanged_module", "hooked", "in_place", "unchanged"],
 )
 def test_graphs_are_given_up_if_weights_are_moved(change, kept):
     made = RaggedModel(tiny_model("qwen3"), replace(resolve(CPU), program=None, capture=Repeated))
@@ -323,6 +329,18 @@ def test_graphs_are_given_up_if_weights_are_moved(change, kept):
     made.expect_same_weights()
     assert made.graphs.num_captured == kept
     assert (made.graphs.why_not is not None) == (change is hooked)
+
+
+def test_exchanged_weights_are_freed_by_the_next_call():
+    """The model is compared with what it was, so until then its old tensors are kept."""
+    made = RaggedModel(tiny_model("qwen3"), replace(resolve(CPU), program=None, capture=Repeated))
+    made.use_graphs(LIMITS)
+    layer = made.model.model.layers[0].mlp.up_proj
+    old = weakref.ref(layer.weight)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    made.expect_same_weights()
+    gc.collect()
+    assert old() is None
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_tells_why(model):
@@ -340,15 +358,26 @@ def test_what_cannot_be_recorded_runs_eagerly_and_tells_why(model):
     assert told["graphs"] is False
 
 
-def test_a_model_with_hooks_runs_eagerly():
+@pytest.mark.parametrize(
+    ("register", "named"),
+    [
+        (lambda model: model.model.layers[1].register_forward_hook(lambda *args: None), "a LlamaDecoderLayer has"),
+        (lambda model: register_module_forward_hook(lambda *args: None), "a Module has"),
+        (lambda model: register_module_forward_pre_hook(lambda *args: None), "a Module has"),
+    ],
+    ids=["one", "global", "global_pre"],
+)
+def test_a_model_with_hooks_runs_eagerly(register, named):
     """A graph would not call them."""
-    hooked = tiny_model("llama")
-    hooked.model.layers[1].register_forward_hook(lambda *args: None)
-    made = RaggedModel(hooked, replace(resolve(CPU), program=None, capture=Repeated))
-    made.use_graphs(LIMITS)
-    assert "forward hooks" in module.described(made.graphs)["why_no_graphs"]
-    pool = opened_pool(made)
-    assert made.graphs.forward(next(batches(pool, [[1]])), pool, None) is None
+    made = RaggedModel(tiny_model("llama"), replace(resolve(CPU), program=None, capture=Repeated))
+    handle = register(made.model)
+    try:
+        made.use_graphs(LIMITS)
+        assert f"{named} forward hooks" in module.described(made.graphs)["why_no_graphs"]
+        pool = opened_pool(made)
+        assert made.graphs.forward(next(batches(pool, [[1]])), pool, None) is None
+    finally:
+        handle.remove()
 
 
 # Whole engines

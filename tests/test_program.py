@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import CONFIGS, VOCAB_SIZE, tiny_model
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import specdec_fast as sd
 from specdec_fast.drafters.model import ModelDrafter
@@ -418,6 +419,20 @@ def test_what_a_program_would_not_see_is_noticed(make, change, message):
     eager = sd.Engine(model, None, enforce_eager=True).generate([[1, 2, 3]], params)[0]
     again = sd.Engine(model, None).generate([[1, 2, 3]], params)[0]
     assert again.token_ids == eager.token_ids
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_hooks_of_every_module_are_called(register):
+    called = []
+    handle = register(lambda module, *args: called.append(module))
+    try:
+        engine = sd.Engine(tiny_model("llama"), None)
+        assert engine.describe()["why_no_program"] == "a Module has forward hooks, which a program would not call"
+        called.clear()
+        engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))
+    finally:
+        handle.remove()
+    assert engine.target.model.model.layers[1].mlp in called
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt-neox"])

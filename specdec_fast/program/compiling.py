@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec_fast.architecture import hooked_class
 from specdec_fast.instructions import Instruction, Operand, Plan, RowOp
 from specdec_fast.kv_cache import PagePool
 from specdec_fast.kv_layout import KVLayout
@@ -21,6 +20,7 @@ from specdec_fast.program.tape import Index, Tape
 from specdec_fast.program.views import NotLowerableError
 from specdec_fast.ragged import Scores
 from specdec_fast.rows import RaggedBatch, Rows
+from specdec_fast.watching import hooked_class
 
 # Rows, and rows whose logits are wanted: numbers that are unlikely to be a size of a model, odd and even; two pairs, so
 # that what is mistaken for the number of rows once is not so twice.
