@@ -163,8 +163,14 @@ def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}, a torch dtype of these, or None.")
 
 
-def _as_device(device: torch.device | str | None) -> torch.device | None:
+def _as_device(value: torch.device | str | None) -> torch.device | None:
+    if value is None:
+        return None
     try:
-        return None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device={device!r}: expected cpu, cuda, cuda:1 or the like ({error}).") from None
+        device = torch.device(value)
+    except Exception as error:  # other types, and numbers beyond any device's
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"device={value!r}: expected cpu, cuda, cuda:1 or the like ({reason}).") from None
+    if device.type == "meta":
+        raise ConfigError(f"device={value!r} keeps no numbers; expected cpu, cuda, cuda:1 or the like.")
+    return device

@@ -87,7 +87,7 @@ class Engine:
             if self.config.deterministic:
                 make_deterministic(self.target)
             self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
-        self.tokenizer = tokenizer or load_tokenizer(getattr(model.config, "_name_or_path", None))
+        self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         self.drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
         self.draft_lengths = make_draft_lengths(self.config, self.target, None if wanted is None else self.drafter)
         self.pool: PagePool | None = None

@@ -66,6 +66,10 @@ class MissingTokenizerError(RequestError, ValueError):
     """The request has stop strings, but no tokenizer is known that would turn its tokens into text."""
 
 
+class DetokenizationError(RequestError, ValueError):
+    """The tokenizer cannot decode the request's tokens; they are kept, its text ends where the tokenizer failed."""
+
+
 class PromptTooLongError(RequestError, ValueError):
     """The prompt alone has more tokens than the model has positions."""
 

@@ -10,6 +10,7 @@ from transformers import Cache
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_layout import KVLayout, KVShape
 from specdec_fast.ops import Ops
+from specdec_fast.ops.checks import FLOATS
 from specdec_fast.ragged import Scores
 
 
@@ -60,7 +61,7 @@ class KVProbe(Cache):
         """Return what a model called ``name`` keeps.
 
         Raises:
-            UnsupportedModelError: some layers do not attend through the hook, or their dtypes differ.
+            UnsupportedModelError: some layers do not attend through the hook, or their dtypes differ or are not served.
 
         """
         num_layers = len(self._cached | set(self._attended))
@@ -73,6 +74,9 @@ class KVProbe(Cache):
         dtypes = sorted({str(key.dtype) for key, _ in pairs})
         if len(dtypes) > 1:
             raise UnsupportedModelError(f"{name} attends in {' and '.join(dtypes)}; a KV cache has one dtype.")
+        if pairs[0][0].dtype not in FLOATS:
+            served = ", ".join(map(str, FLOATS))
+            raise UnsupportedModelError(f"{name} attends in {dtypes[0]}; load it in one of {served}.")
         shapes = tuple(KVShape(key.shape[1], key.shape[3], value.shape[3]) for key, value in pairs)
         sources = tuple(
             next(layer for layer, (k, v) in enumerate(pairs) if k is key and v is value) for key, value in pairs

@@ -24,28 +24,29 @@ def load_model(
         source: what ``AutoModelForCausalLM.from_pretrained`` takes, or a loaded model.
         dtype: of the weights; None takes the checkpoint's.
         device: None takes CUDA where there is one, else the CPU.
-        role: what the source is called in errors.
+        role: what the source is called in errors; of a ``"draft"``, ``device`` is the target's.
 
     Raises:
         ConfigError: the source is none of these; there is no such model or device; files are damaged, weights are
             missing, or the model needs code of its own; or a loaded model has another dtype or device than asked for,
-            or is in training mode.
+            has no weights, or is in training mode.
 
     """
     if isinstance(source, nn.Module):  # one that is no Hugging Face model is told so by RaggedModel
-        _check_loaded(source, dtype, device)
+        _check_loaded(source, dtype, device, role)
         return source
     if not isinstance(source, (str, os.PathLike)) or not isinstance(name := os.fspath(source), str) or not name:
         what = "empty" if isinstance(source, str) else f"a {type(source).__name__}"
         raise ConfigError(f"{role} is {what}; expected the name or folder of a Hugging Face model, or a loaded one.")
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _expect_usable(device)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
         )
         model = model.to(device).eval()
-    except Exception as error:  # no such model or device, damaged files: every reader raises errors of its own
+    except Exception as error:  # no such model, damaged files, no memory: every reader raises errors of its own
         reason = " ".join(str(error).split()) or type(error).__name__
         missing = "" if Path(name).exists() else " (there is no such folder)"
         raise ConfigError(f"cannot load {name!r}{missing} onto {device}: {reason}") from error
@@ -57,15 +58,38 @@ def load_model(
     return model
 
 
-def _check_loaded(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None) -> None:
-    name = type(model).__name__
+def _expect_usable(device: torch.device) -> None:
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:  # PyTorch has another one for every kind of device
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"device={device} cannot be used here: {reason}; expected one that this PyTorch can compute on, such as "
+            f"{'cuda' if torch.cuda.is_available() else 'cpu'}, or None."
+        ) from error
+
+
+def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.device | None, role: str) -> None:
+    name = f"{role} {type(model).__name__}"
     if model.training:
         raise ConfigError(f"{name} is in training mode, so dropout would change its output; call model.eval() first.")
-    has = next(model.parameters())
+    weights = dict(model.named_parameters())
+    if not weights:
+        raise ConfigError(f"{name} has no weights; expected a Hugging Face causal model, or its name or folder.")
+    absent = [weight for weight, parameter in weights.items() if parameter.is_meta]
+    if absent:
+        raise ConfigError(
+            f"{name} has weights on the meta device, which keeps no numbers: {', '.join(absent[:3])} ({len(absent)} "
+            "in all); load it with from_pretrained, onto one device that has memory for all of it."
+        )
+    has = next(iter(weights.values()))
     if dtype is not None and has.dtype != dtype:
         raise ConfigError(f"dtype={dtype}, but the loaded {name} is {has.dtype}; load it so, or leave dtype out.")
-    if device is not None and has.device.type != torch.device(device).type:
-        raise ConfigError(f"device={device}, but the loaded {name} is on {has.device}; move it, or leave device out.")
+    if device is None or has.device.type == device.type:
+        return
+    if role == "draft":
+        raise ConfigError(f"the loaded {name} is on {has.device}, its target on {device}; move one to the other's.")
+    raise ConfigError(f"device={device}, but the loaded {name} is on {has.device}; move it, or leave device out.")
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

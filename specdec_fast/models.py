@@ -95,7 +95,12 @@ class RaggedModel:
     @property
     def name(self) -> str:
         """The name or folder the model was loaded from, or its class."""
-        return getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__
+        return self.path or type(self.model).__name__
+
+    @property
+    def path(self) -> str:
+        """The name or folder the model was loaded from; empty if it was made otherwise."""
+        return getattr(self.model.config, "_name_or_path", None) or ""
 
     @property
     def takes_spans(self) -> bool:

@@ -19,7 +19,7 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
     if sequence.stop_strings is not None:
         text: str | None = sequence.stop_strings.take(last=True)
     else:
-        text = Detokenizer(tokenizer).add(emitted_ids, last=True) if tokenizer else None
+        text = _text(sequence, Detokenizer(tokenizer), emitted_ids) if tokenizer is not None else None
     return GenerationOutput(
         sequence.index,
         sequence.token_ids[: sequence.prompt_length],
@@ -35,16 +35,24 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
 
 def chunks_of(sequences: list[Sequence], tokenizer: Any | None, steps: Steps) -> Iterator[StreamChunk]:
     """Make a chunk of everything ``steps`` yields; closing the iterator closes ``steps``."""
-    detokenizers = [Detokenizer(tokenizer) if tokenizer else None for _ in sequences]
+    detokenizers = [None if tokenizer is None else Detokenizer(tokenizer) for _ in sequences]
     with closing(steps):
         for sequence, tokens in steps:
-            reason, detokenizer = sequence.finish_reason, detokenizers[sequence.index]
-            last = reason is not None
+            detokenizer = detokenizers[sequence.index]
             if sequence.stop_strings is not None:
-                text: str | None = sequence.stop_strings.take(last)
+                text: str | None = sequence.stop_strings.take(sequence.finish_reason is not None)
             else:
-                text = detokenizer.add(tokens, last) if detokenizer else None
+                text = _text(sequence, detokenizer, tokens) if detokenizer is not None else None
             logprobs = sequence.logprobs
             if logprobs is not None:
                 logprobs = logprobs[len(logprobs) - len(tokens) :]
-            yield StreamChunk(sequence.index, tokens, text, reason, sequence.error, logprobs)
+            yield StreamChunk(sequence.index, tokens, text, sequence.finish_reason, sequence.error, logprobs)
+
+
+def _text(sequence: Sequence, detokenizer: Detokenizer, tokens: list[int]) -> str:
+    """Return the text that becomes certain with ``tokens``; a sequence whose tokens have none fails when it ends."""
+    last = sequence.finish_reason is not None
+    text = detokenizer.add(tokens, last)
+    if last and detokenizer.error is not None and sequence.error is None:
+        sequence.fail(detokenizer.error)
+    return text

@@ -19,7 +19,7 @@ from specdec_fast.models import RaggedModel
 from specdec_fast.params import SamplingParams, as_sampling_params
 from specdec_fast.sequence import Sequence
 from specdec_fast.stopping import StopStrings
-from specdec_fast.text import Detokenizer
+from specdec_fast.text import Detokenizer, tokenizer_failures
 
 _BYTES = (bytes, bytearray, memoryview)
 
@@ -140,11 +140,9 @@ class RequestBuilder:
                     "the prompt is a string, but no tokenizer is known for this target; pass tokenizer=..., "
                     "or token ids."
                 )
-            try:
+            # It may be text that is not valid Unicode.
+            with tokenizer_failures(InvalidPromptError, "the tokenizer cannot encode the prompt"):
                 token_ids = _as_ids(self._tokenizer(prompt).input_ids)
-            except Exception as error:  # text that is not valid Unicode, or whatever a tokenizer raises of its own
-                reason = f"{type(error).__name__}: {error}"
-                raise InvalidPromptError(f"the tokenizer cannot encode the prompt: {reason}") from error
         else:
             token_ids = _as_ids(prompt)
         if not token_ids:

@@ -97,6 +97,7 @@ class Sequence:
         tokens, reason = cut_emission(emission, self.stop_ids, self.num_remaining)
         if self.stop_strings is not None:
             tokens, reason = self.stop_strings.cut(tokens, reason)
+            self.error = self.stop_strings.error
         self.finish_reason = reason
         self.token_ids.extend(tokens)
         if self.logprobs is not None and logprobs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specdec_fast.errors import DetokenizationError
 from specdec_fast.text import INCOMPLETE, Detokenizer
 from specdec_fast.types import FinishReason
 
@@ -30,6 +31,11 @@ class StopStrings:
         self._held = ""
         self._found = False
 
+    @property
+    def error(self) -> DetokenizationError | None:
+        """What the tokenizer raised, where it could not decode the tokens; no stop string can be looked for then."""
+        return self._detokenizer.error
+
     def cut(self, tokens: list[int], reason: FinishReason | None) -> tuple[list[int], FinishReason | None]:
         """Cut one step's tokens after the first that completes a stop string.
 
@@ -38,12 +44,15 @@ class StopStrings:
             reason: what ``cut_emission`` says of its end; it concerns the last token, so a stop string comes first.
 
         Returns:
-            The tokens to commit, and ``"stop"`` where a stop string is complete, else ``reason``.
+            The tokens to commit, and ``"stop"`` where a stop string is complete, ``"error"`` where there is an
+            ``error``, else ``reason``.
 
         """
         for i, token in enumerate(tokens, start=1):
             if self._add(token, last=reason is not None and i == len(tokens)):
                 return tokens[:i], "stop"
+            if self.error is not None:
+                return tokens[:i], "error"
         return tokens, reason
 
     def take(self, last: bool) -> str:

@@ -4,21 +4,53 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specdec_fast.decoders import rule_of
-from specdec_fast.errors import ConfigError
+from specdec_fast.errors import ConfigError, DetokenizationError, RequestError
 
 INCOMPLETE = "\ufffd"  # what a decoder puts where a character's bytes have not all arrived
 _MOST_INCOMPLETE = 3  # bytes that may wait for the rest of their character, and so marks that stand for them
 _LONGEST_WINDOW, _KEPT_WINDOW = 32, 8  # tokens decoded again with those that follow; how many of them are kept then
 _LEAST_CONTEXT = 4  # characters before what is not certain, by when bytes have found the next character's beginning
+_CANNOT_DECODE = "the tokenizer cannot decode token_ids, which are kept (decode them otherwise, or mend tokenizer=...)"
 # The end of a text that `clean_up_tokenization` may change when more text follows. All that it removes are spaces, up
 # to two in a row, of patterns that begin with a space and go on with these letters.
 _UNCLEAN_END = re.compile(r" {1,3}(?:['nvr][ 'nvr]*)?\Z")
+
+
+@contextmanager
+def tokenizer_failures(kind: type[RequestError], what: str) -> Iterator[None]:
+    """Turn whatever a tokenizer raises into an error of the one request that it was called for.
+
+    Args:
+        kind: of that error.
+        what: the beginning of its message.
+
+    Raises:
+        RequestError: of that kind.
+
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise kind(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def is_failure(error: BaseException) -> bool:
+    """Tell failures from what ends a program or a task, such as KeyboardInterrupt.
+
+    A panic of code written in Rust (``tokenizers``, ``tiktoken``) is a failure, although PyO3 does not derive its
+    exception from ``Exception``; every extension module has a class of its own.
+    """
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 def load_tokenizer(name: str | None) -> Any | None:
@@ -32,7 +64,9 @@ def load_tokenizer(name: str | None) -> Any | None:
         return None
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # every kind of file has a reader with errors of its own
+    except BaseException as error:  # every kind of file has a reader with errors of its own
+        if not is_failure(error):
+            raise
         if "trust_remote_code" in str(error):
             raise ConfigError(
                 f"the tokenizer of {name!r} needs code of its own, which is not run unasked; load it yourself "
@@ -58,14 +92,22 @@ def expect_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def same_vocabulary(first: Any, second: Any) -> bool:
-    """Tell whether two tokenizers mean the same words by the same ids, special and added tokens left aside."""
+def same_vocabulary(first: Any, second: Any) -> bool | None:
+    """Tell whether two tokenizers mean the same words by the same ids, special and added tokens left aside.
 
-    def words(tokenizer: Any) -> dict[str, int]:
-        added = set(tokenizer.added_tokens_decoder)
-        return {word: token for word, token in tokenizer.get_vocab().items() if token not in added}
+    Returns:
+        None if one of them does not say what its words are, as an object of the caller's own need not.
 
-    return words(first) == words(second)
+    """
+    words = [_words(first), _words(second)]
+    return None if None in words else words[0] == words[1]
+
+
+def _words(tokenizer: Any) -> dict[str, int] | None:
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return None
+    added = set(tokenizer.added_tokens_decoder)
+    return {word: token for word, token in tokenizer.get_vocab().items() if token not in added}
 
 
 class Detokenizer:
@@ -75,11 +117,20 @@ class Detokenizer:
     not complete, runs of byte tokens and spaces that may have to go are held back (``DecodingRule``). All pieces and
     the rest add up to what ``decode`` makes of all tokens. Only the last tokens are decoded again when more come, so
     a long text costs no more per token than a short one.
+
+    Where ``decode`` raises, nothing more is certain before the last token: what it cannot make of some tokens it may
+    make of all.
+
+    Attributes:
+        error: what the tokenizer raised, if the text is not whole for that reason; None otherwise.
+
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        self.error: DetokenizationError | None = None
         self._tokenizer = tokenizer
         self._rule = rule_of(tokenizer)
+        self._waits = self._rule.waits
         # The tokens before the window are done with. Some in it are, too: they are decoded with what follows because a
         # tokenizer may join words differently at a beginning.
         self._window: list[int] = []
@@ -91,18 +142,35 @@ class Detokenizer:
 
     def add(self, token_ids: list[int], last: bool = False) -> str:
         """Take new tokens; return the text that became certain (all that is left if they are the ``last``)."""
-        token_ids = self._rule.visible(token_ids)
-        self._window += token_ids
-        if token_ids:
-            self._decoded = None
-        piece = "" if self._rule.waits else self._take(token_ids)
+        piece = self._add(self._rule.visible(token_ids))
         return piece + self.rest() if last else piece
 
     def rest(self) -> str:
-        """Return the text that is not certain yet, as it is if no further token comes."""
+        """Return the text that is not certain yet, as it is if no further token comes; look at ``error`` then."""
         if self._decoded is None:
-            self._decoded = self._decode(self._window)
+            try:
+                self._decoded = self._decode(self._window)
+            except DetokenizationError as error:
+                self.error = error
+                return self._cleaned(self._unclean)
+        self.error = None
         return self._cleaned(self._unclean + self._decoded[self._num_taken :])
+
+    def _add(self, token_ids: list[int]) -> str:
+        before = len(self._window)
+        self._window += token_ids
+        if token_ids:
+            self._decoded = None
+        if self._waits:
+            return ""
+        try:
+            return self._take(token_ids)
+        except DetokenizationError as error:
+            if len(token_ids) > 1:  # so that what is certain does not depend on the blocks that tokens come in
+                del self._window[before:]
+                return "".join(self._add([token]) for token in token_ids)
+            self.error, self._waits = error, True
+            return ""
 
     def _take(self, token_ids: list[int]) -> str:
         num_bytes = 0
@@ -113,8 +181,8 @@ class Detokenizer:
         else:  # one run of bytes goes on
             self._num_bytes += num_bytes
             return ""
-        self._num_bytes = num_bytes
         text = self._decode(self._window[: len(self._window) - num_bytes])
+        self._num_bytes = num_bytes
         self._decoded = None if num_bytes else text
         num_incomplete = min(_MOST_INCOMPLETE, len(text) - len(text.rstrip(INCOMPLETE)))
         num_taken = max(self._num_taken, len(text) - num_incomplete)
@@ -145,9 +213,13 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         if not token_ids:
             return ""
-        if self._rule.cleans:  # later, where the spaces are certain
-            return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        # Spaces are cleaned up later, where they are certain.
+        options = {"clean_up_tokenization_spaces": False} if self._rule.cleans else {}
+        with tokenizer_failures(DetokenizationError, _CANNOT_DECODE):
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True, **options)
+            if not isinstance(text, str):
+                raise TypeError(f"decode returned a {type(text).__name__}; expected a string")
+        return text
 
     def _cleaned(self, text: str) -> str:
         return self._tokenizer.clean_up_tokenization(text) if self._rule.cleans else text

@@ -27,6 +27,7 @@ from transformers import (
 import specdec_fast as sd
 from specdec_fast import errors
 from specdec_fast.assets import demo_pair
+from specdec_fast.loading import load_model
 from specdec_fast.ops import BACKENDS
 
 
@@ -251,6 +252,47 @@ def test_training_mode(target):
     model = copy.deepcopy(target).train()
     with pytest.raises(sd.ConfigError, match=r"model.eval\(\)"):
         sd.Engine(model, None)
+
+
+def test_draft_in_training_mode(target, draft):
+    with pytest.raises(sd.ConfigError, match=r"draft LlamaForCausalLM is in training mode.*model.eval\(\)"):
+        sd.Engine(target, copy.deepcopy(draft).train())
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("part", ["", "model.layers.0"], ids=["all", "a layer"])
+def test_weights_without_numbers(target, draft, role, part):
+    """What ``device_map`` offloads, and a model made without weights, is on the meta device."""
+    models = {"target": target, "draft": draft}
+    models[role] = copy.deepcopy(models[role])
+    models[role].get_submodule(part).to("meta")
+    with pytest.raises(sd.ConfigError, match=rf"{role} LlamaForCausalLM has weights on the meta .*from_pretrained"):
+        sd.Engine(models["target"], models["draft"])
+
+
+def test_draft_on_another_device(target, draft):
+    with pytest.raises(sd.ConfigError, match="the loaded draft LlamaForCausalLM is on cpu, its target on cuda; move"):
+        load_model(draft, None, torch.device("cuda"), "draft")
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_model_without_weights(target, role):
+    models = {"target": target, "draft": None, role: torch.nn.ReLU().eval()}
+    with pytest.raises(sd.ConfigError, match=f"{role} ReLU has no weights; expected a Hugging Face"):
+        sd.Engine(models["target"], models["draft"])
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "xpu:99", "hpu"])
+def test_device_that_is_not_there_is_noticed_before_the_weights_are_read(device, folder):
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    with pytest.raises(sd.ConfigError, match=rf"device={device} cannot be used here: .*; expected one .* or None"):
+        sd.Engine(folder, None, device=device)
+
+
+def test_dtype_that_pages_do_not_serve():
+    with pytest.raises(sd.UnsupportedModelError, match=r"attends in torch.float64; load it in one of torch.float32"):
+        sd.Engine(tiny_model("llama").double(), None)
 
 
 def test_dtype_of_a_loaded_model(target):

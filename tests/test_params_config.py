@@ -144,6 +144,7 @@ BAD_CONFIG = [
     ("page_size", 0), ("page_size", True), ("kv_cache_tokens", 0), ("kv_cache_tokens", 1e6),
     ("window_size", 7), ("window_size", 41), ("window_size", 16.0), ("window_size", "16"), ("dtype", "int8"),
     ("dtype", torch.int8), ("dtype", torch.float64), ("dtype", "torch.float32"), ("device", "warp-drive"),
+    ("device", "meta"), ("device", 10**30), ("device", True),
     ("dtype", ["float32"]), ("dtype", float), ("method", 5), ("method", ["exspec"]), ("backend", None),
     ("backend", ["cpp"]), ("window_size", True), ("page_size", 10**30), ("max_batch_size", 10**30),
     ("num_draft_tokens", 10**30), ("num_draft_tokens", ["auto"]),

@@ -92,17 +92,20 @@ def make_drafter(
 
 def _check_vocabulary(draft: RaggedModel, target: RaggedModel, target_tokenizer: Any | None) -> None:
     try:
-        draft_tokenizer = load_tokenizer(getattr(draft.model.config, "_name_or_path", None))
+        draft_tokenizer = load_tokenizer(draft.path)
     except ConfigError:  # it needs code of its own; then the sizes have to do
         draft_tokenizer = None
+    is_same: bool | None = None
     if draft_tokenizer is not None and target_tokenizer is not None:
-        if same_vocabulary(draft_tokenizer, target_tokenizer):
+        is_same = same_vocabulary(draft_tokenizer, target_tokenizer)
+        if is_same:
             return
+    if is_same is False:
         reason = "their tokenizers give different ids to the same words"
     elif draft.vocab_size == target.vocab_size:
         return
     else:
-        reason = "and no tokenizers are known that would show the extra ids to be padding"
+        reason = "and no two tokenizers are known that would show the extra ids to be padding"
     raise VocabularyMismatchError(
         f"draft {draft.name} has {draft.vocab_size} ids, target {target.name} has {target.vocab_size}, {reason}; "
         "pass a draft of the same family, or draft='ngram'."

@@ -31,13 +31,17 @@ class Draft:
         """Hold a drafter to its contract.
 
         Raises:
-            DrafterError: the counts are not one per sequence, exceed a limit, or do not add up to the tokens.
+            DrafterError: the counts are not one per sequence, exceed a limit, or do not add up to the tokens; or
+                these are no dense tensor of int64 that can be read.
 
         """
         counts = self.num_draft_tokens
         if not isinstance(self.token_ids, Tensor) or self.token_ids.dtype != torch.int64:
             kind = getattr(self.token_ids, "dtype", type(self.token_ids).__name__)
             raise DrafterError(f"a drafter's token_ids are {kind}; expected a tensor of int64.")
+        if self.token_ids.is_meta or self.token_ids.is_nested or self.token_ids.layout is not torch.strided:
+            kind = "nested" if self.token_ids.is_nested else f"{self.token_ids.layout} on {self.token_ids.device}"
+            raise DrafterError(f"a drafter's token_ids are {kind}; expected a dense tensor on a device with memory.")
         if not isinstance(counts, (list, tuple)) or not all(isinstance(n, int) for n in counts):
             raise DrafterError(f"a drafter's num_draft_tokens are {counts!r}; expected a list of integers.")
         if len(counts) != len(limits) or any(not 0 <= n <= limit for n, limit in zip(counts, limits, strict=False)):
