@@ -75,9 +75,9 @@ def _attend(
 def _mix_experts(module: nn.Module, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
     """Serve ``transformers``' call of a mixture of experts; rows of padding get zeros."""
     cache = active_cache.get()
-    num_own = cache.num_own(len(rows))
-    out = mixture(cache.ops, module, rows[:num_own], expert_ids[:num_own], weights[:num_own])
-    return out if num_own == len(rows) else pad(out, (0, 0, 0, len(rows) - num_own))
+    num_real = cache.real_rows.get(len(rows), len(rows))
+    out = mixture(cache.ops, module, rows[:num_real], expert_ids[:num_real], weights[:num_real])
+    return out if num_real == len(rows) else pad(out, (0, 0, 0, len(rows) - num_real))
 
 
 AttentionInterface.register(_ATTENTION, _attend)

@@ -26,6 +26,7 @@ class KVProbe(Cache):
     def __init__(self, ops: Ops) -> None:
         super().__init__(layers=[])
         self.ops = ops  # for what else is computed by hooks
+        self.real_rows: dict[int, int] = {}  # as ``PagedCache``'s; there is no padding
         self._cached: set[int] = set()
         self._attended: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer, in order
 
@@ -48,10 +49,6 @@ class KVProbe(Cache):
             )
         self._attended[layer_idx] = key, value  # kept, so that another tensor is never taken for it
         return query.new_zeros(1, num_rows, num_heads, value.shape[3])
-
-    def num_own(self, num_rows: int) -> int:
-        """Return ``num_rows``: there is no padding."""
-        return num_rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: nothing precedes the rows of the probe."""

@@ -39,8 +39,7 @@ class Linears:
 
     Attributes:
         sees_all: whether calls outside of modules are intercepted.
-        real_rows: number of rows after padding to that before, for all counts of the forward under way; None computes
-            all rows in one piece.
+        real_rows: the ``PagedCache``'s of the forward under way; None computes all rows in one piece.
 
     """
 

@@ -148,14 +148,14 @@ class RaggedModel:
         return self.program(batch.token_ids, batch, pool.pages, logit_rows)
 
     def _forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
-        cache, rule = self._make_cache(pool, batch), pool.row_rule
-        token_ids, positions, wanted = batch.token_ids, batch.positions, logit_rows
+        token_ids, positions, wanted, rule = batch.token_ids, batch.positions, logit_rows, pool.row_rule
         num_rows, num_wanted = len(token_ids), len(token_ids) if wanted is None else len(wanted)
+        cache = self._make_cache(pool, batch, num_wanted)
         if missing := rule.padding(num_rows):  # any token will do, at a position that every model has
             token_ids, positions = pad(token_ids, (0, missing)), pad(positions, (0, missing))
         if wanted is not None and (missing := rule.padding(num_wanted)):
             wanted = pad(wanted, (0, missing))
-        self.linears.real_rows = _real_rows(rule, num_wanted, num_rows)
+        self.linears.real_rows = cache.real_rows if rule.multiple > 1 else None
         with one_thread() if rule.multiple > 1 and token_ids.device.type == "cpu" else nullcontext():
             logits = self._call(token_ids[None], positions[None], cache, wanted)[0]
         if cache.num_attended != self.layout.num_layers:
@@ -167,8 +167,8 @@ class RaggedModel:
             return logits[:num_rows]
         return logits[:num_wanted] if self._keeps_rows else logits[logit_rows]
 
-    def _make_cache(self, pool: PagePool, batch: RaggedBatch) -> PagedCache:
-        return PagedCache(pool, batch, self.ops, self._sliding_layers)
+    def _make_cache(self, pool: PagePool, batch: RaggedBatch, num_logit_rows: int | None = None) -> PagedCache:
+        return PagedCache(pool, batch, self.ops, self._sliding_layers, num_logit_rows)
 
     def _call(
         self, token_ids: Tensor, positions: Tensor, cache: PagedCache | KVProbe, logit_rows: Tensor | None
@@ -247,11 +247,6 @@ class RaggedModel:
                 yield
             finally:
                 self._attached_by = before
-
-
-def _real_rows(rule: RowRule, *counts: int) -> dict[int, int] | None:
-    """Return the number of rows before padding by that after it: of two that become one, the larger."""
-    return {count + rule.padding(count): count for count in sorted(counts)} if rule.multiple > 1 else None
 
 
 @torch.inference_mode()

@@ -22,19 +22,40 @@ class PagedCache(Cache):
     ``update`` hands the new rows back as they are; the attention hook writes what it is given of them into pages, and
     reads these. The model may compute rows of padding after those of the batch: they are not written, and zeros come
     out for them.
+
+    Args:
+        pool: whose pages are written and read.
+        batch: ``T`` rows.
+        ops: with ``append_kv_`` and ``paged_attention``.
+        sliding_layers: layers that must tell their window with every call.
+        num_logit_rows: rows whose logits are wanted; None if all are.
+
+    Attributes:
+        real_rows: number of rows after padding to that before, for all counts of the forward; of two that are padded to
+            the same number, the larger.
+
     """
 
-    def __init__(self, pool: PagePool, batch: RaggedBatch, ops: Ops, sliding_layers: frozenset[int]) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        batch: RaggedBatch,
+        ops: Ops,
+        sliding_layers: frozenset[int],
+        num_logit_rows: int | None = None,
+    ) -> None:
         # Nothing of the base class is kept: what is not answered here has no answer, see below.
         self.pool, self.batch = pool, batch
         self.claimed_length = 0  # a length for whoever only wants one; see cache_answers.py for who computes with it
         self.questions: set[str] = set()  # what was answered with it
         self._num_rows = batch.positions.shape[0]
         self._padding = pool.row_rule.padding(self._num_rows)
+        counts = sorted((self._num_rows, self._num_rows if num_logit_rows is None else num_logit_rows))
+        self.real_rows = {count + pool.row_rule.padding(count): count for count in counts}
         self._attended = batch.row_by_row() if pool.row_rule.attends_alone else batch
         # The pool has laid the batch out, so only what the model brings is checked, and that here.
         self.ops = ops.unchecked or ops
-        self.sliding_layers = sliding_layers  # layers that must tell their window with every call
+        self.sliding_layers = sliding_layers
         self.num_attended = 0  # calls of attend: one per layer, if the model goes through the hook
 
     def update(
@@ -68,10 +89,6 @@ class PagedCache(Cache):
             apart(self.ops.append_kv_, *pages, *rows, self.batch.slot_mapping)
         out = apart(self.ops.paged_attention, self._own(query), pages, self._attended, scores)
         return (pad(out, (0, 0, 0, 0, 0, self._padding)) if self._padding else out)[None]
-
-    def num_own(self, num_rows: int) -> int:
-        """Return how many of the rows that the model computes are the batch's."""
-        return self._num_rows if num_rows == self._num_rows + self._padding else num_rows
 
     def _own(self, states: Tensor) -> Tensor:
         """Return the batch's rows of ``[1, heads, T + padding, head size]``: ``[T, heads, head size]``."""
