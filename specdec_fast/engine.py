@@ -22,7 +22,7 @@ from specdec_fast.config import EngineConfig, as_config
 from specdec_fast.determinism import make_deterministic
 from specdec_fast.draft_lengths import make_draft_lengths
 from specdec_fast.drafters import Drafter, make_drafter, wanted_draft
-from specdec_fast.errors import EngineBusyError, KVCacheTooSmallError
+from specdec_fast.errors import KVCacheTooSmallError
 from specdec_fast.failures import named_failures
 from specdec_fast.graphs import described
 from specdec_fast.kv_cache import PagePool
@@ -31,13 +31,13 @@ from specdec_fast.models import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.outputs import Steps, chunks_of, output_of
 from specdec_fast.prefilling import prefill
-from specdec_fast.processes import enter_process, expect_process
 from specdec_fast.progress import Progress
 from specdec_fast.requests import RequestBuilder, as_params_list, as_prompt_list
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.sequence import Sequence
 from specdec_fast.step import Step, propose
 from specdec_fast.text import expect_tokenizer, load_tokenizer
+from specdec_fast.turns import Turn
 from specdec_fast.types import GenerationOutput, RunStats, StreamChunk
 from specdec_fast.verifying import verify
 
@@ -77,7 +77,7 @@ class Engine:
         self.scheduler = make_scheduler(self.config)
         wanted = wanted_draft(draft, self.config)
         expect_tokenizer(tokenizer)
-        self._process = enter_process()
+        self._turn = Turn()
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         if self.config.enforce_eager:
@@ -92,7 +92,6 @@ class Engine:
         self.draft_lengths = make_draft_lengths(self.config, self.target, None if wanted is None else self.drafter)
         self.pool: PagePool | None = None
         self.last_run = RunStats()
-        self._busy = False
 
     def generate(self, prompts: Any, params: Any = None, *, progress: bool | None = None) -> list[GenerationOutput]:
         """Decode every prompt.
@@ -109,7 +108,7 @@ class Engine:
         Raises:
             InvalidParamsError, NotYetSupportedError, ConfigError: before any work, for arguments that are wrong as
                 a whole.
-            EngineBusyError: a stream of this engine is still open.
+            EngineBusyError: a stream of this engine is still open, or another thread is in a call of it.
             ForkedProcessError: the engine was made in the process that this one was forked from.
 
         """
@@ -154,7 +153,7 @@ class Engine:
         }
 
     def _build(self, prompts: Any, params: Any) -> list[Sequence]:
-        self._expect_idle()
+        self._turn.expect_free()
         items = as_prompt_list(prompts)
         builder = RequestBuilder(self.target, self.tokenizer)
         pairs = zip(items, as_params_list(params, len(items)), strict=True)
@@ -168,42 +167,36 @@ class Engine:
         """
         return self.target.layout.device.type != "cpu"
 
-    def _expect_idle(self) -> None:
-        expect_process(self._process)
-        if self._busy:
-            raise EngineBusyError("a stream of this engine is still open; finish or close() it first.")
-
     def _decode(self, sequences: list[Sequence]) -> Steps:
         """Run to the end; yield (sequence, tokens) for each sequence that a step served or that failed."""
-        self._expect_idle()  # again: another call may have begun since this generator was made
-        self._busy, self.last_run, started = True, RunStats(), perf_counter()
-        resident: list[Sequence] = []
-        try:
-            self._prepare([s for s in sequences if s.finish_reason is None])
-            waiting = deque(s for s in sequences if s.finish_reason is None)
-            told: list[tuple[Sequence, list[int]]] = [(s, []) for s in sequences if s.finish_reason is not None]
-            while waiting or resident:
-                if not self._runs_ahead:
+        with self._turn.taken():  # another call may have begun since this generator was made
+            self.last_run, started = RunStats(), perf_counter()
+            resident: list[Sequence] = []
+            try:
+                self._prepare([s for s in sequences if s.finish_reason is None])
+                waiting = deque(s for s in sequences if s.finish_reason is None)
+                told: list[tuple[Sequence, list[int]]] = [(s, []) for s in sequences if s.finish_reason is not None]
+                while waiting or resident:
+                    if not self._runs_ahead:
+                        yield from told
+                        told = []
+                    try:
+                        self._admit(waiting, resident)
+                        batch = self.scheduler.plan(resident)
+                        is_refilled = waiting and self.scheduler.num_to_admit(len(resident) - 1)
+                        step = self._launch(batch, len(batch) == len(resident) and not is_refilled)
+                    except Exception:
+                        yield from told  # it was emitted before
+                        raise
                     yield from told
-                    told = []
-                try:
-                    self._admit(waiting, resident)
-                    batch = self.scheduler.plan(resident)
-                    is_refilled = waiting and self.scheduler.num_to_admit(len(resident) - 1)
-                    step = self._launch(batch, len(batch) == len(resident) and not is_refilled)
-                except Exception:
-                    yield from told  # it was emitted before
-                    raise
+                    told = self._finish(step)
+                    for sequence in [s for s, _ in told if s.finish_reason is not None]:
+                        resident.remove(sequence)
+                        self._release([sequence])
+                    self.last_run.seconds = perf_counter() - started
                 yield from told
-                told = self._finish(step)
-                for sequence in [s for s, _ in told if s.finish_reason is not None]:
-                    resident.remove(sequence)
-                    self._release([sequence])
-                self.last_run.seconds = perf_counter() - started
-            yield from told
-        finally:
-            self._busy = False
-            self._release(resident)
+            finally:
+                self._release(resident)
 
     def _prepare(self, sequences: list[Sequence]) -> None:
         """Make room for a full window of the largest sequences, or for what the user allowed."""
@@ -211,7 +204,7 @@ class Engine:
         page_size = self.config.page_size
         needs = sorted((-(-(s.max_length - 1) // page_size) * page_size for s in sequences), reverse=True)
         num_tokens = self.config.kv_cache_tokens or sum(needs[: self.scheduler.max_resident])
-        if self.pool is None or self.pool.num_pages * page_size < num_tokens:
+        if self.pool is None or not self.pool.is_vacant or self.pool.num_pages * page_size < num_tokens:
             self.pool = None  # give the old one back before asking for more
             self.pool = PagePool(self.target.layout, num_tokens, page_size, self.target.row_rule)
         self.drafter.prepare(self.pool.num_pages * page_size, page_size)

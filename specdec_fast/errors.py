@@ -50,6 +50,10 @@ class EngineBusyError(SpecDecError, RuntimeError):
     """A call reached an engine that is still serving another."""
 
 
+class EngineCopyError(SpecDecError, TypeError):
+    """An engine was to be pickled or copied deeply."""
+
+
 class ForkedProcessError(SpecDecError, RuntimeError):
     """An engine was used, or made, in a process forked from one that had made an engine: it would hang."""
 

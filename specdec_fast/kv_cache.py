@@ -68,6 +68,12 @@ class PagePool:
         """Pages nobody holds."""
         return len(self._free)
 
+    @property
+    def is_vacant(self) -> bool:
+        """Whether nobody has anything of it, as after every call that was not interrupted while it kept these books."""
+        is_free = not self._tables and not self._num_reserved and len(self._free) == self.num_pages
+        return is_free and len(self._free_places) == len(self._table_of) - 1  # place 0 is nobody's
+
     def block_table(self, owner: Hashable) -> list[int]:
         """Return the pages ``owner`` holds, in order of position."""
         return self._tables[owner]

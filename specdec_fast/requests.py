@@ -89,10 +89,8 @@ def as_list(value: Any) -> Any:
         ConfigError: it holds no values, as a tensor on the meta device.
 
     """
-    if not hasattr(value, "tolist"):
-        return value
     try:
-        return value.tolist()
+        return value.tolist() if hasattr(value, "tolist") else value
     except Exception as error:
         raise ConfigError(f"a {type(value).__name__} among the prompts cannot be read: {error}") from error
 
@@ -184,7 +182,10 @@ def _seed(params: SamplingParams) -> int | None:
 
 
 def _as_ids(prompt: Any) -> list[int]:
-    ids: Any = None if isinstance(prompt, _BYTES) else as_list(prompt)
+    try:
+        ids: Any = None if isinstance(prompt, _BYTES) else as_list(prompt)
+    except ConfigError as error:
+        raise InvalidPromptError(str(error)) from error
     is_list = isinstance(ids, (list, tuple))
     if not is_list or not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
         kind = type(prompt).__name__

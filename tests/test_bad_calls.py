@@ -418,6 +418,15 @@ class TestShapesOfPrompts:
         with pytest.raises(sd.InvalidPromptError, match=r"decode\(\) it first"):
             bad.raise_for_error()
 
+    @pytest.mark.parametrize(
+        "prompt", [torch.zeros(2, device="meta"), torch.tensor([5, 6]).to_sparse()], ids=["meta", "sparse"]
+    )
+    def test_a_prompt_that_cannot_be_read_harms_no_other(self, engine, prompt):
+        good, bad = engine.generate([[5], prompt], self.PARAMS)
+        assert (good.error, bad.finish_reason) == (None, "error")
+        with pytest.raises(sd.InvalidPromptError, match="a Tensor among the prompts cannot be read"):
+            bad.raise_for_error()
+
     def test_set_has_no_order(self, engine):
         with pytest.raises(sd.ConfigError, match="prompts is a set: it has no order"):
             engine.generate({"a", "b"})

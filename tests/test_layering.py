@@ -25,7 +25,7 @@ LAYERS = (
     {"oracle", "triton_kernels", "_C"},
     {"ops"},
     {"architecture", "kv_cache", "kv_probe", "loading", "linears", "experts", "buckets"},
-    {"watching", "failures", "processes"},
+    {"watching", "failures", "turns"},
     {"paged_cache"},
     {"program", "graphs", "hooks", "row_mixing", "cache_answers"},
     {"models"},

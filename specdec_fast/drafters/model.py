@@ -77,9 +77,10 @@ class ModelDrafter(Drafter):
         return min(seconds)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the one at hand if it is large enough."""
+        """Allocate the pool, or keep the one at hand if it is large enough and an interrupted call left nothing."""
         self.model.expect_same_weights()
-        if self.pool is None or self.pool.num_pages * page_size < num_tokens:
+        if self.pool is None or not self.pool.is_vacant or self.pool.num_pages * page_size < num_tokens:
+            self.draft_kv_length.clear()
             self.pool = PagePool(self.model.layout, num_tokens, page_size, self.model.row_rule)
 
     def admit(self, sequences: list[Sequence]) -> None:
