@@ -111,7 +111,8 @@ class SamplingParams:
             if isinstance(value, str):
                 value = (value,)
             if not isinstance(value, Iterable):
-                raise InvalidParamsError(f"{name}={value!r}: expected a list, here of one element: [{value!r}].")
+                hint = "an empty one for none" if value is None else f"here of one element: [{value!r}]"
+                raise InvalidParamsError(f"{name}={value!r}: expected a list, {hint}.")
             object.__setattr__(self, name, tuple(map(as_plain, value)))
         self._check_ranges()
 

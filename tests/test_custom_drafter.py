@@ -123,8 +123,17 @@ def test_limits_and_tokens_are_the_engines_own(target, prompt_ids, expected):
         sequences[0].token_ids.append(3)
         return sd.Draft(torch.zeros(0, dtype=torch.int64), [0] * len(limits))
 
+    def replace_last(sequences, limits):
+        sequences[0].token_ids[-1] = 3
+        return sd.Draft(torch.zeros(0, dtype=torch.int64), [0] * len(limits))
+
+    def clear(sequences, limits):
+        sequences[0].token_ids.clear()
+        return sd.Draft(torch.zeros(0, dtype=torch.int64), [0] * len(limits))
+
     engine = sd.Engine(target, drafter)
-    for broken, message in ((raise_limits, "at most"), (edit, "changed the token_ids")):
+    changed = "changed the token_ids"
+    for broken, message in ((raise_limits, "at most"), (edit, changed), (replace_last, changed), (clear, changed)):
         drafter.propose = broken
         with pytest.raises(sd.DrafterError, match=message):
             engine.generate(prompt_ids[:1], PARAMS)

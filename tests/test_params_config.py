@@ -41,6 +41,12 @@ def test_params_out_of_range(name, value):
     assert "expected" in str(caught.value), "what would do"
 
 
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_no_list_is_not_taken_for_an_element(name):
+    with pytest.raises(InvalidParamsError, match=f"{name}=None: expected a list, an empty one for none"):
+        sd.SamplingParams(**{name: None})
+
+
 # The ends of every range, which are inside.
 @pytest.mark.parametrize(
     "values",
