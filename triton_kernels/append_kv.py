@@ -92,4 +92,7 @@ def variants() -> Iterator[Variant]:
             name = f"{TYPE_NAMES[dtype]}_{num_heads}x{head_dim}" + (f"_{value_dim}" if value_dim != head_dim else "")
             yield _launch(num_heads, head_dim, value_dim).variant(name, _append_kernel, signature, aligned)
         within = ("key_cache", "value_cache", "key")  # values that begin within a fused projection's row
-        yield _launch(3, 20, 20).variant(f"{TYPE_NAMES[dtype]}_within_3x20", _append_kernel, signature, within)
+        fused = (*tensors, "stride_value_row")  # values of rows that happen to be multiples of 16
+        for place, aligned in (("within", within), ("fused", fused)):
+            name = f"{TYPE_NAMES[dtype]}_{place}_3x20"
+            yield _launch(3, 20, 20).variant(name, _append_kernel, signature, aligned)

@@ -11,6 +11,7 @@ Ids of experts are not checked; they come from a ``topk``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton
@@ -111,7 +112,13 @@ def variants() -> Iterator[Variant]:
             ("768", 768, 1, False, False, True),
             ("2880_of_4_transposed_bias", 2880, 4, True, True, True),
             ("67_bias_unaligned", 67, 1, False, True, False),
+            ("67_transposed_unaligned", 67, 1, True, False, False),
+            ("67_transposed_bias_unaligned", 67, 1, True, True, False),
         ):
             launch = _launch(dtype, in_features, per_line, is_transposed, has_bias)
             divisible = (*pointers, "out_features") if is_aligned else pointers
             yield launch.variant(f"{kind}_{name}", _grouped_linear_kernel, signature, divisible)
+        launch = _launch(dtype, 67, 1, False, False)  # Triton takes a number that is 1 for known when compiling
+        launch = replace(launch, constexprs={**launch.constexprs, "out_features": 1})
+        one = {name: kind for name, kind in signature.items() if name != "out_features"}
+        yield launch.variant(f"{kind}_one_output_unaligned", _grouped_linear_kernel, one, pointers)

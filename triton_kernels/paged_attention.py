@@ -249,11 +249,13 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     return out
 
 
-# head size of keys and of values, group, page size, flags
+# Head size of keys and of values, group, page size, flags. Not trees with sinks, which spill 8 bytes on sm_90: no model
+# is launched with a tree yet.
 _USUAL = (
     (64, 64, 1, 16, {}),
     (64, 64, 8, 16, {"TREE": True}),
     (64, 64, 8, 16, {"SINKS": True}),
+    (64, 64, 8, 16, {"SOFTCAP": True, "SINKS": True}),
     (80, 80, 1, 1, {}),
     (128, 128, 4, 16, {}),
     (128, 128, 8, 256, {"SOFTCAP": True, "TREE": True}),
@@ -276,6 +278,9 @@ def variants() -> Iterator[Variant]:
             launch = _with(launch, **flags)
             dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}_{value_dim}"
             name = "_".join((kind, f"dim{dims}", f"group{group}", *(flag.lower() for flag in flags)))
-            yield _with(launch, PAGE_SIZE=page_size).variant(name, _attention_kernel, types, (*pointers, *partials))
+            paged, divisible = _with(launch, PAGE_SIZE=page_size), (*pointers, *partials)
+            yield paged.variant(name, _attention_kernel, types, divisible)
+            if kind != "fp32" and list(flags) == ["SINKS"]:  # which a model may keep in fp32
+                yield paged.variant(f"{name}_fp32", _attention_kernel, types | {"sinks": "*fp32"}, divisible)
             if name in (f"{kind}_dim128_group4", f"{kind}_dim64_group8_sinks"):
                 yield _merge_launch(launch).variant(f"{name}_merge", _merge_kernel, merging, (*partials, "out"))
