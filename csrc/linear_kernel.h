@@ -156,12 +156,12 @@ void row_outputs(const LinearWork& work, Span blocks, Span outputs, void*) {
 
 #include "linear_panels.h"
 
-// From so many rows on, transposing weights costs less than it saves.
-// From how many rows on panels are worth transposing weights: a pair of blocks saves more where inputs are few, and pairs of
-// bf16 take half as many steps to transpose.
+// From how many rows on panels are worth transposing weights: a pair of blocks saves more where inputs are few, and numbers
+// that are widened take twice as many steps to transpose.
 template <typename Format, typename Product>
 std::int64_t least_panel_rows(std::int64_t in_features) {
-  constexpr std::int64_t kLeast = Product::kStep > kLanes ? 4 : 8, kMost = sizeof(typename Format::Storage) == 4 ? 32 : 48;
+  constexpr bool kWidens = Product::kStep * sizeof(typename Format::Storage) < sizeof(Vector), kPairs = Product::kStep > kLanes;
+  constexpr std::int64_t kLeast = kPairs ? 4 : 12, kMost = kWidens ? 48 : kPairs ? 32 : 24;
   return std::max(kLeast, std::min(kMost, in_features / 32));
 }
 

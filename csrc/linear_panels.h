@@ -30,7 +30,7 @@ SPECDEC_INLINE void load_square(const typename Product::Storage* rows, std::int6
   const std::int64_t first = step * Product::kStep, left = num_numbers - first;
   const typename Product::Storage* from[kLanes];
   for (int i = 0; i < kLanes; ++i) from[i] = rows + std::min<std::int64_t>(i, count - 1) * stride + first;
-  if (left >= Product::kStep) return load_transposed<Product>(from, square);
+  if (left >= Product::kStep) return load_transposed<Product>(from, stride, square);
   for (int i = 0; i < kLanes; ++i) square[i] = load_some<Product>(from[i], left);
   transpose(square);
 }
@@ -69,12 +69,20 @@ constexpr std::int64_t kFewSteps = 64;
 static_assert(kFewSteps <= kChunkSteps, "");
 SPECDEC_INLINE int lanes_at_once(std::int64_t num_steps) { return num_steps <= kFewSteps ? 2 : 1; }
 
+// What is read after this panel, a line in every step; `step_bytes` is 0 where nothing more is to be fetched.
+struct Ahead {
+  static constexpr std::int64_t kLine = 64;  // bytes
+  const char* from;
+  std::int64_t step_bytes;
+};
+
 // sums[a][r][o] += steps [first, last) of the lane that comes as number a.
 template <int kA, int kR, typename Units>
 SPECDEC_INLINE void add_steps(const float* inputs, std::int64_t input_stride, const Vector* weights,
-                              std::int64_t weight_stride, std::int64_t first, std::int64_t last,
+                              std::int64_t weight_stride, std::int64_t first, std::int64_t last, Ahead ahead,
                               Vector sums[kA][kR][kBlocks]) {
   for (std::int64_t step = first; step < last; ++step) {
+    if constexpr (kA == 1) __builtin_prefetch(ahead.from + step * ahead.step_bytes);
     for (int a = 0; a < kA; ++a) {
       Vector own[kBlocks];
       for (int o = 0; o < kBlocks; ++o) own[o] = weights[a * weight_stride + step * kBlocks + o];
@@ -89,23 +97,25 @@ SPECDEC_INLINE void add_steps(const float* inputs, std::int64_t input_stride, co
 // The sums over all lanes of kR rows and a panel's outputs, kA lanes at a time: where steps are few, sums are better added
 // in registers than stored; where they are many, a weight is better used for many rows.
 template <int kA, int kR, typename Units>
-void tile(const float* inputs, const Vector* weights, std::int64_t num_steps, Vector totals[kTileRows][kBlocks]) {
+void tile(const float* inputs, const Vector* weights, std::int64_t num_steps, Ahead ahead,
+          Vector totals[kTileRows][kBlocks]) {
   Vector levels[5][kR][kBlocks];  // sums of kA, 2 kA, 4 kA, ... lanes that wait for as many others
   const std::int64_t input_stride = block_stride(num_steps, kR), weight_stride = panel_stride(num_steps);
   for (int index = 0; index < kLanes / kA; ++index) {
     Vector sums[kA][kR][kBlocks] = {};
-    add_steps<kA, kR, Units>(inputs, input_stride, weights, weight_stride, 0, std::min(num_steps, kChunkSteps), sums);
+    add_steps<kA, kR, Units>(inputs, input_stride, weights, weight_stride, 0, std::min(num_steps, kChunkSteps), ahead, sums);
     if constexpr (kA == 1) {  // more lanes have one chunk; a loop here would take its registers from their sums
       for (std::int64_t first = kChunkSteps; first < num_steps; first += kChunkSteps) {
         Vector chunk[kA][kR][kBlocks] = {};
         add_steps<kA, kR, Units>(inputs, input_stride, weights, weight_stride, first,
-                                 std::min(num_steps, first + kChunkSteps), chunk);
+                                 std::min(num_steps, first + kChunkSteps), ahead, chunk);
         for (int r = 0; r < kR; ++r) {
           for (int o = 0; o < kBlocks; ++o) sums[0][r][o] += chunk[0][r][o];
         }
       }
     }
     inputs += kA * input_stride;
+    ahead.from += num_steps * ahead.step_bytes;
     weights += kA * weight_stride;
     for (int half = 1; half < kA; half *= 2) {
       for (int a = 0; a < kA; a += 2 * half) {
@@ -127,7 +137,7 @@ void tile(const float* inputs, const Vector* weights, std::int64_t num_steps, Ve
   }
 }
 
-using Tile = void (*)(const float*, const Vector*, std::int64_t, Vector (*)[kBlocks]);
+using Tile = void (*)(const float*, const Vector*, std::int64_t, Ahead, Vector (*)[kBlocks]);
 
 template <int kA, typename Units, int... kBelow>
 Tile tile_of_rows(std::int64_t count, std::integer_sequence<int, kBelow...>) {
@@ -174,16 +184,23 @@ void prepare_panels(const LinearWork& work, std::int64_t block) {
 template <typename Format, typename Product>
 void panel_outputs(const LinearWork& work, Span blocks, Span outputs, void* buffer) {
   const std::int64_t num_steps = work.plan.num_steps;
+  const std::int64_t row_bytes = work.args.in_features * static_cast<std::int64_t>(sizeof(typename Format::Storage));
   const int at_once = lanes_at_once(num_steps);
   Vector* panel = static_cast<Vector*>(buffer);
   for (std::int64_t output = outputs.begin; output < outputs.end; output += kPanel) {
     const std::int64_t own = std::min<std::int64_t>(kPanel, outputs.end - output);
     pack_panel<Product>(work.args, output, own, num_steps, panel);
+    // The next panel's weights, which the first blocks of rows fetch while they pass by this one.
+    const char* weights = static_cast<const char*>(work.args.weight);
+    const char* next = weights + (output + kPanel) * row_bytes;
+    const char* end = weights + std::min(outputs.end, output + 2 * kPanel) * row_bytes;
     for (std::int64_t block = blocks.begin; block < blocks.end; ++block) {
       const std::int64_t count = work.rows_of(block);
+      const Ahead ahead = next < end ? Ahead{next, Ahead::kLine} : Ahead{reinterpret_cast<const char*>(panel), 0};
+      next += kLanes / at_once * num_steps * ahead.step_bytes;
       Vector totals[kTileRows][kBlocks];
       tile_of<typename Product::Units>(at_once, count)(reinterpret_cast<const float*>(work.prepared(block)), panel,
-                                                       num_steps, totals);
+                                                       num_steps, ahead, totals);
       store_tile<Format>(work.args, totals, work.row_of(block), count, output, own);
     }
   }

@@ -8,6 +8,10 @@
 #include "row_functions.h"
 #include "versions.h"
 
+#ifdef SPECDEC_X86_64_LEVELS
+#include <immintrin.h>
+#endif
+
 #define SPECDEC_INLINE inline __attribute__((always_inline))
 
 namespace specdec {
@@ -15,7 +19,12 @@ namespace {
 
 // One instruction set.
 struct TransposedKernel {
-  void (*outputs[3])(const LinearArgs&, const float* inputs, std::int64_t begin, std::int64_t end);  // by DType
+  struct Format {
+    std::int64_t (*num_units)(std::int64_t in_features);  // floats that a row is prepared in
+    void (*prepare)(const LinearArgs&, float* units);
+    void (*outputs)(const LinearArgs&, const float* units, std::int64_t begin, std::int64_t end);
+  };
+  Format formats[3];  // by DType
   std::int64_t step;  // outputs of a block; threads share them out by whole ones
 };
 
@@ -40,6 +49,15 @@ struct TransposedKernel {
 #define SPECDEC_LANES 16
 #include "linear_transposed_kernel.h"
 #pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512bf16")
+#define SPECDEC_ISA transposed_avx512_bf16
+#define SPECDEC_LANES 16
+#define SPECDEC_DOT_BF16
+#include "linear_transposed_kernel.h"
+#undef SPECDEC_DOT_BF16
+#pragma GCC pop_options
 #endif
 
 namespace specdec {
@@ -49,7 +67,10 @@ std::vector<Versions<TransposedKernel>::Version> usable() {
   std::vector<Versions<TransposedKernel>::Version> usable = {{"portable", transposed_portable::kKernel}};
 #ifdef SPECDEC_X86_64_LEVELS
   if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", transposed_x86_64_v3::kKernel});
-  if (__builtin_cpu_supports("x86-64-v4")) usable.push_back({"x86-64-v4", transposed_x86_64_v4::kKernel});
+  if (__builtin_cpu_supports("x86-64-v4")) {
+    usable.push_back({"x86-64-v4", transposed_x86_64_v4::kKernel});
+    if (__builtin_cpu_supports("avx512bf16")) usable.push_back({"avx512-bf16", transposed_avx512_bf16::kKernel});
+  }
 #endif
   return usable;
 }
@@ -60,13 +81,9 @@ Versions<TransposedKernel> versions("linear_transposed", usable());
 
 void linear_transposed(const LinearArgs& args) {
   const TransposedKernel& kernel = versions.chosen();
-  const auto outputs = kernel.outputs[static_cast<int>(args.dtype)];
-  const std::unique_ptr<float[]> inputs(new float[static_cast<std::size_t>(args.num_rows * args.in_features)]);
-  const char* rows = static_cast<const char*>(args.rows);
-  for (std::int64_t row = 0; row < args.num_rows; ++row) {
-    widen_all(args.dtype, rows + row * args.row_stride * item_size(args.dtype), inputs.get() + row * args.in_features,
-              args.in_features);
-  }
+  const TransposedKernel::Format& format = kernel.formats[static_cast<int>(args.dtype)];
+  const std::unique_ptr<float[]> units(new float[static_cast<std::size_t>(args.num_rows * format.num_units(args.in_features))]);
+  format.prepare(args, units.get());
   const std::int64_t blocks = (args.out_features + kernel.step - 1) / kernel.step;
   // Waking a thread costs some microseconds, about what a core multiplies 64K numbers in.
   const bool worth_threads = args.num_rows * args.in_features * args.out_features > (1 << 18);
@@ -74,7 +91,7 @@ void linear_transposed(const LinearArgs& args) {
   for (int part = 0; part < args.num_threads; ++part) {
     const std::int64_t begin = blocks * part / args.num_threads * kernel.step;
     const std::int64_t end = std::min(blocks * (part + 1) / args.num_threads * kernel.step, args.out_features);
-    if (begin < end) outputs(args, inputs.get(), begin, end);
+    if (begin < end) format.outputs(args, units.get(), begin, end);
   }
 }
 

@@ -85,8 +85,55 @@ SPECDEC_INLINE Vector load_some(const typename Product::Storage* from, std::int6
   return Product::load(step);
 }
 
-typedef std::int32_t LaneIndex __attribute__((vector_size(kLanes * sizeof(std::int32_t))));
 typedef std::uint32_t LaneBits __attribute__((vector_size(kLanes * sizeof(std::uint32_t))));
+
+#if SPECDEC_LANES == 16
+// Four neighbouring rows, of each quarter: unit 4 q + k of the four is quarter q of columns[k].
+SPECDEC_INLINE void transpose_quarters(const __m512 rows[4], __m512 columns[4]) {
+  const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[0], rows[1]));
+  const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[2], rows[3]));
+  const __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(rows[0], rows[1]));
+  const __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(rows[2], rows[3]));
+  columns[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low01, low23));
+  columns[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low01, low23));
+  columns[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high01, high23));
+  columns[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high01, high23));
+}
+
+// 16 rows of 16 units, transposed, by loads of quarters: loads are cheaper than moving quarters between registers.
+SPECDEC_INLINE void load_by_quarters(const float* const rows[kLanes], Vector square[kLanes]) {
+  for (int q = 0; q < 4; ++q) {
+    const auto quarter = [&](int row) { return _mm_loadu_ps(rows[row] + 4 * q); };
+    __m512 gathered[4], columns[4];
+    for (int i = 0; i < 4; ++i) {
+      gathered[i] = _mm512_castps128_ps512(quarter(i));
+      gathered[i] = _mm512_mask_broadcast_f32x4(gathered[i], 0x00f0, quarter(4 + i));
+      gathered[i] = _mm512_mask_broadcast_f32x4(gathered[i], 0x0f00, quarter(8 + i));
+      gathered[i] = _mm512_mask_broadcast_f32x4(gathered[i], 0xf000, quarter(12 + i));
+    }
+    transpose_quarters(gathered, columns);
+    for (int k = 0; k < 4; ++k) square[4 * q + k] = reinterpret_cast<Vector>(columns[k]);
+  }
+}
+
+// Such rows after one load each.
+SPECDEC_INLINE void transpose(Vector square[kLanes]) {
+  __m512 rows[kLanes], columns[kLanes];
+  std::memcpy(rows, square, sizeof(rows));
+  for (int i = 0; i < kLanes; i += 4) transpose_quarters(rows + i, columns + i);
+  for (int k = 0; k < 4; ++k) {
+    const __m512 first01 = _mm512_shuffle_f32x4(columns[k], columns[4 + k], 0x44);
+    const __m512 last01 = _mm512_shuffle_f32x4(columns[k], columns[4 + k], 0xee);
+    const __m512 first23 = _mm512_shuffle_f32x4(columns[8 + k], columns[12 + k], 0x44);
+    const __m512 last23 = _mm512_shuffle_f32x4(columns[8 + k], columns[12 + k], 0xee);
+    square[k] = reinterpret_cast<Vector>(_mm512_shuffle_f32x4(first01, first23, 0x88));
+    square[4 + k] = reinterpret_cast<Vector>(_mm512_shuffle_f32x4(first01, first23, 0xdd));
+    square[8 + k] = reinterpret_cast<Vector>(_mm512_shuffle_f32x4(last01, last23, 0x88));
+    square[12 + k] = reinterpret_cast<Vector>(_mm512_shuffle_f32x4(last01, last23, 0xdd));
+  }
+}
+#else
+typedef std::int32_t LaneIndex __attribute__((vector_size(kLanes * sizeof(std::int32_t))));
 
 // Lane j of one vector, or of the other the lane kHalf before or after: a step of a transposition.
 template <int kHalf>
@@ -110,33 +157,18 @@ SPECDEC_INLINE void transpose(Vector square[kLanes]) {
     transpose<2 * kHalf>(square);
   }
 }
+#endif
 
-// kLanes rows of kStep numbers, transposed: a lane in every vector.
+// kLanes rows of kStep numbers, `stride` apart, transposed: a lane in every vector.
 template <typename Product>
-SPECDEC_INLINE void load_transposed(const typename Product::Storage* const rows[kLanes], Vector square[kLanes]) {
+SPECDEC_INLINE void load_transposed(const typename Product::Storage* const rows[kLanes],
+                                    [[maybe_unused]] std::int64_t stride, Vector square[kLanes]) {
 #if SPECDEC_LANES == 16
-  if constexpr (kLanes * sizeof(float) == Product::kStep * sizeof(**rows)) {  // quarters are gathered by the loads
-    const auto quarter = [&](int row, int j) {
-      return _mm_loadu_ps(reinterpret_cast<const float*>(rows[row]) + 4 * j);
-    };
-    for (int j = 0; j < 4; ++j) {
-      __m512 of[4];
-      for (int i = 0; i < 4; ++i) {
-        of[i] = _mm512_castps128_ps512(quarter(i, j));
-        of[i] = _mm512_mask_broadcast_f32x4(of[i], 0x00f0, quarter(4 + i, j));
-        of[i] = _mm512_mask_broadcast_f32x4(of[i], 0x0f00, quarter(8 + i, j));
-        of[i] = _mm512_mask_broadcast_f32x4(of[i], 0xf000, quarter(12 + i, j));
-      }
-      const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(of[0], of[1]));
-      const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(of[2], of[3]));
-      const __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(of[0], of[1]));
-      const __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(of[2], of[3]));
-      square[4 * j] = reinterpret_cast<Vector>(_mm512_unpacklo_pd(low01, low23));
-      square[4 * j + 1] = reinterpret_cast<Vector>(_mm512_unpackhi_pd(low01, low23));
-      square[4 * j + 2] = reinterpret_cast<Vector>(_mm512_unpacklo_pd(high01, high23));
-      square[4 * j + 3] = reinterpret_cast<Vector>(_mm512_unpackhi_pd(high01, high23));
-    }
-    return;
+  // Rows so far apart share one set of the first-level cache, which forgets them from one quarter to the next.
+  constexpr std::int64_t kSetsBytes = 4096;
+  constexpr bool kUnits = Product::kStep * sizeof(**rows) == sizeof(Vector);
+  if (kUnits && stride * static_cast<std::int64_t>(sizeof(**rows)) % kSetsBytes != 0) {
+    return load_by_quarters(reinterpret_cast<const float* const*>(rows), square);
   }
 #endif
   for (int i = 0; i < kLanes; ++i) square[i] = Product::load(rows[i]);

@@ -46,7 +46,7 @@ def test_every_version_of_linear_agrees_with_the_oracle(version, dtype):
 
 # One row, and as many as the kernel lays out otherwise; inputs and outputs that fill its steps and blocks, and do not.
 @pytest.mark.parametrize(
-    ("in_features", "out_features"), [(128, 64), (352, 128), (33, 47), (1000, 100), (7, 16), (64, 5)]
+    ("in_features", "out_features"), [(128, 64), (352, 128), (33, 47), (1000, 100), (7, 16), (64, 5), (2048, 40)]
 )
 @each_dtype
 @pytest.mark.parametrize("version", _C.linear_versions())
