@@ -9,6 +9,7 @@ import torch
 from conftest import MAX_NEW_TOKENS
 from invariants import CheckedEngine
 from models import VOCAB_SIZE, tiny_model, truncated_copy
+from simulated import World
 from test_custom_drafter import Scripted
 
 import specdec_fast as sd
@@ -115,9 +116,29 @@ def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, pr
     assert engine.last_run.decoding.num_draft_tokens == 0
 
 
+def steps_take(engine, world):
+    """Let the engine choose K as if its steps took the simulated times: a busy machine would decide otherwise."""
+    engine.draft_lengths = lengths = world.adaptive()
+    observe = lengths.observe
+
+    def observe_simulated(step):
+        num_rows = len(step.batch) + sum(step.num_draft_tokens)
+        draft_seconds = world.draft(len(step.batch)) if any(step.num_draft_tokens) else 0.0
+        observe(
+            step._replace(
+                draft_seconds=draft_seconds, verify_seconds=world.verify(num_rows), other_seconds=world.overhead
+            )
+        )
+
+    lengths.observe = observe_simulated
+
+
 def test_useless_drafter_is_given_up_and_a_perfect_one_used(target, prompt_ids, expected):
+    world = World(lambda rows: 1e-3 + 1e-4 * rows, lambda _: 3e-4, lambda *_: 0.5, batch_size=4, overhead=1e-4)
+
     def tokens_drafted(script, rounds):
         engine = sd.Engine(target, Scripted(script), max_batch_size=4, num_draft_tokens="auto")
+        steps_take(engine, world)
         for _ in range(rounds):
             assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
         return engine.last_run.decoding
