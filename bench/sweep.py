@@ -40,19 +40,26 @@ VERDICTS = {
 }
 HEAD = """# Architectures
 
-Made by `make sweep`: {total} architectures that `AutoModelForCausalLM` of transformers {transformers} knows, with
-torch {torch}. Of each a tiny random model is built from the defaults of its config and decoded greedily in fp32: four
-prompts in one batch, drafts by prompt lookup, compared with `model.generate()` at batch 1 (tokens) and with the
-engine's own plain decoding at batch 1 (bits of the log-probabilities). A tiny model has the layers of its architecture,
-not the options of every checkpoint; each model is checked again when it is loaded.
+`make sweep` writes this page. It covers the {total} architectures that `AutoModelForCausalLM` of
+transformers {transformers} knows, with torch {torch}. For each architecture, the sweep builds a tiny
+random model from the defaults of its config and decodes greedily in fp32: four prompts in one batch,
+with drafts by prompt lookup. It compares the tokens with `model.generate()` at batch 1, and the bits
+of the log-probabilities with the engine's own plain decoding at batch 1. A tiny model has the layers
+of its architecture, but not the options of every checkpoint. The engine checks each model again when
+it loads it.
 
 {counts}
 
-Served as a program: on a CPU the whole forward is one C++ call. Served by PyTorch: the model's own code runs, over the
-paged KV cache. Refused: `Engine()` raises `UnsupportedModelError` with this reason. No reference: `model.generate()`
-itself cannot decode the tiny model. WRONG and CRASHED are defects.
+The verdicts mean:
 
-| architecture | | why |
+* Served as a forward program: on a CPU the whole forward is one C++ call.
+* Served by PyTorch: the model's own code runs, over the paged KV cache.
+* Refused: `Engine()` raises `UnsupportedModelError` or `DeterminismError` with the reason given.
+* No tiny model: the sweep could not build one.
+* No reference: `model.generate()` itself cannot decode the tiny model.
+* WRONG and CRASHED, if there are any, are defects.
+
+| architecture | verdict | reason |
 |---|---|---|
 """
 
