@@ -23,8 +23,8 @@ from bench.workload import Workload, add_workload_options, check_workload, load
 from specdec_fast import Engine
 from specdec_fast.commands.common import format_table
 from specdec_fast.config import EngineConfig
+from specdec_fast.request.sequence import Sequence
 from specdec_fast.schedulers.exspec import ExspecScheduler
-from specdec_fast.sequence import Sequence
 
 BASELINE = "eqspec"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.ragged import PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import PagedBatch, Scores
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from bench.peers import PEERS
 from bench.replay import ReplayDrafter
 from bench.workload import Workload
 from specdec_fast import DecodingStats, Drafter, Engine, SamplingParams, oracle
-from specdec_fast.drafters.model import ModelDrafter
-from specdec_fast.equivalence import transformers_greedy_batch
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.loading import eos_token_ids
+from specdec_fast.drafters.draft_model import ModelDrafter
+from specdec_fast.equivalence.compare import transformers_greedy_batch
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.loading import eos_token_ids
 from specdec_fast.oracle.dense import Repad, repad_in_python
 
 PLAIN, TRANSFORMERS, ASSISTED = "autoregressive", "transformers", "transformers-assisted"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from bench.timing import Call, Clock
-from specdec_fast.models import RaggedModel
-from specdec_fast.ops.cuda_graph import Capture, CudaCapture
+from specdec_fast.cuda_graphs.capture import Capture, CudaCapture
+from specdec_fast.models.hf_model import RaggedModel
 
 WARM_UP_MS, MEASURE_MS = 10, 60  # of triton's do_bench
 CPU_SAMPLES = 3

@@ -21,11 +21,11 @@ from bench.timing import median_ratio
 from specdec_fast.assets import demo_pair
 from specdec_fast.commands.verify import print_report
 from specdec_fast.config import EngineConfig
-from specdec_fast.engine import Engine
-from specdec_fast.exactness import GREEDY, PLAIN, Matrix, Report, run
-from specdec_fast.loading import load_model
-from specdec_fast.params import SamplingParams
-from specdec_fast.text import load_tokenizer
+from specdec_fast.engine.engine import Engine
+from specdec_fast.equivalence.report import GREEDY, PLAIN, Matrix, Report, run
+from specdec_fast.models.loading import load_model
+from specdec_fast.request.detokenizer import load_tokenizer
+from specdec_fast.sampling_params import SamplingParams
 
 TARGET, DRAFT = (str(demo_pair() / name) for name in ("target", "draft"))
 BATCH_SIZE, NUM_DRAFT_TOKENS = 8, 5  # at which cost and acceptance are measured

@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from bench import report
 from bench.timing import Clock, median_ratio
+from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.commands.common import format_table
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.models import RaggedModel
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.ops import resolve
-from specdec_fast.rows import Rows
 
 _PAGE_SIZE = 16
 _VOCAB_SIZE = 1000
@@ -60,8 +61,8 @@ class Layers:
         """Return the calls to time."""
         token_ids = torch.arange(num_rows, device=self.model.device) * 7 % _VOCAB_SIZE
         pool = PagePool(self.ragged.layout, num_rows + _PAGE_SIZE, _PAGE_SIZE)
-        pool.open("text", num_rows)
-        batch = pool.batch([Rows("text", 0, num_rows)], token_ids)
+        pool.reserve("text", num_rows)
+        batch = lay_out(pool, [Rows("text", 0, num_rows)], token_ids)
 
         def theirs(implementation: str) -> Tensor:
             self.model.set_experts_implementation(implementation)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -25,11 +25,12 @@ from transformers import DynamicCache, PreTrainedModel
 from bench import report
 from bench.timing import Clock, median_ratio
 from bench.workload import add_workload_options, check_workload, load
+from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.commands.common import format_table
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.models import RaggedModel
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.ops import resolve
-from specdec_fast.rows import Rows
 
 _PAGE_SIZE = 16
 PROGRAM, EAGER, UNMODIFIED = "program", "eager", "transformers"
@@ -56,7 +57,7 @@ class Forwards:
         ops = resolve(model.device)
         started = perf_counter()
         self.unmodified = model
-        self.eager = RaggedModel(model, replace(ops, program=None))
+        self.eager = RaggedModel(model, ops, enforce_eager=True)
         middle = perf_counter()
         self.compiled = RaggedModel(model, ops)
         self.loading_seconds = middle - started
@@ -70,13 +71,13 @@ class Forwards:
         pool = PagePool(layout, shape.batch_size * (shape.context + _PAGE_SIZE), _PAGE_SIZE)
         token_ids = torch.arange(shape.batch_size * shape.context).view(shape.batch_size, -1) % self.compiled.vocab_size
         for owner in range(shape.batch_size):
-            pool.open(owner, shape.context)
+            pool.reserve(owner, shape.context)
         before = shape.context - shape.num_rows
         if before:
             rows = [Rows(owner, 0, before) for owner in range(shape.batch_size)]
-            self.eager.forward(pool.batch(rows, token_ids[:, :before].flatten()), pool)
+            self.eager.forward(lay_out(pool, rows, token_ids[:, :before].flatten()), pool)
         rows = [Rows(owner, before, shape.num_rows) for owner in range(shape.batch_size)]
-        batch = pool.batch(rows, token_ids[:, before:].flatten().contiguous())
+        batch = lay_out(pool, rows, token_ids[:, before:].flatten().contiguous())
         wanted = batch.last_rows if shape.is_prefill else None
         return {
             PROGRAM: lambda: self.compiled.forward(batch, pool, wanted),

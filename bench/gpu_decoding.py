@@ -34,13 +34,14 @@ from bench.pairs import (
 from bench.parts import Progress, Settings
 from bench.replay import ReplayDrafter
 from specdec_fast import Engine, SamplingParams
-from specdec_fast.buckets import Limits
-from specdec_fast.drafters.model import ROWS_EACH, ModelDrafter
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.models import RaggedModel
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.cuda_graphs.buckets import Limits
+from specdec_fast.drafters.draft_model import ROWS_EACH, ModelDrafter
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.prefill import prefill
 from specdec_fast.ops import resolve
-from specdec_fast.prefilling import prefill
-from specdec_fast.rows import Rows
 
 PLAIN = "plain"
 PAGE_SIZE = 16
@@ -267,8 +268,8 @@ def ragged_logits(model: RaggedModel, texts: Tokens, num_rows: int) -> Tensor:
     """Prefill texts but for their last rows, then compute these as a verification does: ``[B * num_rows, V]`` fp32."""
     pool = PagePool(model.layout, sum(len(text) + PAGE_SIZE for text in texts), PAGE_SIZE)
     for index, text in enumerate(texts):
-        pool.open(index, len(text))
+        pool.reserve(index, len(text))
     prefill(model, pool, {index: text[:-num_rows] for index, text in enumerate(texts)})
     rows = [Rows(index, len(text) - num_rows, num_rows) for index, text in enumerate(texts)]
     token_ids = torch.tensor([token for text in texts for token in text[-num_rows:]], device=model.layout.device)
-    return model.forward(pool.batch(rows, token_ids), pool).float()
+    return model.forward(lay_out(pool, rows, token_ids), pool).float()

@@ -20,9 +20,15 @@ from bench.device import full_precision
 from bench.parts import Progress, Settings
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.assets import demo_pair
-from specdec_fast.equivalence import Comparison, Setting, compare, transformers_greedy, transformers_greedy_batch
-from specdec_fast.loading import load_model
-from specdec_fast.text import load_tokenizer
+from specdec_fast.equivalence.compare import (
+    Comparison,
+    Setting,
+    compare,
+    transformers_greedy,
+    transformers_greedy_batch,
+)
+from specdec_fast.models.loading import load_model
+from specdec_fast.request.detokenizer import load_tokenizer
 
 FP32_NOISE = 1e-4  # of the largest logit: some hundred times what fp32 sums of these lengths are off by
 PLAIN = "plain"

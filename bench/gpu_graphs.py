@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -30,14 +29,17 @@ from bench.gpu_timings import copy_bandwidth
 from bench.pairs import SEED, ModelShape, random_model, random_prompts
 from bench.parts import Progress, Settings
 from bench.timing import Call, Clock
-from specdec_fast import Engine, SamplingParams, verifying
-from specdec_fast.buckets import Limits
-from specdec_fast.drafters.model import ROWS_EACH
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.models import RaggedModel
+from specdec_fast import Engine, SamplingParams
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.cuda_graphs.buckets import Limits
+from specdec_fast.cuda_graphs.capture import CAPTURES
+from specdec_fast.drafters.draft_model import ROWS_EACH
+from specdec_fast.engine import verify
+from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.prefill import prefill
 from specdec_fast.ops import resolve
-from specdec_fast.prefilling import prefill
-from specdec_fast.rows import Rows
 
 BATCH_SIZE, NUM_DRAFT_TOKENS, SAMPLES, CALLS = 4, 3, 5, 8
 
@@ -68,7 +70,7 @@ def _check(name: str, method: str, pair: Pair, progress: Progress) -> None:
     equal = sum(a == b for a, b in zip(outputs, expected, strict=True))
     told = graphed.describe()
     for model, of in (("target", told), ("draft", told["draft"])):
-        if graphed.target.ops.capture is not None and not of["graphs_captured"]:
+        if pair.target.device.type in CAPTURES and not of["graphs_captured"]:
             progress.fail(name, f"the {model} has no graphs: {of['why_no_graphs']}")
     if equal < len(outputs):
         progress.fail(name, f"{len(outputs) - equal} of {len(outputs)} outputs differ with graphs")
@@ -104,7 +106,7 @@ def nothing_waits(engine: Engine) -> Iterator[None]:
     if engine.target.layout.device.type != "cuda":
         yield
         return
-    stages, to_host, mode = (engine._launch, engine._finish), verifying.to_host, torch.cuda.get_sync_debug_mode()
+    stages, to_host, mode = (engine._launch, engine._finish), verify.to_host, torch.cuda.get_sync_debug_mode()
 
     def watched(stage: Any, *args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -120,12 +122,12 @@ def nothing_waits(engine: Engine) -> Iterator[None]:
         return values
 
     engine._launch, engine._finish = (partial(watched, stage) for stage in stages)  # type: ignore[method-assign]
-    verifying.to_host = allowed
+    verify.to_host = allowed
     try:
         yield
     finally:
         del engine._launch, engine._finish  # the class's own again
-        verifying.to_host = to_host
+        verify.to_host = to_host
 
 
 # Times
@@ -170,8 +172,7 @@ def _time_drafting(
 
 
 def _model(shape: ModelShape, sizes: gpu_decoding.Sizes, device: torch.device, limits: Limits) -> RaggedModel:
-    ops = replace(resolve(device), program=None)  # a CPU's programs are not what graphs stand in for
-    model = RaggedModel(random_model(shape, sizes.vocab_size, sizes.dtype, device, SEED), ops)
+    model = RaggedModel(random_model(shape, sizes.vocab_size, sizes.dtype, device, SEED), resolve(device))
     model.use_graphs(limits)
     return model
 
@@ -186,12 +187,12 @@ class _Forward:
         self.model, self.batch_size, self.num_forwards = model, batch_size, num_forwards
         self.pool = PagePool(model.layout, batch_size * (context + count + num_forwards + 16), 16)
         for owner in range(batch_size):
-            self.pool.open(owner, context + count + num_forwards)
+            self.pool.reserve(owner, context + count + num_forwards)
         prompts = random_prompts(batch_size, context, sizes.vocab_size, SEED)
         prefill(model, self.pool, dict(enumerate(prompts)))
         self.rows = [Rows(owner, context, count) for owner in range(batch_size)]
         fed = [token for prompt in prompts for token in prompt[:count]]
-        self.batch = self.pool.batch(self.rows, torch.tensor(fed, device=model.layout.device), ahead)
+        self.batch = lay_out(self.pool, self.rows, torch.tensor(fed, device=model.layout.device), ahead)
         weights = sum(p.numel() * p.itemsize for p in model.model.parameters())
         read_by_row = model.model.get_input_embeddings().weight
         tied = model.model.config.tie_word_embeddings
@@ -215,7 +216,7 @@ class _Forward:
     def drafted_eagerly(self) -> Tensor:
         """Lay the forwards out and launch their operations one by one."""
         tokens, chosen = self.batch.token_ids, []
-        for batch_of in self.pool.successive(self.rows, self.num_forwards):
+        for batch_of in decode_batches(self.pool, self.rows, self.num_forwards):
             tokens = _likeliest(self.model._run_eagerly(batch_of(token_ids=tokens), self.pool, None))
             chosen.append(tokens)
         return torch.stack(chosen)

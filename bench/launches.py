@@ -22,8 +22,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from bench.attention_shapes import AttentionShape
+from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import Op, all_ops
-from specdec_fast.ragged import Sampling
 from specdec_fast.triton_kernels.variant import Variant
 
 CPU = torch.device("cpu")

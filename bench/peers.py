@@ -26,7 +26,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from bench.measurement import Measurement
 from bench.workload import Workload
 from specdec_fast.errors import ConfigError
-from specdec_fast.loading import eos_token_ids
+from specdec_fast.models.loading import eos_token_ids
 
 _PAGE_SIZE = 32
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # of OpenVINO's arithmetic

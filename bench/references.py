@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.timing import Call
-from specdec_fast.ragged import TREE_MASK_BITS, PagedBatch, Sampling, Scores
+from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, PagedBatch, Scores
+from specdec_fast.batch.sampling_batch import Sampling
 
 ROW_BLOCK = 256  # rows whose scores are held in fp64 at once
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.drafters import Draft, Drafter
-from specdec_fast.sequence import Sequence
+from specdec_fast.request.sequence import Sequence
 
 _BEYOND = -1  # in the table: nothing to replay here, so what was drafted stays
 

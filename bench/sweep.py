@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 import specdec_fast as sd
 from bench.tiny_models import ARCHITECTURES, SPECIAL, NotTinyError, tiny_model
-from specdec_fast.equivalence import transformers_greedy
+from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.errors import DeterminismError
 
 PROMPTS = [[(7 * i + 3 * n) % SPECIAL for i in range(n)] for n in (2, 9, 21, 40)]

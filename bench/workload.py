@@ -15,8 +15,8 @@ from bench import report
 from bench.pairs import DEMO, PAIRS, random_pair, random_prompts
 from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import PromptLine, read_prompts
-from specdec_fast.loading import load_model
-from specdec_fast.text import load_tokenizer
+from specdec_fast.models.loading import load_model
+from specdec_fast.request.detokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ page, block table  a fixed number of KV positions; the map from a sequence's pos
 from specdec_fast.api import generate
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Draft, Drafter
-from specdec_fast.engine import Engine
+from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import (
     BackendError,
     ConfigError,
@@ -45,9 +45,9 @@ from specdec_fast.errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
-from specdec_fast.params import SamplingParams
-from specdec_fast.sequence import Sequence
-from specdec_fast.types import DecodingStats, GenerationOutput, RunStats, StreamChunk
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.results import DecodingStats, GenerationOutput, RunStats, StreamChunk
+from specdec_fast.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 

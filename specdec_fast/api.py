@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
-from specdec_fast.engine import Engine
-from specdec_fast.types import GenerationOutput
+from specdec_fast.engine.engine import Engine
+from specdec_fast.results import GenerationOutput
 
 
 def generate(

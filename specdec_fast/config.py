@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from specdec_fast.errors import ConfigError
-from specdec_fast.params import SamplingParams, as_plain
+from specdec_fast.sampling_params import SamplingParams, as_plain
 
 _DTYPES = {
     "float32": torch.float32,
@@ -51,7 +51,7 @@ class EngineConfig:
         enforce_eager: run every forward as the model's own PyTorch code, operation by operation: for debugging, or for
             hooks that must see every forward. By default, on the CPU, a forward is written down when an engine is made,
             with the weights that the model has then, and runs as one call (``specdec_fast/program/``); on a GPU
-            forwards of few rows are recorded as CUDA graphs (``specdec_fast/graphs.py``).
+            forwards of few rows are recorded as CUDA graphs (``specdec_fast/cuda_graphs/graphs.py``).
 
     Raises:
         ConfigError: a value is out of range; the message names it.

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from specdec_fast.assets import demo_pair
-from specdec_fast.equivalence import transformers_greedy
+from specdec_fast.equivalence.compare import transformers_greedy
 
 MAX_NEW_TOKENS = 40
 

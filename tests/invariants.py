@@ -86,7 +86,7 @@ class CheckedEngine:
         emitted = self._finish(step)
         for pool, model, kv_length in self._pools:
             self._check_pages(pool)
-            for sequence in pool._tables:
+            for sequence in pool._pages_of:
                 if sequence.finish_reason is None:
                     self._check_cache(pool, model, sequence, kv_length(sequence))
         self._check_lag(emitted)
@@ -98,12 +98,14 @@ class CheckedEngine:
     def forward(self, batch, pool, logit_rows=None):
         """I1: every row's position is its index in its own sequence, and the rows of a sequence are its last ones."""
         bounds = batch.cu_seqlens_q.tolist()
-        owners = list(pool._tables)
+        owners = list(pool._pages_of)
         for i, used in enumerate(batch.seqused_k.tolist()[: len(batch.last_rows)]):  # the padding has no owner
             rows = slice(bounds[i], bounds[i + 1])
             positions = batch.positions[rows].tolist()
             assert positions == list(range(used - len(positions), used)), "I1: positions"
-            owner = next(s for s in owners if pool._tables[s] and pool._tables[s][0] == int(batch.block_table[i, 0]))
+            owner = next(
+                s for s in owners if pool._pages_of[s] and pool._pages_of[s][0] == int(batch.block_table[i, 0])
+            )
             committed = owner.token_ids[positions[0] :]
             fed = batch.token_ids[rows].tolist()[: len(committed)]
             assert fed == committed[: len(fed)], "I6: rows stand on the pages of another sequence"
@@ -121,7 +123,7 @@ class CheckedEngine:
 
     def _poison(self):
         for pool, _, kv_length in self._pools:
-            owned = [slot for s in pool._tables for slot in slots_of(pool, s, kv_length(s))]
+            owned = [slot for s in pool._pages_of for slot in slots_of(pool, s, kv_length(s))]
             for tensor in pool.tensors:
                 flat = tensor.flatten(2, 3)  # [layers, planes, slots, heads, head size]
                 keep = torch.zeros(flat.shape[2], dtype=torch.bool)
@@ -154,7 +156,7 @@ class CheckedEngine:
 
     def _check_pages(self, pool):
         """I4: rejection hands out and takes back nothing; no page has two owners, nobody owns the scratch page."""
-        owned = [page for table in pool._tables.values() for page in table]
+        owned = [page for table in pool._pages_of.values() for page in table]
         assert 0 not in owned
         assert len(owned) == len(set(owned)), "I4: a page has two owners"
         assert sorted(owned + pool._free) == list(range(1, pool.num_pages + 1)), "I4: a page was lost"

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_fast import verifying
-from specdec_fast.ops.cuda_graph import Captured
+from specdec_fast.cuda_graphs.capture import Captured
+from specdec_fast.engine import verify
 
 
 class Repeated:
@@ -76,7 +76,7 @@ def _holds_list(index: Any) -> bool:
 def waits(monkeypatch: Any) -> Iterator[list[str]]:
     """Note everything that would wait for a GPU; the one transfer that a step may wait for is called "to_host"."""
     functions = Waits()
-    to_host = verifying.to_host
+    to_host = verify.to_host
 
     def told(tensors: Any) -> list[list[int]]:
         seen = len(functions.found)
@@ -85,5 +85,5 @@ def waits(monkeypatch: Any) -> Iterator[list[str]]:
         return values
 
     with monkeypatch.context() as patch, functions, _WaitingOps(functions.found):
-        patch.setattr(verifying, "to_host", told)
+        patch.setattr(verify, "to_host", told)
         yield functions.found

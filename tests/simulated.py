@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from specdec_fast.draft_lengths import StepRecord
-from specdec_fast.draft_lengths.adaptive import AdaptiveLength, StepCosts
-from specdec_fast.draft_lengths.base import DraftLengths
-from specdec_fast.draft_lengths.costs import CostCurve, row_counts, unknown_cost
-from specdec_fast.draft_lengths.fixed import FixedLength
+from specdec_fast.speculation_length import StepRecord
+from specdec_fast.speculation_length.adaptive import AdaptiveLength, StepCosts
+from specdec_fast.speculation_length.base import DraftLengths
+from specdec_fast.speculation_length.cost_model import CostCurve, row_counts, unknown_cost
+from specdec_fast.speculation_length.fixed import FixedLength
 
 MOST = 8
 

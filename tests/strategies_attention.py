@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import HEAD_DIMS, LAYOUTS, SEEDS, Limits, block_table_of, generator, laid_out
 from torch import Tensor
 
-from specdec_fast.ragged import TREE_MASK_BITS, PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, PagedBatch, Scores
 
 
 def tree_mask(rows: list[int], reach: int, spare: int, g: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from strategies import SEEDS, Limits, VerifyCall, generator, verify_calls
 
-from specdec_fast.ragged import Sampling
+from specdec_fast.batch.sampling_batch import Sampling
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from simulated import MOST, World, best_fixed, speed, tokens_per_second
 
-from specdec_fast.draft_lengths import StepRecord
-from specdec_fast.draft_lengths.acceptance import Acceptance
-from specdec_fast.draft_lengths.base import num_at_least
-from specdec_fast.draft_lengths.costs import CostCurve
-from specdec_fast.draft_lengths.fixed import FixedLength
+from specdec_fast.speculation_length import StepRecord
+from specdec_fast.speculation_length.acceptance import Acceptance
+from specdec_fast.speculation_length.base import num_at_least
+from specdec_fast.speculation_length.cost_model import CostCurve
+from specdec_fast.speculation_length.fixed import FixedLength
 
 # Verifying is bound by memory with a cheap and with a costly draft, by arithmetic, by one and then the other, by what a
 # step does besides forwards, and by contexts that grow beyond what was measured.

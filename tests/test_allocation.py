@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_fast.draft_lengths.allocation import Costs, allocate, weights_by_end
+from specdec_fast.speculation_length.allocation import Costs, allocate, weights_by_end
 
 
 def expected_speed(lengths, probabilities, costs, share=1.0):

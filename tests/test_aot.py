@@ -16,8 +16,8 @@ import torch
 from test_oracle_ops import make
 from torch import Tensor
 
+from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import all_ops
-from specdec_fast.ragged import Sampling
 from specdec_fast.triton_kernels import kernel_modules
 
 pytest.importorskip("triton")

@@ -27,7 +27,7 @@ from transformers import (
 import specdec_fast as sd
 from specdec_fast import errors
 from specdec_fast.assets import demo_pair
-from specdec_fast.loading import load_model
+from specdec_fast.models.loading import load_model
 from specdec_fast.ops import BACKENDS
 
 

@@ -10,8 +10,8 @@ from bench import ablation
 from bench.ablation import InTurn, variants
 from specdec_fast import SamplingParams
 from specdec_fast.config import EngineConfig
+from specdec_fast.request.sequence import Sequence
 from specdec_fast.schedulers.exspec import ExspecScheduler
-from specdec_fast.sequence import Sequence
 
 SMALL = ["--pair", "smoke", "--num-prompts", "6", "--max-new-tokens", "10", "--prompt-tokens", "5", "--repeats", "1"]
 

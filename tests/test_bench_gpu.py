@@ -16,12 +16,14 @@ from bench import gpu, gpu_decoding, gpu_equivalence, gpu_kernels, gpu_timings, 
 from bench.flash_references import FLASH_REFERENCES
 from bench.parts import Part, Settings, inline
 from specdec_fast import Engine
+from specdec_fast.cuda_graphs import capture
+from specdec_fast.cuda_graphs.capture import Captured
 from specdec_fast.errors import BackendError
-from specdec_fast.ops import all_ops, registry
-from specdec_fast.ops.cuda_graph import Captured
+from specdec_fast.ops import all_ops
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.oracle.ops.paged_attention import paged_attention
 from specdec_fast.oracle.ops.verify_chain import verify_chain
+from specdec_fast.program import executors
 
 CPU, SMOKE = torch.device("cpu"), Settings("cpu", smoke=True)
 METHODS = ("eqspec", "exspec")
@@ -145,8 +147,8 @@ def cannot(self, run):
 
 def test_graphs_that_change_tokens_or_are_missing_are_red(monkeypatch):
     """With repeated calls in the place of graphs, as on a GPU; then with a result that is not the call's."""
-    monkeypatch.setattr(registry, "_PROGRAMS", {})
-    monkeypatch.setitem(registry._CAPTURES, "cpu", "repeated:Repeated")
+    monkeypatch.setattr(executors, "EXECUTORS", {})
+    monkeypatch.setitem(capture.CAPTURES, "cpu", repeated.Repeated)
     gates, times = result_of("graph_gates"), result_of("graphs")
     assert not gates["failures"]
     assert not times["failures"]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from bench.contenders import Bench
 from bench.pairs import PAIRS, ModelShape, config_of, random_model, random_pair, random_prompts
 from bench.workload import Workload, add_workload_options, check_workload, load
-from specdec_fast.equivalence import transformers_greedy
+from specdec_fast.equivalence.compare import transformers_greedy
 
 CPU = torch.device("cpu")
 NEW_TOKENS = 60

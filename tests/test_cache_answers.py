@@ -8,7 +8,7 @@ from models import CONFIGS, tiny_model
 from transformers import AutoModelForCausalLM, Cache, Llama4TextConfig
 
 import specdec_fast as sd
-from specdec_fast.equivalence import transformers_greedy
+from specdec_fast.equivalence.compare import transformers_greedy
 
 
 def llama4(tuning: bool) -> torch.nn.Module:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import specdec_fast as sd
-from specdec_fast import exactness
 from specdec_fast.cli import build_parser, main
 from specdec_fast.commands import demo, verify
 from specdec_fast.commands.common import read_prompts
-from specdec_fast.engine import Engine
-from specdec_fast.equivalence import best_logits, transformers_greedy
+from specdec_fast.engine.engine import Engine
+from specdec_fast.equivalence.compare import best_logits, transformers_greedy
+from specdec_fast.equivalence.report import Models
 from specdec_fast.ops import BACKENDS, all_ops, registry
 
 TARGET, DRAFT = (str(demo.demo_pair() / which) for which in ("target", "draft"))
@@ -254,7 +254,7 @@ def test_forwards_can_be_left_to_pytorch(in_folder, monkeypatch, prompt_ids, tar
             made.append(self.config.enforce_eager)
 
     monkeypatch.setattr("specdec_fast.commands.generate.Engine", Recorded)
-    monkeypatch.setattr("specdec_fast.exactness.Engine", Recorded)
+    monkeypatch.setattr("specdec_fast.equivalence.report.Engine", Recorded)
     flags = {"enforce-eager": ""} if enforce_eager else {}
     generate(write_lines(in_folder / "lines.jsonl", {"prompt_ids": prompt_ids[1]}), **flags, **{"max-new-tokens": 2})
     assert made == [enforce_eager]
@@ -291,7 +291,7 @@ def test_verify_fails_and_shows_where_a_token_differs(in_folder, capsys, monkeyp
                     outputs[1].logprobs[3] += 1e-7
             return outputs
 
-    monkeypatch.setattr(exactness, "Engine", Lying)
+    monkeypatch.setattr("specdec_fast.equivalence.report.Engine", Lying)
     prompts = prompt_ids[1:4]
     status, report = run_verify(in_folder, prompts, **{"batch-sizes": 2, "methods": "eqspec"})
     assert status == 1
@@ -359,7 +359,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize(("command", "options"), UNUSABLE.values(), ids=UNUSABLE.keys())
 def test_unusable_arguments_end_in_one_line(in_folder, capsys, monkeypatch, command, options):
-    monkeypatch.setattr(exactness.Models, "compare_all", None)  # nothing may be decoded before it is found out
+    monkeypatch.setattr(Models, "compare_all", None)  # nothing may be decoded before it is found out
     if "plot" in options:
         pytest.importorskip("matplotlib")
     (in_folder / "empty").mkdir()

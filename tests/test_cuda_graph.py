@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec_fast.ops import cuda_graph
+from specdec_fast.cuda_graphs.capture import CudaCapture
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ def calls(monkeypatch):
         get_sync_debug_mode=lambda: mode["mode"],
         set_sync_debug_mode=lambda value: (noted.append(f"waiting: {value}"), mode.update(mode=value)),
     )
-    monkeypatch.setattr(cuda_graph.torch, "cuda", fake)
+    monkeypatch.setattr(torch, "cuda", fake)
     return noted
 
 
 def test_it_warms_up_and_records_on_its_own_stream_and_lets_nothing_wait_the_second_time(calls):
-    capture = cuda_graph.CudaCapture(torch.device("cuda", 1))
+    capture = CudaCapture(torch.device("cuda", 1))
     calls.clear()
     captured = capture(lambda: calls.append("run") or torch.ones(2))
     captured.replay()
@@ -78,7 +78,7 @@ def test_what_waits_is_told_and_the_device_left_as_it_was(calls):
         return torch.ones(1)
 
     with pytest.raises(RuntimeError, match="called a synchronizing"):
-        cuda_graph.CudaCapture(torch.device("cuda", 0))(run)
+        CudaCapture(torch.device("cuda", 0))(run)
     assert calls[-2:] == ["waiting: 1", "current waits for stream 1"]
     assert not any(call.startswith("enter recording") for call in calls)
     assert gc.isenabled()
@@ -86,7 +86,7 @@ def test_what_waits_is_told_and_the_device_left_as_it_was(calls):
 
 def test_each_object_records_all_its_graphs_on_one_stream_of_its_own(calls):
     """Destroying a graph frees the cuBLAS workspace of its stream, which others must not need."""
-    captures = [cuda_graph.CudaCapture(torch.device("cuda", 0)) for _ in range(2)]
+    captures = [CudaCapture(torch.device("cuda", 0)) for _ in range(2)]
     for capture in (*captures, *captures):
         capture(lambda: torch.ones(1))
     recorded = [call for call in calls if call.startswith("enter recording")]
@@ -106,7 +106,7 @@ def test_nothing_is_collected_meanwhile(calls, enabled):
 
     (gc.enable if enabled else gc.disable)()
     try:
-        cuda_graph.CudaCapture(torch.device("cuda", 0))(run)
+        CudaCapture(torch.device("cuda", 0))(run)
         assert gc.isenabled() == enabled
     finally:
         gc.enable()

@@ -11,14 +11,15 @@ from transformers import AutoModelForCausalLM
 
 import specdec_fast as sd
 from bench.exactness import bundled_prompts
-from specdec_fast import verifying
 from specdec_fast.assets import demo_pair
-from specdec_fast.determinism import make_deterministic
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.loading import load_model
-from specdec_fast.models import RaggedModel
+from specdec_fast.batch.ragged_batch import RowRule, Rows
+from specdec_fast.engine import verify
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.batch_invariance import make_deterministic
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.loading import load_model
 from specdec_fast.ops import resolve
-from specdec_fast.rows import RowRule, Rows
 
 NEW_TOKENS = 24
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ class RecordedEngine:
         self.logits = {}
 
     def verify(self, target, pool, batch, draft):
-        found = verifying.verify(target, pool, batch, draft)
+        found = verify.verify(target, pool, batch, draft)
         rows = iter(found.logits)
         for sequence, drafted in zip(batch, draft.token_ids.split(draft.num_draft_tokens), strict=True):
             for i in range(len(drafted) + 1):
@@ -42,7 +43,7 @@ class RecordedEngine:
     def decode(self, prompts):
         params = sd.SamplingParams(max_new_tokens=NEW_TOKENS)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("specdec_fast.engine.verify", self.verify)
+            patch.setattr("specdec_fast.engine.engine.verify", self.verify)
             outputs = self.engine.generate(prompts, params, progress=False)
         return [output.raise_for_error().token_ids for output in outputs]
 
@@ -102,7 +103,7 @@ def test_prefill_in_other_chunks_has_the_same_bits(prompt_ids, monkeypatch, targ
         model.row_rule = replace(model.row_rule, largest=48)
         made.append(model.row_rule)
 
-    monkeypatch.setattr("specdec_fast.engine.make_deterministic", in_small_chunks)
+    monkeypatch.setattr("specdec_fast.engine.engine.make_deterministic", in_small_chunks)
     assert_same_bits(target, None, prompt_ids, alone, max_batch_size=8)
     assert made, "the engine did not ask for the rule"
 
@@ -142,10 +143,10 @@ def test_recomputed_prefix_has_the_bits_of_the_cache(dtype, prompt_ids):
     def entries(forwards):
         pool = PagePool(model.layout, 1024, 7, model.row_rule)
         for owner in ("text", "other"):
-            pool.open(owner, 120)
+            pool.reserve(owner, 120)
         for rows in forwards:
             ids = [token for r in rows for token in text[r.start : r.start + r.count]]
-            model.forward(pool.batch(rows, torch.tensor(ids)), pool)
+            model.forward(lay_out(pool, rows, torch.tensor(ids)), pool)
         table = torch.tensor(pool.block_table("text"))
         return pool.tensors[0][:, :, table].flatten(2, 3)[:, :, : len(text)]
 

@@ -13,9 +13,9 @@ from simulated import World
 from test_custom_drafter import Scripted
 
 import specdec_fast as sd
-from specdec_fast.draft_lengths.adaptive import AdaptiveLength
-from specdec_fast.draft_lengths.base import DraftLengths
-from specdec_fast.rows import RowRule
+from specdec_fast.batch.ragged_batch import RowRule
+from specdec_fast.speculation_length.adaptive import AdaptiveLength
+from specdec_fast.speculation_length.base import DraftLengths
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 

@@ -12,7 +12,7 @@ from models import CONFIGS, VOCAB_SIZE, tiny_model, torch, truncated_copy
 
 import specdec_fast as sd
 from specdec_fast import oracle
-from specdec_fast.equivalence import transformers_greedy
+from specdec_fast.equivalence.compare import transformers_greedy
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 NUM_DRAFT_TOKENS = (1, 3, 5, 8)

@@ -12,10 +12,10 @@ from models import tiny_model
 from bench import acceptance
 from bench import exactness as bench_exactness
 from specdec_fast.config import EngineConfig
-from specdec_fast.engine import Engine
-from specdec_fast.equivalence import Comparison, Setting, best_logits, compare
-from specdec_fast.exactness import Matrix, Report, run
-from specdec_fast.params import SamplingParams
+from specdec_fast.engine.engine import Engine
+from specdec_fast.equivalence.compare import Comparison, Setting, best_logits, compare
+from specdec_fast.equivalence.report import Matrix, Report, run
+from specdec_fast.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_rounds_limit_what_a_setting_decodes(model):
         model, (), EngineConfig(), ("float32",), {"greedy": params}, ("autoregressive",), (1, 2, 4), (0,), 2
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec_fast.exactness.Engine", Recorded)
+        patch.setattr("specdec_fast.equivalence.report.Engine", Recorded)
         report = run(matrix, [[i] for i in range(1, 7)], lambda text: None)
     settings = [(1, 2), (2, 4), (4, 6)]
     has_program = Engine(model, None).describe()["forward_program"]

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.errors import UnsupportedModelError
-from specdec_fast.experts import mixture
-from specdec_fast.models import RaggedModel
+from specdec_fast.models.experts import mixture
+from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
 

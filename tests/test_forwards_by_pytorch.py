@@ -16,11 +16,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import specdec_fast as sd
-from specdec_fast import row_counts
 from specdec_fast.assets import demo_pair
-from specdec_fast.determinism import make_deterministic
 from specdec_fast.errors import DeterminismError
-from specdec_fast.models import RaggedModel
+from specdec_fast.models import row_counts
+from specdec_fast.models.batch_invariance import make_deterministic
+from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.ops import resolve
 
 CPU = torch.device("cpu")

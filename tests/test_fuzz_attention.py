@@ -20,8 +20,8 @@ from test_ops import device_for, largest_of, same_bits
 from test_oracle_ops import CPU, attention_by_hand, changed, each_case, make, positions_seen
 from torch import Tensor
 
+from specdec_fast.batch.ragged_batch import PagedBatch, Scores
 from specdec_fast.ops import all_ops
-from specdec_fast.ragged import PagedBatch, Scores
 
 OP = all_ops()["paged_attention"]
 COMPILED = OP.why_unavailable("cpp") is None

@@ -15,15 +15,19 @@ from repeated import Repeated, waits
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import specdec_fast as sd
-from specdec_fast import graphs as module
-from specdec_fast.buckets import Bucket, Inputs, Limits
-from specdec_fast.drafters.model import ModelDrafter
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.kv_layout import KVLayout
-from specdec_fast.models import RaggedModel
-from specdec_fast.ops import registry, resolve
-from specdec_fast.ops.cuda_graph import Captured
-from specdec_fast.rows import RowRule, Rows
+from specdec_fast.batch.ragged_batch import RowRule, Rows
+from specdec_fast.cuda_graphs import capture
+from specdec_fast.cuda_graphs import graphs as module
+from specdec_fast.cuda_graphs.buckets import Bucket, Inputs, Limits
+from specdec_fast.cuda_graphs.capture import Captured
+from specdec_fast.drafters.draft_model import ModelDrafter
+from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.ops import resolve
+from specdec_fast.ops.registry import all_ops
+from specdec_fast.program import executors
 
 CPU = torch.device("cpu")
 LIMITS = Limits(sequences=5, rows_each=4, num_forwards=3)
@@ -48,9 +52,16 @@ def hugging_face_model():
 
 
 @pytest.fixture
-def model(hugging_face_model):
+def graphs_on_cpu(monkeypatch):
+    """Let engines on the CPU work as on a GPU: no programs, but graphs."""
+    monkeypatch.setattr(executors, "EXECUTORS", {})
+    monkeypatch.setitem(capture.CAPTURES, "cpu", Repeated)
+
+
+@pytest.fixture
+def model(hugging_face_model, graphs_on_cpu):
     """A model that records every forward the first time it sees its bucket."""
-    made = RaggedModel(hugging_face_model, replace(resolve(CPU), program=None, capture=Repeated))
+    made = RaggedModel(hugging_face_model, resolve(CPU))
     made.row_rule = RULE
     made.use_graphs(LIMITS)
     made.graphs._asked = Everything()
@@ -60,7 +71,7 @@ def model(hugging_face_model):
 def opened_pool(model, page_size=16):
     pool = PagePool(model.layout, OWNERS * (ROOM + page_size), page_size, model.row_rule)
     for owner in range(OWNERS):
-        pool.open(owner, ROOM)
+        pool.reserve(owner, ROOM)
     return pool
 
 
@@ -77,7 +88,7 @@ def batches(pool, counts_of, seed=0):
             owner = (i + turn) % OWNERS
             rows.append(Rows(owner, lengths[owner], count))
             lengths[owner] += count
-        yield pool.batch(rows, torch.randint(VOCAB_SIZE, (sum(counts),), generator=generator))
+        yield lay_out(pool, rows, torch.randint(VOCAB_SIZE, (sum(counts),), generator=generator))
 
 
 # Buckets
@@ -93,9 +104,9 @@ def test_a_bucket_holds_its_batch(counts, limits, multiple, page_size):
     rule = RowRule(multiple, largest=256)
     pool = PagePool(_layout(), len(counts) * (9 + page_size), page_size, rule)
     for owner in range(len(counts)):
-        pool.open(owner, 9)
+        pool.reserve(owner, 9)
     rows = [Rows(owner, 0, count) for owner, count in enumerate(counts)]
-    batch = pool.batch(rows, torch.arange(sum(counts)))
+    batch = lay_out(pool, rows, torch.arange(sum(counts)))
     bucket = limits.bucket(batch, page_size, rule)
     if len(counts) > limits.sequences or max(counts) > limits.rows_each:
         assert bucket is None
@@ -129,11 +140,11 @@ def test_there_are_few_buckets(multiple, most):
     rule, limits, found = RowRule(multiple, 512), Limits(8, 6), set()
     pool = PagePool(_layout(), 8 * 32, 16, rule)
     for owner in range(8):
-        pool.open(owner, 16)
+        pool.reserve(owner, 16)
     for batch_size in range(1, 9):
         for total in range(batch_size, 6 * batch_size + 1):
             counts = [total // batch_size + (i < total % batch_size) for i in range(batch_size)]
-            batch = pool.batch([Rows(i, 0, n) for i, n in enumerate(counts)], torch.zeros(total, dtype=torch.int64))
+            batch = lay_out(pool, [Rows(i, 0, n) for i, n in enumerate(counts)], torch.zeros(total, dtype=torch.int64))
             found.add(limits.bucket(batch, 16, rule))
     assert None not in found
     assert len(found) <= most
@@ -142,18 +153,18 @@ def test_there_are_few_buckets(multiple, most):
 def test_pages_are_rounded_up_and_what_is_too_large_has_no_bucket():
     rule = RowRule(4, 16)
     pool = PagePool(_layout(), 4096, 16, rule)
-    pool.open("long", 2000)
-    pool.open("other", 16)
+    pool.reserve("long", 2000)
+    pool.reserve("other", 16)
 
     def bucket(*rows):
-        batch = pool.batch(list(rows), torch.zeros(sum(r.count for r in rows), dtype=torch.int64))
+        batch = lay_out(pool, list(rows), torch.zeros(sum(r.count for r in rows), dtype=torch.int64))
         return Limits(8, 6).bucket(batch, 16, rule)
 
     pages = [bucket(Rows("long", start, 1)).num_pages for start in (0, 511, 512, 1024)]
     assert pages == [32, 32, 64, 128]
     assert bucket(Rows("long", 0, 7)) is None, "more rows each than K + 1"
     assert bucket(Rows("long", 0, 6)) == Bucket(8, 4, 6, 32, 4)
-    assert Limits(8, 20).bucket(pool.batch([Rows("long", 0, 17)], torch.zeros(17)), 16, rule) is None, "not proved"
+    assert Limits(8, 20).bucket(lay_out(pool, [Rows("long", 0, 17)], torch.zeros(17)), 16, rule) is None, "not proved"
 
 
 def test_nothing_is_left_of_an_earlier_batch(model):
@@ -198,11 +209,11 @@ def test_a_drafting_loop_has_the_bits_of_eager_forwards(model, counts, start, se
     rows = [Rows(owner, start + 1, count) for owner, count in enumerate(counts)]
     tokens = torch.arange(sum(counts))
     expected = []
-    for batch_of in pools[0].successive(rows, LIMITS.num_forwards):
+    for batch_of in decode_batches(pools[0], rows, LIMITS.num_forwards):
         batch = batch_of(token_ids=tokens)
         tokens = eagerly(model, batch, pools[0], batch.last_rows).argmax(dim=-1)
         expected.append(tokens)
-    batch = pools[1].batch(rows, torch.arange(sum(counts)), ahead=LIMITS.num_forwards - 1)
+    batch = lay_out(pools[1], rows, torch.arange(sum(counts)), ahead=LIMITS.num_forwards - 1)
     for _ in range(2):
         chosen = model.graphs.draft(batch, LIMITS.num_forwards, pools[1], likeliest)
         assert torch.equal(chosen, torch.stack(expected))
@@ -268,8 +279,8 @@ def test_graphs_do_not_keep_a_drafter(model):
     drafter = ModelDrafter(model, VOCAB_SIZE)
     drafter.prepare(OWNERS * 32, 16)
     for owner in range(OWNERS):
-        drafter.pool.open(owner, 20)
-    batch = drafter.pool.batch([Rows(0, 0, 2)], torch.arange(2), ahead=LIMITS.num_forwards - 1)
+        drafter.pool.reserve(owner, 20)
+    batch = lay_out(drafter.pool, [Rows(0, 0, 2)], torch.arange(2), ahead=LIMITS.num_forwards - 1)
     chosen = model.graphs.draft(batch, LIMITS.num_forwards, drafter.pool, drafter._likeliest)
     assert chosen.shape == (LIMITS.num_forwards, 1)
     assert model.graphs.num_captured == 1
@@ -281,7 +292,7 @@ def test_graphs_do_not_keep_a_drafter(model):
 
 def test_a_method_is_recognised_and_another_drafter_gets_a_graph_of_its_own(model):
     pool = opened_pool(model)
-    batch = pool.batch([Rows(0, 0, 2)], torch.arange(2), ahead=LIMITS.num_forwards - 1)
+    batch = lay_out(pool, [Rows(0, 0, 2)], torch.arange(2), ahead=LIMITS.num_forwards - 1)
     drafters = [ModelDrafter(model, VOCAB_SIZE) for _ in range(2)]
     numbers = []
     for drafter in (*drafters, *drafters):
@@ -318,8 +329,8 @@ def hooked(model):
     ],
     ids=["moved", "exchanged", "exchanged_module", "hooked", "in_place", "unchanged"],
 )
-def test_graphs_are_given_up_if_weights_are_moved(change, kept):
-    made = RaggedModel(tiny_model("qwen3"), replace(resolve(CPU), program=None, capture=Repeated))
+def test_graphs_are_given_up_if_weights_are_moved(change, kept, graphs_on_cpu):
+    made = RaggedModel(tiny_model("qwen3"), resolve(CPU))
     made.use_graphs(LIMITS)
     made.graphs._asked = Everything()
     pool = opened_pool(made)
@@ -331,9 +342,9 @@ def test_graphs_are_given_up_if_weights_are_moved(change, kept):
     assert (made.graphs.why_not is not None) == (change is hooked)
 
 
-def test_exchanged_weights_are_freed_by_the_next_call():
+def test_exchanged_weights_are_freed_by_the_next_call(graphs_on_cpu):
     """The model is compared with what it was, so until then its old tensors are kept."""
-    made = RaggedModel(tiny_model("qwen3"), replace(resolve(CPU), program=None, capture=Repeated))
+    made = RaggedModel(tiny_model("qwen3"), resolve(CPU))
     made.use_graphs(LIMITS)
     layer = made.model.model.layers[0].mlp.up_proj
     old = weakref.ref(layer.weight)
@@ -367,9 +378,9 @@ def test_what_cannot_be_recorded_runs_eagerly_and_tells_why(model):
     ],
     ids=["one", "global", "global_pre"],
 )
-def test_a_model_with_hooks_runs_eagerly(register, named):
+def test_a_model_with_hooks_runs_eagerly(register, named, graphs_on_cpu):
     """A graph would not call them."""
-    made = RaggedModel(tiny_model("llama"), replace(resolve(CPU), program=None, capture=Repeated))
+    made = RaggedModel(tiny_model("llama"), resolve(CPU))
     handle = register(made.model)
     try:
         made.use_graphs(LIMITS)
@@ -381,13 +392,6 @@ def test_a_model_with_hooks_runs_eagerly(register, named):
 
 
 # Whole engines
-
-
-@pytest.fixture
-def graphs_on_cpu(monkeypatch):
-    """Let engines on the CPU work as on a GPU: no programs, but graphs."""
-    monkeypatch.setattr(registry, "_PROGRAMS", {})
-    monkeypatch.setitem(registry._CAPTURES, "cpu", "repeated:Repeated")
 
 
 @pytest.fixture(scope="module")
@@ -457,7 +461,7 @@ def found_in_steps(pair, monkeypatch, params, num_draft_tokens=3):
     return found_in
 
 
-@pytest.mark.skipif(registry.all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
+@pytest.mark.skipif(all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
 @pytest.mark.parametrize("params", [PARAMS[0], PARAMS], ids=["greedy", "mixed"])
 def test_a_step_waits_once_and_not_to_be_launched(pair, monkeypatch, params, num_draft_tokens, graphs_on_cpu):
@@ -465,7 +469,7 @@ def test_a_step_waits_once_and_not_to_be_launched(pair, monkeypatch, params, num
     assert all(found == ([], ["to_host"]) for found in found_in), found_in
 
 
-@pytest.mark.skipif(registry.all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
+@pytest.mark.skipif(all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
 @pytest.mark.parametrize(
     ("wait", "named"),
     [

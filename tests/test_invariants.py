@@ -12,9 +12,10 @@ from invariants import CheckedEngine, patched
 from models import VOCAB_SIZE, tiny_model, truncated_copy
 
 import specdec_fast as sd
-from specdec_fast.drafters.model import ModelDrafter
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.sequence import Sequence
+from specdec_fast.drafters.draft_model import ModelDrafter
+from specdec_fast.engine import verify
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.request.sequence import Sequence
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def no_rollback(original, drafter, sequences):
 
 def shared_page(original, pool, owner):
     """I4: pages are returned while still held by somebody else."""
-    pool._free.append(next(iter(pool._tables.values()))[0])
+    pool._free.append(next(iter(pool._pages_of.values()))[0])
     original(pool, owner)
 
 
@@ -152,24 +153,24 @@ def neighbours_place(original, pool, rows, ahead=None):
 @pytest.mark.parametrize(
     ("owner", "method", "mutation", "invariant"),
     [
-        (PagePool, "batch", stale_position, "I1"),
-        (PagePool, "batch", unrejected_entry, "I2"),
+        (verify, "lay_out", stale_position, "I1"),
+        (verify, "lay_out", unrejected_entry, "I2"),
         (ModelDrafter, "commit", uncomputed_entry, "I2"),
         (Sequence, "commit", no_lag, "I3"),
         (ModelDrafter, "commit", no_rollback, "I3"),
-        (PagePool, "close", shared_page, "I4"),
+        (PagePool, "free", shared_page, "I4"),
         (Sequence, "commit", lost_bonus, "I5"),
         (Sequence, "commit", draft_bonus_token, "I5"),
-        (PagePool, "batch", neighbours_pages, "I6"),
-        (PagePool, "spans", earlier_span, "I1"),
-        (PagePool, "spans", neighbours_place, "I6"),
+        (verify, "lay_out", neighbours_pages, "I6"),
+        (verify, "spans_of", earlier_span, "I1"),
+        (verify, "spans_of", neighbours_place, "I6"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_broken_step_is_caught(pair, owner, method, mutation, invariant):
     # K 2, so that full acceptances occur; no poison, so that stale entries look as they do in service
     config = {"max_batch_size": 3, "method": "eqspec", "num_draft_tokens": 2, "poison": False}
-    config["enforce_eager"] = method == "batch"  # else a program lays out its rows by itself
+    config["enforce_eager"] = method == "lay_out"  # else a program lays out its rows by itself
     whole, broken = (checked(pair, **config) for _ in range(2))
     run(whole)
     with patched(owner, method, mutation), pytest.raises(AssertionError, match=invariant):

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.errors import KVCacheTooSmallError
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.kv_layout import KVLayout
-from specdec_fast.rows import RaggedBatch, Rows
+from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=3, head_dim=4, dtype=torch.float16, device=torch.device("cpu"))
 
@@ -59,9 +60,9 @@ class PoolMachine(RuleBasedStateMachine):
         owner = object()
         if not fits:
             with pytest.raises(KVCacheTooSmallError):
-                self.pool.open(owner, num_tokens)
+                self.pool.reserve(owner, num_tokens)
             return multiple()
-        self.pool.open(owner, num_tokens)
+        self.pool.reserve(owner, num_tokens)
         self.promised[owner], self.reached[owner] = num_tokens, 0
         return owner
 
@@ -71,16 +72,16 @@ class PoolMachine(RuleBasedStateMachine):
         rows, token_ids = rows_of((owner, start, count))
         if pages_for(start + count, 3) > pages_for(self.promised[owner], 3):
             with pytest.raises(KVCacheTooSmallError, match=f"position {start + count - 1} lies beyond"):
-                self.pool.batch(rows, token_ids)
+                lay_out(self.pool, rows, token_ids)
             return
         before = list(self.pool.block_table(owner))
-        self.pool.batch(rows, token_ids)
+        lay_out(self.pool, rows, token_ids)
         self.reached[owner] = max(self.reached[owner], start + count)
         assert self.pool.block_table(owner)[: len(before)] == before, "pages change owner or place"
 
     @rule(owner=consumes(owners))
     def leave(self, owner):
-        self.pool.close(owner)
+        self.pool.free(owner)
         del self.promised[owner], self.reached[owner]
 
     @invariant()
@@ -96,9 +97,9 @@ test_pool_keeps_its_books = PoolMachine.TestCase
 @pytest.mark.parametrize("fault", ["scratch page", "page twice", "page lost", "page too early"])
 def test_book_check_rejects(fault):
     pool = PagePool(LAYOUT, 20, page_size=4)
-    pool.open("a", 8)
-    pool.open("b", 8)
-    pool.batch(*rows_of(("a", 0, 5), ("b", 0, 3)))
+    pool.reserve("a", 8)
+    pool.reserve("b", 8)
+    lay_out(pool, *rows_of(("a", 0, 5), ("b", 0, 3)))
     promised, reached = {"a": 8, "b": 8}, {"a": 5, "b": 3}
     assert_pages_sound(pool, promised, reached)
     if fault == "scratch page":
@@ -148,10 +149,10 @@ spans = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), max_size=6)
 def test_batch_against_its_definition(page_size, forwards):
     pool = PagePool(LAYOUT, 6 * 40, page_size)
     for owner in range(6):
-        pool.open(owner, 32)
+        pool.reserve(owner, 32)
     for forward in forwards:  # the second finds pages handed out by the first, in whatever order
         rows, token_ids = rows_of(*((owner, *span) for owner, span in reversed(list(enumerate(forward)))))
-        batch = pool.batch(rows, token_ids)
+        batch = lay_out(pool, rows, token_ids)
         assert_laid_out(batch, layout_by_hand(pool, rows))
         assert batch.token_ids is token_ids
 
@@ -160,9 +161,9 @@ def test_batch_against_its_definition(page_size, forwards):
 def test_definition_rejects_another_layout(name):
     pool = PagePool(LAYOUT, 40, page_size=4)
     for owner in "ab":
-        pool.open(owner, 12)
+        pool.reserve(owner, 12)
     rows, token_ids = rows_of(("a", 2, 5), ("b", 0, 9))
-    batch = pool.batch(rows, token_ids)
+    batch = lay_out(pool, rows, token_ids)
     assert_laid_out(batch, layout_by_hand(pool, rows))
     moved = getattr(batch, name).clone()  # some are shared with the batches of other forwards
     moved[-1] += 1
@@ -177,9 +178,9 @@ def test_definition_rejects_another_layout(name):
 def test_successive_forwards_are_those_laid_out_one_by_one(page_size, spans, num_forwards):
     pool = PagePool(LAYOUT, len(spans) * 40, page_size)
     for owner in range(len(spans)):
-        pool.open(owner, 32)
+        pool.reserve(owner, 32)
     rows, token_ids = rows_of(*((owner, *span) for owner, span in enumerate(spans)))
-    together = pool.successive(rows, num_forwards)
+    together = decode_batches(pool, rows, num_forwards)
     assert len(together) == num_forwards
     for batch_of in together:
         batch = batch_of(token_ids=token_ids)
@@ -194,13 +195,13 @@ def test_successive_forwards_are_those_laid_out_one_by_one(page_size, spans, num
 def test_one_owner_twice_in_a_forward():
     # a prompt that is split over forwards may end and begin in the same one
     pool = PagePool(LAYOUT, 40, page_size=4)
-    pool.open("a", 20)
+    pool.reserve("a", 20)
     rows, token_ids = rows_of(("a", 0, 6), ("a", 6, 7))
-    assert_laid_out(pool.batch(rows, token_ids), layout_by_hand(pool, rows))
+    assert_laid_out(lay_out(pool, rows, token_ids), layout_by_hand(pool, rows))
 
 
 def test_empty_forward():
-    batch = PagePool(LAYOUT, 8, page_size=4).batch([], torch.empty(0, dtype=torch.int64))
+    batch = lay_out(PagePool(LAYOUT, 8, page_size=4), [], torch.empty(0, dtype=torch.int64))
     assert_laid_out(batch, {"positions": [], "slot_mapping": [], "cu_seqlens_q": [0], "seqused_k": []})
     assert batch.block_table.shape == (0, 1)
 
@@ -223,29 +224,29 @@ def test_bytes_per_token():
 
 def test_full_pool_says_what_is_missing_and_what_to_do():
     pool = PagePool(LAYOUT, 20, page_size=4)
-    pool.open("a", 9)
+    pool.reserve("a", 9)
     with pytest.raises(
         KVCacheTooSmallError, match=r"12 KV positions need 3 pages; 2 of 5 are unreserved.*kv_cache_tokens"
     ):
-        pool.open("b", 12)
-    pool.open("b", 8)  # the refusal left nothing behind
+        pool.reserve("b", 12)
+    pool.reserve("b", 8)  # the refusal left nothing behind
     assert not pool.fits(1)
     assert pool.can_ever_fit(20)
-    pool.close("a")
+    pool.free("a")
     assert pool.fits(12)
 
 
 def test_refused_forward_hands_out_nothing_beyond_the_reservation():
     pool = PagePool(LAYOUT, 20, page_size=4)
-    pool.open("a", 6)
+    pool.reserve("a", 6)
     with pytest.raises(KVCacheTooSmallError, match="position 8 lies beyond the 2 pages reserved"):
-        pool.batch(*rows_of(("a", 0, 9)))
+        lay_out(pool, *rows_of(("a", 0, 9)))
     assert pool.block_table("a") == []
-    pool.batch(*rows_of(("a", 0, 8)))  # reservations are whole pages
+    lay_out(pool, *rows_of(("a", 0, 8)))  # reservations are whole pages
 
 
 def test_stranger_is_an_error():
     pool = PagePool(LAYOUT, 20, page_size=4)
-    for call in (pool.close, pool.block_table, lambda owner: pool.batch(*rows_of((owner, 0, 1)))):
+    for call in (pool.free, pool.block_table, lambda owner: lay_out(pool, *rows_of((owner, 0, 1)))):
         with pytest.raises(KeyError):
             call("nobody")

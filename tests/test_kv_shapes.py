@@ -20,15 +20,15 @@ from transformers import (
 )
 
 import specdec_fast as sd
+from specdec_fast.batch.ragged_batch import Rows, Scores
 from specdec_fast.errors import UnsupportedModelError
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.kv_layout import KVLayout, KVShape
-from specdec_fast.kv_probe import KVProbe
-from specdec_fast.models import RaggedModel
+from specdec_fast.kv_cache.forward_layout import spans_of
+from specdec_fast.kv_cache.layer_layout import KVLayout, KVShape
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.kv_probe import KVProbe
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
-from specdec_fast.ragged import Scores
-from specdec_fast.rows import Rows
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 12
@@ -195,8 +195,8 @@ def test_a_pool_has_memory_for_every_shape(layout):
 def test_pages_outlive_their_pool(layout):
     """A program reads addresses; what they point into must be there as long as they are."""
     pool = PagePool(layout, 20, 8)
-    pool.open("a", 8)
-    spans = pool.spans([Rows("a", 0, 3)])
+    pool.reserve("a", 8)
+    spans = spans_of(pool, [Rows("a", 0, 3)])
     addresses = sorted(t.untyped_storage().data_ptr() for t in pool.tensors)
     del pool
     assert sorted(t.untyped_storage().data_ptr() for t in spans.pages.memory) == addresses

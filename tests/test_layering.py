@@ -14,37 +14,23 @@ from specdec_fast.drafters import NAMED_DRAFTERS
 from specdec_fast.ops import AUTO, BACKENDS
 
 ROOT = Path(__file__).parents[1]
-# Layers of the package, lowest first. A unit (a module or a subpackage) imports lower layers and itself, nothing else;
-# a new one has to be named here.
-LAYERS = (
-    {"errors", "assets", "decoders"},
-    {"types", "ragged", "text", "transfers", "kv_layout", "apart", "row_counts"},
-    {"emission", "params", "stopping"},
-    {"config", "sequence", "rows"},
-    {"sampling", "instructions"},
-    {"oracle", "triton_kernels", "_C"},
-    {"ops"},
-    {"architecture", "kv_cache", "kv_probe", "loading", "linears", "experts", "buckets"},
-    {"watching", "failures", "turns"},
-    {"paged_cache"},
-    {"program", "graphs", "hooks", "row_mixing", "cache_answers"},
-    {"models"},
-    {"prefilling", "determinism", "timing"},
-    {"drafters", "schedulers", "requests", "committing", "outputs", "progress", "equivalence"},
-    {"draft_lengths", "verifying"},
-    {"step"},
-    {"engine"},
-    {"api"},
-    {"__init__"},
-    {"exactness"},
-    {"commands"},
-    {"cli"},
-    {"__main__"},
-)
-RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
-VALUES = {"errors", "types", "ragged", "emission", "params", "config", "sequence"}  # plain values
-# Narrower than their layer: what these may import of the package besides themselves.
-NARROW = {"oracle": VALUES, "triton_kernels": VALUES, "schedulers": VALUES}
+
+
+def floors() -> tuple[dict[str, int], dict[str, set[str]]]:
+    """Read docs/design.md: the floor of every room (a module or a subpackage), and what some rooms import only."""
+    section = (ROOT / "docs/design.md").read_text().split("## Where things are")[1].split("\n## ")[0]
+    rank: dict[str, int] = {}
+    narrow: dict[str, set[str]] = {}
+    for floor, rooms, only in re.findall(r"^\| (\d+) \| (.+?) \| .+ \| (.*?) ?\|$", section, flags=re.MULTILINE):
+        for room in re.findall(r"`(\w+)`", rooms):
+            assert room not in rank, f"{room} stands on two floors"
+            rank[room] = int(floor)
+            if only:
+                narrow[room] = set(re.findall(r"`(\w+)`", only))
+    return rank, narrow
+
+
+RANK, NARROW = floors()
 LARGEST = {"lines of the file": 300, "lines of a function": 60, "parameters": 8}
 
 PACKAGE = sorted((ROOT / "specdec_fast").rglob("*.py")) + sorted((ROOT / "triton_kernels").rglob("*.py"))
@@ -82,8 +68,9 @@ def layer_faults(unit: str, tree: ast.AST) -> list[str]:
     return [f"{unit} imports {imported}" for imported in sorted(units - allowed - {unit})]
 
 
-def test_every_unit_has_its_layer():
+def test_every_room_has_its_floor():
     assert set(RANK) == UNITS
+    assert all(RANK[room] < RANK[importer] for importer, rooms in NARROW.items() for room in rooms)
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=shown)
@@ -93,10 +80,10 @@ def test_imports_go_one_way(path):
 
 @pytest.mark.parametrize(
     ("unit", "source"),
-    [("ops", "from specdec_fast.engine import Engine"), ("schedulers", "import specdec_fast.ops"),
+    [("ops", "from specdec_fast.engine.engine import Engine"), ("schedulers", "import specdec_fast.ops"),
      ("oracle", "def f():\n from specdec_fast.ops import resolve"), ("models", "from specdec_fast import generate"),
      ("config", "from specdec_fast import _C"), ("engine", "from specdec_fast import cli"),
-     ("oracle", "NAME = 'specdec_fast.engine:Engine'"), ("drafters", "import specdec_fast.schedulers.base")],
+     ("oracle", "NAME = 'specdec_fast.engine.engine:Engine'"), ("drafters", "import specdec_fast.schedulers.base")],
 )  # fmt: skip
 def test_layer_check_rejects(unit, source):
     assert layer_faults(unit, ast.parse(source))
@@ -143,12 +130,12 @@ def concrete_drafters(tree: ast.AST) -> set[str]:
 
 
 def test_engine_names_no_concrete_drafter():
-    assert not concrete_drafters(ast.parse((ROOT / "specdec_fast/engine.py").read_text()))
+    assert not concrete_drafters(ast.parse((ROOT / "specdec_fast/engine/engine.py").read_text()))
 
 
 @pytest.mark.parametrize(
     "source",
-    ["from specdec_fast.drafters.model import ModelDrafter", "isinstance(d, NgramDrafter)", "d == 'ngram'"],
+    ["from specdec_fast.drafters.draft_model import ModelDrafter", "isinstance(d, NgramDrafter)", "d == 'ngram'"],
 )
 def test_drafter_check_rejects(source):
     assert concrete_drafters(ast.parse(source))

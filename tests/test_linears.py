@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import specdec_fast as sd
-from specdec_fast.linears import Linears
+from specdec_fast.models.replaced_linears import Linears
 from specdec_fast.ops import all_ops, resolve
 
 CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ def test_wide_model_has_the_same_bits_in_every_batch(wide, dtype):
 
 
 def test_greedy_tokens_are_those_of_transformers(wide):
-    from specdec_fast.equivalence import transformers_greedy
+    from specdec_fast.equivalence.compare import transformers_greedy
 
     outputs = sd.Engine(wide, truncated_copy(wide, 1)).generate(PROMPTS, sd.SamplingParams(max_new_tokens=20))
     assert [o.token_ids for o in outputs] == [transformers_greedy(wide, prompt, 20) for prompt in PROMPTS]

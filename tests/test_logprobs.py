@@ -11,8 +11,8 @@ from conftest import MAX_NEW_TOKENS
 from scripted import ByteTokenizer, scripted_model
 
 import specdec_fast as sd
-from specdec_fast import committing
-from specdec_fast.committing import token_logprobs
+from specdec_fast.engine import commit
+from specdec_fast.engine.commit import token_logprobs
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, logprobs=True)
 
@@ -118,7 +118,7 @@ def test_one_look_up_per_step_and_none_where_nobody_asks(models, monkeypatch):
         num_rows.append(len(rows))
         return token_logprobs(logits, rows, tokens)
 
-    monkeypatch.setattr(committing, "token_logprobs", counted)
+    monkeypatch.setattr(commit, "token_logprobs", counted)
     engine = sd.Engine(*models, tokenizer=TOKENIZER)
     prompts = [[0] * 3] * 5
     (first, *_) = engine.generate(prompts, sd.SamplingParams(max_new_tokens=12, logprobs=True))

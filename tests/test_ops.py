@@ -13,9 +13,10 @@ import torch
 from test_oracle_ops import CASES, CPU, attention_by_hand, changed, each_dtype, make
 from torch import Tensor
 
+from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.errors import BackendError, ConfigError
 from specdec_fast.ops import AUTO, BACKENDS, Op, all_ops, availability, registry, resolve
-from specdec_fast.ragged import PagedBatch, Sampling, Scores
 
 SEEDS = (0, 1, 2)
 INTERPRETED = (

@@ -12,8 +12,9 @@ import torch
 from sampling_by_hand import targets_by_hand
 from torch import Tensor
 
+from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import all_ops, resolve
-from specdec_fast.ragged import PagedBatch, Sampling, Scores
 
 CPU = torch.device("cpu")
 CASES = {(op.name, case.name): case for op in all_ops().values() for case in op.cases()}

@@ -11,9 +11,9 @@ import torch
 from transformers import GenerationConfig, GPT2Config
 
 import specdec_fast as sd
+from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.errors import ConfigError, InvalidParamsError, NotYetSupportedError
-from specdec_fast.params import as_sampling_params
-from specdec_fast.requests import RequestBuilder
+from specdec_fast.sampling_params import as_sampling_params
 
 NAN = math.nan
 # Per field: just outside its range, and the types that a comparison would let slip through (bool, NaN, text).

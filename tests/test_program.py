@@ -12,18 +12,20 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import specdec_fast as sd
-from specdec_fast.drafters.model import ModelDrafter
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.drafters.draft_model import ModelDrafter
 from specdec_fast.errors import UnsupportedModelError
-from specdec_fast.instructions import LOGIT_ROWS, RowOp
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.kv_layout import KVLayout
-from specdec_fast.models import RaggedModel
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.program import NotLowerableError, compile_forward
-from specdec_fast.program.planning import _lives, _steps, placed
-from specdec_fast.rows import Rows
-from specdec_fast.sequence import Sequence
+from specdec_fast.program.executors import executor_for
+from specdec_fast.program.ir import LOGIT_ROWS, RowOp
+from specdec_fast.program.memory_plan import _lives, _steps, placed
+from specdec_fast.request.sequence import Sequence
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -36,12 +38,12 @@ def ragged_logits(model, logit_rows=None):
     """Three sequences in two forwards: the second forward's logits."""
     pool = PagePool(model.layout, 512, 16, model.row_rule)
     for owner in "abc":
-        pool.open(owner, 40)
+        pool.reserve(owner, 40)
     ids = torch.arange(41) * 7 % VOCAB_SIZE
     first = [Rows("a", 0, 20), Rows("b", 0, 11), Rows("c", 0, 10)]
-    model.forward(pool.batch(first, ids), pool)
+    model.forward(lay_out(pool, first, ids), pool)
     second = [Rows("a", 20, 6), Rows("b", 11, 1), Rows("c", 10, 3)]
-    return model.forward(pool.batch(second, ids[:10]), pool, logit_rows)
+    return model.forward(lay_out(pool, second, ids[:10]), pool, logit_rows)
 
 
 @torch.inference_mode()
@@ -87,7 +89,7 @@ def test_a_recording_that_fails_leaves_the_model_to_pytorch(monkeypatch):
     def failing(*args):
         raise TypeError("an operation with arguments that nobody has seen")
 
-    monkeypatch.setattr("specdec_fast.models.compile_forward", failing)
+    monkeypatch.setattr("specdec_fast.models.hf_model.compile_forward", failing)
     model = RaggedModel(tiny_model("llama"), resolve(CPU))
     assert model.program is None
     assert model.why_no_program == "recording it failed: TypeError: an operation with arguments that nobody has seen"
@@ -116,12 +118,13 @@ class Function(torch.nn.Module):
 
 def compiled(model):
     ops = resolve(CPU)
-    program = ops.program(compile_forward(model, model, NO_LAYERS, ops, frozenset()))
+    executor, _ = executor_for(ops)
+    program = executor(compile_forward(model, model, NO_LAYERS, ops, frozenset()))
 
     def run(token_ids):
         pool = PagePool(NO_LAYERS, 256, 16)
-        pool.open("a", 200)
-        batch = pool.batch([Rows("a", 0, len(token_ids))], token_ids)
+        pool.reserve("a", 200)
+        batch = lay_out(pool, [Rows("a", 0, len(token_ids))], token_ids)
         return program(token_ids, batch, pool.pages, None)
 
     return run
@@ -539,7 +542,7 @@ def test_buffers_that_are_needed_together_lie_apart(architecture, monkeypatch):
         kept.update(buffers=buffers, logits=logits)
         return placed(instructions, buffers, logits)
 
-    monkeypatch.setattr("specdec_fast.program.compiling.placed", keeping)
+    monkeypatch.setattr("specdec_fast.program.compile.placed", keeping)
     plan = RaggedModel(tiny_model(architecture).to(torch.bfloat16), resolve(CPU)).program._plan
     assert overlapping(plan, **kept, lives_of=lambda steps: steps.__getitem__) == []
     assert sum(buffer.place == 1 for buffer in plan.buffers) > 20, "row operations hand on in a thread's own memory"

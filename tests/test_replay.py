@@ -14,10 +14,10 @@ from pair_report import walk_rounds
 
 from bench.replay import ReplayDrafter
 from specdec_fast import Draft, Drafter, Engine, SamplingParams
-from specdec_fast.drafters.model import ModelDrafter
-from specdec_fast.models import RaggedModel
+from specdec_fast.drafters.draft_model import ModelDrafter
+from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.ops import resolve
-from specdec_fast.sequence import Sequence
+from specdec_fast.request.sequence import Sequence
 
 CPU = torch.device("cpu")
 NEW_TOKENS = 40

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from specdec_fast import row_counts
-from specdec_fast.apart import apart, is_apart, one_thread
-from specdec_fast.row_counts import Kind, chunks, kind_of, revealing, sizes_of
+from specdec_fast.models import row_counts
+from specdec_fast.models.row_counts import Kind, chunks, kind_of, revealing, sizes_of
+from specdec_fast.torch_threads import apart, is_apart, one_thread
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ALL = row_counts._COUNTS

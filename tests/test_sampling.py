@@ -10,8 +10,7 @@ from sampling_by_hand import token_by_hand
 from transformers import DynamicCache, GenerationConfig
 
 import specdec_fast as sd
-from specdec_fast.ragged import Sampling
-from specdec_fast.sampling import after
+from specdec_fast.batch.sampling_batch import Sampling, after
 
 RULES = {
     "plain": {"temperature": 1.0},

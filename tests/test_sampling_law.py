@@ -18,9 +18,9 @@ from test_ops import INTERPRETED, device_for
 from torch import Tensor
 
 import specdec_fast as sd
+from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import all_ops
 from specdec_fast.oracle import sampling as oracle_sampling
-from specdec_fast.ragged import Sampling
 
 OP = all_ops()["verify_chain"]
 BACKENDS = list(OP.implementations)
@@ -252,11 +252,11 @@ def test_engine_follows_the_law(pair, drafter):
 
 
 def test_engine_that_forgets_the_position_is_rejected(pair, monkeypatch):
-    from specdec_fast import verifying
+    from specdec_fast.engine import verify
 
-    right = verifying.sampling_of
+    right = verify.sampling_of
     monkeypatch.setattr(
-        verifying,
+        verify,
         "sampling_of",
         lambda *args: replace(right(*args), positions=torch.zeros_like(right(*args).positions)),
     )

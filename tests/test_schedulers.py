@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError
-from specdec_fast.params import SamplingParams
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.schedulers import SCHEDULERS, make_scheduler
 from specdec_fast.schedulers.base import Scheduler
 from specdec_fast.schedulers.exspec import ExspecScheduler
-from specdec_fast.sequence import Sequence
 
 
 def sequence_of(length: int, index: int = 0) -> Sequence:

@@ -15,8 +15,8 @@ from scripted import ByteTokenizer, scripted_model
 from transformers import GenerationConfig
 
 import specdec_fast as sd
-from specdec_fast.stopping import StopStrings
-from specdec_fast.text import Detokenizer
+from specdec_fast.request.detokenizer import Detokenizer
+from specdec_fast.request.stopping import StopStrings
 
 INCOMPLETE = "\ufffd"
 ROCKET = "🚀".encode()

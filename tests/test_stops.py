@@ -14,7 +14,7 @@ from models import torch
 
 import specdec_fast as sd
 from specdec_fast import oracle
-from specdec_fast.equivalence import transformers_greedy
+from specdec_fast.equivalence.compare import transformers_greedy
 
 K = 4
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specdec_fast.assets import demo_pair
-from specdec_fast.text import Detokenizer, load_tokenizer, same_vocabulary
+from specdec_fast.request.detokenizer import Detokenizer, load_tokenizer, same_vocabulary
 
 INCOMPLETE = "\ufffd"
 TOKENIZER = AutoTokenizer.from_pretrained(demo_pair() / "target")

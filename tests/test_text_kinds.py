@@ -8,9 +8,9 @@ import pytest
 from decoder_kinds import KINDS, WAITING, random_ids
 from tokenizers import decoders
 
-from specdec_fast.decoders import DecodingRule, rule_of
-from specdec_fast.stopping import StopStrings
-from specdec_fast.text import Detokenizer
+from specdec_fast.request.detokenizer import Detokenizer
+from specdec_fast.request.stopping import StopStrings
+from specdec_fast.request.token_decoders import DecodingRule, rule_of
 
 INCOMPLETE = "\ufffd"
 EVERY = {**KINDS, **WAITING}

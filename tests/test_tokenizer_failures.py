@@ -7,7 +7,7 @@ from scripted import ByteTokenizer, scripted_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import specdec_fast as sd
-from specdec_fast.text import load_tokenizer
+from specdec_fast.request.detokenizer import load_tokenizer
 
 PIECES = [b"-", b"a", b"b", b"c", b"d", b"X", b"e", b"f", b"g", *(bytes([byte]) for byte in "é🚀".encode())]
 BAD = PIECES.index(b"X")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from specdec_fast import transfers
-from specdec_fast.transfers import to_device, to_host
+from specdec_fast import device_copy
+from specdec_fast.device_copy import to_device, to_host
 
 CPU = torch.device("cpu")
 
@@ -24,4 +24,4 @@ def test_what_comes_in_one_piece_is_taken_apart():
     assert to_host(results) == expected
     joined = torch.cat(results)
     assert joined.dtype == torch.int64, "no number is cut when int32 is read with int64"
-    assert transfers._apart(joined.tolist(), [5, 2, 0]) == expected
+    assert device_copy._apart(joined.tolist(), [5, 2, 0]) == expected

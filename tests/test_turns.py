@@ -13,7 +13,7 @@ import torch
 from models import tiny_model
 
 import specdec_fast as sd
-from specdec_fast.kv_cache import PagePool
+from specdec_fast.kv_cache.page_pool import PagePool
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 PARAMS = sd.SamplingParams(max_new_tokens=12)
@@ -90,7 +90,7 @@ def test_a_call_that_begins_while_another_begins(pair, monkeypatch):
         refused.append(True)
         return sd.RunStats()
 
-    monkeypatch.setattr("specdec_fast.engine.RunStats", statistics)
+    monkeypatch.setattr("specdec_fast.engine.engine.RunStats", statistics)
     assert all(output.error is None for output in pair.generate(PROMPTS, PARAMS))
     assert refused
 
@@ -130,7 +130,7 @@ def test_a_stream_moves_between_threads(pair):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("method", ["open", "close", "_hand_out", "_make_place"])
+@pytest.mark.parametrize("method", ["reserve", "free", "allocate", "_make_place"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_interrupt_leaves_an_engine_that_serves(pair, monkeypatch, method, moment, count):
     """Ctrl-C, or a timeout by a signal, comes anywhere, and so between a page and the book that it is written in."""

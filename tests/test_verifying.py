@@ -7,16 +7,17 @@ import torch
 from models import VOCAB_SIZE, tiny_model, truncated_copy
 
 import specdec_fast as sd
+from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.drafters import Draft, Drafter
-from specdec_fast.kv_cache import PagePool
-from specdec_fast.models import RaggedModel
+from specdec_fast.engine.verify import verify
+from specdec_fast.kv_cache.forward_layout import spans_of
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.prefill import prefill
 from specdec_fast.ops import INVALID_TOKEN, resolve
 from specdec_fast.ops.registry import all_ops
-from specdec_fast.prefilling import prefill
-from specdec_fast.rows import Rows
-from specdec_fast.sequence import Sequence
-from specdec_fast.types import StageTimer
-from specdec_fast.verifying import verify
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.results import StageTimer
 
 CPU = torch.device("cpu")
 needs_programs = pytest.mark.skipif(
@@ -41,7 +42,7 @@ def sequences_of(params):
 def filled_pool(model, sequences):
     pool = PagePool(model.layout, 256, 4, model.row_rule)
     for sequence in sequences:
-        pool.open(sequence, sequence.max_length)
+        pool.reserve(sequence, sequence.max_length)
         sequence.target_kv_length = sequence.length - 1
     prefill(model, pool, {s: s.token_ids[:-1] for s in sequences})
     return pool
@@ -99,8 +100,8 @@ def test_spans_that_do_not_fit_are_refused():
     """Before anything is read or written outside of what there is."""
     model = RaggedModel(tiny_model("llama"), resolve(CPU))
     pool = PagePool(model.layout, 64, 4, model.row_rule)
-    pool.open("a", 20)
-    spans = pool.spans([Rows("a", 0, 3)])
+    pool.reserve("a", 20)
+    spans = spans_of(pool, [Rows("a", 0, 3)])
     none = torch.empty(0, dtype=torch.int64)
     program, (place, _, _) = model.program, spans.spans[0]
     with pytest.raises(ValueError, match="1 spans of 3 rows has 1 last tokens and 0 draft tokens"):

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.ragged import PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import PagedBatch, Scores
 from specdec_fast.triton_kernels.attention_math import empty_state, merge
 from specdec_fast.triton_kernels.attention_tile import depth_of, reduce_piece, result_of, store_tile, tile_of
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant

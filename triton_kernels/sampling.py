@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specdec_fast.ragged import Sampling
+from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.triton_kernels.sampling_kernels import best_kernel, draw_kernel, pick_kernel, row_kernel
 from specdec_fast.triton_kernels.sampling_noise import philox_kernel
 from specdec_fast.triton_kernels.sampling_threshold import threshold_kernel

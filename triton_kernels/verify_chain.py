@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.ragged import Sampling
+from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.triton_kernels.sampling import choose_tokens
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 

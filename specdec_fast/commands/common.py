@@ -14,7 +14,7 @@ from specdec_fast.config import ADAPTIVE, EngineConfig
 from specdec_fast.drafters import NO_DRAFT
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
-from specdec_fast.params import SamplingParams
+from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.schedulers import SCHEDULERS
 
 _REQUEST_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}

@@ -10,11 +10,11 @@ from typing import Any
 
 from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import add_engine_options, engine_config, format_table
-from specdec_fast.engine import Engine
-from specdec_fast.equivalence import transformers_greedy
+from specdec_fast.engine.engine import Engine
+from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.errors import ConfigError
-from specdec_fast.params import SamplingParams
-from specdec_fast.types import GenerationOutput
+from specdec_fast.results import GenerationOutput
+from specdec_fast.sampling_params import SamplingParams
 
 _REPEATS = 3
 _WARM_UP_TOKENS = 8  # the first calls of a process set up thread pools and kernels

@@ -16,9 +16,9 @@ from specdec_fast.commands.common import (
     expect_writable,
     read_prompts,
 )
-from specdec_fast.engine import Engine
-from specdec_fast.params import SamplingParams
-from specdec_fast.types import GenerationOutput
+from specdec_fast.engine.engine import Engine
+from specdec_fast.results import GenerationOutput
+from specdec_fast.sampling_params import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.backend_bases import FigureCanvasBase
 
-from specdec_fast.equivalence import Comparison
-from specdec_fast.exactness import Report
+from specdec_fast.equivalence.compare import Comparison
+from specdec_fast.equivalence.report import Report
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # after the choice of a backend that needs no display

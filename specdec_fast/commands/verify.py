@@ -19,17 +19,17 @@ from specdec_fast.commands.common import (
     read_prompts,
 )
 from specdec_fast.config import ADAPTIVE, EngineConfig
-from specdec_fast.equivalence import Comparison
+from specdec_fast.engine.input import RequestBuilder
+from specdec_fast.equivalence.compare import Comparison
+from specdec_fast.equivalence.report import GREEDY, PLAIN, Matrix, Report
+from specdec_fast.equivalence.report import run as run_matrix
 from specdec_fast.errors import ConfigError
-from specdec_fast.exactness import GREEDY, PLAIN, Matrix, Report
-from specdec_fast.exactness import run as run_matrix
-from specdec_fast.loading import load_model
-from specdec_fast.models import RaggedModel
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.loading import load_model
 from specdec_fast.ops import resolve
-from specdec_fast.params import SamplingParams
-from specdec_fast.requests import RequestBuilder
+from specdec_fast.request.detokenizer import load_tokenizer
+from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.schedulers import SCHEDULERS
-from specdec_fast.text import load_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,19 +10,19 @@ from typing import Any
 from torch import device, nn
 from transformers import PreTrainedModel
 
-from specdec_fast.buckets import Limits
 from specdec_fast.config import EngineConfig
-from specdec_fast.determinism import make_deterministic
+from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.drafters.base import Draft, Drafter
-from specdec_fast.drafters.model import ROWS_EACH, ModelDrafter
+from specdec_fast.drafters.draft_model import ROWS_EACH, ModelDrafter
 from specdec_fast.drafters.ngram import NgramDrafter
 from specdec_fast.drafters.none import NoDrafter
 from specdec_fast.errors import ConfigError, VocabularyMismatchError
-from specdec_fast.failures import named_failures
-from specdec_fast.loading import load_model
-from specdec_fast.models import RaggedModel
+from specdec_fast.models.batch_invariance import make_deterministic
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.loading import load_model
+from specdec_fast.models.probe_errors import named_failures
 from specdec_fast.ops import Ops
-from specdec_fast.text import load_tokenizer, same_vocabulary
+from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
 
 # Drafters without a model of their own; any other string is the name or folder of a draft model.
 NAMED_DRAFTERS: dict[str, Callable[[device], Drafter]] = {"ngram": NgramDrafter}
@@ -82,7 +82,7 @@ def make_drafter(
     loaded = isinstance(draft, nn.Module)
     module = load_model(draft, None if loaded else config.dtype, target.layout.device, "draft")  # type: ignore[arg-type]
     with named_failures(module):
-        model = RaggedModel(module, ops, config.page_size)
+        model = RaggedModel(module, ops, config.page_size, config.enforce_eager)
         if config.deterministic:
             make_deterministic(model)
     model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.errors import DrafterError
-from specdec_fast.sequence import Sequence
+from specdec_fast.request.sequence import Sequence
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, Drafter
 from specdec_fast.oracle.prompt_lookup import prompt_lookup
-from specdec_fast.sequence import Sequence
-from specdec_fast.transfers import to_device
+from specdec_fast.request.sequence import Sequence
 
 
 class NgramDrafter(Drafter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specdec_fast.drafters.base import Draft, Drafter
-from specdec_fast.sequence import Sequence
+from specdec_fast.request.sequence import Sequence
 
 
 class NoDrafter(Drafter):

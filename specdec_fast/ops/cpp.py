@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
-from specdec_fast.ragged import PagedBatch, Sampling, Scores
+from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.sampling_batch import Sampling
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/dtype.h
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
+from specdec_fast.batch.ragged_batch import PagedBatch, Scores
 from specdec_fast.errors import BackendError
-from specdec_fast.ragged import PagedBatch, Scores
 
 _PAGE_MULTIPLE = 256  # what FlashAttention 2 takes for the size of a page
 _PAGED_ARGUMENTS = ("seqused_k", "block_table", "num_splits", "enable_gqa", "window_size")  # of varlen_attn

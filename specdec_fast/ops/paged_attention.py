@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, PagedBatch, Scores
 from specdec_fast.ops.checks import FLOATS, expect, expect_maximum, expect_offsets, expect_tensor
 from specdec_fast.ops.registry import Case, Op
-from specdec_fast.ragged import TREE_MASK_BITS, PagedBatch, Scores
 
 
 def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> None:

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from specdec_fast.errors import BackendError, ConfigError
-from specdec_fast.instructions import ForwardProgram, Plan
-from specdec_fast.ops.cuda_graph import Capture
 
 AUTO = "auto"
 _DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "linear", "grouped_linear", "compact_kv", "realign_kv")
@@ -28,10 +26,6 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then 
 # What "auto" takes, best first; "torch" runs anywhere. FlashAttention refuses too much (fp32, most page sizes) and
 # promises too little (in which order it adds) to be taken unasked.
 _PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "torch")}
-# What runs whole forwards (specdec_fast/program/), where one backend serves every op.
-_PROGRAMS = {"cpp": "specdec_fast.ops.cpp_program:Program"}
-# What records forwards as graphs (specdec_fast/graphs.py), by device type.
-_CAPTURES = {"cuda": "specdec_fast.ops.cuda_graph:CudaCapture"}
 
 
 @dataclass(frozen=True)
@@ -139,9 +133,6 @@ class Ops:
         grouped_linear: rows times the weights of their experts; see ``oracle/ops/grouped_linear.py``.
         compact_kv_: move kept entries inside each sequence; see ``oracle/ops/compact_kv.py``.
         realign_kv_: shift the rows of a dense cache; see ``oracle/ops/realign_kv.py``.
-        program: builds a model's whole forward from a ``Plan``; None where forwards are PyTorch's.
-        why_no_program: the reason where ``program`` is None.
-        capture: makes what records a model's forwards as graphs on a device; None where nothing does.
         unchecked: the same ops without the argument check, for a caller that repeats a checked call on tensors of
             the same shapes (the layers of one forward).
 
@@ -155,9 +146,6 @@ class Ops:
     grouped_linear: Callable[..., Tensor] = field(repr=False)
     compact_kv_: Callable[..., None] = field(repr=False)
     realign_kv_: Callable[..., None] = field(repr=False)
-    program: Callable[[Plan], ForwardProgram] | None = field(repr=False, default=None)
-    why_no_program: str | None = field(repr=False, default=None)
-    capture: Callable[[torch.device], Capture] | None = field(repr=False, default=None)
     unchecked: Ops | None = field(repr=False, default=None)
 
     def is_invariant(self, op: str) -> bool:
@@ -245,25 +233,12 @@ def resolve(device: torch.device, backend: str = AUTO) -> Ops:
             raise BackendError(
                 f"backend {backend!r} serves {', '.join(served)}, not {device.type}; pass backend='{AUTO}'."
             )
-    capture = _CAPTURES.get(device.type)
-    ops = _load(chosen, check=True, unchecked=_load(chosen, check=False, unchecked=None))
-    return ops if capture is None else replace(ops, capture=_imported(capture))
+    return _load(chosen, check=True, unchecked=_load(chosen, check=False, unchecked=None))
 
 
 def _load(chosen: Mapping[str, str], check: bool, unchecked: Ops | None) -> Ops:
     functions: dict[str, Any] = {name: all_ops()[name].load(choice, check) for name, choice in chosen.items()}
-    backends = set(chosen.values())
-    path = _PROGRAMS.get(next(iter(backends))) if len(backends) == 1 else None
-    program, why = (_imported(path), None) if path else (None, _why_no_program(backends))
-    return Ops(chosen, program=program, why_no_program=why, unchecked=unchecked, **functions)
-
-
-def _why_no_program(backends: set[str]) -> str:
-    needed = ", ".join(_PROGRAMS)
-    problems = [problem for name in _PROGRAMS if (problem := BACKENDS[name].why_unavailable())]
-    return f"programs need every op from {needed}, here {', '.join(sorted(backends))} serve them" + "".join(
-        f"; {problem}" for problem in problems
-    )
+    return Ops(chosen, unchecked=unchecked, **functions)
 
 
 def _imported(path: str) -> Any:

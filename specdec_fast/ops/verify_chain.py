@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops.checks import FLOATS, expect, expect_offsets, expect_tensor
 from specdec_fast.ops.registry import Case, Op
 from specdec_fast.oracle.sampling import sampled_tokens
-from specdec_fast.ragged import Sampling
 
 _SAMPLING_DTYPES = {
     "temperatures": torch.float64,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec_fast.emission import cut_emission
+from specdec_fast.request.stopping import cut_emission
 
 
 @torch.inference_mode()

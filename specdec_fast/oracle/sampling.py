@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from specdec_fast.ragged import Sampling
+from specdec_fast.batch.sampling_batch import Sampling
 
 INVALID_TOKEN = -1
 

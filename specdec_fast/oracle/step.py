@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec_fast.emission import cut_emission
 from specdec_fast.oracle.dense import DenseModel
 from specdec_fast.oracle.drafting import DenseDrafter
-from specdec_fast.types import DecodingStats, StageTimer
+from specdec_fast.request.stopping import cut_emission
+from specdec_fast.results import DecodingStats, StageTimer
 
 
 @dataclass(frozen=True)

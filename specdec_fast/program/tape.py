@@ -1,4 +1,4 @@
-"""What a run of a model does to the rows of its batch, as instructions: the tape that ``recording.py`` writes on."""
+"""What a run of a model does to the rows of its batch, as instructions: the tape that ``tracer.py`` writes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.instructions import (
+from specdec_fast.batch.ragged_batch import Scores
+from specdec_fast.program.ir import (
     LOGIT_ROWS,
     MAX_RANK,
     OVER_LINES,
@@ -25,8 +26,7 @@ from specdec_fast.instructions import (
     Operand,
     RowOp,
 )
-from specdec_fast.program.views import NotLowerableError, RowView, collapsed, dense, row_axis
-from specdec_fast.ragged import Scores
+from specdec_fast.program.row_views import NotLowerableError, RowView, collapsed, dense, row_axis
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Truth values and places along an axis, kept as fp32: whole numbers below 2^24, with which no arithmetic is done.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.sequence import Sequence
+from specdec_fast.request.sequence import Sequence
 
 
 class Scheduler(ABC):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from specdec_fast.request.sequence import Sequence
 from specdec_fast.schedulers.base import Scheduler
-from specdec_fast.sequence import Sequence
 
 
 class ExspecScheduler(Scheduler):

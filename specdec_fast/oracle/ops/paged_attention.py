@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specdec_fast.ragged import TREE_MASK_BITS, PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, PagedBatch, Scores
 
 
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:

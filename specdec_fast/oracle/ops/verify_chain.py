@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.oracle.sampling import INVALID_TOKEN, sampled_tokens
-from specdec_fast.ragged import Sampling
 
 __all__ = ["INVALID_TOKEN", "verify_chain"]
 

@@ -1,0 +1,149 @@
+"""The rows of one forward: which belong to whom, where their pages are, and how they are padded."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TREE_MASK_BITS = 32  # rows per word of a tree mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedBatch:
+    """The query rows of one forward and the KV pages they attend over; ``B`` sequences, ``T`` rows.
+
+    The rows of a sequence are its *last* ones: row j of n stands in KV entry ``seqused_k[b] - n + j``.
+
+    Attributes:
+        cu_seqlens_q: ``[B + 1]`` int32, where each sequence's rows begin.
+        seqused_k: ``[B]`` int32, KV entries of each sequence, the rows of this forward included.
+        block_table: ``[B, max_pages]`` int32, pages in order of position; unused places hold the scratch page.
+        max_seqlen_q: rows of the sequence that has most; a launch must know it without waiting for the device.
+        max_seqlen_k: KV entries of the sequence that has most.
+        tree_mask: ``[T, num_words]`` int32, or None for a chain. Bit ``i % 32`` of word ``i // 32`` of a row says
+            whether it descends from row i of its own sequence. A row always has its own bit and none after it:
+            parents stand before their children.
+
+    """
+
+    cu_seqlens_q: Tensor
+    seqused_k: Tensor
+    block_table: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    tree_mask: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """How one layer makes weights of queries and keys.
+
+    Attributes:
+        scale: factor on the products, ``head_dim ** -0.5`` for most models.
+        sliding_window: a row sees the last so many positions, itself included; None sees all.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma-2, arXiv 2408.00118, section 2).
+        sinks: ``[num_heads]``, in fp32 or the dtype of the queries: one more score per head, neither scaled nor capped,
+            which counts in the softmax's denominator and weighs no value (gpt-oss, arXiv 2508.10925, section 2.1).
+
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Rows(NamedTuple):
+    """Consecutive positions of one owner that a forward computes: ``start`` to ``start + count - 1``."""
+
+    owner: Hashable
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody wants
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """How rows are computed, so that every row gets the same bits whatever rows are beside it.
+
+    Attributes:
+        multiple: PyTorch computes so many rows or a multiple of it, and linears in chunks of them; 1 pads nothing.
+        largest: rows of one prefill forward at most.
+        attends_alone: attention gets each row as a sequence of its own, for an implementation whose bits otherwise
+            depend on the rows beside it.
+        one_by_one: a forward of PyTorch's has one row, and a batch takes as many as it has rows.
+
+    """
+
+    multiple: int = 1
+    largest: int = 2048
+    attends_alone: bool = False
+    one_by_one: bool = False
+
+    def padding(self, num_rows: int) -> int:
+        """Return how many rows to add."""
+        return -num_rows % self.multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedBatch(PagedBatch):
+    """The rows of one forward, sequence after sequence.
+
+    Attributes:
+        token_ids: ``[T]`` int64.
+        positions: ``[T]`` int64, each token's index in its own sequence (I1).
+        slot_mapping: ``[T]`` int32, where each row's KV entry goes.
+        cu_seqlens: ``[B + 1]`` int32, where each sequence's rows begin; the same as ``cu_seqlens_q`` unless a graph's
+            bucket adds sequences of its own.
+        last_rows: ``[B]`` int64, the last row of each sequence.
+        most_rows: rows of the sequence that has most.
+
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    cu_seqlens: Tensor
+    last_rows: Tensor
+    most_rows: int
+
+    def row_by_row(self) -> PagedBatch:
+        """Return the same rows for attention, each as a sequence of its own over the same pages."""
+        num_rows = self.positions.shape[0]
+        each = torch.arange(num_rows + 1, dtype=torch.int32, device=self.positions.device)
+        return PagedBatch(
+            cu_seqlens_q=each,
+            seqused_k=(self.positions + 1).int(),
+            block_table=self.block_table[self._owners()],
+            max_seqlen_q=1,
+            max_seqlen_k=self.max_seqlen_k,
+        )
+
+    def one_by_one(self) -> list[RaggedBatch]:
+        """Return a batch of each row, in order: it attends to the KV entries of those before it."""
+        owners, one = self._owners(), self.cu_seqlens.new_tensor([0, 1])
+        tables, used = self.block_table[owners], (self.positions + 1).int()
+        return [
+            RaggedBatch(
+                token_ids=self.token_ids[row : row + 1],
+                positions=self.positions[row : row + 1],
+                slot_mapping=self.slot_mapping[row : row + 1],
+                cu_seqlens_q=one,
+                cu_seqlens=one,
+                seqused_k=used[row : row + 1],
+                block_table=tables[row : row + 1],
+                last_rows=self.last_rows.new_zeros(1),
+                most_rows=1,
+                max_seqlen_q=1,
+                max_seqlen_k=self.max_seqlen_k,
+            )
+            for row in range(self.positions.shape[0])
+        ]
+
+    def _owners(self) -> Tensor:
+        """Return the place of each row's sequence: ``[T]`` int64."""
+        counts = self.cu_seqlens_q.diff().long()
+        return torch.repeat_interleave(counts, output_size=self.positions.shape[0])

@@ -1,0 +1,81 @@
+"""How each sequence of a batch chooses its tokens: ``Sampling``, which ``verify_chain`` reads, made from requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from specdec_fast.device_copy import to_device
+from specdec_fast.request.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How each of ``B`` sequences chooses its tokens; see ``oracle/ops/verify_chain.py`` for the rule.
+
+    Attributes:
+        temperatures: ``[B]`` float64; 0 is greedy, and the filters then have no effect.
+        top_k: ``[B]`` int32; 0 keeps all tokens.
+        top_p: ``[B]`` float64 in (0, 1]; 1 keeps all.
+        min_p: ``[B]`` float64 in [0, 1]; 0 keeps all.
+        repetition_penalties: ``[B]`` float64; 1 leaves the logits as they are.
+        seeds: ``[B]`` int64, the key of each sequence's noise.
+        positions: ``[B]`` int64, the position in its own sequence of the token that a sequence's first row chooses;
+            its row j chooses the one at ``positions[b] + j``.
+        seen_ids: ``[N]`` int64, committed tokens of the sequences that have a repetition penalty, one sequence after
+            the other; a sequence without one needs none.
+        cu_seen: ``[B + 1]`` int32, where each sequence's ``seen_ids`` begin.
+
+    """
+
+    temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalties: Tensor
+    seeds: Tensor
+    positions: Tensor
+    seen_ids: Tensor
+    cu_seen: Tensor
+
+
+def sampling_of(batch: Many[Sequence], device: torch.device, ahead: int = 0) -> Sampling | None:
+    """Describe how each of ``B`` sequences chooses the token ``ahead`` of its next; None if all are greedy."""
+    if not any(sequence.samples for sequence in batch):
+        return None
+    params = [sequence.params for sequence in batch]
+    seen = [s.token_ids if s.params.repetition_penalty != 1 else [] for s in batch]
+
+    def column(values: Many[float], dtype: torch.dtype) -> Tensor:
+        return to_device(values, device, dtype)
+
+    return Sampling(
+        temperatures=column([p.temperature for p in params], torch.float64),
+        top_k=column([min(p.top_k, 2**31 - 1) for p in params], torch.int32),
+        top_p=column([p.top_p for p in params], torch.float64),
+        min_p=column([p.min_p for p in params], torch.float64),
+        repetition_penalties=column([p.repetition_penalty for p in params], torch.float64),
+        seeds=column([s.seed or 0 for s in batch], torch.int64),
+        positions=column([s.length + ahead for s in batch], torch.int64),
+        seen_ids=column([token for own in seen for token in own], torch.int64),
+        cu_seen=column(list(accumulate(map(len, seen), initial=0)), torch.int32),
+    )
+
+
+def after(sampling: Sampling, token_ids: Tensor) -> Sampling:
+    """Return ``sampling`` one position on, every sequence having been fed one of ``token_ids`` ``[B]``."""
+    positions = sampling.positions + 1
+    if not sampling.seen_ids.numel():
+        return replace(sampling, positions=positions)
+    batch_size, num_seen = len(token_ids), sampling.seen_ids.numel()
+    places = torch.arange(max(batch_size + 1, num_seen), device=token_ids.device)
+    cu_seen = sampling.cu_seen + places[: batch_size + 1].int()
+    owner = torch.repeat_interleave(places[:batch_size], sampling.cu_seen.diff().long(), output_size=num_seen)
+    seen_ids = torch.empty(num_seen + batch_size, dtype=torch.int64, device=token_ids.device)
+    seen_ids[places[:num_seen] + owner] = sampling.seen_ids
+    seen_ids[cu_seen[1:].long() - 1] = token_ids
+    return replace(sampling, positions=positions, seen_ids=seen_ids, cu_seen=cu_seen)

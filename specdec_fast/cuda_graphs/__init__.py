@@ -1,0 +1,1 @@
+"""Forwards recorded as graphs, one per bucket of shapes."""

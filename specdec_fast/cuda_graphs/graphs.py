@@ -1,0 +1,203 @@
+"""A model's forwards as graphs: recorded once per bucket of shapes, then launched in one piece.
+
+A forward of few rows is a thousand small kernels, and launching each takes the host longer than running it takes the
+device. A graph is launched as one, but on the very shapes and addresses it was recorded with. So rows, sequences and
+pages are rounded up to a *bucket*, and every bucket has *inputs* of its own into which a batch is copied; what it does
+not fill is rows of further sequences on the scratch page, as a RowRule's padding is.
+
+What a launch is told of a batch in numbers (``max_seqlen_q``, ``max_seqlen_k``) are the bucket's bounds: grids grow by
+programs that find nothing to do, and no row's bits depend on either. What is larger than any bucket is left to the
+caller. Not yet run on a GPU: the tests have calls that are repeated in the place of graphs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from specdec_fast.batch.ragged_batch import RaggedBatch
+from specdec_fast.cuda_graphs.buckets import Bucket, Inputs, Limits
+from specdec_fast.cuda_graphs.capture import Capture, Captured
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.model_watch import Watch, hooked_class
+
+MOST_GRAPHS = 64  # per model; a graph of a large one holds some megabytes besides its logits
+
+Forward = Callable[[RaggedBatch, PagePool, Tensor | None], Tensor]
+Choose = Callable[[Tensor], Tensor]
+
+
+class _Graph(NamedTuple):
+    inputs: Inputs
+    captured: Captured
+
+
+class Graphs:
+    """The graphs of one model, each recorded when its bucket is asked for the second time.
+
+    The first time, a batch is left to the caller: shapes that come once, as at the end of a run, are not worth it.
+    Graphs belong to one page pool, whose addresses they read and write, and to the memory that the weights lie in; with
+    another they are recorded anew. All are given up together, never one of them: see ``CudaCapture``.
+
+    Args:
+        model: whose forwards are recorded.
+        forward: runs one, operation by operation.
+        capture: records what a call does.
+        limits: of the largest buckets.
+
+    Attributes:
+        why_not: why there are none, if there are none for good.
+
+    """
+
+    def __init__(self, model: nn.Module, forward: Forward, capture: Capture, limits: Limits) -> None:
+        self._model, self._forward, self._capture, self._limits = model, forward, capture, limits
+        self._graphs: dict[tuple[Any, ...], _Graph] = {}
+        self._asked: set[tuple[Bucket, int]] = set()
+        # Not the pool itself: its memory is wanted back before there is another.
+        self._pool: Callable[[], PagePool | None] = lambda: None
+        self._watch, self.why_not = Watch(model, ()), _why_not(model)
+
+    @property
+    def num_captured(self) -> int:
+        """How many graphs there are now."""
+        return len(self._graphs)
+
+    def expect_same_weights(self) -> None:
+        """Give the graphs up if the model has changed since they were recorded in a way that they do not see."""
+        if self._watch.change() is not None:
+            self._graphs.clear()
+            self._watch, self.why_not = Watch(self._model, ()), _why_not(self._model)
+
+    def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor | None:
+        """Do what ``RaggedModel.forward`` does, or return None where no graph serves.
+
+        The logits are to be read before the model's next forward: it may overwrite them.
+        """
+        graph = self._graph(batch, pool, 1, None)
+        if graph is None:
+            return None
+        logits = _run(graph, batch)
+        return logits[: batch.token_ids.shape[0]] if logit_rows is None else logits[logit_rows]
+
+    def draft(self, batch: RaggedBatch, num_forwards: int, pool: PagePool, choose: Choose) -> Tensor | None:
+        """Compute a batch, then one row more of each of its sequences at a time, on the token chosen before.
+
+        Args:
+            batch: ``B`` sequences, whose pages reach to the last row of all.
+            num_forwards: forwards in all, ``K``.
+            pool: their pages.
+            choose: from logits ``[N, vocab_size]`` to tokens ``[N]`` that can be fed, without waiting for the device.
+
+        Returns:
+            ``[K, B]`` int64, what was chosen after each forward; None where no graph serves.
+
+        """
+        graph = self._graph(batch, pool, num_forwards, choose) if num_forwards == self._limits.num_forwards else None
+        return None if graph is None else _run(graph, batch)[:, : batch.cu_seqlens.shape[0] - 1].clone()
+
+    def _graph(self, batch: RaggedBatch, pool: PagePool, num_forwards: int, choose: Choose | None) -> _Graph | None:
+        bucket = None
+        if self.why_not is None:
+            bucket = self._limits.bucket(batch, pool.page_size, pool.row_rule, num_forwards)
+        if bucket is None:
+            return None
+        if self._pool() is not pool:
+            self._graphs.clear()
+            self._pool = weakref.ref(pool)
+        shape = (bucket, num_forwards)
+        key = (*shape, None if choose is None else _weak(choose))
+        if key not in self._graphs and shape in self._asked:
+            graph = self._recorded(bucket, num_forwards, choose, batch, pool)
+            if graph is not None:
+                self._graphs[key] = graph
+        self._asked.add(shape)
+        return self._graphs.get(key)
+
+    @torch.inference_mode()
+    def _recorded(
+        self, bucket: Bucket, num_forwards: int, choose: Choose | None, batch: RaggedBatch, pool: PagePool
+    ) -> _Graph | None:
+        """Record a graph, on a batch that it is to serve: what that computes more than once is the same each time."""
+        if len(self._graphs) == MOST_GRAPHS:
+            self._graphs.clear()
+        inputs = Inputs(bucket, pool.page_size, batch.token_ids.device)
+        inputs.fill(batch)
+
+        def run() -> Tensor:
+            if choose is None:
+                return self._forward(inputs.batch, pool, None)
+            return self._draft(inputs.batch, bucket, num_forwards, pool, choose)
+
+        try:
+            captured = self._capture(run)
+        except Exception as error:  # a model's own code may do anything; PyTorch runs it as before
+            self._graphs.clear()
+            self.why_not = f"{type(error).__name__}: {error}"
+            return None
+        return _Graph(inputs, captured)
+
+    def _draft(self, first: RaggedBatch, bucket: Bucket, num_forwards: int, pool: PagePool, choose: Choose) -> Tensor:
+        """Run the forwards of a drafting step, laid out on the device; return ``[K, one_each]`` tokens."""
+        last_rows = (first.cu_seqlens_q[1 : bucket.one_each + 1] - 1).long()
+        tokens = choose(self._forward(first, pool, last_rows))
+        chosen = [tokens]
+        for ahead in range(num_forwards - 1):
+            tokens = choose(self._forward(_one_row_each(first, tokens, ahead, pool.page_size), pool, None))
+            chosen.append(tokens)
+        return torch.stack(chosen)
+
+
+def _why_not(model: nn.Module) -> str | None:
+    hooked = hooked_class(model)
+    return None if hooked is None else f"a {hooked} has forward hooks, which none would call"
+
+
+def _weak(choose: Choose) -> weakref.ref[Any]:
+    """Return what names a function without keeping it alive; as a method it would keep a drafter and its pool."""
+    return weakref.WeakMethod(choose) if isinstance(choose, MethodType) else weakref.ref(choose)
+
+
+def _one_row_each(first: RaggedBatch, token_ids: Tensor, ahead: int, page_size: int) -> RaggedBatch:
+    """Lay out the rows that come ``ahead`` of the next after a batch's own, one per sequence: ``token_ids [N]``.
+
+    As ``forward_layout.decode_batches`` does, but on the device. Sequences of padding rows go on in the scratch page.
+    """
+    num_rows = token_ids.shape[0]
+    positions, table = first.seqused_k[:num_rows] + ahead, first.block_table[:num_rows]
+    pages = table.gather(1, (positions // page_size).long()[:, None])[:, 0]
+    cu_seqlens = torch.arange(num_rows + 1, dtype=torch.int32, device=token_ids.device)
+    return replace(
+        first,
+        token_ids=token_ids,
+        positions=positions.long(),
+        slot_mapping=pages * page_size + positions % page_size,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens=cu_seqlens,
+        seqused_k=positions + 1,
+        block_table=table,
+        most_rows=1,
+        max_seqlen_q=1,
+    )
+
+
+@torch.inference_mode()
+def _run(graph: _Graph, batch: RaggedBatch) -> Tensor:
+    graph.inputs.fill(batch)
+    graph.captured.replay()
+    return graph.captured.output
+
+
+def described(graphs: Graphs | None) -> dict[str, Any]:
+    """Return what ``describe()`` tells of a model's graphs."""
+    return {
+        "graphs": graphs is not None and graphs.why_not is None,
+        "graphs_captured": 0 if graphs is None else graphs.num_captured,
+        "why_no_graphs": None if graphs is None else graphs.why_not,
+    }

@@ -1,0 +1,194 @@
+"""From what the caller passes to sequences ready to be decoded; faults of one request stay with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from specdec_fast.errors import (
+    ConfigError,
+    InvalidPromptError,
+    MissingTokenizerError,
+    PromptTooLongError,
+    RequestError,
+)
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.request.detokenizer import Detokenizer, tokenizer_failures
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.request.stopping import StopStrings
+from specdec_fast.sampling_params import SamplingParams, as_sampling_params
+
+_BYTES = (bytes, bytearray, memoryview)
+
+
+def as_prompt_list(prompts: Any) -> list[Any]:
+    """Accept a list of prompts; one prompt (a string or a flat list of ids); or what a tokenizer returns.
+
+    Raises:
+        ConfigError: something else, or a padded tensor without the mask that tells pads from content.
+
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        return _unpadded(prompts)
+    if isinstance(prompts, (*_BYTES, Set)):
+        hint = "decode() it to a string" if isinstance(prompts, _BYTES) else "it has no order; pass a list"
+        raise ConfigError(f"prompts is a {type(prompts).__name__}: {hint}.")
+    dimensions = getattr(prompts, "ndim", None)
+    if dimensions == 2:
+        raise ConfigError(
+            "prompts is a 2-D tensor, which cannot tell padding from content; pass lists of token ids of their own "
+            "lengths, or the tokenizer's whole result (input_ids and attention_mask)."
+        )
+    try:
+        items = as_list(prompts) if dimensions == 1 else list(prompts)
+    except TypeError:
+        raise ConfigError(
+            f"prompts is a {type(prompts).__name__}; expected a list of strings or of lists of token ids."
+        ) from None
+    if items and all(isinstance(item, Integral) for item in items):
+        return [items]
+    return items
+
+
+def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
+    """Take the prompts out of a tokenizer's result (a ``BatchEncoding``), leaving its padding behind."""
+    if "input_ids" not in encoding:
+        raise ConfigError(f"prompts is a mapping of {', '.join(map(repr, encoding))}; expected a list, or input_ids.")
+    ids, mask = as_list(encoding["input_ids"]), as_list(encoding.get("attention_mask"))
+    if isinstance(ids, (list, tuple)) and ids and isinstance(ids[0], Integral):
+        ids, mask = [ids], None if mask is None else [mask]
+    if not isinstance(ids, (list, tuple)) or not isinstance(mask, (list, tuple, type(None))):
+        kinds = f"input_ids is a {type(ids).__name__}, attention_mask a {type(mask).__name__}"
+        raise ConfigError(f"{kinds}; expected lists of prompts, or tensors.")
+    if mask is None:
+        return list(ids)
+    if len(mask) != len(ids):
+        raise ConfigError(f"attention_mask is of {len(mask)} prompts, input_ids of {len(ids)}; expected as many.")
+    return [_kept(i, *(as_list(row) for row in rows)) for i, rows in enumerate(zip(ids, mask, strict=True))]
+
+
+def _kept(index: int, ids: Any, mask: Any) -> list[Any]:
+    lists = isinstance(ids, (list, tuple)) and isinstance(mask, (list, tuple))
+    if not lists or len(ids) != len(mask) or any(not isinstance(kept, Integral) or kept not in (0, 1) for kept in mask):
+        raise ConfigError(
+            f"attention_mask of prompt {index} is {mask!r:.80}; expected one 0 or 1 for each of its input_ids, "
+            f"{ids!r:.80}."
+        )
+    return [token for token, kept in zip(ids, mask, strict=True) if kept]
+
+
+def as_list(value: Any) -> Any:
+    """Return a tensor or an array as nested lists, and whatever else as it is.
+
+    Raises:
+        ConfigError: it holds no values, as a tensor on the meta device.
+
+    """
+    try:
+        return value.tolist() if hasattr(value, "tolist") else value
+    except Exception as error:
+        raise ConfigError(f"a {type(value).__name__} among the prompts cannot be read: {error}") from error
+
+
+def as_params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
+    """Accept one SamplingParams for all prompts, or one each."""
+    if not isinstance(params, (list, tuple)):
+        return [as_sampling_params(params)] * num_prompts
+    if len(params) != num_prompts:
+        raise ConfigError(f"{len(params)} params for {num_prompts} prompts; pass one for all, or one each.")
+    return [as_sampling_params(p) for p in params]
+
+
+class RequestBuilder:
+    """Checks prompts against one target and encodes them."""
+
+    def __init__(self, target: RaggedModel, tokenizer: Any | None) -> None:
+        self._target = target
+        self._tokenizer = tokenizer
+
+    def build(self, index: int, prompt: Any, params: SamplingParams) -> Sequence:
+        """Make the sequence of one request; one that cannot be served comes back ended, with its error."""
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self._target.eos_token_ids
+        seed = _seed(params)
+        try:
+            token_ids = self._encode(prompt)
+            max_length = self._max_length(len(token_ids), params)
+            stop_strings = self._stop_strings(params)
+        except RequestError as error:
+            sequence = Sequence(index, [], 0, 0, params, stop_ids, seed=seed)
+            sequence.fail(error)
+            return sequence
+        sequence = Sequence(index, token_ids, len(token_ids), max_length, params, stop_ids, seed=seed)
+        sequence.stop_strings = stop_strings
+        return sequence
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidPromptError("the prompt is an empty string; pass at least one character.")
+            if self._tokenizer is None:
+                raise InvalidPromptError(
+                    "the prompt is a string, but no tokenizer is known for this target; pass tokenizer=..., "
+                    "or token ids."
+                )
+            # It may be text that is not valid Unicode.
+            with tokenizer_failures(InvalidPromptError, "the tokenizer cannot encode the prompt"):
+                token_ids = _as_ids(self._tokenizer(prompt).input_ids)
+        else:
+            token_ids = _as_ids(prompt)
+        if not token_ids:
+            raise InvalidPromptError("the prompt has no tokens; pass at least one.")
+        wrong = next((token for token in token_ids if not 0 <= token < self._target.vocab_size), None)
+        if wrong is not None:
+            raise InvalidPromptError(
+                f"token id {wrong} is outside the target's vocabulary; expected 0 to {self._target.vocab_size - 1}."
+            )
+        return token_ids
+
+    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop:
+            return None
+        if self._tokenizer is None:
+            raise MissingTokenizerError(
+                f"stop={params.stop!r}, but no tokenizer is known for this target, so its tokens have no text; pass "
+                "tokenizer=..., or stop_token_ids instead."
+            )
+        return StopStrings(Detokenizer(self._tokenizer), params.stop)
+
+    def _max_length(self, num_tokens: int, params: SamplingParams) -> int:
+        limit = self._target.max_positions
+        wanted = num_tokens + params.max_new_tokens
+        if limit is None:
+            return wanted
+        if num_tokens > limit:
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens, the target {limit} positions; shorten it to at most {limit}."
+            )
+        return min(wanted, limit + 1)  # the last token emitted is never fed, so it needs no position
+
+
+def _seed(params: SamplingParams) -> int | None:
+    """Return the request's seed, a fresh one from torch's generator (``torch.manual_seed``) if it names none."""
+    if params.temperature == 0:
+        return None
+    return int(torch.randint(2**63 - 1, (), device="cpu")) if params.seed is None else params.seed
+
+
+def _as_ids(prompt: Any) -> list[int]:
+    try:
+        ids: Any = None if isinstance(prompt, _BYTES) else as_list(prompt)
+    except ConfigError as error:
+        raise InvalidPromptError(str(error)) from error
+    is_list = isinstance(ids, (list, tuple))
+    if not is_list or not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
+        kind = type(prompt).__name__
+        hint = "; decode() it first" if isinstance(prompt, _BYTES) else ""
+        raise InvalidPromptError(f"the prompt is a {kind} that is neither a string nor a flat list of token ids{hint}.")
+    return [int(token) for token in ids]

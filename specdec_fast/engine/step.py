@@ -1,0 +1,68 @@
+"""One step of the engine: what is asked of the drafter, and what is known of a step that has been launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from specdec_fast.drafters import Draft, Drafter
+from specdec_fast.engine.verify import Verification
+from specdec_fast.errors import DrafterError
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.speculation_length import StepRecord
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that has been launched.
+
+    Attributes:
+        batch: its ``B`` sequences.
+        limits: draft tokens asked for, of each.
+        num_draft_tokens: draft tokens proposed, of each.
+        verification: of them.
+        started: when drafting began.
+        drafted: when it ended.
+
+    """
+
+    batch: list[Sequence]
+    limits: list[int]
+    num_draft_tokens: list[int]
+    verification: Verification
+    started: float
+    drafted: float
+
+    def record(self, num_accepted: list[int]) -> StepRecord:
+        """Return what ``DraftLengths`` learns from, now that the step has ended."""
+        draft_seconds, verify_seconds = self.drafted - self.started, self.verification.forward_seconds
+        other_seconds = perf_counter() - self.drafted - verify_seconds
+        counts = (self.limits, self.num_draft_tokens, num_accepted)
+        return StepRecord(self.batch, *counts, draft_seconds, verify_seconds, other_seconds)
+
+
+def propose(drafter: Drafter, batch: list[Sequence], limits: list[int], device: torch.device) -> Draft:
+    """Ask a drafter for at most ``limits[i]`` tokens of each sequence, and hold it to its contract.
+
+    Args:
+        drafter: who proposes; not asked if all limits are 0: every sequence is at its last token, or K is 0.
+        batch: ``B`` sequences.
+        limits: of each.
+        device: the target's.
+
+    Raises:
+        DrafterError: what it proposes is no draft, or it changed a sequence.
+
+    """
+    if not any(limits):
+        return Draft(torch.empty(0, dtype=torch.int64, device=device), [0] * len(batch))
+    ends = [(s.length, s.token_ids[-1]) for s in batch]  # comparing all of the tokens would take longer than a step
+    draft = drafter.propose(batch, list(limits))
+    if [(s.length, *s.token_ids[-1:]) for s in batch] != ends:
+        raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")
+    if not isinstance(draft, Draft):
+        raise DrafterError(f"a drafter proposed a {type(draft).__name__}; expected a Draft, empty if it has no tokens.")
+    draft.check(limits)
+    return draft

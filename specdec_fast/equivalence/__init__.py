@@ -1,0 +1,1 @@
+"""Outputs held against ``transformers`` and against plain decoding."""

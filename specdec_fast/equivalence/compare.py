@@ -1,0 +1,166 @@
+"""Is every token the one plain decoding gives? Reference runs, comparison, and where texts part."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec_fast.models.loading import eos_token_ids
+from specdec_fast.request.stopping import cut_emission
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first difference of one output.
+
+    Attributes:
+        index: the prompt.
+        position: of the first differing emitted token, 0-based; the shorter length if one is a prefix of the other.
+        best_logits: the reference's two best logits there. Where the first leads by near to nothing, rounding chose;
+            where it leads by far, something is wrong (sampled texts are chosen by noise as well).
+
+    """
+
+    index: int
+    position: int
+    best_logits: tuple[float, float]
+
+    @property
+    def gap(self) -> float:
+        """By how much the best logit leads."""
+        return self.best_logits[0] - self.best_logits[1]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How outputs were made.
+
+    Attributes:
+        method: a scheduler, "autoregressive" (the engine without a draft) or "transformers".
+        batch_size: sequences decoded together.
+        num_draft_tokens: K, or "auto"; None where nothing is drafted.
+        drafter: name of the draft model or of the drafter, or "none".
+        dtype: of both models.
+        sampling: "greedy", or the sampling parameters.
+        deterministic: whether forwards were padded to row counts at which bits do not depend on the batch.
+        enforce_eager: whether PyTorch ran the forwards where there are programs or graphs for them.
+
+    """
+
+    method: str
+    batch_size: int
+    num_draft_tokens: int | Literal["auto"] | None = None
+    drafter: str = "none"
+    dtype: str = "float32"
+    sampling: str = "greedy"
+    deterministic: bool = True
+    enforce_eager: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How the outputs of one setting compare with the reference.
+
+    Attributes:
+        setting: what produced them.
+        exact_match: fraction of outputs that are identical, every token.
+        partial_match: fraction of the reference's tokens that stand before the first difference of their output.
+        divergences: of the outputs that differ.
+        equal_logprobs: fraction of those tokens whose log-probability has the very bits of the reference's; what is
+            below 1 is a rounding that may flip a token elsewhere. None where log-probabilities are not known.
+
+    """
+
+    setting: Setting
+    exact_match: float
+    partial_match: float
+    divergences: list[Divergence]
+    equal_logprobs: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {**asdict(self.setting), **{k: v for k, v in asdict(self).items() if k != "setting"}}
+
+
+@torch.inference_mode()
+def transformers_greedy(model: PreTrainedModel, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
+    """Decode one prompt with ``transformers``' own ``generate()``, greedily; return the emitted ids."""
+    return transformers_greedy_batch(model, [prompt_ids], max_new_tokens)[0]
+
+
+@torch.inference_mode()
+def transformers_greedy_batch(
+    model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, **options: Any
+) -> list[list[int]]:
+    """Decode prompts together with ``generate()``, left-padded as its users do; return each one's emitted ids.
+
+    ``options`` are handed on to ``generate()``.
+    """
+    device = next(model.parameters()).device
+    longest = max(map(len, prompts))
+    stop_ids = eos_token_ids(model)
+    pad = next(iter(stop_ids), 0)
+    token_ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    # The model's own sampling defaults are overridden: what is compared is the argmax of the logits.
+    sequences = model.generate(
+        token_ids,
+        attention_mask=mask,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        temperature=None,
+        top_k=None,
+        top_p=None,
+        pad_token_id=pad,
+        **options,
+    )
+    emitted = sequences[:, longest:].tolist()
+    return [cut_emission(tokens, stop_ids, max_new_tokens)[0] for tokens in emitted]
+
+
+def compare(
+    setting: Setting,
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    outputs: list[list[int]],
+    expected: list[list[int]],
+    logprobs: tuple[list[list[float]], list[list[float]]] | None = None,
+) -> Comparison:
+    """Compare outputs with the reference; look up the two best logits where they part.
+
+    Args:
+        setting: how the outputs were made, for the report.
+        model: the stock model that made the reference.
+        prompts: token ids of each prompt.
+        outputs: emitted ids to judge.
+        expected: the reference's emitted ids.
+        logprobs: of the outputs and of the reference, one per token, where they are known.
+
+    """
+    divergences, equal_tokens, equal_logprobs = [], 0, 0
+    for index, (prompt, got, want) in enumerate(zip(prompts, outputs, expected, strict=True)):
+        position = next(
+            (i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want))
+        )
+        equal_tokens += position
+        if logprobs is not None:
+            pairs = zip(logprobs[0][index][:position], logprobs[1][index][:position], strict=True)
+            equal_logprobs += sum(a == b for a, b in pairs)
+        if got != want:
+            divergences.append(Divergence(index, position, best_logits(model, prompt + want[:position])))
+    exact = 1 - len(divergences) / max(1, len(prompts))
+    partial, bits = equal_tokens / max(1, sum(map(len, expected))), equal_logprobs / max(1, equal_tokens)
+    return Comparison(setting, exact, partial, divergences, None if logprobs is None else bits)
+
+
+@torch.inference_mode()
+def best_logits(model: PreTrainedModel, token_ids: list[int]) -> tuple[float, float]:
+    """Return the two best logits after ``token_ids``, as one dense forward computes them."""
+    logits = model(torch.tensor([token_ids], device=next(model.parameters()).device)).logits[0, -1].float()
+    best, second = logits.topk(2).values.tolist()
+    return best, second

@@ -1,0 +1,248 @@
+"""The equivalence report: every combination of dtype, sampling, method, drafter, K and batch against plain decoding.
+
+The reference is the engine's own plain decoding, one prompt at a time; that is in turn compared with ``transformers``'
+``generate()`` at batch 1. Beside the promise stand two figures that show what it is worth: how far plain *batched*
+decoding in ``transformers`` is from its own batch 1 (the noise floor), and the engine with determinism off (the
+negative control). A forward program computes row by row, so its bits are the same without; the control and its own
+reference run in PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import NAMED_DRAFTERS
+from specdec_fast.engine.engine import Engine
+from specdec_fast.equivalence.compare import (
+    Comparison,
+    Setting,
+    compare,
+    transformers_greedy,
+    transformers_greedy_batch,
+)
+from specdec_fast.models.loading import eos_token_ids, load_model
+from specdec_fast.request.stopping import cut_emission
+from specdec_fast.results import GenerationOutput
+from specdec_fast.sampling_params import SamplingParams
+
+PLAIN = "autoregressive"
+GREEDY = "greedy"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What to compare: all combinations.
+
+    Attributes:
+        target: name or folder.
+        drafts: names or folders of draft models, names of drafters.
+        config: device and backend; the rest is set per combination.
+        dtypes: names of dtypes.
+        samplings: name to the parameters of the first prompt; prompt i (from 0) has the seed plus i.
+        methods: schedulers, and "autoregressive".
+        batch_sizes: sequences per step.
+        num_draft_tokens: K of the schedulers, or "auto"; 0 is plain decoding by that scheduler.
+        rounds: a setting gets so many batches of prompts at most, because small batches take long; None: all prompts.
+
+    """
+
+    target: str
+    drafts: tuple[str, ...]
+    config: EngineConfig
+    dtypes: tuple[str, ...]
+    samplings: dict[str, SamplingParams]
+    methods: tuple[str, ...]
+    batch_sizes: tuple[int, ...]
+    num_draft_tokens: tuple[int | Literal["auto"], ...]
+    rounds: int | None = None
+
+    def settings(self) -> Iterator[Setting]:
+        """Yield every way to decode, without dtype and sampling."""
+        for method in self.methods:
+            for batch_size in self.batch_sizes:
+                if method == PLAIN:
+                    yield Setting(PLAIN, batch_size)
+                    continue
+                for k in self.num_draft_tokens:
+                    yield from (Setting(method, batch_size, k, drafter) for drafter in self.drafts if k)
+                    if k == 0:
+                        yield Setting(method, batch_size, 0)
+
+
+@dataclass
+class Report:
+    """What was found.
+
+    Attributes:
+        comparisons: every combination against the engine's plain decoding at batch 1.
+        against_transformers: that plain decoding, greedy, against ``generate()`` at batch 1.
+        noise_floor: plain batched ``generate()`` against its own batch 1.
+        control: the engine with ``deterministic=False`` against plain decoding, both with ``enforce_eager``.
+
+    """
+
+    comparisons: list[Comparison] = field(default_factory=list)
+    against_transformers: list[Comparison] = field(default_factory=list)
+    noise_floor: list[Comparison] = field(default_factory=list)
+    control: list[Comparison] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether all tokens and log-probabilities are the reference's, and in fp32 ``transformers`` agrees on it."""
+        proofs = [c for c in self.against_transformers if c.setting.dtype == "float32"]
+        same_bits = all(c.equal_logprobs == 1 for c in self.comparisons)
+        return same_bits and all(c.exact_match == 1 for c in self.comparisons + proofs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {name: [comparison.as_dict() for comparison in found] for name, found in vars(self).items()}
+
+
+class Models:
+    """The models of one dtype, and the prompts."""
+
+    def __init__(self, matrix: Matrix, dtype: str, prompts: list[list[int]]) -> None:
+        self.matrix, self.dtype, self.prompts = matrix, dtype, prompts
+        config = replace(matrix.config, dtype=dtype, max_batch_size=1, window_size=None, method="eqspec")
+        self.alone = Engine(matrix.target, None, config)
+        self.target: PreTrainedModel = self.alone.target.model
+        device = self.alone.target.layout.device
+        self.drafts: dict[str, Any] = {
+            name: name if name in NAMED_DRAFTERS else load_model(name, config.dtype, device)  # type: ignore[arg-type]
+            for name in matrix.drafts
+        }
+        self._by_transformers: dict[int, list[list[int]]] = {}
+        self.expected = {name: self._decode(self.alone, name) for name in matrix.samplings}
+        self._expected_eagerly: dict[str, list[GenerationOutput]] = {}
+
+    def compare_all(self, setting: Setting) -> Iterator[Comparison]:
+        """Decode with every sampling in one setting, and compare."""
+        plain = setting.method == PLAIN
+        config = replace(
+            self.matrix.config,
+            dtype=self.dtype,
+            method="eqspec" if plain else setting.method,
+            max_batch_size=setting.batch_size,
+            num_draft_tokens=setting.num_draft_tokens or 0,
+            deterministic=setting.deterministic,
+            enforce_eager=setting.enforce_eager or self.matrix.config.enforce_eager,
+        )
+        draft = self.drafts.get(setting.drafter)
+        engine = Engine(self.target, draft, config, tokenizer=self.alone.tokenizer)
+        for name in self.matrix.samplings:
+            # a folder's own name: where it lies on this machine is nobody's business
+            found = replace(setting, dtype=self.dtype, sampling=name, drafter=Path(setting.drafter).name)
+            rounds = self.matrix.rounds
+            limit = None if rounds is None else rounds * setting.batch_size
+            got, want = self._decode(engine, name, limit), self._reference(name, setting.enforce_eager)[:limit]
+            logprobs = (_logprobs(got), _logprobs(want))
+            yield compare(found, self.target, self.prompts[:limit], _tokens(got), _tokens(want), logprobs)
+
+    def against_transformers(self) -> Comparison:
+        """Compare the greedy reference with ``generate()`` at batch 1, each text up to its EOS."""
+        stop_ids = eos_token_ids(self.target)
+        ours = [cut_emission(tokens, stop_ids, len(tokens))[0] for tokens in _tokens(self.expected[GREEDY])]
+        setting = Setting(PLAIN, 1, dtype=self.dtype)
+        return compare(setting, self.target, self.prompts, ours, self._transformers(1))
+
+    def noise_floor(self, batch_size: int) -> Comparison:
+        """Compare plain batched decoding in ``transformers`` with its own batch 1."""
+        outputs, stop_ids = self._transformers(batch_size), eos_token_ids(self.target)
+        # generate() has one limit per batch, which the prompt that leaves least room sets: texts are compared up to it
+        pairs = zip(self._transformers(1), outputs, strict=True)
+        expected = [want if got[-1] in stop_ids else want[: len(got)] for want, got in pairs]
+        setting = Setting("transformers", batch_size, dtype=self.dtype)
+        return compare(setting, self.target, self.prompts, outputs, expected)
+
+    def _reference(self, sampling: str, enforce_eager: bool) -> list[GenerationOutput]:
+        """Return plain decoding alone, by PyTorch's own forwards if they are wanted."""
+        if not enforce_eager or self.alone.target.program is None:
+            return self.expected[sampling]
+        if sampling not in self._expected_eagerly:
+            config = replace(self.alone.config, enforce_eager=True)
+            engine = Engine(self.target, None, config, tokenizer=self.alone.tokenizer)
+            self._expected_eagerly[sampling] = self._decode(engine, sampling)
+        return self._expected_eagerly[sampling]
+
+    def _decode(self, engine: Engine, sampling: str, limit: int | None = None) -> list[GenerationOutput]:
+        first, prompts = replace(self.matrix.samplings[sampling], logprobs=True), self.prompts[:limit]
+        seeds = [None if first.seed is None else first.seed + i for i in range(len(prompts))]
+        outputs = engine.generate(prompts, [replace(first, seed=seed) for seed in seeds], progress=False)
+        return [output.raise_for_error() for output in outputs]
+
+    def _transformers(self, batch_size: int) -> list[list[int]]:
+        if batch_size not in self._by_transformers:
+            self._by_transformers[batch_size] = self._generate(batch_size)
+        return self._by_transformers[batch_size]
+
+    def _generate(self, batch_size: int) -> list[list[int]]:
+        positions = self.alone.target.max_positions
+        wanted = self.matrix.samplings[GREEDY].max_new_tokens
+        outputs: list[list[int]] = []
+        for start in range(0, len(self.prompts), batch_size):
+            batch = self.prompts[start : start + batch_size]
+            longest = max(map(len, batch))
+            limit = wanted if positions is None else min(wanted, positions - longest + 1)
+            if batch_size == 1:
+                outputs.append(transformers_greedy(self.target, batch[0], limit))
+            else:
+                outputs += transformers_greedy_batch(self.target, batch, limit)
+        return outputs
+
+
+def run(matrix: Matrix, prompts: list[list[int]], progress: Callable[[str], None]) -> Report:
+    """Compare everything.
+
+    Args:
+        matrix: what.
+        prompts: token ids.
+        progress: told what comes next.
+
+    """
+    report = Report()
+    for dtype in matrix.dtypes:
+        progress(f"{dtype}: plain decoding, one prompt at a time")
+        models = Models(matrix, dtype, prompts)
+        for setting in matrix.settings():
+            progress(f"{dtype}: {setting.method}, batch {setting.batch_size}, K {setting.num_draft_tokens}")
+            report.comparisons += models.compare_all(setting)
+        for setting in _controls(matrix):
+            progress(f"{dtype}: determinism off, batch {setting.batch_size}")
+            report.control += models.compare_all(setting)
+        if GREEDY in matrix.samplings:
+            progress(f"{dtype}: transformers")
+            report.against_transformers.append(models.against_transformers())
+            report.noise_floor += [models.noise_floor(b) for b in matrix.batch_sizes if b > 1]
+        del models
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the next dtype's models need the room
+    return report
+
+
+def _tokens(outputs: list[GenerationOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def _logprobs(outputs: list[GenerationOutput]) -> list[list[float]]:
+    return [output.logprobs or [] for output in outputs]
+
+
+def _controls(matrix: Matrix) -> list[Setting]:
+    """Return the settings that change a forward's rows most: per batch size the last method's at the largest K."""
+    chosen: dict[int, Setting] = {}
+    for setting in matrix.settings():
+        kept = chosen.get(setting.batch_size)
+        if kept is None or _most_draft_tokens(setting) > _most_draft_tokens(kept):
+            chosen[setting.batch_size] = setting
+    return [replace(setting, deterministic=False, enforce_eager=True) for setting in chosen.values()]
+
+
+def _most_draft_tokens(setting: Setting) -> int:
+    return EngineConfig(num_draft_tokens=setting.num_draft_tokens or 0).most_draft_tokens

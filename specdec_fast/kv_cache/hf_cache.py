@@ -1,0 +1,165 @@
+"""The adapter between a Hugging Face model and the pages: it writes through it, and attends through it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Cache
+
+from specdec_fast.batch.ragged_batch import RaggedBatch, Scores
+from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.ops import Ops
+from specdec_fast.torch_threads import apart
+
+
+class PagedCache(Cache):
+    """What a Hugging Face model takes for its KV cache during one forward over a ragged batch.
+
+    ``update`` hands the new rows back as they are; the attention hook writes what it is given of them into pages, and
+    reads these. The model may compute rows of padding after those of the batch: they are not written, and zeros come
+    out for them.
+
+    Args:
+        pool: whose pages are written and read.
+        batch: ``T`` rows.
+        ops: with ``append_kv_`` and ``paged_attention``.
+        sliding_layers: layers that must tell their window with every call.
+        num_logit_rows: rows whose logits are wanted; None if all are.
+
+    Attributes:
+        real_rows: number of rows after padding to that before, for all counts of the forward; of two that are padded to
+            the same number, the larger.
+
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        batch: RaggedBatch,
+        ops: Ops,
+        sliding_layers: frozenset[int],
+        num_logit_rows: int | None = None,
+    ) -> None:
+        # Nothing of the base class is kept: what is not answered here has no answer, see below.
+        self.pool, self.batch = pool, batch
+        self.claimed_length = 0  # a length for whoever only wants one; see cache_answers.py for who computes with it
+        self.questions: set[str] = set()  # what was answered with it
+        self._num_rows = batch.positions.shape[0]
+        self._padding = pool.row_rule.padding(self._num_rows)
+        counts = sorted((self._num_rows, self._num_rows if num_logit_rows is None else num_logit_rows))
+        self.real_rows = {count + pool.row_rule.padding(count): count for count in counts}
+        self._attended = batch.row_by_row() if pool.row_rule.attends_alone else batch
+        # The pool has laid the batch out, so only what the model brings is checked, and that here.
+        self.ops = ops.unchecked or ops
+        self.sliding_layers = sliding_layers
+        self.num_attended = 0  # calls of attend: one per layer, if the model goes through the hook
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hand back the states of one layer: what a model caches need not be what it attends over."""
+        return key_states, value_states
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: Scores) -> Tensor:
+        """Write one layer's keys and values, unless it attends over those of an earlier one, and attend over its pages.
+
+        Args:
+            query: ``[1, num_heads, T, key_head_dim]``.
+            key: ``[1, num_kv_heads, T, key_head_dim]``.
+            value: ``[1, num_kv_heads, T, value_head_dim]``.
+            layer_idx: the layer's.
+            scores: how it makes them.
+
+        Returns:
+            ``[1, T, num_heads, value_head_dim]``.
+
+        """
+        self.num_attended += 1
+        pages = self.pool.layers[layer_idx]
+        num_heads, key_head_dim, value_head_dim = self.pool.layout.shapes[layer_idx]
+        self._check("queries", layer_idx, query, key_head_dim, query.shape[1] % num_heads == 0)
+        if self.pool.layout.sources[layer_idx] == layer_idx:
+            self._check("keys", layer_idx, key, key_head_dim, key.shape[1] == num_heads)
+            self._check("values", layer_idx, value, value_head_dim, value.shape[1] == num_heads)
+            rows = (self._own(key), self._own(value))  # [T, num_kv_heads, head size]
+            apart(self.ops.append_kv_, *pages, *rows, self.batch.slot_mapping)
+        out = apart(self.ops.paged_attention, self._own(query), pages, self._attended, scores)
+        return (pad(out, (0, 0, 0, 0, 0, self._padding)) if self._padding else out)[None]
+
+    def _own(self, states: Tensor) -> Tensor:
+        """Return the batch's rows of ``[1, heads, T + padding, head size]``: ``[T, heads, head size]``."""
+        return states[0].transpose(0, 1)[: self._num_rows]
+
+    def _check(self, name: str, layer_idx: int, states: Tensor, head_dim: int, heads_fit: bool) -> None:
+        """Hold what the model computed to the pool's layout: a kernel would read and write past its rows."""
+        layout, num_rows = self.pool.layout, self._num_rows + self._padding
+        fits = heads_fit and (states.shape[0], *states.shape[2:]) == (1, num_rows, head_dim)
+        if not fits or states.dtype != layout.dtype:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} computed {name} of shape {list(states.shape)} in {states.dtype}; the KV cache is "
+                f"laid out for [1, heads of {layout.shapes[layer_idx].num_kv_heads}, {num_rows}, {head_dim}] in "
+                f"{layout.dtype}."
+            )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return ``claimed_length``: sequences have many lengths, and positions are passed to the model explicitly."""
+        self.questions.add("get_seq_length")
+        return self.claimed_length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return the same."""
+        self.questions.add("get_query_offset")
+        return self.claimed_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return length and offset of a mask over ``claimed_length`` entries and the rows: there is no mask."""
+        self.questions.add("get_mask_sizes")
+        return self.claimed_length + int(query_length), 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: the pages have no length of their own."""
+        return -1
+
+    def __len__(self) -> int:
+        """Return how many layers it has."""
+        return self.pool.layout.num_layers
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Whether each layer has a sliding window."""
+        return [layer in self.sliding_layers for layer in range(len(self))]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer is a linear attention: none is."""
+        return [False] * len(self)
+
+    is_dummy = is_linear
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``torch.compile`` may take it: no."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there is memory for keys and values."""
+        return True
+
+
+def _refuse(name: str) -> property:
+    """Make an attribute of a base class' cache that nobody may read."""
+
+    def refuse(self: PagedCache) -> Any:
+        raise UnsupportedModelError(f"the model asks its KV cache for `{name}`, which a paged cache cannot answer.")
+
+    return property(refuse)
+
+
+# What the base class would answer from layers that are not there: a wrong answer would be computed with.
+for _name in {*dir(Cache), "layers", "layer_class_to_replicate", "offloading"} - set(vars(PagedCache)):
+    if not _name.startswith("_"):
+        setattr(PagedCache, _name, _refuse(_name))

@@ -1,0 +1,172 @@
+"""The pages of a KV cache: who has reserved how many, who holds which.
+
+A page holds ``page_size`` positions of every layer, whatever the layers' shapes. Page 0 is scratch: padding rows may
+write there and nobody reads it. Rejecting draft tokens never touches the pool: the owner of the pages just counts fewer
+positions as its own, and the stale entries are overwritten (invariant I4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import RowRule
+from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
+from specdec_fast.kv_cache.layer_layout import KVLayout
+
+
+class KVPages(NamedTuple):
+    """Where a pool's pages are, as a program takes them.
+
+    Attributes:
+        addresses: ``[num_layers, 2]`` int64 on the CPU, of every layer's keys and values.
+        num_pages: the scratch page included.
+        page_size: positions per page.
+        memory: what the addresses point into, kept alive.
+
+    """
+
+    addresses: Tensor
+    num_pages: int
+    page_size: int
+    memory: tuple[Tensor, ...]
+
+
+class PagePool:
+    """Pages of one model's KV cache, allocated on demand and taken back when their owner ends.
+
+    An owner reserves what it may come to need before it gets its first page, so a running sequence never finds
+    the pool empty: whoever does not fit waits, or is told that it never will.
+
+    Attributes:
+        layers: keys and values of every layer, each ``[num_pages + 1, page_size, num_kv_heads, its head size]``.
+        tensors: the allocations of which they are views, see ``KVLayout.allocate``. One with two planes, as every
+            model of uniform layers has it, is what ``compact_kv_`` takes.
+        pages: the same for a program.
+        tables: ``[places, pages]`` int32 on the host, the block table of every owner. Nobody's is place 0, all of whose
+            pages are the scratch page.
+        slots: ``[places, pages * page_size]`` int32 on the host, the slot of every position of every owner.
+
+    """
+
+    def __init__(self, layout: KVLayout, num_tokens: int, page_size: int, row_rule: RowRule | None = None) -> None:
+        self.layout, self.row_rule = layout, row_rule or RowRule()
+        self.page_size = page_size
+        self.num_pages = -(-num_tokens // page_size)  # page 0, the scratch page, comes on top
+        try:
+            self.tensors, self.layers = layout.allocate(self.num_pages + 1, page_size)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            needed = (self.num_pages + 1) * page_size * layout.bytes_per_token
+            raise KVCacheAllocationError(
+                f"a KV cache of {num_tokens} positions needs {needed / 2**30:.1f} GiB on {layout.device}, which is not "
+                "to be had; set kv_cache_tokens, or lower max_new_tokens, max_batch_size or window_size."
+            ) from error
+        addresses = [[tensor.data_ptr() for tensor in pair] for pair in self.layers]
+        on_host = torch.tensor(addresses, dtype=torch.int64, device="cpu").view(-1, 2)
+        self.pages = KVPages(on_host, self.num_pages + 1, page_size, self.tensors)
+        self._free = list(range(self.num_pages, 0, -1))
+        self._pages_of: dict[Hashable, list[int]] = {}
+        self._reserved: dict[Hashable, int] = {}
+        self._num_reserved = 0
+        # A forward is laid out by indexing arrays with one place per owner.
+        self._places: dict[Hashable, int] = {}
+        self._free_places: list[int] = []
+        self._in_page = np.arange(page_size, dtype=np.int32)
+        self.tables = np.zeros((1, 1), np.int32)
+        self.slots = np.zeros((1, page_size), np.int32)
+        self._make_place(1)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages nobody holds."""
+        return len(self._free)
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether nobody has anything of it, as after every call that was not interrupted while it kept these books."""
+        is_free = not self._pages_of and not self._num_reserved and len(self._free) == self.num_pages
+        return is_free and len(self._free_places) == len(self.tables) - 1  # place 0 is nobody's
+
+    def block_table(self, owner: Hashable) -> list[int]:
+        """Return the pages ``owner`` holds, in order of position."""
+        return self._pages_of[owner]
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Tell whether an empty pool could hold one owner of ``num_tokens`` positions."""
+        return self.num_pages_for(num_tokens) <= self.num_pages
+
+    def fits(self, num_tokens: int) -> bool:
+        """Tell whether a new owner of up to ``num_tokens`` positions can be promised its pages now."""
+        return self._num_reserved + self.num_pages_for(num_tokens) <= self.num_pages
+
+    def reserve(self, owner: Hashable, num_tokens: int) -> None:
+        """Reserve pages for up to ``num_tokens`` positions of a new owner; none is allocated yet.
+
+        Raises:
+            KVCacheTooSmallError: they are not to be had now; ask ``fits`` first.
+
+        """
+        if owner in self._pages_of:
+            raise ValueError(f"{owner!r} already holds pages; free it first.")
+        pages = self.num_pages_for(num_tokens)
+        if not self.fits(num_tokens):
+            raise KVCacheTooSmallError(
+                f"{num_tokens} KV positions need {pages} pages; {self.num_pages - self._num_reserved} of "
+                f"{self.num_pages} are unreserved. Raise kv_cache_tokens, or lower max_new_tokens."
+            )
+        self._reserved[owner] = pages
+        self._num_reserved += pages
+        self._pages_of[owner] = []
+        self._make_place(pages)
+        self._places[owner] = place = self._free_places.pop()
+        self.tables[place] = 0
+
+    def free(self, owner: Hashable) -> None:
+        """Take back every page and the reservation of ``owner``."""
+        self._free.extend(reversed(self._pages_of.pop(owner)))
+        self._num_reserved -= self._reserved.pop(owner)
+        self._free_places.append(self._places.pop(owner))
+
+    def place(self, owner: Hashable) -> int:
+        """Return the row of ``tables`` and ``slots`` that is the owner's."""
+        return self._places[owner]
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Return how many pages hold ``num_tokens`` positions."""
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, owner: Hashable, num_tokens: int) -> None:
+        """See to it that ``owner`` holds pages for its first ``num_tokens`` positions.
+
+        Raises:
+            KVCacheTooSmallError: it has not reserved so many.
+
+        """
+        pages = self._pages_of[owner]
+        if num_tokens <= len(pages) * self.page_size:
+            return
+        needed, place = self.num_pages_for(num_tokens), self._places[owner]
+        if needed > self._reserved[owner]:
+            raise KVCacheTooSmallError(
+                f"position {num_tokens - 1} lies beyond the {self._reserved[owner]} pages reserved."
+            )
+        while len(pages) < needed:
+            page, start = self._free.pop(), len(pages) * self.page_size
+            self.tables[place, len(pages)] = page
+            self.slots[place, start : start + self.page_size] = page * self.page_size + self._in_page
+            pages.append(page)
+
+    def _make_place(self, num_pages: int) -> None:
+        """See to it that a place is free, and wide enough for ``num_pages``."""
+        places, width = self.tables.shape
+        more = 0 if self._free_places else max(8, places)
+        wider = max(0, num_pages - width)
+        self._free_places += range(places, places + more)
+        if more or wider:
+            self.tables = np.pad(self.tables, ((0, more), (0, wider)))
+            self.slots = np.pad(self.slots, ((0, more), (0, wider * self.page_size)))
+            self.slots[0] = np.arange(self.slots.shape[1]) % self.page_size

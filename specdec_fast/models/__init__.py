@@ -1,0 +1,1 @@
+"""Hugging Face models on ragged rows: checked, loaded, run and timed."""

@@ -1,0 +1,142 @@
+"""Row-count invariance: a row of a forward gets the same bits whatever rows are beside it, by construction.
+
+Kernels are deterministic, but a library chooses another order of summation for another number of rows, and a near-tie
+between two logits then flips. A forward program (``program/``) computes each row by itself. Where PyTorch runs a model,
+
+* linears are computed in chunks of sizes that have one order of sums in common (``row_counts.py``),
+* attention gets each row as a sequence of its own, unless the implementation chosen reduces rows by themselves,
+* all else looks at one row at a time, which is checked operation by operation (``row_mixing.py``); it is computed on
+  one thread and on a multiple of 64 rows, so that no element is left over behind the last full vector.
+
+A model in which something mixes rows is computed one row at a time. None of it depends on batch size or K, so all
+engines over one model have the same bits. A run of the whole model checks what was constructed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import RowRule, Rows
+from specdec_fast.errors import DeterminismError
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.hf_model import MAX_PREFILL_ROWS, RaggedModel
+from specdec_fast.models.row_mixing import RowMixing, sizes_of_rows
+
+# Two vectors of the narrowest numbers and widest registers: what PyTorch's loops on a CPU take at once. On CUDA a mean
+# over features has another order at 1, 2, 4 and 8 rows.
+_MULTIPLE = 64
+_LARGEST_OF_PROGRAM = 512  # rows of a prefill forward
+_TEXT = 80  # tokens of the text that the whole model computes in several ways
+_OTHER, _NUM_OTHERS = 32, 3  # tokens of a neighbour, and how many there are
+
+Spans = list[tuple[str, int, int]]  # owner, start, count
+
+
+def make_deterministic(model: RaggedModel) -> None:
+    """Find the cheapest RowRule under which each row's bits depend on nothing but its own sequence, and set it.
+
+    Args:
+        model: its ``row_rule`` is set; pools made for it compute by that rule.
+
+    Raises:
+        DeterminismError: no rule holds on this machine.
+
+    """
+    for rule in _candidates(model):
+        if _reproduces(model, rule):
+            model.row_rule = rule
+            return
+        model.why_one_by_one = "rows had other bits in another batch"
+    raise DeterminismError(
+        f"{model.name} in {model.layout.dtype} on {model.layout.device} does not give one text the same bits in every "
+        "batch, not even one row at a time; pass deterministic=False, and near-ties between tokens may fall "
+        "differently in different batches."
+    )
+
+
+def _candidates(model: RaggedModel) -> Iterator[RowRule]:
+    if model.program is not None:
+        yield RowRule(1, _LARGEST_OF_PROGRAM)
+        return
+    attends_alone = not model.ops.is_invariant("paged_attention")
+    model.why_one_by_one = _why_mixing(model)
+    if model.why_one_by_one is None:
+        yield RowRule(_MULTIPLE, MAX_PREFILL_ROWS, attends_alone)
+    yield RowRule(1, MAX_PREFILL_ROWS, one_by_one=True)
+
+
+def _why_mixing(model: RaggedModel) -> str | None:
+    """Return what mixes rows in ``model``, None if nothing does; let it intercept its linears as far as that takes."""
+    counts = sizes_of_rows(model.model, most=min(_TEXT, model.max_positions or _TEXT))
+    if counts is None:
+        return "nearly every number of rows that could be tried divides one of its sizes"
+    found = None
+    for model.linears.sees_all in (False, True):
+        found = _mixing(model, *counts)
+        if found is None:
+            return None
+    model.linears.sees_all = False
+    return found
+
+
+def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
+    pool = PagePool(model.layout, 2 * (num_rows + model.page_size), model.page_size, RowRule())
+    spans = [Rows("a", 0, num_rows - 6), Rows("b", 0, 6)]
+    for owner in "ab":
+        pool.reserve(owner, num_rows)
+    token_ids = _tokens(0, model.vocab_size)[:num_rows].to(model.layout.device)
+    logit_rows = torch.arange(num_logits, device=model.layout.device)
+    with RowMixing((num_rows, num_logits)) as watched:
+        model.forward(lay_out(pool, spans, token_ids), pool, logit_rows)
+    return watched.found
+
+
+def _reproduces(model: RaggedModel, rule: RowRule) -> bool:
+    """Tell whether the whole model gives one text the same logits in every way of computing it."""
+    length, other = (min(n, model.max_positions or n) for n in (_TEXT, _OTHER))
+    crowd = [(f"other {i}", 0, other) for i in range(_NUM_OTHERS)]
+    begun = [("other 0", 0, 5), ("text", 0, length // 2)]
+    pieces: list[Spans] = [begun]
+    start, beside = length // 2, 5
+    for wanted in (1, 6, 1, 2, 9, 1, 4, length):  # of plain decoding, of verifications, of prefill
+        if count := min(wanted, length - start):
+            pieces.append([("text", start, count), *([("other 0", beside, 1)] if beside < other else [])])
+        start, beside = start + count, beside + 1
+    ways: list[list[Spans]] = [
+        [[("text", i, 1)] for i in range(min(4, length))] + [[("text", i, length - i)] for i in (4,) if i < length],
+        pieces,
+        [[*crowd, ("text", 0, length)]],
+    ]
+    expected = _logits(model, rule, [[("text", 0, length)]])
+    return all(_same(_logits(model, rule, way), expected) for way in ways)
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Compare logits number by number; a model whose weights hold a NaN gives the same NaN in every batch."""
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
+
+
+def _logits(model: RaggedModel, rule: RowRule, forwards: list[Spans]) -> Tensor:
+    """Compute the forwards one after the other; return the logits of the owner called text, ``[n, vocab_size]``."""
+    owners = {owner: 0 for spans in forwards for owner, _, _ in spans}
+    pool = PagePool(model.layout, len(owners) * (_TEXT + model.page_size), model.page_size, rule)
+    for number, owner in enumerate(sorted(owners, reverse=True)):  # the text is number 0 in every way
+        pool.reserve(owner, _TEXT)
+        owners[owner] = number
+    found = []
+    for spans in forwards:
+        ids = [_tokens(owners[owner], model.vocab_size)[start : start + count] for owner, start, count in spans]
+        token_ids = torch.cat(ids).to(model.layout.device)
+        logits = model.forward(lay_out(pool, [Rows(*span) for span in spans], token_ids), pool)
+        pieces = logits.split([count for _, _, count in spans])
+        found += [piece for piece, (owner, _, _) in zip(pieces, spans, strict=True) if owner == "text"]
+    return torch.cat(found)
+
+
+def _tokens(seed: int, vocab_size: int) -> Tensor:
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randint(vocab_size, (_TEXT,), generator=generator, device="cpu")

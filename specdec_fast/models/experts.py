@@ -1,0 +1,75 @@
+"""Mixtures of experts on the op ``grouped_linear``, for the duration of a forward.
+
+``transformers`` calls its experts through ``ExpertsInterface``, as it calls attention: an expert module holds the
+weights of all its experts, and gets the choices of every row. PyTorch's ways to compute them group rows, and so sum in
+another order in another batch; here a row's sum has the order of its own choices, whatever the other rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.ops import Ops
+from specdec_fast.torch_threads import apart
+
+
+def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """Compute the experts of every row and add them up.
+
+    Args:
+        ops: with ``grouped_linear``.
+        module: what ``transformers.integrations.moe.use_experts_implementation`` has decorated.
+        rows: ``[T, hidden_size]``.
+        expert_ids: ``[T, num_choices]`` int64.
+        weights: ``[T, num_choices]``, of any floating dtype.
+
+    Returns:
+        ``[T, hidden_size]`` in the dtype of ``rows``. Products with the weights are rounded to the wider of both
+        dtypes, as ``transformers`` does, and added in fp32, in the order of the choices.
+
+    Raises:
+        UnsupportedModelError: the experts are spread over several devices.
+
+    """
+    if module._is_expert_parallel:
+        raise UnsupportedModelError(f"the experts of {type(module).__name__} are spread over several devices.")
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    products = apart(ops.grouped_linear, rows[:, None], expert_ids, *_weights(module, name))
+    products = module._apply_gate(products) if module.has_gate else module.act_fn(products)
+    products = apart(ops.grouped_linear, products, expert_ids, *_weights(module, "down_proj"))
+    if module.has_post_expert_norm:
+        products = module.post_expert_norm(products)
+    weighted = products * weights[..., None]
+    total = weighted[:, 0].float()
+    for choice in range(1, expert_ids.shape[1]):
+        total = total + weighted[:, choice]
+    return total.to(rows.dtype)
+
+
+def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
+    weight = getattr(module, name)
+    return weight.mT if module.is_transposed else weight, getattr(module, f"{name}_bias") if module.has_bias else None
+
+
+def expert_configs(model: nn.Module) -> list[Any]:
+    """Return the configs, each once, by which the model's experts choose how they are computed."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "_is_expert_parallel")}
+    return list(configs.values())
+
+
+@contextmanager
+def computed_by(name: str, configs: list[Any]) -> Iterator[None]:
+    """Exchange the function that computes experts. The property would change other configs as well."""
+    before = [config._experts_implementation_internal for config in configs]
+    for config in configs:
+        config._experts_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, previous in zip(configs, before, strict=True):
+            config._experts_implementation_internal = previous

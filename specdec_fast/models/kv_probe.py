@@ -1,0 +1,82 @@
+"""A cache that keeps nothing and notes what a model's layers attend over, from which its pages are laid out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache
+
+from specdec_fast.batch.ragged_batch import Scores
+from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.kv_cache.layer_layout import KVLayout, KVShape
+from specdec_fast.ops import Ops
+from specdec_fast.ops.checks import FLOATS
+
+
+class KVProbe(Cache):
+    """What a model takes for its KV cache during one forward that finds out the shapes of its keys and values.
+
+    Pages keep what attention is given, whatever else a model hands to its cache: multi-head latent attention caches
+    a compressed form of both, from which it computes keys and values of different sizes.
+    """
+
+    sliding_layers: frozenset[int] = frozenset()  # numbers do not matter here, so neither do windows
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__(layers=[])
+        self.ops = ops  # for what else is computed by hooks
+        self.real_rows: dict[int, int] = {}  # as ``PagedCache``'s; there is no padding
+        self._cached: set[int] = set()
+        self._attended: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer, in order
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hand back the states of one layer."""
+        self._cached.add(layer_idx)
+        return key_states, value_states
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: Scores) -> Tensor:
+        """Note keys and values; return zeros ``[1, T, num_heads, value_head_dim]`` for an answer."""
+        num_heads, num_rows = query.shape[1:3]
+        fits = key.shape[0] == 1 and key.shape[2] == num_rows and key.shape[3] == query.shape[3]
+        if not fits or key.shape[:3] != value.shape[:3] or num_heads % key.shape[1] or key.dtype != value.dtype:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} attends from queries {list(query.shape)} over keys {list(key.shape)} in {key.dtype}"
+                f" and values {list(value.shape)} in {value.dtype}; pages serve [1, heads, rows, head size], a key and "
+                "a value per row, in one dtype, the heads of queries a multiple of theirs."
+            )
+        self._attended[layer_idx] = key, value  # kept, so that another tensor is never taken for it
+        return query.new_zeros(1, num_rows, num_heads, value.shape[3])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: nothing precedes the rows of the probe."""
+        return 0
+
+    def layout(self, name: str) -> KVLayout:
+        """Return what a model called ``name`` keeps.
+
+        Raises:
+            UnsupportedModelError: some layers do not attend through the hook, or their dtypes differ or are not served.
+
+        """
+        num_layers = len(self._cached | set(self._attended))
+        if set(self._attended) != set(range(num_layers)) or not num_layers:
+            raise UnsupportedModelError(
+                f"{len(self._attended)} of {num_layers} layers of {name} attend through transformers' "
+                "AttentionInterface; the others would not see the paged KV cache."
+            )
+        pairs = [self._attended[layer] for layer in range(num_layers)]
+        dtypes = sorted({str(key.dtype) for key, _ in pairs})
+        if len(dtypes) > 1:
+            raise UnsupportedModelError(f"{name} attends in {' and '.join(dtypes)}; a KV cache has one dtype.")
+        if pairs[0][0].dtype not in FLOATS:
+            served = ", ".join(map(str, FLOATS))
+            raise UnsupportedModelError(f"{name} attends in {dtypes[0]}; load it in one of {served}.")
+        shapes = tuple(KVShape(key.shape[1], key.shape[3], value.shape[3]) for key, value in pairs)
+        sources = tuple(
+            next(layer for layer, (k, v) in enumerate(pairs) if k is key and v is value) for key, value in pairs
+        )
+        key = pairs[0][0]
+        return KVLayout(shapes, sources, key.dtype, key.device)

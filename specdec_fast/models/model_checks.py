@@ -1,0 +1,138 @@
+"""Whether a model can be served: by what its config says, and by what it computes with its KV cache's answers.
+
+A paged cache holds sequences of many lengths, so it cannot say how long "the" sequence is. Most models ask only
+to make up positions that they are given, or a mask that they do not need; some compute with the answer (Llama-4 scales
+its queries by it), and their outputs would be wrong. ``check_ignores_answers`` finds these by answering otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.hf_cache import PagedCache
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
+
+_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Beyond any length at which a model might begin to behave otherwise, and no multiple of anything.
+_OTHER_LENGTH = 2**20 + 3
+# Two sequences at once and one row of one of them: decoding may be a branch of its own.
+_FORWARDS = ([Rows("a", 0, 5), Rows("b", 0, 3)], [Rows("a", 5, 1)])
+
+MakeCache = Callable[[PagePool, RaggedBatch], PagedCache]
+Forward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
+
+
+def check_decoder(model: PreTrainedModel) -> None:
+    """Refuse what is no decoder of a kind that can be paged.
+
+    Raises:
+        UnsupportedModelError: the message says what it is.
+
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass one, or its name.")
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; only decoders are supported.")
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
+    exotic = sorted(set(layer_types) - _SERVED_LAYER_TYPES)
+    if exotic:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers of type {', '.join(exotic)}; "
+            f"only {', '.join(sorted(_SERVED_LAYER_TYPES))} can be paged."
+        )
+
+
+def max_positions(config: Any) -> int | None:
+    """Positions the model serves. Two kinds of RoPE change their frequencies, for the whole batch, with its longest
+    sequence; outputs would then depend on the neighbours (I6), so such models are held to their original length.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one per layer type
+    batch_dependent = [parameters for parameters in each if parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE]
+    name = "original_max_position_embeddings"
+    lengths = [parameters.get(name) or getattr(config, name, None) for parameters in batch_dependent]
+    original = [int(length) for length in lengths if length]
+    if original:
+        return min(original)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
+    """Layers that must hand their window to the attention hook: one that slides by its mask alone would see too much.
+
+    The probe is too short to notice a window, so this is decided from the config.
+    """
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return frozenset(range(num_layers) if slides else ())
+
+
+@torch.inference_mode()
+def check_ignores_answers(name: str, forward: Forward, layout: KVLayout, make_cache: MakeCache, page_size: int) -> None:
+    """Compute the same rows with caches that claim different lengths.
+
+    Args:
+        name: of the model, for the message.
+        forward: runs it: from ``[1, T]`` token ids and positions, a cache and no rows to logits ``[1, T, vocab_size]``.
+        layout: of its KV cache.
+        make_cache: from a pool and a batch.
+        page_size: of the pages that the model will be served with.
+
+    Raises:
+        UnsupportedModelError: the logits depend on the length that the cache claims.
+
+    """
+    expected, questions = _logits(forward, layout, make_cache, 0, page_size)
+    if not questions:
+        return
+    asked = ", ".join(sorted(questions))
+    try:
+        got, _ = _logits(forward, layout, make_cache, _OTHER_LENGTH, page_size)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # an index beyond a table, for example
+        raise UnsupportedModelError(_message(name, asked, f"{type(error).__name__}: {error}")) from error
+    if not _equal(got, expected) and _equal(_logits(forward, layout, make_cache, 0, page_size)[0], expected):
+        raise UnsupportedModelError(_message(name, asked, "its logits depend on the answer"))
+
+
+def _message(name: str, asked: str, what: str) -> str:
+    return (
+        f"{name} asks its KV cache for {asked} and computes with the answer ({what}); a paged cache holds sequences of "
+        "many lengths and has none to give. Only models that take their positions from position_ids can be served."
+    )
+
+
+def _equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def _logits(
+    forward: Forward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
+) -> tuple[list[Tensor], set[str]]:
+    """Return the logits of every forward, and what the model asked its cache for."""
+    pool = PagePool(layout, 2 * (8 + page_size), page_size)
+    for owner in "ab":
+        pool.reserve(owner, 8)
+    found, questions = [], set()
+    for rows in _FORWARDS:
+        token_ids = torch.arange(sum(each.count for each in rows), device=layout.device) % 2  # any tokens will do
+        batch = lay_out(pool, rows, token_ids)
+        cache = make_cache(pool, batch)
+        cache.claimed_length = claimed_length
+        found.append(forward(batch.token_ids[None], batch.positions[None], cache, None).clone())
+        questions |= cache.questions
+    return found, questions

@@ -1,0 +1,50 @@
+"""Prefill: the KV entries of whole prompts, several in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.device_copy import to_device
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.hf_model import RaggedModel
+
+
+def prefill(
+    model: RaggedModel,
+    pool: PagePool,
+    prompts: Mapping[Hashable, list[int]],
+    starts: Mapping[Hashable, int] | None = None,
+) -> None:
+    """Compute the KV entries of whole prompts, several in one forward, at most ``row_rule.largest`` rows each.
+
+    Args:
+        model: whose KV entries.
+        pool: where each key of ``prompts`` is an owner that has reserved enough pages.
+        prompts: token ids from position 0 on; an empty one needs nothing.
+        starts: how many of them have their entries already; None: none of anybody's.
+
+    """
+    for rows, token_ids in _prefill_forwards(prompts, model.row_rule.largest, starts or {}):
+        batch = lay_out(pool, rows, to_device(token_ids, model.layout.device))
+        model.forward(batch, pool, batch.last_rows[:1])  # one row: nobody wants these logits
+
+
+def _prefill_forwards(
+    prompts: Mapping[Hashable, list[int]], most_rows: int, starts: Mapping[Hashable, int]
+) -> Iterator[tuple[list[Rows], list[int]]]:
+    rows: list[Rows] = []
+    token_ids: list[int] = []
+    for owner, prompt in prompts.items():
+        start = starts.get(owner, 0)
+        while start < len(prompt):
+            count = min(len(prompt) - start, most_rows - len(token_ids))
+            rows.append(Rows(owner, start, count))
+            token_ids += prompt[start : start + count]
+            start += count
+            if len(token_ids) == most_rows:
+                yield rows, token_ids
+                rows, token_ids = [], []
+    if rows:
+        yield rows, token_ids

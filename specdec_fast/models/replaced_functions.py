@@ -1,0 +1,84 @@
+"""What a Hugging Face model's attention function and experts are exchanged for during a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock, RLock
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from specdec_fast.batch.ragged_batch import Scores
+from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.kv_cache.hf_cache import PagedCache
+from specdec_fast.models.experts import computed_by, mixture
+from specdec_fast.models.kv_probe import KVProbe
+
+_ATTENTION = "specdec_paged"
+_EXPERTS = "specdec_grouped"
+# The cache of the forward under way. Not every architecture hands unknown keyword arguments down to its attention,
+# so the hook finds its batch here.
+active_cache: ContextVar[PagedCache | KVProbe] = ContextVar("active_cache")
+# By the identity of a config, which names the attention function of all models made with it.
+_locks: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_locks_lock = Lock()
+
+
+def lock_of(config: Any) -> Any:
+    """Return what the thread holds that has the attention function of ``config`` exchanged, to be kept with it."""
+    with _locks_lock:
+        return _locks.setdefault(id(config), RLock())
+
+
+@contextmanager
+def hooked(config: Any, expert_configs: list[Any], lock: Any) -> Iterator[None]:
+    """Exchange the functions that ``config`` and ``expert_configs`` name, for one thread at a time."""
+    with lock:
+        previous = config._attn_implementation
+        config._attn_implementation = _ATTENTION
+        try:
+            with computed_by(_EXPERTS, expert_configs):
+                yield
+        finally:
+            config._attn_implementation = previous
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Serve ``transformers``' attention call from the pages, which get its keys and values; no mask is needed.
+
+    Attention sinks come as ``s_aux``.
+    """
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    cache = active_cache.get()
+    if sliding_window is None and layer in cache.sliding_layers:
+        raise UnsupportedModelError(f"layer {layer} slides its window through the mask alone, which pages have not.")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return cache.attend(query, key, value, layer, Scores(scale, sliding_window, softcap, kwargs.get("s_aux"))), None
+
+
+def _mix_experts(module: nn.Module, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """Serve ``transformers``' call of a mixture of experts; rows of padding get zeros."""
+    cache = active_cache.get()
+    num_real = cache.real_rows.get(len(rows), len(rows))
+    out = mixture(cache.ops, module, rows[:num_real], expert_ids[:num_real], weights[:num_real])
+    return out if num_real == len(rows) else pad(out, (0, 0, 0, len(rows) - num_real))
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _mix_experts)

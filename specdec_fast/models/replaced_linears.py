@@ -1,0 +1,180 @@
+"""A model's linears during a forward: on the op ``linear``, or on PyTorch's in chunks of sizes with one order of sums.
+
+PyTorch's linears read weights at a third of the memory's bandwidth at one row, and add in another order at another
+number of rows. Where the op is chosen it is both faster and the same at any number; elsewhere rows are computed in
+chunks (``row_counts.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
+
+from specdec_fast.models.row_counts import FUNCTIONS, chunks, is_aligned, kind_of, sizes_of
+from specdec_fast.ops import Ops
+from specdec_fast.ops.checks import FLOATS
+from specdec_fast.torch_threads import apart, is_apart
+
+# Fewer weights are multiplied in the time that a call of the op takes, which then serves them for their bits alone.
+# Which linears it serves must follow from nothing but shape: another choice in another engine would be other bits.
+SMALLEST = 1 << 18
+_PLAIN = (Tensor, nn.Parameter)  # no subclass, which may compute something else
+
+
+class Linears:
+    """The linears of one model, exchanged within ``attached``.
+
+    Modules that do nothing but call ``torch.nn.functional.linear`` (``addmm`` of GPT-2's ``Conv1D``) have their
+    ``forward`` exchanged. With ``sees_all`` these functions are intercepted wherever the model calls them, which costs
+    some microseconds per call of any PyTorch function. One thread at a time may run within ``attached``.
+
+    Attributes:
+        sees_all: whether calls outside of modules are intercepted.
+        real_rows: the ``PagedCache``'s of the forward under way; None computes all rows in one piece.
+
+    """
+
+    def __init__(self, model: nn.Module, ops: Ops) -> None:
+        self._own = (ops.unchecked or ops).linear if ops.is_invariant("linear") else None
+        self.sees_all = False
+        self.real_rows: Mapping[int, int] | None = None
+        self._exchanged = [(module, name) for module in model.modules() if (name := _function_of(module))]
+        self._forwards = [(m.__dict__, partial(self._forward, m, name)) for m, name in self._exchanged]
+
+    def served(self, are_chunked: bool) -> list[nn.Module]:
+        """Return the modules that the op ``linear`` computes, where chunks are (not) asked for."""
+        smallest = 0 if are_chunked else SMALLEST
+        return [m for m, name in self._exchanged if self._serves(name, m.weight, m.bias, smallest)]
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Exchange what there is to exchange. An attribute of the instance hides the method of its class."""
+        previous = [attributes.get("forward") for attributes, _ in self._forwards]
+        with _Intercepted(self) if self.sees_all else nullcontext():
+            try:
+                for attributes, forward in self._forwards:
+                    attributes["forward"] = forward
+                yield
+            finally:
+                for (attributes, _), before in zip(self._forwards, previous, strict=True):
+                    if before is None:
+                        attributes.pop("forward", None)
+                    else:  # of another engine over the same model, within whose forwards this one runs
+                        attributes["forward"] = before
+
+    def compute(self, function: str, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute one linear.
+
+        Args:
+            function: of ``row_counts.FUNCTIONS``.
+            rows: ``[..., in_features]``.
+            weight: ``[out_features, in_features]`` for ``linear``, ``[in_features, out_features]`` for ``addmm``.
+            bias: ``[out_features]``.
+
+        Returns:
+            ``[..., out_features]``; zeros in rows of padding.
+
+        """
+        flat = rows.reshape(-1, rows.shape[-1])
+        num_rows, num_real = len(flat), len(flat)
+        if self.real_rows is not None:
+            num_real = self.real_rows.get(num_rows, num_rows)
+        smallest = SMALLEST if self.real_rows is None else 0
+        if self._own is not None and self._serves(function, weight, bias, smallest) and rows.dtype == weight.dtype:
+            out = apart(self._own, flat[:num_real], weight, bias)
+        elif self.real_rows is None:
+            out = apart(FUNCTIONS[function], flat, weight, bias)
+        else:
+            out = apart(_in_chunks, function, flat, num_real, weight, bias)
+        if len(out) != num_rows:
+            out = pad(out, (0, 0, 0, num_rows - len(out)))
+        return out.view(*rows.shape[:-1], -1)
+
+    def _serves(self, function: str, weight: Any, bias: Any, smallest: int) -> bool:
+        """Tell whether the op computes a linear: always or never one of this shape."""
+        if self._own is None or function != "linear" or type(weight) not in _PLAIN or weight.numel() < smallest:
+            return False
+        tensors = [weight] if bias is None else [weight, bias]
+        return weight.dtype in FLOATS and all(t.is_contiguous() and t.dtype == weight.dtype for t in tensors)
+
+    def _forward(self, module: Any, function: str, rows: Tensor) -> Tensor:
+        return self.compute(function, rows, module.weight, module.bias)
+
+
+def _function_of(module: nn.Module) -> str | None:
+    """Return the function that is all a module does, None for any other module."""
+    if "forward" in module.__dict__ or type(getattr(module, "weight", None)) not in _PLAIN:
+        return None  # somebody else has exchanged it; quantised
+    if type(module).forward is nn.Linear.forward:
+        return "linear"
+    return "addmm" if type(module) is Conv1D else None
+
+
+def _in_chunks(function: str, flat: Tensor, num_rows: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute the first ``num_rows`` rows, and so many more as chunks take, of ``flat``."""
+    sizes = chunks(sizes_of(kind_of(function, weight, bias)), num_rows)
+    flat = flat.contiguous()
+    if (missing := sum(sizes) - len(flat)) > 0:
+        flat = pad(flat, (0, 0, 0, missing))
+    found, start = [], 0
+    for size in sizes:
+        piece = flat[start : start + size]
+        found.append(FUNCTIONS[function](piece if is_aligned(piece) else piece.clone(), weight, bias))
+        start += size
+    return (found[0] if len(found) == 1 else torch.cat(found))[: len(flat) - max(0, missing)]
+
+
+# A function of row_counts.FUNCTIONS, rows, weight and bias. Arguments below have the names that PyTorch gives them.
+_Call = tuple[str, Tensor, Tensor, Tensor | None]
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Call:
+    return "linear", input, weight, bias
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **others: Any) -> _Call | None:
+    return None if others or input.dim() != 1 else ("addmm", mat1, mat2, input)
+
+
+def _matmul(input: Tensor, other: Tensor, **others: Any) -> _Call | None:
+    return None if others else ("addmm", input, other, None)
+
+
+_CALLS: dict[Any, Callable[..., _Call | None]] = {
+    functional.linear: _linear,
+    torch.addmm: _addmm,
+    **dict.fromkeys((torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__), _matmul),
+}
+
+
+class _Intercepted(TorchFunctionMode):
+    """Computes linears wherever a model calls PyTorch's functions; modes are of the calling thread alone."""
+
+    def __init__(self, linears: Linears) -> None:
+        super().__init__()
+        self._linears = linears
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute a linear in the model's way for it; leave every other function alone."""
+        kwargs = kwargs or {}
+        call = _CALLS[func](*args, **kwargs) if func in _CALLS and not is_apart() else None
+        if call is None or not _is_linear(*call[1:3]):
+            return func(*args, **kwargs)
+        return self._linears.compute(*call)
+
+
+def _is_linear(rows: Tensor, weight: Tensor) -> bool:
+    """Tell rows times a matrix from a product of two batches."""
+    plain = type(weight) in _PLAIN and type(rows) is Tensor and rows.dtype == weight.dtype
+    return plain and weight.dim() == 2 and rows.dim() >= 2 and weight.is_floating_point()

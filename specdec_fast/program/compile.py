@@ -1,0 +1,172 @@
+"""From a model to its forward program: record it twice, compare, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows, Scores
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.hf_cache import PagedCache
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.model_watch import hooked_class
+from specdec_fast.ops import Ops
+from specdec_fast.program.ir import Instruction, Operand, Plan, RowOp
+from specdec_fast.program.memory_plan import linears_first, placed, without_unread
+from specdec_fast.program.row_views import NotLowerableError
+from specdec_fast.program.tape import Index, Tape
+from specdec_fast.program.tracer import Recorder
+
+# Rows, and rows whose logits are wanted: numbers that are unlikely to be a size of a model, odd and even; two pairs, so
+# that what is mistaken for the number of rows once is not so twice.
+_COUNTS = ((37, 23), (44, 29))
+_SPAN = 8  # rows of a sequence, within the positions of any model
+_PAGE_SIZE = 16
+
+Forward = Callable[[Tensor, Tensor, PagedCache, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    tape: Tape
+    instructions: list[Instruction]
+    logits: int  # a buffer
+    vocab_size: int
+    baked: set[int]  # storages, by address, of which numbers are kept
+
+
+class _RecordingCache(PagedCache):
+    """Writes and attends as ever, and tells the tape."""
+
+    def __init__(self, recorder: Recorder, *args: Any) -> None:
+        super().__init__(*args)
+        self._recorder = recorder
+        self._grouped_linear = self.ops.grouped_linear
+        self.ops = replace(self.ops, grouped_linear=self._choose_experts)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: Scores) -> Tensor:
+        with self._recorder.paused():
+            result = super().attend(query, key, value, layer_idx, scores)
+        if self.pool.layout.sources[layer_idx] == layer_idx:
+            self._recorder.tape.append(layer_idx, key, value)
+        self._recorder.tape.attend(layer_idx, query, scores, result)
+        return result
+
+    def _choose_experts(self, rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with self._recorder.paused():
+            result = self._grouped_linear(rows, expert_ids, weight, bias)
+        self._recorder.tape.grouped_linear(rows, expert_ids, weight, bias, result)
+        return result
+
+
+@torch.inference_mode()
+def compile_forward(model: nn.Module, forward: Forward, layout: KVLayout, ops: Ops, sliding: frozenset[int]) -> Plan:
+    """Write down a model's forward.
+
+    Args:
+        model: in eval mode.
+        forward: runs it: from ``[T]`` token ids and positions, a cache and ``[R]`` rows to their logits.
+        layout: of its KV cache.
+        ops: that the recorded runs use.
+        sliding: layers that must tell their window.
+
+    Returns:
+        What a program class of ``ops`` is built from.
+
+    Raises:
+        NotLowerableError: the model does something that a program cannot express.
+
+    """
+    hooked = hooked_class(model)
+    if hooked is not None:
+        raise NotLowerableError(f"a {hooked} has forward hooks, which a program would not call")
+    first, second = (_record(forward, layout, ops, sliding, *counts) for counts in _COUNTS)
+    tensors = [*model.parameters(), *model.buffers()]
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if _signature(first, own) != _signature(second, own):
+        raise NotLowerableError("two batches are not computed in the same way")
+    places, arena_bytes, scratch_bytes = placed(first.instructions, first.tape.buffers, first.logits)
+    return Plan(
+        layout.dtype,
+        layout.shapes,
+        places,
+        first.instructions,
+        arena_bytes,
+        scratch_bytes,
+        first.vocab_size,
+        first.tape.buffers[first.logits].dtype,
+        tuple(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in first.baked),
+    )
+
+
+def _record(
+    forward: Forward, layout: KVLayout, ops: Ops, sliding: frozenset[int], num_rows: int, num_logit_rows: int
+) -> _Recorded:
+    batch, pool = _batch(layout, num_rows)
+    tape = Tape(num_rows, num_logit_rows, layout.dtype)
+    token_ids, positions = batch.token_ids[None], batch.positions[None]
+    logit_rows = torch.arange(num_logit_rows, device=layout.device)
+    for tensor, kind in ((token_ids, "token_ids"), (positions, "positions"), (logit_rows, "logit_rows")):
+        tape.know(tensor, Index(kind))
+    recorder = Recorder(tape)
+    cache = _RecordingCache(recorder, pool, batch, ops, sliding)
+    with recorder:
+        logits = forward(token_ids, positions, cache, logit_rows)
+    if cache.num_attended != layout.num_layers:
+        raise NotLowerableError(f"{cache.num_attended} of {layout.num_layers} layers attend over pages")
+    view = tape.row_view(logits)
+    if (view.domain, view.axis, view.sizes[:2]) != (1, 1, (1, 1)) or logits.dim() != 3:
+        raise NotLowerableError("logits are not computed for the wanted rows alone")
+    if not view.is_dense or view.size != tape.buffers[view.buffer].size:
+        view = tape.copied(view)
+    instructions = linears_first(without_unread(tape.instructions, view.buffer))
+    read = {each.untyped_storage().data_ptr() for instruction in instructions for each in _constants(instruction)}
+    baked = recorder.computed_from | (recorder.met_rows - read)
+    return _Recorded(tape, instructions, view.buffer, view.size, baked)
+
+
+def _constants(instruction: Instruction) -> list[Tensor]:
+    """Return what an instruction reads where it is."""
+    if isinstance(instruction, RowOp):
+        return [operand.source for operand in instruction.inputs if isinstance(operand.source, Tensor)]
+    return [value for value in vars(instruction).values() if isinstance(value, Tensor)]
+
+
+def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:
+    """Make a batch of several sequences, the last one shorter."""
+    pool = PagePool(layout, (num_rows // _SPAN + 1) * _PAGE_SIZE, _PAGE_SIZE)
+    starts = range(0, num_rows, _SPAN)
+    for owner in starts:
+        pool.reserve(owner, _SPAN)
+    rows = [Rows(start, 0, min(_SPAN, num_rows - start)) for start in starts]
+    return lay_out(pool, rows, torch.arange(num_rows, device=layout.device) % 2), pool  # any tokens will do
+
+
+def _signature(recorded: _Recorded, own: set[int]) -> list[tuple[Any, ...]]:
+    """Return what must be the same of every recording of a model, constants by their values."""
+    return [(type(instruction).__name__, *_comparable(instruction, own)) for instruction in recorded.instructions]
+
+
+def _comparable(instruction: Instruction, own: set[int]) -> tuple[Any, ...]:
+    if isinstance(instruction, RowOp):
+        operands = [_operand_key(operand, own) for operand in (*instruction.inputs, instruction.out)]
+        return (instruction.code, instruction.shape, instruction.scalar, instruction.by_position, operands)
+    fields = vars(instruction).values()
+    return tuple(_constant_key(value, own) if isinstance(value, Tensor) else value for value in fields)
+
+
+def _operand_key(operand: Operand, own: set[int]) -> tuple[Any, ...]:
+    source = operand.source
+    key = _constant_key(source, own) if isinstance(source, Tensor) else (type(source).__name__, source)
+    return (key, operand.dtype, operand.offset, operand.strides, operand.length)
+
+
+def _constant_key(constant: Tensor, own: set[int]) -> tuple[Any, ...]:
+    if constant.untyped_storage().data_ptr() in own:
+        return (constant.data_ptr(), constant.shape, constant.stride())
+    return (constant.shape, constant.dtype, constant.flatten().tolist())

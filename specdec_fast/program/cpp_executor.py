@@ -1,0 +1,249 @@
+"""Forward programs in C++: from a plan to ``csrc/program.cpp``, and from a batch to its addresses."""
+
+from __future__ import annotations
+
+from functools import singledispatchmethod
+
+import torch
+from torch import Tensor
+
+from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
+from specdec_fast.batch.ragged_batch import RaggedBatch
+from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.kv_cache.forward_layout import Spans
+from specdec_fast.kv_cache.page_pool import KVPages
+from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
+from specdec_fast.program.ir import (
+    MAX_RANK,
+    ROW_CODES,
+    Append,
+    Attend,
+    Gather,
+    GroupedLinear,
+    Heads,
+    Linear,
+    Operand,
+    Plan,
+    RowOp,
+)
+
+
+class Program:
+    """A model's forward as one call.
+
+    Args:
+        plan: what to run. Its constants, the model's weights among them, are kept alive and read where they are.
+
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._logits_code = DTYPE_CODES[plan.logits_dtype]
+        self._program = _C.Program(DTYPE_CODES[plan.dtype], plan.kv_shapes, (*plan.arena_bytes, plan.scratch_bytes))
+        for buffer in plan.buffers:
+            self._program.add_buffer(buffer.place, buffer.domain, buffer.offset, buffer.row_bytes)
+        for instruction in plan.instructions:
+            self._add(instruction)
+        self._every_row: dict[int, Tensor] = {}
+
+    def __call__(self, token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor | None) -> Tensor:
+        """Compute the batch's rows.
+
+        Args:
+            token_ids: ``[T]`` int64, padding included.
+            batch: ``T`` rows, laid out by the pool that ``pages`` belong to.
+            pages: of a pool of the layout that the program was made for.
+            logit_rows: ``[R]`` int64 rows whose logits are wanted; None wants all.
+
+        Returns:
+            Logits ``[R, vocab_size]``.
+
+        Raises:
+            IndexError: the batch points outside its rows or pages, or has a token that is not in the vocabulary.
+
+        """
+        if logit_rows is None:
+            logit_rows = self._all_rows(token_ids.shape[0])
+        logits = torch.empty(logit_rows.shape[0], self._plan.vocab_size, dtype=self._plan.logits_dtype, device="cpu")
+        self._program.run(*_forward(token_ids, batch, pages, logit_rows, logits.data_ptr()))
+        return logits
+
+    @property
+    def seconds(self) -> float:
+        """What all forwards have taken so far, without what choosing tokens takes."""
+        return float(self._program.seconds)
+
+    def draft(
+        self,
+        spans: Spans,
+        token_ids: list[int],
+        num_draft_tokens: list[int],
+        choice: tuple[int, Sampling | None],
+    ) -> Tensor:
+        """Run a draft model's forwards, each on the tokens that the one before it chose.
+
+        Args:
+            spans: the rows of the first forward, of ``B`` sequences; the pages of those that follow are allocated.
+            token_ids: of the first forward's rows.
+            num_draft_tokens: of each sequence, at least 1; forward i has a row of each that gets more than i.
+            choice: how many ids may be chosen, and how the first forward chooses: None is greedy; there may be no
+                penalties. Logits with a NaN choose token 0.
+
+        Returns:
+            ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
+
+        Raises:
+            IndexError: as ``__call__``.
+
+        """
+        vocab_size, sampling = choice
+        chosen = torch.empty(sum(num_draft_tokens), dtype=torch.int64, device="cpu")
+        self._program.draft(
+            _pages(spans),
+            spans.spans,
+            token_ids,
+            num_draft_tokens,
+            (self._logits_code, self._plan.vocab_size, vocab_size),
+            addresses_of(sampling),
+            torch.get_num_threads(),
+            chosen.data_ptr(),
+        )
+        return chosen
+
+    def verify(
+        self, spans: Spans, last_tokens: list[int], draft_tokens: Tensor, sampling: Sampling | None
+    ) -> tuple[Tensor, list[list[int]], float]:
+        """Run the target's forward over every sequence's last token and draft, and let it choose at each row.
+
+        Args:
+            spans: of ``B`` sequences, ``T`` rows.
+            last_tokens: the first token of each.
+            draft_tokens: ``[T - B]`` int64, the others, sequence after sequence. One that is no word is as wrong as any
+                other, and is fed as the nearest one.
+            sampling: how tokens are chosen; None is greedy.
+
+        Returns:
+            Logits ``[T, vocab_size]``; of each sequence its accepted draft tokens and the next token, which is
+            ``INVALID_TOKEN`` after NaN logits; the seconds of that choice.
+
+        Raises:
+            IndexError: as ``__call__``.
+
+        """
+        width = self._plan.vocab_size
+        draft_tokens = draft_tokens.contiguous()
+        logits = torch.empty(len(last_tokens) + len(draft_tokens), width, dtype=self._plan.logits_dtype, device="cpu")
+        emissions, seconds = self._program.verify(
+            _pages(spans),
+            spans.spans,
+            last_tokens,
+            (draft_tokens.data_ptr(), len(draft_tokens)),
+            (self._logits_code, width, width),
+            addresses_of(sampling),
+            torch.get_num_threads(),
+            logits.data_ptr(),
+        )
+        return logits, emissions, seconds
+
+    def _all_rows(self, num_rows: int) -> Tensor:
+        if num_rows not in self._every_row:
+            self._every_row[num_rows] = torch.arange(num_rows, device="cpu")
+        return self._every_row[num_rows]
+
+    @singledispatchmethod
+    def _add(self, instruction: object) -> None:
+        raise TypeError(f"no such instruction: {instruction!r}")
+
+    @_add.register
+    def _(self, op: RowOp) -> None:
+        rank = len(op.shape)
+        table = op.inputs[0].source if op.code == "embedding" else None
+        self._program.add_row_op(
+            self._plan.buffers[op.writes[0]].domain,
+            ROW_CODES.index(op.code),
+            (1,) * (MAX_RANK - rank) + op.shape,
+            [_operand(operand) for operand in op.inputs],
+            _operand(op.out),
+            op.scalar,
+            op.by_position,
+            table.shape[0] if isinstance(table, Tensor) else 0,
+        )
+
+    @_add.register
+    def _(self, step: Linear) -> None:
+        out_features, in_features = step.weight.shape
+        dtype, offset = step.weight.dtype, step.offset * step.weight.dtype.itemsize
+        bias = 0 if step.bias is None else step.bias.data_ptr()
+        sizes, weight = (step.lines, in_features, out_features), step.weight
+        add, is_transposed = self._program.add_linear, not weight.is_contiguous()
+        add(DTYPE_CODES[dtype], step.source, step.out, offset, sizes, weight.data_ptr(), bias, is_transposed)
+
+    @_add.register
+    def _(self, step: GroupedLinear) -> None:
+        num_experts, out_features, in_features = step.weight.shape
+        dtype, weight = step.weight.dtype, step.weight
+        self._program.add_grouped_linear(
+            DTYPE_CODES[dtype],
+            (step.source, step.experts, step.out),
+            (step.offset * dtype.itemsize, step.experts_offset * torch.float32.itemsize),
+            (step.lines, step.choices, in_features, out_features, num_experts),
+            weight.data_ptr(),
+            0 if step.bias is None else step.bias.data_ptr(),
+            not weight.is_contiguous(),
+        )
+
+    @_add.register
+    def _(self, step: Append) -> None:
+        self._program.add_append(step.layer, self._heads(step.key), self._heads(step.value))
+
+    @_add.register
+    def _(self, step: Attend) -> None:
+        scores = (step.scale, step.sliding_window or 0, step.softcap or 0.0)
+        sinks = (0, 0) if step.sinks is None else (step.sinks.data_ptr(), DTYPE_CODES[step.sinks.dtype])
+        self._program.add_attend(step.layer, step.num_heads, self._heads(step.query), step.out, scores, sinks)
+
+    @_add.register
+    def _(self, step: Gather) -> None:
+        self._program.add_gather(step.source, step.out)
+
+    def _heads(self, heads: Heads) -> tuple[int, int, int]:
+        return heads.buffer, heads.offset * self._plan.dtype.itemsize, heads.stride
+
+
+def _forward(
+    token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor, logits: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return addresses and sizes, as csrc/bindings.cpp takes them."""
+    tree_mask, table = batch.tree_mask, batch.block_table
+    addresses = (
+        token_ids.data_ptr(),
+        batch.positions.data_ptr(),
+        logit_rows.data_ptr(),
+        batch.slot_mapping.data_ptr(),
+        table.data_ptr(),
+        batch.cu_seqlens_q.data_ptr(),
+        batch.seqused_k.data_ptr(),
+        0 if tree_mask is None else tree_mask.data_ptr(),
+        pages.addresses.data_ptr(),
+        logits,
+    )
+    tree_words = 0 if tree_mask is None else tree_mask.shape[1]
+    counts = (token_ids.shape[0], logit_rows.shape[0], *table.shape, tree_words)
+    return addresses, (*counts, pages.num_pages, pages.page_size, torch.get_num_threads())
+
+
+def _pages(spans: Spans) -> tuple[int, ...]:
+    """Return addresses and sizes, as csrc/bindings.cpp takes them."""
+    tables, pages = spans.tables, spans.pages
+    return tables.data_ptr(), *tables.shape, pages.addresses.data_ptr(), pages.num_pages, pages.page_size
+
+
+def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...], int]:
+    """Return place, dtype, buffer, address, immediate, offset, strides and length, as csrc/bindings.cpp takes them."""
+    strides = (0,) * (MAX_RANK - len(operand.strides)) + operand.strides
+    code, source = DTYPE_CODES[operand.dtype], operand.source
+    if isinstance(source, Tensor):
+        return 1, code, 0, source.data_ptr(), 0.0, operand.offset, strides, operand.length
+    if isinstance(source, float):
+        return 2, code, 0, 0, source, 0, strides, operand.length
+    return 0, code, source, 0, 0.0, operand.offset, strides, operand.length

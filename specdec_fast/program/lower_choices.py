@@ -1,0 +1,145 @@
+"""What is written down for operations that compare and choose: what a router of experts is made of."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.program.ir import COMPARISONS
+from specdec_fast.program.lower_math import elementwise, lines_of
+from specdec_fast.program.lowering_table import Lowerings
+from specdec_fast.program.row_views import NotLowerableError
+from specdec_fast.program.tape import Tape
+
+LOWERED = Lowerings()
+
+
+def _compare(tape: Tape, result: Tensor, left: Any, right: Any, *, code: str) -> None:
+    elementwise(tape, result, code, left, right)
+
+
+LOWERED |= {f"{code}.{form}": partial(_compare, code=code) for code in COMPARISONS for form in ("Tensor", "Scalar")}
+LOWERED |= {f"{code}.default": partial(_compare, code=code) for code in ("maximum", "minimum")}
+
+
+@LOWERED.entry("logical_not.default", "bitwise_not.default")
+def _not(tape: Tape, result: Tensor, source: Tensor) -> None:
+    _expect_truth(source)
+    elementwise(tape, result, "eq", source, 0.0)
+
+
+@LOWERED.entry("logical_and.default", "bitwise_and.Tensor", "__and__.Tensor")
+def _and(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
+    _expect_truth(left, right)
+    elementwise(tape, result, "minimum", left, right)
+
+
+@LOWERED.entry("logical_or.default", "bitwise_or.Tensor", "__or__.Tensor")
+def _or(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
+    _expect_truth(left, right)
+    elementwise(tape, result, "maximum", left, right)
+
+
+def _expect_truth(*tensors: Tensor) -> None:
+    if any(tensor.dtype != torch.bool for tensor in tensors):
+        raise NotLowerableError("a logical operation on numbers")
+
+
+@LOWERED.entry("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar")
+def _where(tape: Tape, result: Tensor, condition: Tensor, first: Any, second: Any) -> None:
+    elementwise(tape, result, "where", condition, first, second)
+
+
+@LOWERED.entry("masked_fill.Scalar", "masked_fill.Tensor")
+def _masked_fill(tape: Tape, result: Tensor, source: Tensor, mask: Tensor, value: Any) -> None:
+    elementwise(tape, result, "where", mask, value, source)
+
+
+@LOWERED.entry("clamp.default", "clamp.Tensor")
+def _clamp(tape: Tape, result: Tensor, source: Tensor, least: Any = None, most: Any = None, **bounds: Any) -> None:
+    least, most = bounds.get("min", least), bounds.get("max", most)
+    if least is not None:
+        elementwise(tape, result, "maximum", source, least)
+    if most is not None:
+        elementwise(tape, result, "minimum", source if least is None else result, most)
+
+
+@LOWERED.entry("clamp_min.default", "clamp_min.Tensor")
+def _clamp_min(tape: Tape, result: Tensor, source: Tensor, least: Any) -> None:
+    elementwise(tape, result, "maximum", source, least)
+
+
+@LOWERED.entry("clamp_max.default", "clamp_max.Tensor")
+def _clamp_max(tape: Tape, result: Tensor, source: Tensor, most: Any) -> None:
+    elementwise(tape, result, "minimum", source, most)
+
+
+def _filled(tape: Tape, result: Tensor, source: Tensor, number: float, *args: Any, **kwargs: Any) -> None:
+    view = tape.row_view(source)
+    out = tape.fresh_like(result, view.axis, view.domain)
+    tape.row_op("copy", [float(number)], out)
+    tape.know(result, out)
+
+
+LOWERED["full_like.default"] = _filled
+
+
+@LOWERED.entry("zeros_like.default")
+def _zeros_like(tape: Tape, result: Tensor, source: Tensor, **kwargs: Any) -> None:
+    _filled(tape, result, source, 0.0)
+
+
+@LOWERED.entry("ones_like.default")
+def _ones_like(tape: Tape, result: Tensor, source: Tensor, **kwargs: Any) -> None:
+    _filled(tape, result, source, 1.0)
+
+
+@LOWERED.entry("softmax.int", "_softmax.default")
+def _softmax(tape: Tape, result: Tensor, source: Tensor, axis: int, *args: Any, **kwargs: Any) -> None:
+    view = lines_of(tape, "softmax", source, axis)
+    out = tape.fresh_like(result, view.axis, view.domain)
+    tape.row_op("softmax", [view], out)
+    tape.know(result, out)
+
+
+@LOWERED.entry("topk.default")
+def _topk(
+    tape: Tape,
+    result: tuple[Tensor, Tensor],
+    source: Tensor,
+    count: int,
+    axis: int = -1,
+    largest: bool = True,
+    is_sorted: bool = True,
+) -> None:
+    """Of equal numbers, which random routers and those of 16 bits have, the same are taken as by PyTorch on a CPU."""
+    view = lines_of(tape, "topk", source, axis)
+    if not largest:
+        raise NotLowerableError("topk of the smallest")
+    values, places = result
+    found = tape.fresh_like(places, view.axis, view.domain)
+    tape.row_op("topk", [view], found, scalar=float(is_sorted))
+    tape.know(places, found)
+    _gather(tape, values, source, axis, places)
+
+
+@LOWERED.entry("gather.default")
+def _gather(tape: Tape, result: Tensor, source: Tensor, axis: int, index: Tensor, **kwargs: Any) -> None:
+    view = lines_of(tape, "gather", source, axis)
+    out = tape.fresh_like(result, view.axis, view.domain)
+    tape.row_op("gather", [view, tape.row_view(index)], out)
+    tape.know(result, out)
+
+
+@LOWERED.entry("scatter.value", "scatter.src")
+def _scatter(tape: Tape, result: Tensor, source: Tensor, axis: int, index: Tensor, values: Any) -> None:
+    view = lines_of(tape, "scatter", source, axis)
+    if isinstance(values, Tensor) and values.shape != index.shape:
+        raise NotLowerableError("scatter of some numbers of a tensor")
+    written = tape.row_view(values) if isinstance(values, Tensor) else float(values)
+    out = tape.fresh_like(result, view.axis, view.domain)
+    tape.row_op("scatter", [view, tape.row_view(index), written], out)
+    tape.know(result, out)

@@ -1,0 +1,203 @@
+"""What is written down for operations that compute: functions, sums over the last axis, linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.program.lowering_table import Lowerings
+from specdec_fast.program.row_views import NotLowerableError, RowView
+from specdec_fast.program.tape import WHOLE, Index, Tape
+
+LOWERED = Lowerings()
+ARITHMETIC = ("add", "sub", "mul", "div")
+
+
+@LOWERED.entry("linear.default")
+def _linear(tape: Tape, result: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    if tape.value(weight) is not None:
+        raise NotLowerableError("weights that depend on the rows")
+    tape.linear(tape.row_view(rows), weight, bias, result)
+
+
+@LOWERED.entry("matmul.default", "mm.default", "bmm.default")
+def _product(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
+    """A linear layer; or frequencies times positions, which rotary embeddings write as a product over one number."""
+    if left.shape[-1] == 1:
+        _binary(tape, result, left, right, code="mul")
+    elif tape.value(right) is None and right.dim() == 2:
+        tape.linear(tape.row_view(left), right.t(), None, result)
+    else:
+        raise NotLowerableError("a matrix product that is no linear layer")
+
+
+@LOWERED.entry("addmm.default")
+def _addmm(
+    tape: Tape, result: Tensor, bias: Tensor, rows: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1
+) -> None:
+    """GPT-2's ``Conv1D``, a linear layer whose weights are ``[in_features, out_features]``."""
+    if (beta, alpha) != (1, 1) or tape.value(weight) is not None or tape.value(bias) is not None:
+        raise NotLowerableError("addmm with a factor, or with weights that depend on the rows")
+    tape.linear(tape.row_view(rows), weight.t(), bias, result)
+
+
+_UNARY = {
+    "neg.default": "neg", "abs.default": "abs", "sqrt.default": "sqrt", "rsqrt.default": "rsqrt",
+    "reciprocal.default": "reciprocal", "exp.default": "exp", "sin.default": "sin", "cos.default": "cos",
+    "sigmoid.default": "sigmoid", "silu.default": "silu", "tanh.default": "tanh", "relu.default": "relu",
+    "square.default": "square",
+}  # fmt: skip
+_POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal", 1: "copy"}
+
+
+def _unary(tape: Tape, result: Tensor, source: Tensor, *, code: str) -> None:
+    view = tape.row_view(source)
+    if result.dtype in WHOLE:
+        raise NotLowerableError(f"{code} of integers")
+    out = tape.fresh_like(result, view.axis, view.domain)
+    tape.row_op(code, [view], out)
+    tape.know(result, out)
+
+
+LOWERED |= {name: partial(_unary, code=code) for name, code in _UNARY.items()}
+
+
+@LOWERED.entry("gelu.default")
+def _gelu(tape: Tape, result: Tensor, source: Tensor, *, approximate: str = "none") -> None:
+    _unary(tape, result, source, code="gelu" if approximate == "none" else "gelu_tanh")
+
+
+@LOWERED.entry("pow.Tensor_Scalar")
+def _pow(tape: Tape, result: Tensor, source: Tensor, exponent: float) -> None:
+    if exponent == 3:
+        view = tape.row_view(source)
+        cube = tape.fresh_like(result, view.axis, view.domain)
+        square = tape.fresh(view.domain, view.axis, view.sizes, torch.float32)  # rounded once, at the end
+        tape.row_op("square", [view], square)
+        tape.row_op("mul", [square, view], cube)
+        tape.know(result, cube)
+    elif exponent in _POWERS:
+        _unary(tape, result, source, code=_POWERS[exponent])
+    else:
+        raise NotLowerableError(f"a power of {exponent}")
+
+
+def _binary(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1, *, code: str) -> None:
+    if isinstance(tape.value(left), Index) and code == "add":
+        _shift(tape, result, left, right)
+    elif alpha != 1:
+        raise NotLowerableError(f"{code} with a factor")
+    else:
+        elementwise(tape, result, code, left, right)
+
+
+def elementwise(tape: Tape, result: Tensor, code: str, *operands: Any) -> None:
+    """Write down a function of several tensors or numbers that are broadcast to each other."""
+    values = [_as_operand(tape, each) for each in operands]
+    views = [each for each in values if isinstance(each, RowView)]
+    if not views or (result.dtype in WHOLE and code in ARITHMETIC):
+        raise NotLowerableError(f"{code} of integers")
+    out = tape.fresh_like(result, views[0].axis + result.dim() - len(views[0].sizes), views[0].domain)
+    tape.row_op(code, values, out)
+    tape.know(result, out)
+
+
+LOWERED |= {f"{code}.{form}": partial(_binary, code=code) for code in ARITHMETIC for form in ("Tensor", "Scalar")}
+
+
+def _as_operand(tape: Tape, value: Any) -> RowView | Tensor | float:
+    if not isinstance(value, Tensor):
+        return float(value)
+    if tape.value(value) is not None:
+        return tape.row_view(value)
+    return float(value) if value.dim() == 0 else value
+
+
+def _shift(tape: Tape, result: Tensor, source: Tensor, added: Any) -> None:
+    """Positions of some architectures begin at 2."""
+    value = tape.value(source)
+    if not isinstance(value, Index) or not isinstance(added, int):
+        raise NotLowerableError("arithmetic on integers of the batch")
+    tape.know(result, replace(value, added=value.added + added))
+
+
+@LOWERED.entry("rsub.Scalar", "rsub.Tensor")
+def _rsub(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1) -> None:
+    _binary(tape, result, right, left, alpha, code="sub")
+
+
+def lines_of(tape: Tape, code: str, source: Tensor, *axes: int) -> RowView:
+    """Return the numbers of a tensor that something is done to along ``axes``, which must be the last one alone."""
+    view = tape.row_view(source)
+    if [axis % source.dim() for axis in axes] != [source.dim() - 1] or view.axis == source.dim() - 1:
+        raise NotLowerableError(f"{code} over anything but the last axis")
+    return view
+
+
+def _reduce(
+    tape: Tape, result: Tensor, source: Tensor, axes: Sequence[int], keepdim: bool = False, *, code: str, **kwargs: Any
+) -> None:
+    view = lines_of(tape, code, source, *axes)
+    if result.dtype in WHOLE:
+        raise NotLowerableError(f"{code} of integers")
+    out = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), result.dtype)
+    tape.row_op(code, [view], out)
+    tape.know(result, out if keepdim else out.without(-1, 0))
+
+
+LOWERED["mean.dim"] = partial(_reduce, code="mean")
+LOWERED["sum.dim_IntList"] = partial(_reduce, code="sum")
+
+
+@LOWERED.entry("layer_norm.default")
+def _layer_norm(
+    tape: Tape,
+    result: Tensor,
+    source: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *args: Any,
+) -> None:
+    if len(shape) != 1:
+        raise NotLowerableError("a layer norm over several axes")
+    view = tape.row_view(source)
+    out = tape.fresh_like(result, view.axis, view.domain)
+    factors: list[Tensor | float] = [1.0 if weight is None else weight, 0.0 if bias is None else bias]
+    tape.row_op("layer_norm", [view, *factors], out, scalar=float(eps))
+    tape.know(result, out)
+
+
+@LOWERED.entry("rms_norm.default")
+def _rms_norm(
+    tape: Tape,
+    result: Tensor,
+    source: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> None:
+    """Write ``x / sqrt(mean(x^2) + eps) * weight`` as its parts, in fp32, rounded once."""
+    if len(shape) != 1:
+        raise NotLowerableError("an RMS norm over several axes")
+    view = tape.row_view(source)
+    wide = lambda sizes: tape.fresh(view.domain, view.axis, sizes, torch.float32)  # noqa: E731
+    squares, mean, shifted, scale = (wide(s) for s in (view.sizes, *3 * [(*view.sizes[:-1], 1)]))
+    tape.row_op("square", [view], squares)
+    tape.row_op("mean", [squares], mean)
+    tape.row_op("add", [mean, torch.finfo(source.dtype).eps if eps is None else eps], shifted)
+    tape.row_op("rsqrt", [shifted], scale)
+    out = tape.fresh_like(result, view.axis, view.domain)
+    if weight is None:
+        tape.row_op("mul", [view, scale], out)
+    else:
+        scaled = wide(view.sizes)
+        tape.row_op("mul", [view, scale], scaled)
+        tape.row_op("mul", [scaled, weight], out)
+    tape.know(result, out)

@@ -1,0 +1,237 @@
+"""What is written down for operations that only look at numbers in another way, put them together or look them up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.program.ir import ROWS, Operand, RowOp
+from specdec_fast.program.lowering_table import Lowerings
+from specdec_fast.program.row_views import NotLowerableError, RowView
+from specdec_fast.program.tape import WHOLE, Index, Tape, kept
+
+LOWERED = Lowerings()
+
+
+@LOWERED.entry(
+    "detach.default", "alias.default", "clone.default", "contiguous.default", "to.device", "lift_fresh.default"
+)
+def _alias(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
+    value = tape.value(source)
+    assert value is not None
+    tape.know(result, value)
+
+
+@LOWERED.entry("dropout.default")
+def _dropout(tape: Tape, result: Tensor, source: Tensor, p: float, train: bool) -> None:
+    if train and p:
+        raise NotLowerableError("dropout; call model.eval()")
+    _alias(tape, result, source)
+
+
+@LOWERED.entry("to.dtype", "to.dtype_layout", "to.other", "_to_copy.default", "type_as.default")
+def _convert(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
+    value = tape.value(source)
+    if result.dtype == source.dtype:
+        _alias(tape, result, source)
+    elif isinstance(value, RowView) and result.dtype == torch.bool:
+        out = tape.fresh_like(result, value.axis, value.domain)
+        tape.row_op("ne", [value, 0.0], out)
+        tape.know(result, out)
+    elif isinstance(value, RowView) and result.dtype in WHOLE:
+        if source.dtype not in WHOLE:
+            raise NotLowerableError(f"numbers of {source.dtype} cut to whole ones")
+        _alias(tape, result, source)
+    elif isinstance(value, RowView):
+        tape.know(result, tape.copied(value, result.dtype))
+    elif isinstance(value, Index) and value.kind == "positions" and result.is_floating_point():
+        axis = _only_axis(result)
+        out = tape.fresh_like(result, axis, ROWS)
+        tape.instructions.append(
+            RowOp("position", (1,), (), Operand(out.buffer, out.dtype, 0, (0,), 1), scalar=float(value.added))
+        )
+        tape.know(result, out)
+    else:
+        raise NotLowerableError("token ids used as numbers")
+
+
+def _only_axis(tensor: Tensor) -> int:
+    """Return the one axis of a tensor of integers that is longer than 1."""
+    axes = [d for d, size in enumerate(tensor.shape) if size != 1]
+    if len(axes) != 1:
+        raise NotLowerableError(f"integers of the batch in a shape {list(tensor.shape)}")
+    return axes[0]
+
+
+@LOWERED.entry(
+    "view.default", "_unsafe_view.default", "reshape.default", "flatten.using_ints", "unflatten.int",
+    "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
+)  # fmt: skip
+def _view(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
+    value = tape.value(source)
+    if isinstance(value, Index):
+        _only_axis(result)
+        tape.know(result, value)
+    else:
+        tape.know(result, tape.reshaped(tape.row_view(source), tuple(result.shape)))
+
+
+@LOWERED.entry("permute.default")
+def _permute(tape: Tape, result: Tensor, source: Tensor, order: Sequence[int]) -> None:
+    tape.know(result, tape.row_view(source).permuted(order))
+
+
+@LOWERED.entry("transpose.int", "swapaxes.default", "swapdims.default")
+def _transpose(tape: Tape, result: Tensor, source: Tensor, first: int, second: int) -> None:
+    order = list(range(source.dim()))
+    order[first], order[second] = order[second], order[first]
+    tape.know(result, tape.row_view(source).permuted(order))
+
+
+@LOWERED.entry("t.default")
+def _t(tape: Tape, result: Tensor, source: Tensor) -> None:
+    _transpose(tape, result, source, 0, source.dim() - 1)
+
+
+@LOWERED.entry("expand.default")
+def _expand(tape: Tape, result: Tensor, source: Tensor, sizes: Sequence[int], **kwargs: Any) -> None:
+    value = tape.value(source)
+    if isinstance(value, Index):
+        _view(tape, result, source)
+        return
+    view = tape.row_view(source)
+    axis = view.axis + result.dim() - source.dim()
+    tape.know(result, view.expanded(axis, tuple(1 if d == axis else size for d, size in enumerate(result.shape))))
+
+
+@LOWERED.entry("select.int")
+def _select(tape: Tape, result: Tensor, source: Tensor, axis: int, index: int) -> None:
+    value = tape.value(source)
+    if isinstance(value, Index) and source.shape[axis] == 1:
+        tape.know(result, value)
+        return
+    view = tape.row_view(source)
+    if axis % source.dim() == view.axis:
+        raise NotLowerableError("one row is picked out of the batch")
+    tape.know(result, view.without(axis, index))
+
+
+@LOWERED.entry("slice.Tensor")
+def _slice(
+    tape: Tape,
+    result: Tensor,
+    source: Tensor,
+    axis: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> None:
+    if result.shape == source.shape:
+        _alias(tape, result, source)
+        return
+    view = tape.row_view(source)
+    if axis % source.dim() == view.axis:
+        raise NotLowerableError("rows are cut out of the batch")
+    first, _, _ = slice(start, end, step).indices(source.shape[axis])
+    tape.know(result, view.narrowed(axis, first, result.shape[axis], step))
+
+
+@LOWERED.entry("split.Tensor", "split_with_sizes.default", "chunk.default")
+def _split(tape: Tape, result: Sequence[Tensor], source: Tensor, how: Any, axis: int = 0) -> None:
+    view, start = tape.row_view(source), 0
+    if axis % source.dim() == view.axis:
+        raise NotLowerableError("the batch is split between rows")
+    for piece in result:
+        tape.know(piece, view.narrowed(axis, start, piece.shape[axis]))
+        start += piece.shape[axis]
+
+
+@LOWERED.entry("unbind.int")
+def _unbind(tape: Tape, result: Sequence[Tensor], source: Tensor, axis: int = 0) -> None:
+    for index, piece in enumerate(result):
+        _select(tape, piece, source, axis, index)
+
+
+@LOWERED.entry("cat.default")
+def _cat(tape: Tape, result: Tensor, sources: Sequence[Tensor], axis: int = 0) -> None:
+    view, start = tape.row_view(sources[0]), 0
+    if axis % result.dim() == view.axis:
+        raise NotLowerableError("rows are appended to the batch")
+    out = tape.fresh_like(result, view.axis, view.domain)
+    for source in sources:
+        size = source.shape[axis]
+        tape.row_op("copy", [tape.row_view(source)], out.narrowed(axis, start, size))
+        start += size
+    tape.know(result, out)
+
+
+@LOWERED.entry("new_empty.default", "empty_like.default")
+def _empty(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
+    domain = tape.row_view(source).domain
+    axes = [d for d, size in enumerate(result.shape) if size == tape.counts[domain]]
+    if len(axes) != 1:
+        raise NotLowerableError(f"memory of shape {list(result.shape)}, of which no one axis counts the rows")
+    tape.know(result, tape.fresh_like(result, axes[0], domain))
+
+
+@LOWERED.entry("copy_.default")
+def _copy(tape: Tape, result: Tensor, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Write into the buffer of a tensor, often part of what ``_empty`` has made: every view of it follows."""
+    view = tape.writable(target)
+    if not target.is_floating_point():
+        raise NotLowerableError(f"numbers are written into a tensor of {target.dtype}")
+    tape.row_op("copy", [source if tape.value(source) is None else tape.row_view(source)], view)
+    tape.know(result, view)
+
+
+@LOWERED.entry("stack.default")
+def _stack(tape: Tape, result: Tensor, sources: Sequence[Tensor], axis: int = 0) -> None:
+    axis %= result.dim()
+    rows = tape.row_view(sources[0]).axis
+    out = tape.fresh_like(result, rows + (axis <= rows), tape.row_view(sources[0]).domain)
+    for index, source in enumerate(sources):
+        tape.row_op("copy", [tape.row_view(source)], out.without(axis, index))
+    tape.know(result, out)
+
+
+@LOWERED.entry("repeat_interleave.self_int")
+def _repeat_interleave(
+    tape: Tape, result: Tensor, source: Tensor, repeats: int, axis: int | None = None, **kwargs: Any
+) -> None:
+    view = tape.row_view(source)
+    if axis is None or axis % source.dim() == view.axis:
+        raise NotLowerableError("rows are repeated")
+    axis %= source.dim()
+    out = tape.fresh_like(result, view.axis, view.domain)
+    for place in range(repeats):
+        tape.row_op("copy", [view], out.narrowed(axis, place, source.shape[axis], repeats))
+    tape.know(result, out)
+
+
+@LOWERED.entry("index.Tensor")
+def _index(tape: Tape, result: Tensor, source: Tensor, indices: Sequence[Tensor | None]) -> None:
+    view = tape.row_view(source)
+    chosen = [(d, index) for d, index in enumerate(indices) if index is not None]
+    value = tape.value(chosen[0][1]) if len(chosen) == 1 and chosen[0][0] == view.axis else None
+    if not isinstance(value, Index) or value != Index("logit_rows"):
+        raise NotLowerableError("rows are picked by indices of the model's own")
+    tape.gather(view, result)
+
+
+@LOWERED.entry("embedding.default")
+def _embedding(tape: Tape, result: Tensor, table: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> None:
+    value = tape.value(indices)
+    if not isinstance(value, Index) or value.kind == "logit_rows" or not table.is_contiguous():
+        raise NotLowerableError("an embedding by something other than token ids or positions")
+    if value.kind == "token_ids" and value.added:
+        raise NotLowerableError("an embedding by shifted token ids")
+    out, width = tape.fresh_like(result, _only_axis(indices), ROWS), table.shape[1]
+    places = Operand(kept(table), table.dtype, 0, (1,), width), Operand(out.buffer, out.dtype, 0, (1,), width)
+    by_position = value.kind == "positions"
+    tape.instructions.append(
+        RowOp("embedding", (width,), places[:1], places[1], scalar=float(value.added), by_position=by_position)
+    )
+    tape.know(result, out)

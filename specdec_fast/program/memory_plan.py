@@ -1,0 +1,111 @@
+"""From a tape to a plan: what is not needed is dropped, linears are moved up, buffers get their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from specdec_fast.program.ir import ROWS, Append, Buffer, Instruction, Linear, Placed, RowOp
+
+_ALIGNMENT = 64  # bytes; a cache line
+_ARENA, _SCRATCH, _LOGITS = range(3)
+
+
+class Life(NamedTuple):
+    """From when to when a buffer is needed, both included."""
+
+    first: int
+    last: int
+
+
+def without_unread(instructions: Sequence[Instruction], logits: int) -> list[Instruction]:
+    """Drop what nobody reads: ``logits`` and the KV entries are what a forward is for."""
+    needed, kept = {logits}, []
+    for instruction in reversed(instructions):
+        if isinstance(instruction, Append) or not needed.isdisjoint(instruction.writes):
+            needed.update(instruction.reads)
+            kept.append(instruction)
+    return kept[::-1]
+
+
+def linears_first(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Move every linear up to where its input is there, so that fewer and longer runs of row operations are left."""
+    ordered: list[Instruction] = []
+    for instruction in instructions:
+        place = len(ordered)
+        if isinstance(instruction, Linear):
+            while place and not set(ordered[place - 1].writes) & set(instruction.reads):
+                place -= 1
+            while place < len(ordered) and isinstance(ordered[place], Linear):
+                place += 1
+        ordered.insert(place, instruction)
+    return ordered
+
+
+def placed(
+    instructions: Sequence[Instruction], buffers: Sequence[Buffer], logits: int
+) -> tuple[list[Placed], tuple[int, int], int]:
+    """Give every buffer its place.
+
+    Rows of one group of row operations are computed one after the other by several threads, so shared memory may be
+    used again from the next step on, a thread's own from the next operation on.
+
+    Returns:
+        The places, by number; bytes of shared memory per row of each domain; bytes of a thread's own.
+
+    """
+    steps = _steps(instructions, buffers)
+    by_step, by_operation = _lives(instructions, steps.__getitem__), _lives(instructions, lambda i: i)
+    others = {n for i in instructions if not isinstance(i, RowOp) for n in (*i.reads, *i.writes)}
+    is_local = {n: life.first == life.last and n not in others for n, life in by_step.items()}
+    places = [Placed(_LOGITS, buffer.domain, 0, buffer.size * buffer.dtype.itemsize) for buffer in buffers]
+    spaces = {(_ARENA, 0): _Space(), (_ARENA, 1): _Space(), (_SCRATCH, 0): _Space()}
+    for number in sorted(by_step, key=lambda n: by_operation[n].first):
+        if number == logits:
+            continue
+        buffer, row_bytes = buffers[number], places[number].row_bytes
+        place, life = (_SCRATCH, by_operation[number]) if is_local[number] else (_ARENA, by_step[number])
+        space = spaces[place, 0 if place == _SCRATCH else buffer.domain]
+        places[number] = Placed(place, buffer.domain, space.take(row_bytes, life), row_bytes)
+    return places, (spaces[_ARENA, 0].size, spaces[_ARENA, 1].size), spaces[_SCRATCH, 0].size
+
+
+def _steps(instructions: Sequence[Instruction], buffers: Sequence[Buffer]) -> list[int]:
+    """Number the steps: row operations of one domain that follow one another are one."""
+    steps: list[int] = []
+    before: tuple[bool, int] | None = None
+    for instruction in instructions:
+        is_row_op = isinstance(instruction, RowOp)
+        kind = (is_row_op, buffers[instruction.writes[0]].domain if is_row_op else ROWS)
+        steps.append(steps[-1] + (not is_row_op or kind != before) if steps else 0)
+        before = kind
+    return steps
+
+
+def _lives(instructions: Sequence[Instruction], time_of: Callable[[int], int]) -> dict[int, Life]:
+    lives: dict[int, Life] = {}
+    for index, instruction in enumerate(instructions):
+        for number in (*instruction.reads, *instruction.writes):
+            lives[number] = Life(lives[number].first if number in lives else time_of(index), time_of(index))
+    return lives
+
+
+class _Space:
+    """Memory in which buffers that do not live at the same time may lie at the same place."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._taken: list[tuple[int, int, int]] = []  # begin, end, last use
+
+    def take(self, num_bytes: int, life: Life) -> int:
+        """Return where ``num_bytes`` fit; lives come in the order in which they begin."""
+        self._taken = sorted(taken for taken in self._taken if taken[2] >= life.first)
+        num_bytes += -num_bytes % _ALIGNMENT
+        offset = 0
+        for begin, end, _ in self._taken:
+            if begin - offset >= num_bytes:
+                break
+            offset = max(offset, end)
+        self._taken.append((offset, offset + num_bytes, life.last))
+        self.size = max(self.size, offset + num_bytes)
+        return offset

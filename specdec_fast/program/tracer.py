@@ -1,0 +1,80 @@
+"""One run of a model, written down as instructions while PyTorch computes it.
+
+The recorder stands between the model and ATen (``TorchDispatchMode``). It follows every tensor that depends on the rows
+of the batch; what does not, PyTorch has computed by the end of the run, and is a constant. There is no code for any
+particular architecture: an operation without an entry in ``LOWERED`` ends the recording with ``NotLowerableError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specdec_fast.program import lower_choices, lower_math, lower_views
+from specdec_fast.program.row_views import NotLowerableError
+from specdec_fast.program.tape import Tape
+
+LOWERED = lower_views.LOWERED | lower_math.LOWERED | lower_choices.LOWERED
+
+
+class Recorder(TorchDispatchMode):
+    """Computes what the model asks for, and writes down on a tape what it does to the rows."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+        self._is_paused = False
+        # Storages of constants, by address: those that met rows, and those whose numbers other constants came from.
+        self.met_rows: set[int] = set()
+        self.computed_from: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute one ATen operation, and write it down if it depends on the rows."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._is_paused:
+            return result
+        constants = [tensor for tensor in _tensors(args, kwargs) if self.tape.value(tensor) is None]
+        if len(constants) == len(list(_tensors(args, kwargs))):
+            kept = {_address(each) for each in _tensors((result,), {})}  # of a view nothing is computed
+            self.computed_from.update(_address(tensor) for tensor in constants if kept != {_address(tensor)})
+            return result
+        self.met_rows.update(map(_address, constants))
+        self.computed_from.update(_address(tensor) for tensor in constants if tensor.dim() == 0)
+        full_name = str(func).removeprefix("aten.")
+        name, overload = full_name.split(".")
+        in_place = name.endswith("_") and not name.endswith("__") and full_name not in LOWERED
+        handler = LOWERED.get(f"{name[:-1]}.{overload}" if in_place else full_name)
+        if handler is None or (in_place and self.tape.value(args[0]) is None):
+            raise NotLowerableError(f"{func} has no counterpart in a forward program")
+        handler(self.tape, result, *args, **kwargs)
+        if in_place:  # `result` is the first argument, known by its new value from now on
+            self.tape.changed_in_place(args[0])
+        return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let something be computed without being written down."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, Tensor))

@@ -1,0 +1,1 @@
+"""One request: its tokens, where they end, and their text."""

@@ -1,0 +1,110 @@
+"""The state of one request while it is being decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specdec_fast.errors import RequestError
+from specdec_fast.request.stopping import StopStrings, cut_emission
+from specdec_fast.results import DecodingStats, FinishReason
+from specdec_fast.sampling_params import SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Committed tokens of one request, and how far its KV has come.
+
+    Attributes:
+        index: position of the prompt in the call.
+        token_ids: committed ids: the prompt, then what was emitted.
+        prompt_length: how many of them are the prompt.
+        max_length: committed tokens at which the request ends: ``max_new_tokens`` emitted, or no position left.
+        params: the request's sampling parameters.
+        stop_ids: ids that end the request.
+        target_kv_length: positions whose KV entries in the target's pool are those of committed tokens.
+        is_admitted: whether the drafter has taken it in.
+        passed_over: steps since the sequence last took part in one (the scheduler's counter).
+        stop_strings: the text watched for the request's stop strings; None if it has none.
+        logprobs: one per emitted token; None if the request does not ask for them.
+        seed: of its noise; None if it is greedy.
+
+    """
+
+    index: int
+    token_ids: list[int]
+    prompt_length: int
+    max_length: int
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    target_kv_length: int = 0
+    is_admitted: bool = False
+    passed_over: int = 0
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+    stats: DecodingStats = field(default_factory=DecodingStats)
+    stop_strings: StopStrings | None = None
+    logprobs: list[float] | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.params.logprobs:
+            self.logprobs = []
+
+    @property
+    def length(self) -> int:
+        """Committed tokens: prompt plus emitted."""
+        return len(self.token_ids)
+
+    @property
+    def samples(self) -> bool:
+        """Whether it chooses otherwise than by the largest of the target's own logits."""
+        return self.params.temperature > 0 or self.params.repetition_penalty != 1
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens the sequence may still emit."""
+        return self.max_length - self.length
+
+    @property
+    def ends_at_length(self) -> bool:
+        """Whether nothing but its length can end it."""
+        return not self.stop_ids and self.stop_strings is None
+
+    @property
+    def emitted_ids(self) -> list[int]:
+        """The ids emitted so far."""
+        return self.token_ids[self.prompt_length :]
+
+    def commit(
+        self, num_draft_tokens: int, num_accepted: int, emission: list[int], logprobs: list[float] | None = None
+    ) -> list[int]:
+        """Append one step's tokens (``num_accepted + 1``, unless the last was no token), cut where the request ends.
+
+        The target's KV then covers every committed token but the newest (invariant I3); the entries of rejected
+        draft tokens lie beyond it and are overwritten by the next step (I4).
+
+        Args:
+            num_draft_tokens: verified in this step.
+            num_accepted: of them.
+            emission: the step's tokens.
+            logprobs: one per token of ``emission``, where the request asks for them; cut with the tokens.
+
+        Returns:
+            The tokens committed.
+
+        """
+        tokens, reason = cut_emission(emission, self.stop_ids, self.num_remaining)
+        if self.stop_strings is not None:
+            tokens, reason = self.stop_strings.cut(tokens, reason)
+            self.error = self.stop_strings.error
+        self.finish_reason = reason
+        self.token_ids.extend(tokens)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.extend(logprobs[: len(tokens)])
+        self.target_kv_length = self.length - 1
+        self.stats.record(num_draft_tokens, num_accepted, len(tokens))
+        return tokens
+
+    def fail(self, error: RequestError) -> None:
+        """End the request with an error; what it emitted before stays."""
+        self.finish_reason, self.error = "error", error

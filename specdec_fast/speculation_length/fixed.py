@@ -1,0 +1,18 @@
+"""The same K for everybody, always."""
+
+from __future__ import annotations
+
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.speculation_length.base import DraftLengths
+
+
+class FixedLength(DraftLengths):
+    """Gives every sequence K draft tokens, fewer where fewer tokens may still come; 0 decodes plainly."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self._num_draft_tokens = num_draft_tokens
+
+    def limits(self, batch: list[Sequence], is_closed: bool = False) -> list[int]:
+        """Return K of each sequence."""
+        k = self._num_draft_tokens
+        return [min(k, sequence.num_remaining - 1) for sequence in batch]

@@ -1,0 +1,41 @@
+"""What choosing K and learning from a step take on this machine, as they do between two forwards."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from time import perf_counter
+
+import numpy as np
+
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.speculation_length.adaptive import AdaptiveLength, StepCosts
+from specdec_fast.speculation_length.base import StepRecord
+
+_ROUNDS = 5  # of which the least counts: a busy machine only adds
+_SWEPT = 2**20  # numbers of 8 bytes, more than a core's own caches hold: a forward leaves little of what is needed here
+_PROMPT, _NEW_TOKENS = 64, 64
+
+
+def with_book_seconds(costs: StepCosts, most: int, batch_size: int) -> StepCosts:
+    """Return ``costs`` with what the books take, of full batches; nothing is learned from this."""
+    swept, copy = np.zeros(_SWEPT), deepcopy(costs)
+    choosing, observing = [], []
+    for _ in range(_ROUNDS):
+        lengths = AdaptiveLength(most, copy)  # chooses and observes in its first step
+        batch = [_sequence(index) for index in range(batch_size)]
+        swept += 1
+        started = perf_counter()
+        lengths.limits(batch)
+        choosing.append(perf_counter() - started)
+        counts = [most // 2] * batch_size
+        step = StepRecord(batch, counts, counts, counts, 1.0, 1.0, 1.0)
+        swept += 1
+        started = perf_counter()
+        lengths.observe(step)
+        observing.append(perf_counter() - started)
+    return costs._replace(choice_seconds=min(choosing), observation_seconds=min(observing))
+
+
+def _sequence(index: int) -> Sequence:
+    return Sequence(index, [0] * _PROMPT, _PROMPT, _PROMPT + _NEW_TOKENS, SamplingParams(), frozenset())
