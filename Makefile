@@ -7,7 +7,7 @@ OUT ?= bench/results
 # A venv that is there has all it takes; PYTHON=... is taken at its word.
 GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/bin/python)),$(VENV)/bin/python,$(PYTHON))
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
-BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
+BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 .PHONY: demo test test-all test-oldest lint sanitize bench exactness sweep gpu-check clean
 
@@ -60,7 +60,7 @@ gpu-check:
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
-# One stamp per set of extras: a second run installs nothing, a changed C++ file builds again.
+# One stamp per set of extras: a second run installs nothing, a changed C++ file compiles again, alone (setup.py).
 $(VENV)/.installed: $(BUILD_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "specdec_fast needs Python >= 3.10; $(PYTHON) is $$($(PYTHON) --version 2>&1). Set PYTHON=..." >&2; exit 1; }
@@ -85,4 +85,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 	@touch $@
 
 clean:
-	rm -rf $(VENV)/.installed* build dist *.egg-info specdec_fast/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV)/.installed* $(VENV)/build build dist *.egg-info specdec_fast/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

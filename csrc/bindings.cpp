@@ -9,18 +9,18 @@
 #include <utility>
 #include <vector>
 
-#include "append_kv.h"
-#include "compact_kv.h"
-#include "drafting.h"
-#include "grouped_linear.h"
-#include "linear.h"
-#include "linear_transposed.h"
-#include "paged_attention.h"
-#include "philox.h"
-#include "program.h"
-#include "realign_kv.h"
-#include "verify_chain.h"
-#include "verifying.h"
+#include "kernels/philox.h"
+#include "ops/append_kv.h"
+#include "ops/compact_kv.h"
+#include "ops/grouped_linear.h"
+#include "ops/linear.h"
+#include "ops/linear_transposed.h"
+#include "ops/paged_attention.h"
+#include "ops/realign_kv.h"
+#include "ops/verify_chain.h"
+#include "program/drafting.h"
+#include "program/program.h"
+#include "program/verifying.h"
 
 namespace py = pybind11;
 

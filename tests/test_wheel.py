@@ -48,6 +48,7 @@ def test_wheel_holds_the_extension_and_the_kernels(wheel_names):
 
 def test_wheel_has_one_top_level_package(wheel_names):
     assert {name.split("/")[0] for name in wheel_names if ".dist-info/" not in name} == {"specdec_fast"}
+    assert not [name for name in wheel_names if name.endswith((".o", ".d", ".ninja", ".cpp", ".h"))]
 
 
 def test_every_module_is_in_the_wheel(wheel_names):

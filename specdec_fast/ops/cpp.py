@@ -12,11 +12,11 @@ from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose 
 from specdec_fast.batch.ragged_batch import PagedBatch, Scores
 from specdec_fast.batch.sampling_batch import Sampling
 
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/dtype.h
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/kernels/dtype.h
 
 
 def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-    """Run ``csrc/append_kv.cpp``; the contract is the oracle's."""
+    """Run ``csrc/ops/append_kv.cpp``; the contract is the oracle's."""
     num_pages, page_size, num_kv_heads, _ = key_cache.shape
     item = key_cache.element_size()
     new_rows = [rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (key, value)]
@@ -33,7 +33,7 @@ def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tenso
 
 
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
-    """Run ``csrc/paged_attention.cpp``; the contract is the oracle's."""
+    """Run ``csrc/ops/paged_attention.cpp``; the contract is the oracle's."""
     if query.stride(-1) != 1:
         query = query.contiguous()
     num_pages, page_size, num_kv_heads, head_dim = kv[0].shape
@@ -56,7 +56,7 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Run ``csrc/linear.cpp``; the contract is the oracle's."""
+    """Run ``csrc/ops/linear.cpp``; the contract is the oracle's."""
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     num_rows, in_features = rows.shape
@@ -76,7 +76,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Run ``csrc/grouped_linear.cpp``; the contract is the oracle's."""
+    """Run ``csrc/ops/grouped_linear.cpp``; the contract is the oracle's."""
     rows = rows.contiguous()
     num_rows, num_lines, in_features = rows.shape
     num_experts, out_features, _ = weight.shape
@@ -96,7 +96,7 @@ def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tenso
 
 
 def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Run ``csrc/compact_kv.cpp``; the contract is the oracle's."""
+    """Run ``csrc/ops/compact_kv.cpp``; the contract is the oracle's."""
     num_layers, _, num_pages, page_size, num_kv_heads, head_dim = kv_cache.shape
     _C.compact_kv(
         kv_cache.data_ptr(),
@@ -109,7 +109,7 @@ def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources
 
 
 def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths: Tensor, shifts: Tensor) -> None:
-    """Run ``csrc/realign_kv.cpp``; the contract is the oracle's."""
+    """Run ``csrc/ops/realign_kv.cpp``; the contract is the oracle's."""
     first = layers[0][0]
     batch_size, num_kv_heads, num_columns, head_dim = first.shape
     item = first.element_size()
@@ -130,7 +130,7 @@ def addresses_of(sampling: Sampling | None) -> list[int]:
 def verify_chain(
     logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run ``csrc/verify_chain.cpp``; the contract is the oracle's."""
+    """Run ``csrc/ops/verify_chain.cpp``; the contract is the oracle's."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     batch_size = cu_seqlens.numel() - 1

@@ -1,4 +1,4 @@
-"""Forward programs in C++: from a plan to ``csrc/program.cpp``, and from a batch to its addresses."""
+"""Forward programs in C++: from a plan to ``csrc/program/program.cpp``, and from a batch to its addresses."""
 
 from __future__ import annotations
 

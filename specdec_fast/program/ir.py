@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specdec_fast.kv_cache.layer_layout import KVShape
     from specdec_fast.kv_cache.page_pool import KVPages
 
-# In the order of RowCode in csrc/rowwise.h.
+# In the order of RowCode in csrc/program/rowwise.h.
 UNARY = (
     "copy", "neg", "abs", "square", "sqrt", "rsqrt", "reciprocal", "exp", "sin", "cos", "sigmoid", "silu", "tanh",
     "relu", "gelu", "gelu_tanh",

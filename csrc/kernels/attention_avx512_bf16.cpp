@@ -1,0 +1,19 @@
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "kernels/attention_task.h"
+#include "kernels/exponential.h"
+
+#ifdef SPECDEC_X86_64_LEVELS
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512bf16")
+#define SPECDEC_ISA attention_avx512_bf16
+#define SPECDEC_LANES 16
+#define SPECDEC_DOT_BF16
+#include "kernels/attention_tile.h"
+#include "kernels/attention_kernel.h"
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,11 @@
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "kernels/attention_task.h"
+#include "kernels/exponential.h"
+
+#define SPECDEC_ISA attention_portable
+#define SPECDEC_LANES 4
+#include "kernels/attention_tile.h"
+#include "kernels/attention_kernel.h"

@@ -1,0 +1,147 @@
+// One task of paged_attention: what it works on, and which positions its rows see.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "kernels/multiversion.h"
+#include "ops/paged_attention.h"
+
+namespace specdec {
+
+constexpr std::int64_t kTile = 64;         // positions reduced together
+constexpr std::int64_t kFewRows = 16;      // query rows that share a tile's loads at least
+constexpr std::int64_t kMostVectors = 256;  // and heads of rows at most, whose sums stay in the second-level cache
+constexpr int kTreeMaskBits = 32;          // rows per word of a tree mask
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Query rows of one sequence and one KV head.
+struct Task {
+  std::int64_t sequence;
+  std::int64_t first_row;  // in the sequence
+  std::int64_t num_rows;
+  std::int64_t kv_head;
+};
+
+// What a task knows of its rows. A vector is one (row, head of the group).
+struct Rows {
+  std::int64_t first_query;  // row of the whole batch
+  std::int64_t prefix;       // KV entries before the sequence's rows
+  std::int64_t first_row;
+  std::int64_t num_vectors;
+};
+
+// Working memory of one thread, in floats and pairs of bf16 numbers (attention_tile.h).
+struct Scratch {
+  std::int64_t words;                        // of a query
+  std::int64_t columns;                      // of an output: value_dim, filled up to whole vectors
+  std::vector<float> query;                  // [vectors, words]
+  std::vector<float> accumulated;            // [vectors, columns]
+  std::vector<float> maximum, sum, rescale;  // [vectors]
+  std::vector<float> scores;                 // [vectors, kTile]
+  std::vector<float> keys;                   // [words, kTile]
+  std::vector<float> values;                 // [kTile, columns]
+  std::vector<float> zeros;                  // [value_dim]: the value of a position that is hidden
+
+  Scratch(std::int64_t vectors, std::int64_t words, std::int64_t columns)
+      : words(words),
+        columns(columns),
+        query(vectors * words),
+        accumulated(vectors * columns),
+        maximum(vectors),
+        sum(vectors),
+        rescale(vectors),
+        scores(vectors * kTile),
+        keys((words + 1) * kTile),  // the last word of an odd head_dim is written as two
+        values(kTile * columns),
+        zeros(columns) {}
+};
+
+// One instruction set; each has a source file of its own (attention_portable.cpp and its neighbours).
+struct AttentionKernel {
+  std::array<void (*)(const PagedAttentionArgs&, Scratch&, const Task&), 3> run;  // by DType
+  std::array<std::int64_t, 3> numbers;                                            // of a word, by DType
+  std::int64_t lanes;
+};
+
+namespace attention_portable {
+extern const AttentionKernel kKernel;
+}
+#ifdef SPECDEC_X86_64_LEVELS
+namespace attention_x86_64_v3 {
+extern const AttentionKernel kKernel;
+}
+namespace attention_x86_64_v4 {
+extern const AttentionKernel kKernel;
+}
+namespace attention_avx512_bf16 {
+extern const AttentionKernel kKernel;
+}
+#endif
+
+// The attention sink of a head.
+inline float sink_of(const PagedAttentionArgs& args, std::int64_t head) {
+  if (args.sinks_dtype == DType::kFloat32) return static_cast<const float*>(args.sinks)[head];
+  const std::uint16_t bits = static_cast<const std::uint16_t*>(args.sinks)[head];
+  return args.sinks_dtype == DType::kFloat16 ? Float16::load(bits) : BFloat16::load(bits);
+}
+
+// First position that a row at `position` sees.
+SPECDEC_INLINE std::int64_t first_visible(const PagedAttentionArgs& args, std::int64_t position) {
+  return args.sliding_window > 0 ? std::max<std::int64_t>(0, position - args.sliding_window + 1) : 0;
+}
+
+SPECDEC_INLINE bool tree_bit(const PagedAttentionArgs& args, std::int64_t query_row, std::int64_t row) {
+  return args.tree_mask[query_row * args.tree_words + row / kTreeMaskBits] >> (row % kTreeMaskBits) & 1;
+}
+
+// First position that a row of the task may see; in a tree a row's position is its depth's, and none lies before the first
+// row's.
+SPECDEC_INLINE std::int64_t first_seen(const PagedAttentionArgs& args, const Rows& rows, std::int64_t row) {
+  return first_visible(args, args.tree_mask ? rows.prefix : rows.prefix + rows.first_row + row);
+}
+
+// Behind the last position that a row of the task may see.
+SPECDEC_INLINE std::int64_t end_seen(const Rows& rows, std::int64_t row) { return rows.prefix + rows.first_row + row + 1; }
+
+// Rows of the task, from the first to behind the last, that see any position of the tile; in a tree any may.
+SPECDEC_INLINE std::pair<std::int64_t, std::int64_t> rows_that_see(const PagedAttentionArgs& args, const Rows& rows,
+                                                                  std::int64_t num_rows, std::int64_t tile) {
+  if (args.tree_mask) return {0, num_rows};
+  const std::int64_t first = std::clamp<std::int64_t>(tile - rows.prefix - rows.first_row, 0, num_rows);
+  if (args.sliding_window == 0) return {first, num_rows};
+  const std::int64_t end = tile + kTile - 1 + args.sliding_window - rows.prefix - rows.first_row;
+  return {first, std::clamp(end, first, num_rows)};
+}
+
+// Bits first to last - 1 of a tile's mask, both cut to the tile.
+SPECDEC_INLINE std::uint64_t bits(std::int64_t first, std::int64_t last) {
+  first = std::clamp<std::int64_t>(first, 0, kTile);
+  last = std::clamp<std::int64_t>(last, 0, kTile);
+  if (first >= last) return 0;
+  return (~std::uint64_t{0} >> (kTile - (last - first))) << first;
+}
+
+// Which positions of the tile the row sees, bit by bit.
+inline std::uint64_t visible(const PagedAttentionArgs& args, const Rows& rows, std::int64_t row, std::int64_t tile) {
+  if (!args.tree_mask) {
+    const std::int64_t position = rows.prefix + rows.first_row + row;
+    return bits(first_visible(args, position) - tile, position + 1 - tile);
+  }
+  if (tile + kTile <= rows.prefix && args.sliding_window == 0) return ~std::uint64_t{0};
+  std::int64_t depth = -1;
+  std::uint64_t ancestors = 0;
+  for (std::int64_t other = 0; other <= rows.first_row + row; ++other) {
+    if (!tree_bit(args, rows.first_query + row, other)) continue;
+    ++depth;
+    const std::int64_t j = rows.prefix + other - tile;
+    if (j >= 0 && j < kTile) ancestors |= std::uint64_t{1} << j;
+  }
+  return bits(first_visible(args, rows.prefix + depth) - tile, rows.prefix - tile) | ancestors;
+}
+
+}  // namespace specdec

@@ -1,0 +1,18 @@
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "kernels/attention_task.h"
+#include "kernels/exponential.h"
+
+#ifdef SPECDEC_X86_64_LEVELS
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4")
+#define SPECDEC_ISA attention_x86_64_v4
+#define SPECDEC_LANES 16
+#include "kernels/attention_tile.h"
+#include "kernels/attention_kernel.h"
+#pragma GCC pop_options
+#endif

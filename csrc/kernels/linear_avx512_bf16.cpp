@@ -1,0 +1,18 @@
+#include <cstring>
+#include <type_traits>
+
+#include "kernels/amx_tiles.h"
+#include "kernels/linear_work.h"
+
+#ifdef SPECDEC_X86_64_LEVELS
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512bf16")
+#define SPECDEC_ISA linear_avx512_bf16
+#define SPECDEC_LANES 16
+#define SPECDEC_DOT_BF16
+#define SPECDEC_TILES AmxTiles
+#include "kernels/linear_kernel.h"
+#pragma GCC pop_options
+#endif

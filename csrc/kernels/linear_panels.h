@@ -1,0 +1,207 @@
+// The same sums for many rows: included by linear_kernel.h, once per instruction set.
+//
+// A panel is the weights of kPanel outputs, transposed so that every lane of a vector belongs to an output: lane after lane
+// of linear_kernel.h's sums, and step after step of a lane. A panel stays in the second-level cache while all rows pass, in
+// blocks of at most kTileRows whose sums fill the registers. What was a lane of a sum is a vector of its own here: the
+// products of a sum, their order and the pairs in which lanes are added are those of linear_kernel.h, so no bit changes.
+
+constexpr int kTileSums = SPECDEC_LANES == 16 ? 24 : SPECDEC_LANES == 8 ? 12 : 8;  // vectors; registers also hold operands
+constexpr int kBlocks = 2;  // vectors of outputs, which share an input's broadcast
+constexpr int kPanel = kBlocks * kLanes;
+constexpr int kTileRows = kTileSums / kBlocks;
+
+// Vectors from one lane's steps to the next's: odd, because at a power of two they would compete for a few cache sets.
+SPECDEC_INLINE std::int64_t panel_stride(std::int64_t num_steps) { return kBlocks * num_steps + 1; }
+
+// Units from one lane's steps to the next's. Whole vectors are stored where `height` units belong, so the last one needs room.
+SPECDEC_INLINE std::int64_t block_stride(std::int64_t num_steps, std::int64_t height) { return num_steps * height + kLanes; }
+
+// The lane that comes as number `index`: in this order lanes are there when fold and sums_of would add them.
+constexpr int lane_at(int index) {
+  int lane = index / (kLanes / 4);
+  for (int bit = kLanes / 8, half = 4; bit > 0; bit /= 2, half *= 2) lane += (index & bit) != 0 ? half : 0;
+  return lane;
+}
+
+// Step `step` of `count` rows, `stride` apart, transposed: a lane in every vector. Lanes from `count` on repeat the last row.
+template <typename Product>
+SPECDEC_INLINE void load_square(const typename Product::Storage* rows, std::int64_t stride, std::int64_t count,
+                                std::int64_t num_numbers, std::int64_t step, Vector square[kLanes]) {
+  const std::int64_t first = step * Product::kStep, left = num_numbers - first;
+  const typename Product::Storage* from[kLanes];
+  for (int i = 0; i < kLanes; ++i) from[i] = rows + std::min<std::int64_t>(i, count - 1) * stride + first;
+  if (left >= Product::kStep) return load_transposed<Product>(from, stride, square);
+  for (int i = 0; i < kLanes; ++i) square[i] = load_some<Product>(from[i], left);
+  transpose(square);
+}
+
+template <typename Product>
+void pack_panel(const LinearArgs& args, std::int64_t output, std::int64_t count, std::int64_t num_steps, Vector* panel) {
+  const auto* weights = static_cast<const typename Product::Storage*>(args.weight);
+  for (int o = 0; o < kBlocks; ++o) {
+    const std::int64_t first = output + o * kLanes, own = std::min<std::int64_t>(kLanes, output + count - first);
+    for (std::int64_t step = 0; own <= 0 && step < num_steps; ++step) {
+      for (int i = 0; i < kLanes; ++i) panel[i * panel_stride(num_steps) + step * kBlocks + o] = Vector{};
+    }
+    for (std::int64_t step = 0; own > 0 && step < num_steps; ++step) {
+      Vector square[kLanes];
+      load_square<Product>(weights + first * args.in_features, args.in_features, own, args.in_features, step, square);
+      for (int i = 0; i < kLanes; ++i) panel[i * panel_stride(num_steps) + step * kBlocks + o] = square[lane_at(i)];
+    }
+  }
+}
+
+// One block of rows: unit (i, s, r) is what lane lane_at(i) takes of row r in step s.
+template <typename Product>
+void pack_rows(const LinearArgs& args, std::int64_t row, std::int64_t count, std::int64_t num_steps, float* block) {
+  const auto* rows = static_cast<const typename Product::Storage*>(args.rows) + row * args.row_stride;
+  for (std::int64_t step = 0; step < num_steps; ++step) {
+    Vector square[kLanes];
+    load_square<Product>(rows, args.row_stride, count, args.in_features, step, square);
+    for (int i = 0; i < kLanes; ++i) {
+      std::memcpy(block + i * block_stride(num_steps, count) + step * count, &square[lane_at(i)], sizeof(Vector));
+    }
+  }
+}
+
+// How many lanes are summed at a time.
+constexpr std::int64_t kFewSteps = 64;
+static_assert(kFewSteps <= kChunkSteps, "");
+SPECDEC_INLINE int lanes_at_once(std::int64_t num_steps) { return num_steps <= kFewSteps ? 2 : 1; }
+
+// What is read after this panel, a line in every step; `step_bytes` is 0 where nothing more is to be fetched.
+struct Ahead {
+  static constexpr std::int64_t kLine = 64;  // bytes
+  const char* from;
+  std::int64_t step_bytes;
+};
+
+// sums[a][r][o] += steps [first, last) of the lane that comes as number a.
+template <int kA, int kR, typename Units>
+SPECDEC_INLINE void add_steps(const float* inputs, std::int64_t input_stride, const Vector* weights,
+                              std::int64_t weight_stride, std::int64_t first, std::int64_t last, Ahead ahead,
+                              Vector sums[kA][kR][kBlocks]) {
+  for (std::int64_t step = first; step < last; ++step) {
+    __builtin_prefetch(ahead.from + step * ahead.step_bytes, 0, 2);  // into the second-level cache, as in linear_rows.h
+    for (int a = 0; a < kA; ++a) {
+      Vector own[kBlocks];
+      for (int o = 0; o < kBlocks; ++o) own[o] = weights[a * weight_stride + step * kBlocks + o];
+      for (int r = 0; r < kR; ++r) {
+        const Vector input = Units::broadcast(inputs + a * input_stride + step * kR + r);
+        for (int o = 0; o < kBlocks; ++o) sums[a][r][o] = Units::add(sums[a][r][o], input, own[o]);
+      }
+    }
+  }
+}
+
+// The sums over all lanes of kR rows and a panel's outputs, kA lanes at a time: where steps are few, sums are better added
+// in registers than stored; where they are many, a weight is better used for many rows.
+template <int kA, int kR, typename Units>
+void tile(const float* inputs, const Vector* weights, std::int64_t num_steps, Ahead ahead,
+          Vector totals[kTileRows][kBlocks]) {
+  Vector levels[5][kR][kBlocks];  // sums of kA, 2 kA, 4 kA, ... lanes that wait for as many others
+  const std::int64_t input_stride = block_stride(num_steps, kR), weight_stride = panel_stride(num_steps);
+  for (int index = 0; index < kLanes / kA; ++index) {
+    Vector sums[kA][kR][kBlocks] = {};
+    add_steps<kA, kR, Units>(inputs, input_stride, weights, weight_stride, 0, std::min(num_steps, kChunkSteps), ahead, sums);
+    if constexpr (kA == 1) {  // more lanes have one chunk; a loop here would take its registers from their sums
+      for (std::int64_t first = kChunkSteps; first < num_steps; first += kChunkSteps) {
+        Vector chunk[kA][kR][kBlocks] = {};
+        add_steps<kA, kR, Units>(inputs, input_stride, weights, weight_stride, first,
+                                 std::min(num_steps, first + kChunkSteps), ahead, chunk);
+        for (int r = 0; r < kR; ++r) {
+          for (int o = 0; o < kBlocks; ++o) sums[0][r][o] += chunk[0][r][o];
+        }
+      }
+    }
+    inputs += kA * input_stride;
+    ahead.from += num_steps * ahead.step_bytes;
+    weights += kA * weight_stride;
+    for (int half = 1; half < kA; half *= 2) {
+      for (int a = 0; a < kA; a += 2 * half) {
+        for (int r = 0; r < kR; ++r) {
+          for (int o = 0; o < kBlocks; ++o) sums[a][r][o] += sums[a + half][r][o];
+        }
+      }
+    }
+    int level = 0;
+    for (; (index >> level & 1) != 0; ++level) {
+      for (int r = 0; r < kR; ++r) {
+        for (int o = 0; o < kBlocks; ++o) sums[0][r][o] += levels[level][r][o];
+      }
+    }
+    Vector(*to)[kBlocks] = index + 1 == kLanes / kA ? totals : levels[level];
+    for (int r = 0; r < kR; ++r) {
+      for (int o = 0; o < kBlocks; ++o) to[r][o] = sums[0][r][o];
+    }
+  }
+}
+
+using Tile = void (*)(const float*, const Vector*, std::int64_t, Ahead, Vector (*)[kBlocks]);
+
+template <int kA, typename Units, int... kBelow>
+Tile tile_of_rows(std::int64_t count, std::integer_sequence<int, kBelow...>) {
+  static constexpr Tile kTiles[] = {tile<kA, kBelow + 1, Units>...};
+  return kTiles[count - 1];
+}
+
+template <typename Units>
+Tile tile_of(int at_once, std::int64_t count) {
+  return at_once == 1 ? tile_of_rows<1, Units>(count, std::make_integer_sequence<int, kTileRows>())
+                      : tile_of_rows<2, Units>(count, std::make_integer_sequence<int, kTileRows / 2>());
+}
+
+// Adds the bias and writes `num_outputs` outputs of `count` rows.
+template <typename Format>
+void store_tile(const LinearArgs& args, Vector totals[kTileRows][kBlocks], std::int64_t row, std::int64_t count,
+                std::int64_t output, std::int64_t num_outputs) {
+  using Storage = typename Format::Storage;
+  const Storage* bias = static_cast<const Storage*>(args.bias);
+  for (int o = 0; o < kBlocks && o * kLanes < num_outputs; ++o) {
+    const std::int64_t first = output + o * kLanes, own = std::min<std::int64_t>(kLanes, num_outputs - o * kLanes);
+    Vector added = {};
+    for (std::int64_t l = 0; bias != nullptr && l < own; ++l) added[l] = Format::load(bias[first + l]);
+    for (std::int64_t r = 0; r < count; ++r) {
+      Storage* out = static_cast<Storage*>(args.out) + (row + r) * args.out_features + first;
+      const Vector total = bias == nullptr ? totals[r][o] : totals[r][o] + added;
+      if (own == kLanes) {
+        store_lanes<Format>(total, out);
+      } else {
+        Storage lanes[kLanes];
+        store_lanes<Format>(total, lanes);
+        std::memcpy(out, lanes, static_cast<std::size_t>(own) * sizeof(Storage));
+      }
+    }
+  }
+}
+
+template <typename Product>
+void prepare_panels(const LinearWork& work, std::int64_t block) {
+  pack_rows<Product>(work.args, work.row_of(block), work.rows_of(block), work.plan.num_steps,
+                     reinterpret_cast<float*>(work.prepared(block)));
+}
+
+template <typename Format, typename Product>
+void panel_outputs(const LinearWork& work, Range blocks, Range outputs, void* buffer) {
+  const std::int64_t num_steps = work.plan.num_steps;
+  const std::int64_t row_bytes = work.args.in_features * static_cast<std::int64_t>(sizeof(typename Format::Storage));
+  const int at_once = lanes_at_once(num_steps);
+  Vector* panel = static_cast<Vector*>(buffer);
+  for (std::int64_t output = outputs.begin; output < outputs.end; output += kPanel) {
+    const std::int64_t own = std::min<std::int64_t>(kPanel, outputs.end - output);
+    pack_panel<Product>(work.args, output, own, num_steps, panel);
+    // The next panel's weights, which the first blocks of rows fetch while they pass by this one.
+    const char* weights = static_cast<const char*>(work.args.weight);
+    const char* next = weights + (output + kPanel) * row_bytes;
+    const char* end = weights + std::min(outputs.end, output + 2 * kPanel) * row_bytes;
+    for (std::int64_t block = blocks.begin; block < blocks.end; ++block) {
+      const std::int64_t count = work.rows_of(block);
+      const Ahead ahead = next < end ? Ahead{next, Ahead::kLine} : Ahead{reinterpret_cast<const char*>(panel), 0};
+      next += kLanes / at_once * num_steps * ahead.step_bytes;
+      Vector totals[kTileRows][kBlocks];
+      tile_of<typename Product::Units>(at_once, count)(reinterpret_cast<const float*>(work.prepared(block)), panel,
+                                                       num_steps, ahead, totals);
+      store_tile<Format>(work.args, totals, work.row_of(block), count, output, own);
+    }
+  }
+}

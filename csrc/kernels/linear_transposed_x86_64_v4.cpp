@@ -1,0 +1,16 @@
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/conversions.h"
+#include "kernels/linear_transposed_work.h"
+
+#ifdef SPECDEC_X86_64_LEVELS
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4")
+#define SPECDEC_ISA transposed_x86_64_v4
+#define SPECDEC_LANES 16
+#include "kernels/linear_transposed_kernel.h"
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,15 @@
+#include <cstring>
+#include <type_traits>
+
+#include "kernels/linear_work.h"
+
+#ifdef SPECDEC_X86_64_LEVELS
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v3")
+#define SPECDEC_ISA linear_x86_64_v3
+#define SPECDEC_LANES 8
+#include "kernels/linear_kernel.h"
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,32 @@
+// grouped_linear: every row times the weights of the experts that it has chosen.
+// The contract stands in specdec_fast/oracle/ops/grouped_linear.py.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/dtype.h"
+
+namespace specdec {
+
+struct GroupedLinearArgs {
+  DType dtype;
+  std::int64_t num_rows;
+  std::int64_t num_choices;  // products per row
+  std::int64_t num_lines;    // inputs per row: one for all its choices, or one for each
+  std::int64_t in_features;
+  std::int64_t out_features;
+  std::int64_t num_experts;
+  const void* rows;          // [num_rows, num_lines, in_features], rows `row_stride` elements apart
+  std::int64_t row_stride;
+  const std::int64_t* expert_ids;  // [num_rows, num_choices]
+  const void* weight;        // [num_experts, out_features, in_features], or the last two the other way round
+  bool transposed;
+  const void* bias;          // [num_experts, out_features], or null
+  void* out;                 // [num_rows, num_choices, out_features], contiguous
+  int num_threads;
+};
+
+// Throws std::out_of_range if there is no such expert.
+void grouped_linear(const GroupedLinearArgs& args);
+
+}  // namespace specdec

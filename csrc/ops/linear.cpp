@@ -1,0 +1,103 @@
+#include "ops/linear.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+
+#include "kernels/amx_tiles.h"
+#include "kernels/linear_work.h"
+#include "kernels/multiversion.h"
+#include "kernels/versions.h"
+
+namespace specdec {
+namespace {
+
+std::vector<Versions<const LinearPlans*>::Version> usable() {
+  std::vector<Versions<const LinearPlans*>::Version> usable = {
+      {"amx-bf16-portable", &linear_portable::kTilePlans}, {"portable", &linear_portable::kPlans}};
+#ifdef SPECDEC_X86_64_LEVELS
+  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", &linear_x86_64_v3::kPlans});
+  if (__builtin_cpu_supports("x86-64-v4")) {
+    usable.push_back({"x86-64-v4", &linear_x86_64_v4::kPlans});
+    if (__builtin_cpu_supports("avx512bf16")) usable.push_back({"avx512-bf16", &linear_avx512_bf16::kPlans});
+    if (__builtin_cpu_supports("avx512bf16") && permitted_amx()) usable.push_back({"amx-bf16", &linear_avx512_bf16::kTilePlans});
+  }
+#endif
+  return usable;
+}
+
+Versions<const LinearPlans*> versions("linear", usable());
+
+constexpr std::int64_t kAlignment = 64;
+
+// `size` bytes, aligned to the largest vector.
+class Buffer {
+ public:
+  explicit Buffer(std::int64_t size) : bytes_(new char[static_cast<std::size_t>(size + kAlignment)]) {}
+  char* get() const { return bytes_.get() + (-reinterpret_cast<std::intptr_t>(bytes_.get()) & (kAlignment - 1)); }
+
+ private:
+  std::unique_ptr<char[]> bytes_;
+};
+
+std::int64_t quotient(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// In how many parts the rows go, of as many as there are threads; each part's outputs are shared by an equal number.
+int parts_of_rows(const LinearPlan& plan, std::int64_t num_blocks, std::int64_t out_features, int num_threads) {
+  const std::int64_t granules = quotient(out_features, plan.granule);
+  int best = 1;
+  std::int64_t least = 0;
+  for (int parts = 1; parts <= num_threads; ++parts) {
+    if (num_threads % parts != 0) continue;
+    const std::int64_t rows = quotient(num_blocks, parts) * plan.height + plan.weight_rows;
+    const std::int64_t time = rows * quotient(granules, num_threads / parts);
+    if (parts == 1 || time < least) best = parts, least = time;
+  }
+  return best;
+}
+
+Range share(std::int64_t size, std::int64_t granule, int part, int parts) {
+  const std::int64_t granules = quotient(size, granule);
+  return {std::min(size, granules * part / parts * granule), std::min(size, granules * (part + 1) / parts * granule)};
+}
+
+}  // namespace
+
+void linear(const LinearArgs& args) {
+  if (args.num_rows == 0 || args.out_features == 0) return;
+  const LinearPlan plan = (*versions.chosen())[static_cast<std::size_t>(args.dtype)](args);
+  const std::int64_t num_blocks = quotient(args.num_rows, plan.height);
+  const std::int64_t passes = quotient(num_blocks, plan.most_blocks), pass_blocks = quotient(num_blocks, passes);
+  const std::int64_t buffer_bytes = quotient(plan.buffer_bytes, kAlignment) * kAlignment;
+  const Buffer inputs(pass_blocks * plan.block_bytes), buffers(buffer_bytes * args.num_threads);
+  // Waking a thread costs some microseconds, about what a core multiplies 64K numbers in.
+  const bool worth_threads = args.num_rows * args.in_features * args.out_features > (1 << 18);
+  const int num_threads = worth_threads ? args.num_threads : 1;
+  const int row_parts = parts_of_rows(plan, pass_blocks, args.out_features, num_threads);
+  const int output_parts = num_threads / row_parts;
+  const bool shares_preparing = num_threads > 1 && args.num_rows * args.in_features > (1 << 16);
+  for (std::int64_t first = 0; first < args.num_rows; first += pass_blocks * plan.height) {
+    const std::int64_t num_rows = std::min(pass_blocks * plan.height, args.num_rows - first);
+    const LinearWork work{args, plan, inputs.get(), first, num_rows};
+    for (std::int64_t block = 0; !shares_preparing && block < work.num_blocks(); ++block) plan.prepare(work, block);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+      if (shares_preparing) {
+#pragma omp for schedule(static)
+        for (std::int64_t block = 0; block < work.num_blocks(); ++block) plan.prepare(work, block);
+      }
+#pragma omp for schedule(static) nowait
+      for (int part = 0; part < num_threads; ++part) {
+        plan.outputs(work, share(work.num_blocks(), 1, part / output_parts, row_parts),
+                     share(args.out_features, plan.granule, part % output_parts, output_parts),
+                     buffers.get() + part * buffer_bytes);
+      }
+    }
+  }
+}
+
+std::vector<std::string> linear_versions() { return versions.names(); }
+
+void choose_linear_version(const std::string& name) { versions.choose(name); }
+
+}  // namespace specdec

@@ -1,0 +1,32 @@
+// linear: rows times a weight matrix, every sum in one order whatever the number of rows.
+// The contract stands in specdec_fast/oracle/ops/linear.py.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/dtype.h"
+
+namespace specdec {
+
+struct LinearArgs {
+  DType dtype;
+  std::int64_t num_rows;
+  std::int64_t in_features;
+  std::int64_t out_features;
+  const void* rows;         // [num_rows, in_features], `row_stride` elements apart
+  std::int64_t row_stride;
+  const void* weight;       // [out_features, in_features], contiguous
+  const void* bias;         // [out_features], or null
+  void* out;                // [num_rows, out_features], contiguous
+  int num_threads;
+};
+
+void linear(const LinearArgs& args);
+
+// Instruction sets that this machine can run, the best, which is chosen, last; tests choose others.
+std::vector<std::string> linear_versions();
+void choose_linear_version(const std::string& name);
+
+}  // namespace specdec

@@ -1,0 +1,50 @@
+#include "ops/linear_transposed.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+
+#include "kernels/linear_transposed_work.h"
+#include "kernels/multiversion.h"
+#include "kernels/versions.h"
+
+namespace specdec {
+namespace {
+
+std::vector<Versions<TransposedKernel>::Version> usable() {
+  std::vector<Versions<TransposedKernel>::Version> usable = {{"portable", transposed_portable::kKernel}};
+#ifdef SPECDEC_X86_64_LEVELS
+  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", transposed_x86_64_v3::kKernel});
+  if (__builtin_cpu_supports("x86-64-v4")) {
+    usable.push_back({"x86-64-v4", transposed_x86_64_v4::kKernel});
+    if (__builtin_cpu_supports("avx512bf16")) usable.push_back({"avx512-bf16", transposed_avx512_bf16::kKernel});
+  }
+#endif
+  return usable;
+}
+
+Versions<TransposedKernel> versions("linear_transposed", usable());
+
+}  // namespace
+
+void linear_transposed(const LinearArgs& args) {
+  const TransposedKernel& kernel = versions.chosen();
+  const TransposedKernel::Format& format = kernel.formats[static_cast<int>(args.dtype)];
+  const std::unique_ptr<float[]> units(new float[static_cast<std::size_t>(args.num_rows * format.num_units(args.in_features))]);
+  format.prepare(args, units.get());
+  const std::int64_t blocks = (args.out_features + kernel.step - 1) / kernel.step;
+  // Waking a thread costs some microseconds, about what a core multiplies 64K numbers in.
+  const bool worth_threads = args.num_rows * args.in_features * args.out_features > (1 << 18);
+#pragma omp parallel for num_threads(args.num_threads) if (worth_threads) schedule(static)
+  for (int part = 0; part < args.num_threads; ++part) {
+    const std::int64_t begin = blocks * part / args.num_threads * kernel.step;
+    const std::int64_t end = std::min(blocks * (part + 1) / args.num_threads * kernel.step, args.out_features);
+    if (begin < end) format.outputs(args, units.get(), begin, end);
+  }
+}
+
+std::vector<std::string> linear_transposed_versions() { return versions.names(); }
+
+void choose_linear_transposed_version(const std::string& name) { versions.choose(name); }
+
+}  // namespace specdec

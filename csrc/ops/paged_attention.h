@@ -1,0 +1,55 @@
+// paged_attention: causal attention of ragged query rows over a paged KV cache.
+// The contract stands in specdec_fast/oracle/ops/paged_attention.py.
+//
+// A query row is reduced over absolute tiles of kTile positions in ascending order, from its own first visible
+// position to its own. So its bits depend on its own context alone: not on how many rows are computed beside it, nor
+// on the batch, the thread or whether it is prefill or verification.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/dtype.h"
+
+namespace specdec {
+
+struct PagedAttentionArgs {
+  DType dtype;
+  std::int64_t num_rows;
+  const void* query;  // [num_rows, num_heads, head_dim], strides in elements, last axis contiguous
+  std::int64_t stride_query_row;
+  std::int64_t stride_query_head;
+  const void* key_cache;    // [num_pages, page_size, num_kv_heads, head_dim], contiguous
+  const void* value_cache;  // [num_pages, page_size, num_kv_heads, value_dim], contiguous
+  std::int64_t num_pages;
+  std::int64_t page_size;
+  std::int64_t num_heads;
+  std::int64_t num_kv_heads;
+  std::int64_t head_dim;
+  std::int64_t value_dim;
+  const std::int32_t* block_table;  // [batch_size, max_pages]
+  std::int64_t max_pages;
+  const std::int32_t* cu_seqlens_q;  // [batch_size + 1]
+  const std::int32_t* seqused_k;     // [batch_size]
+  std::int64_t batch_size;
+  const std::int32_t* tree_mask;  // [num_rows, tree_words], or null: a chain
+  std::int64_t tree_words;
+  float scale;
+  std::int64_t sliding_window;  // 0: none
+  float softcap;                // 0: none
+  const void* sinks;            // [num_heads], or null: none
+  DType sinks_dtype;
+  void* out;  // [num_rows, num_heads, value_dim], contiguous
+  int num_threads;
+};
+
+// Throws std::out_of_range, with nothing written, if a sequence reaches outside its rows, its block table or the cache.
+void paged_attention(const PagedAttentionArgs& args);
+
+// The instruction sets it was compiled for and this machine has, the best last; that one runs unless another is chosen.
+// Choosing is for tests: each must give the right result, wherever the tests happen to run.
+std::vector<std::string> attention_versions();
+void choose_attention_version(const std::string& name);
+
+}  // namespace specdec

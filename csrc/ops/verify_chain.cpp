@@ -1,0 +1,129 @@
+#include "ops/verify_chain.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <vector>
+
+#include "kernels/multiversion.h"
+
+namespace specdec {
+namespace {
+
+constexpr std::int64_t kInvalidToken = -1;
+constexpr std::int64_t kBlock = 4096;  // logits per block: small enough to be rescanned from the first-level cache
+
+// A float's bits as an integer of the same order. Integers, because a compiler may reorder an integer maximum and
+// so vectorise it without -ffast-math; and one body then serves fp32, fp16 and bf16. `kInfinity` is the bit
+// pattern of +inf: a magnitude above it is a NaN.
+template <typename Int, Int kInfinity>
+struct Ordered {
+  using Bits = Int;
+  static constexpr Int kMagnitude = std::numeric_limits<Int>::max();
+  static constexpr Int infinity = kInfinity;
+  static inline Int magnitude(Int bits) { return static_cast<Int>(bits & kMagnitude); }
+  static inline Int key(Int bits) {
+    // Negative floats are ordered backwards; flipping their magnitude puts them right. -0 must equal +0.
+    const Int flipped = static_cast<Int>(bits ^ ((bits >> (8 * sizeof(Int) - 1)) & kMagnitude));
+    return magnitude(bits) == 0 ? Int{0} : flipped;
+  }
+};
+using OrderedFloat32 = Ordered<std::int32_t, 0x7f800000>;
+using OrderedFloat16 = Ordered<std::int16_t, 0x7c00>;
+using OrderedBFloat16 = Ordered<std::int16_t, 0x7f80>;
+
+template <typename Format>
+inline __attribute__((always_inline)) std::int64_t argmax(const typename Format::Bits* row, std::int64_t size) {
+  using Bits = typename Format::Bits;
+  Bits best = std::numeric_limits<Bits>::min();
+  Bits largest_magnitude = 0;
+  std::int64_t best_block = 0;
+  for (std::int64_t start = 0; start < size; start += kBlock) {
+    const std::int64_t stop = std::min(size, start + kBlock);
+    Bits block_best = std::numeric_limits<Bits>::min();
+    Bits block_magnitude = 0;
+    for (std::int64_t i = start; i < stop; ++i) {
+      block_best = std::max(block_best, Format::key(row[i]));
+      block_magnitude = std::max(block_magnitude, Format::magnitude(row[i]));
+    }
+    largest_magnitude = std::max(largest_magnitude, block_magnitude);
+    if (block_best > best) {  // strictly: the first block of equal maxima stays
+      best = block_best;
+      best_block = start;
+    }
+  }
+  if (largest_magnitude > Format::infinity) return kInvalidToken;
+  std::int64_t i = best_block;
+  while (Format::key(row[i]) != best) ++i;
+  return i;
+}
+
+SPECDEC_MULTIVERSION
+std::int64_t argmax_float32(const std::int32_t* row, std::int64_t size) {
+  return argmax<OrderedFloat32>(row, size);
+}
+
+SPECDEC_MULTIVERSION
+std::int64_t argmax_float16(const std::int16_t* row, std::int64_t size) {
+  return argmax<OrderedFloat16>(row, size);
+}
+
+SPECDEC_MULTIVERSION
+std::int64_t argmax_bfloat16(const std::int16_t* row, std::int64_t size) {
+  return argmax<OrderedBFloat16>(row, size);
+}
+
+std::int64_t argmax_row(const VerifyChainArgs& args, std::int64_t row) {
+  const std::int64_t offset = row * args.row_stride;
+  switch (args.dtype) {
+    case DType::kFloat32:
+      return argmax_float32(static_cast<const std::int32_t*>(args.logits) + offset, args.vocab_size);
+    case DType::kFloat16:
+      return argmax_float16(static_cast<const std::int16_t*>(args.logits) + offset, args.vocab_size);
+    case DType::kBFloat16:
+      return argmax_bfloat16(static_cast<const std::int16_t*>(args.logits) + offset, args.vocab_size);
+  }
+  return kInvalidToken;
+}
+
+std::int64_t choose(const VerifyChainArgs& args, std::int64_t row, std::vector<double>& scratch) {
+  if (args.sampling == nullptr) return argmax_row(args, row);
+  const Sampling& s = *args.sampling;
+  const std::int32_t* after = std::upper_bound(args.cu_seqlens, args.cu_seqlens + args.batch_size + 1, row);
+  const std::int64_t b = after - args.cu_seqlens - 1;
+  if (s.temperatures[b] == 0.0 && s.repetition_penalties[b] == 1.0) return argmax_row(args, row);
+  const std::int64_t first = args.cu_seqlens[b];
+  const std::int64_t item = args.dtype == DType::kFloat32 ? 4 : 2;
+  return sample_row({static_cast<const char*>(args.logits) + row * args.row_stride * item, args.dtype, args.vocab_size,
+                     s.temperatures[b], s.top_k[b], s.top_p[b], s.min_p[b], s.repetition_penalties[b], s.seeds[b],
+                     s.positions[b] + row - first,
+                     {s.seen_ids + s.cu_seen[b], s.cu_seen[b + 1] - s.cu_seen[b], args.token_ids + first,
+                      row - first + 1}},
+                    scratch);
+}
+
+void accept(const VerifyChainArgs& args, const VerifyChainResult& result, std::int64_t sequence) {
+  const std::int64_t start = args.cu_seqlens[sequence];
+  const std::int64_t last = args.cu_seqlens[sequence + 1] - 1;
+  std::int64_t row = start;
+  while (row < last && args.token_ids[row + 1] == result.target_tokens[row]) ++row;
+  result.num_accepted[sequence] = static_cast<std::int32_t>(row - start);
+  result.next_tokens[sequence] = result.target_tokens[row];
+}
+
+}  // namespace
+
+void verify_chain(const VerifyChainArgs& args, const VerifyChainResult& result) {
+  // Waking a thread costs some microseconds, about what one reads 64K logits in.
+  const bool worth_threads = args.num_rows > 1 && args.num_rows * args.vocab_size > (1 << 16);
+#pragma omp parallel num_threads(args.num_threads) if (worth_threads)
+  {
+    std::vector<double> scratch;
+    // Dynamic, because a row that is drawn takes many times as long as one that is not.
+#pragma omp for schedule(dynamic)
+    for (std::int64_t row = 0; row < args.num_rows; ++row) result.target_tokens[row] = choose(args, row, scratch);
+  }
+  for (std::int64_t sequence = 0; sequence < args.batch_size; ++sequence) accept(args, result, sequence);
+}
+
+}  // namespace specdec

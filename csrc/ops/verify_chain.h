@@ -1,0 +1,33 @@
+// verify_chain: which draft tokens the target itself would have emitted.
+// The contract, and what a NaN means, stand in specdec_fast/oracle/ops/verify_chain.py.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/dtype.h"
+#include "ops/sampling.h"
+
+namespace specdec {
+
+struct VerifyChainArgs {
+  const void* logits;         // [num_rows, vocab_size], rows `row_stride` elements apart
+  DType dtype;
+  std::int64_t num_rows;
+  std::int64_t vocab_size;
+  std::int64_t row_stride;
+  const std::int64_t* token_ids;   // [num_rows] what was fed
+  const std::int32_t* cu_seqlens;  // [batch_size + 1]
+  std::int64_t batch_size;
+  const Sampling* sampling;  // null: all are greedy
+  int num_threads;
+};
+
+struct VerifyChainResult {
+  std::int64_t* target_tokens;  // [num_rows]
+  std::int32_t* num_accepted;   // [batch_size]
+  std::int64_t* next_tokens;    // [batch_size]
+};
+
+void verify_chain(const VerifyChainArgs& args, const VerifyChainResult& result);
+
+}  // namespace specdec

@@ -1,0 +1,147 @@
+// A forward program: a model's whole forward over a ragged batch as a list of steps, run in one call.
+//
+// It is written down by specdec_fast/program/ from one run of the model in PyTorch. Steps between linear layers and
+// attention are row operations (rowwise.h); those that follow one another are run row by row, so that what they hand on
+// stays in the first-level cache. Every step computes a row from that row alone (attention: and from its KV entries), so
+// no bit hangs on the rows beside it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels/dtype.h"
+#include "program/rowwise.h"
+
+namespace specdec {
+
+// What a buffer has rows of: the batch's rows, or those of them whose logits are wanted.
+enum class Domain : int { kRows = 0, kLogitRows = 1 };
+
+struct Buffer {
+  enum class Place : int { kArena = 0, kScratch = 1, kLogits = 2 };
+  Place place;
+  Domain domain;
+  std::int64_t offset;     // bytes; in the arena for every row of the domain
+  std::int64_t row_bytes;
+};
+
+// Part of a buffer's rows: axes [heads, head_dim], the last one contiguous.
+struct HeadsView {
+  int buffer;
+  std::int64_t offset;       // bytes
+  std::int64_t stride_head;  // elements
+};
+
+struct LinearStep {
+  DType dtype;
+  int in, out;                // buffers
+  std::int64_t in_offset;     // bytes
+  std::int64_t lines;         // products per row
+  std::int64_t in_features, out_features;
+  const void *weight, *bias;  // bias may be null
+  bool transposed;            // weight is [in_features, out_features]
+};
+
+struct GroupedLinearStep {  // see grouped_linear.h
+  DType dtype;
+  int in, experts, out;                      // buffers; expert ids are fp32 numbers
+  std::int64_t in_offset, experts_offset;    // bytes
+  std::int64_t lines, choices, in_features, out_features, num_experts;
+  const void *weight, *bias;
+  bool transposed;
+};
+
+struct AppendStep {
+  std::int64_t layer;
+  HeadsView key, value;
+};
+
+struct AttendStep {
+  std::int64_t layer, num_heads;
+  HeadsView query;
+  int out;
+  float scale, softcap;         // softcap 0: none
+  std::int64_t sliding_window;  // 0: none
+  const void* sinks;            // [num_heads] or null
+  DType sinks_dtype;
+};
+
+struct GatherStep {  // rows whose logits are wanted
+  int in, out;
+};
+
+// What one layer keeps per position: num_kv_heads keys of key_dim numbers, and as many values of value_dim.
+struct KVShape {
+  std::int64_t num_kv_heads, key_dim, value_dim;
+};
+
+// Where the pages of a pool are. Page ids mean the same in every layer.
+struct KVPages {
+  char* const* layers;  // [num_layers, 2]: keys and values, each [num_pages, page_size, num_kv_heads, its head size]
+  std::int64_t num_pages, page_size;
+};
+
+// One forward: addresses on this machine.
+struct Forward {
+  std::int64_t num_rows, num_logit_rows;
+  const std::int64_t* token_ids;     // [num_rows]
+  const std::int64_t* positions;     // [num_rows]
+  const std::int64_t* logit_rows;    // [num_logit_rows]
+  const std::int32_t* slot_mapping;  // [num_rows]
+  const std::int32_t* block_table;   // [batch_size, max_pages]
+  const std::int32_t* cu_seqlens_q;  // [batch_size + 1]
+  const std::int32_t* seqused_k;     // [batch_size]
+  std::int64_t batch_size, max_pages;
+  const std::int32_t* tree_mask;  // [num_rows, tree_words], or null: chains
+  std::int64_t tree_words;
+  KVPages kv;
+  void* logits;  // [num_logit_rows, vocab_size]
+  int num_threads;
+};
+
+class Program {
+ public:
+  // `layers`: of the KV cache, by number.
+  Program(DType dtype, std::vector<KVShape> layers, std::int64_t arena_bytes, std::int64_t logit_arena_bytes,
+          std::int64_t scratch_bytes);
+  ~Program();
+
+  // Buffers are numbered, and steps run, in the order in which they are added.
+  void add(const Buffer& buffer) { buffers_.push_back(buffer); }
+  void add(const RowOp& op, Domain domain);
+  void add(const LinearStep& step);
+  void add(const GroupedLinearStep& step);
+  void add(const AppendStep& step);
+  void add(const AttendStep& step);
+  void add(const GatherStep& step);
+
+  // One call at a time. Throws std::out_of_range if an index lies outside what it points into.
+  void run(const Forward& forward);
+
+  // What all runs have taken together.
+  double seconds() const { return seconds_; }
+
+ private:
+  struct Step;
+  struct Run;
+  void run_row_ops(const Step& step, Run& run);
+  void run_linear(const LinearStep& step, const Run& run) const;
+  void run_grouped_linear(const GroupedLinearStep& step, const Run& run) const;
+  void run_append(const AppendStep& step, const Run& run) const;
+  void run_attend(const AttendStep& step, const Run& run) const;
+  void run_gather(const GatherStep& step, const Run& run) const;
+
+  DType dtype_;
+  std::vector<KVShape> layers_;
+  std::int64_t arena_bytes_, logit_arena_bytes_, scratch_bytes_;  // per row, per logit row, per thread
+  std::int64_t largest_op_ = 1;
+  double seconds_ = 0.0;
+  std::vector<Buffer> buffers_;
+  std::vector<Step> steps_;
+  std::vector<char> arena_;
+  std::vector<std::vector<char>> scratch_;  // one per thread
+  std::vector<RowScratch> row_scratch_;
+};
+
+}  // namespace specdec

@@ -1,0 +1,164 @@
+#include "program/row_functions.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "kernels/exponential.h"
+#include "kernels/multiversion.h"
+
+namespace specdec {
+namespace {
+
+// exp(x) within 2 units in the last place, 2^n in two factors so that no exponent overflows. A NaN stays one.
+SPECDEC_INLINE float exp_of(float x) {
+  float bounded = x < -104.0f ? -104.0f : x;  // beyond these: 0 and infinity, in fp32
+  bounded = bounded > 89.0f ? 89.0f : bounded;
+  float shifted;
+  const float e = exp_remainder(bounded, shifted);
+  const std::int32_t whole = static_cast<std::int32_t>(bit_cast<std::uint32_t>(shifted) - 0x4b400000u);
+  const std::int32_t half = whole >> 1;
+  const float first = bit_cast<float>(static_cast<std::uint32_t>(half + 127) << 23);
+  const float second = bit_cast<float>(static_cast<std::uint32_t>(whole - half + 127) << 23);
+  return e * first * second;
+}
+
+// Within 2 units in the last place: near 0 by a polynomial (least squares on [0, 0.625^2], reweighted to equal errors),
+// else by exp.
+SPECDEC_INLINE float tanh_of(float x) {
+  const float magnitude = x < 0.0f ? -x : x;
+  const float z = x * x;
+  float p = -5.716876592e-3f;
+  p = p * z + 2.065045014e-2f;
+  p = p * z - 5.374346301e-2f;
+  p = p * z + 1.333149076e-1f;
+  p = p * z - 3.333328366e-1f;
+  const float near = x + x * z * p;
+  const float far = 1.0f - 2.0f / (exp_of(2.0f * magnitude) + 1.0f);
+  const float beyond = x < 0.0f ? -far : far;
+  return magnitude < 0.625f ? near : beyond;
+}
+
+using Function = void (*)(const float* a, const float* b, const float* c, float* out, std::int64_t size);
+
+#define SPECDEC_ROW_FUNCTION(name, expression)                                                             \
+  SPECDEC_MULTIVERSION                                                                                     \
+  void name(const float* __restrict a, [[maybe_unused]] const float* __restrict b,                         \
+            [[maybe_unused]] const float* __restrict c, float* __restrict out, std::int64_t size) {        \
+    for (std::int64_t i = 0; i < size; ++i) {                                                              \
+      const float x = a[i];                                                                                \
+      out[i] = expression;                                                                                 \
+    }                                                                                                      \
+  }
+
+SPECDEC_ROW_FUNCTION(copy, x)
+SPECDEC_ROW_FUNCTION(neg, -x)
+SPECDEC_ROW_FUNCTION(absolute, std::fabs(x))
+SPECDEC_ROW_FUNCTION(square, x * x)
+SPECDEC_ROW_FUNCTION(square_root, std::sqrt(x))
+SPECDEC_ROW_FUNCTION(reciprocal_root, 1.0f / std::sqrt(x))
+SPECDEC_ROW_FUNCTION(reciprocal, 1.0f / x)
+SPECDEC_ROW_FUNCTION(exponential, exp_of(x))
+SPECDEC_ROW_FUNCTION(sine, std::sin(x))
+SPECDEC_ROW_FUNCTION(cosine, std::cos(x))
+SPECDEC_ROW_FUNCTION(sigmoid, 1.0f / (1.0f + exp_of(-x)))
+SPECDEC_ROW_FUNCTION(silu, x / (1.0f + exp_of(-x)))
+SPECDEC_ROW_FUNCTION(tanh_function, tanh_of(x))
+SPECDEC_ROW_FUNCTION(relu, x < 0.0f ? 0.0f : x)
+SPECDEC_ROW_FUNCTION(gelu, 0.5f * x * (1.0f + std::erf(x * 0.707106781f)))
+SPECDEC_ROW_FUNCTION(gelu_tanh, 0.5f * x * (1.0f + tanh_of(0.797884561f * (x + 0.044715f * (x * x * x)))))
+SPECDEC_ROW_FUNCTION(add, x + b[i])
+SPECDEC_ROW_FUNCTION(sub, x - b[i])
+SPECDEC_ROW_FUNCTION(mul, x* b[i])
+SPECDEC_ROW_FUNCTION(div, x / b[i])
+SPECDEC_ROW_FUNCTION(maximum, x < b[i] || b[i] != b[i] ? b[i] : x)  // a NaN wins
+SPECDEC_ROW_FUNCTION(minimum, x > b[i] || b[i] != b[i] ? b[i] : x)
+SPECDEC_ROW_FUNCTION(equal, x == b[i] ? 1.0f : 0.0f)
+SPECDEC_ROW_FUNCTION(not_equal, x != b[i] ? 1.0f : 0.0f)
+SPECDEC_ROW_FUNCTION(less, x < b[i] ? 1.0f : 0.0f)
+SPECDEC_ROW_FUNCTION(less_or_equal, x <= b[i] ? 1.0f : 0.0f)
+SPECDEC_ROW_FUNCTION(greater, x > b[i] ? 1.0f : 0.0f)
+SPECDEC_ROW_FUNCTION(greater_or_equal, x >= b[i] ? 1.0f : 0.0f)
+SPECDEC_ROW_FUNCTION(where, x != 0.0f ? b[i] : c[i])
+#undef SPECDEC_ROW_FUNCTION
+
+constexpr Function kFunctions[] = {copy, neg,  absolute,      square, square_root, reciprocal_root, reciprocal,
+                                   exponential, sine, cosine, sigmoid, silu, tanh_function, relu, gelu, gelu_tanh,
+                                   add,  sub,  mul,           div, maximum, minimum, equal, not_equal, less,
+                                   less_or_equal, greater, greater_or_equal, where};
+static_assert(sizeof(kFunctions) / sizeof(Function) == static_cast<int>(RowCode::kMean), "one per code");
+
+constexpr int kLanes = 16;  // of a sum: the same on every instruction set, so that they agree
+
+// Lane l adds numbers l, l + 16, ...; the lanes are then added in pairs.
+template <typename Term>
+SPECDEC_INLINE float sum_of(std::int64_t size, Term term) {
+  float lanes[kLanes] = {};
+  std::int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += term(i + lane);
+  }
+  for (int lane = 0; i + lane < size; ++lane) lanes[lane] += term(i + lane);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+SPECDEC_MULTIVERSION
+float squared_distance(const float* a, float from, std::int64_t size) {
+  return sum_of(size, [a, from](std::int64_t i) { return (a[i] - from) * (a[i] - from); });
+}
+
+// weight and bias are laid out like a.
+SPECDEC_MULTIVERSION
+void scale_and_shift(const float* __restrict a, const float* __restrict weight, const float* __restrict bias,
+                     float mean, float scale, float* __restrict out, std::int64_t size) {
+  for (std::int64_t i = 0; i < size; ++i) out[i] = (a[i] - mean) * scale * weight[i] + bias[i];
+}
+
+}  // namespace
+
+void run_elementwise(RowCode code, const float* a, const float* b, const float* c, float* out, std::int64_t size) {
+  kFunctions[static_cast<int>(code)](a, b, c, out, size);
+}
+
+SPECDEC_MULTIVERSION
+float sum(const float* a, std::int64_t size) {
+  return sum_of(size, [a](std::int64_t i) { return a[i]; });
+}
+
+SPECDEC_MULTIVERSION
+void softmax(const float* __restrict a, float* __restrict out, std::int64_t size) {
+  float largest = -std::numeric_limits<float>::infinity();
+  for (std::int64_t i = 0; i < size; ++i) largest = a[i] > largest ? a[i] : largest;
+  for (std::int64_t i = 0; i < size; ++i) out[i] = exp_of(a[i] - largest);
+  const float total = sum_of(size, [out](std::int64_t i) { return out[i]; });
+  for (std::int64_t i = 0; i < size; ++i) out[i] = out[i] / total;
+}
+
+void top_k(const float* a, std::int64_t size, float* out, std::int64_t count, bool is_sorted) {
+  using Place = std::pair<float, std::int64_t>;
+  std::vector<Place> places(static_cast<std::size_t>(size));
+  for (std::int64_t i = 0; i < size; ++i) places[i] = {a[i], i};
+  const auto comes_first = [](const Place& one, const Place& other) {
+    return one.first > other.first || (one.first != one.first && other.first == other.first);
+  };
+  if (count * 64 <= size) {
+    std::partial_sort(places.begin(), places.begin() + count, places.end(), comes_first);
+  } else if (count > 0) {
+    std::nth_element(places.begin(), places.begin() + count - 1, places.end(), comes_first);
+    if (is_sorted) std::sort(places.begin(), places.begin() + count - 1, comes_first);
+  }
+  for (std::int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(places[i].second);
+}
+
+void layer_norm(const float* a, const float* weight, const float* bias, float epsilon, float* out, std::int64_t size) {
+  const float mean = sum(a, size) / static_cast<float>(size);
+  const float variance = squared_distance(a, mean, size) / static_cast<float>(size);
+  scale_and_shift(a, weight, bias, mean, 1.0f / std::sqrt(variance + epsilon), out, size);
+}
+
+}  // namespace specdec

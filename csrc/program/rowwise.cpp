@@ -1,0 +1,175 @@
+#include "program/rowwise.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/conversions.h"
+#include "program/row_functions.h"
+
+namespace specdec {
+namespace {
+
+std::int64_t place_of(float index, std::int64_t size) {
+  if (!(index >= 0.0f && index < static_cast<float>(size))) {
+    throw std::out_of_range("index " + std::to_string(index) + " lies outside an axis of " + std::to_string(size));
+  }
+  return static_cast<std::int64_t>(index);
+}
+
+float widen_one(DType dtype, const char* from) {
+  float number = 0;
+  widen_all(dtype, from, &number, 1);
+  return number;
+}
+
+using Shape = std::array<std::int64_t, kMaxRank>;
+
+// The operand's own: the operation's, but for the last axis.
+Shape shape_of(const Operand& operand, const RowOp& op) { return {op.shape[0], op.shape[1], op.shape[2], operand.length}; }
+
+bool is_dense(const Operand& operand, const Shape& shape) {
+  std::int64_t expected = 1;
+  for (int axis = kMaxRank - 1; axis >= 0; --axis) {
+    if (shape[axis] != 1 && operand.strides[axis] != expected) return false;
+    expected *= shape[axis];
+  }
+  return true;
+}
+
+// Calls visit(line, offset in elements) for every line along the last axis.
+template <typename Visit>
+void for_each_line(const Shape& shape, const Shape& strides, Visit visit) {
+  std::int64_t line = 0;
+  for (std::int64_t i = 0; i < shape[0]; ++i) {
+    for (std::int64_t j = 0; j < shape[1]; ++j) {
+      for (std::int64_t k = 0; k < shape[2]; ++k) {
+        visit(line++, i * strides[0] + j * strides[1] + k * strides[2]);
+      }
+    }
+  }
+}
+
+char* address(const Operand& operand, const RowPlace& place) {
+  const std::int64_t bytes = operand.offset * item_size(operand.dtype);
+  if (operand.place == Operand::Place::kConstant) return const_cast<char*>(operand.constant) + bytes;
+  return place.address(operand.buffer) + bytes;
+}
+
+// Returns the operand's numbers side by side: where they are, or gathered in `memory`.
+const float* load(const Operand& operand, const Shape& shape, const RowPlace& place, float* memory) {
+  const std::int64_t size = shape[0] * shape[1] * shape[2] * shape[3];
+  if (operand.place == Operand::Place::kImmediate) {
+    std::fill(memory, memory + size, operand.immediate);
+    return memory;
+  }
+  const char* from = address(operand, place);
+  if (operand.is_dense) {
+    if (operand.dtype == DType::kFloat32) return reinterpret_cast<const float*>(from);
+    widen_all(operand.dtype, from, memory, size);
+    return memory;
+  }
+  const std::int64_t length = shape[3], stride = operand.strides[3], item = item_size(operand.dtype);
+  for_each_line(shape, operand.strides, [&](std::int64_t line, std::int64_t offset) {
+    float* to = memory + line * length;
+    const char* numbers = from + offset * item;
+    if (stride == 1) {
+      widen_all(operand.dtype, numbers, to, length);
+    } else if (stride == 0) {
+      std::fill(to, to + length, widen_one(operand.dtype, numbers));
+    } else {
+      for (std::int64_t i = 0; i < length; ++i) to[i] = widen_one(operand.dtype, numbers + i * stride * item);
+    }
+  });
+  return memory;
+}
+
+void store(const Operand& operand, const Shape& shape, const float* result, const RowPlace& place) {
+  char* to = address(operand, place);
+  const std::int64_t length = shape[3], stride = operand.strides[3], item = item_size(operand.dtype);
+  if (operand.is_dense) {
+    narrow_all(operand.dtype, result, to, shape[0] * shape[1] * shape[2] * length);
+    return;
+  }
+  for_each_line(shape, operand.strides, [&](std::int64_t line, std::int64_t offset) {
+    const float* numbers = result + line * length;
+    if (stride == 1) {
+      narrow_all(operand.dtype, numbers, to + offset * item, length);
+    } else {
+      for (std::int64_t i = 0; i < length; ++i) {
+        narrow_all(operand.dtype, numbers + i, to + (offset + i * stride) * item, 1);
+      }
+    }
+  });
+}
+
+// Along the last axis, line by line.
+void run_over_lines(const RowOp& op, const float* const* in, float* result) {
+  const std::int64_t length = op.in[0].length, others = op.in.size() > 1 ? op.in[1].length : 0;
+  for (std::int64_t line = 0; line < op.lines(); ++line, result += op.out.length) {
+    const float *numbers = in[0] + line * length, *second = in[1] + line * others;
+    switch (op.code) {
+      case RowCode::kSum: result[0] = sum(numbers, length); break;
+      case RowCode::kMean: result[0] = sum(numbers, length) / static_cast<float>(length); break;
+      case RowCode::kSoftmax: softmax(numbers, result, length); break;
+      case RowCode::kTopK: top_k(numbers, length, result, op.out.length, op.scalar != 0.0f); break;
+      case RowCode::kGather:
+        for (std::int64_t i = 0; i < others; ++i) result[i] = numbers[place_of(second[i], length)];
+        break;
+      case RowCode::kScatter:
+        std::copy(numbers, numbers + length, result);
+        for (std::int64_t i = 0; i < others; ++i) result[place_of(second[i], length)] = in[2][line * others + i];
+        break;
+      default: layer_norm(numbers, second, in[2] + line * length, op.scalar, result, length);
+    }
+  }
+}
+
+void embed(const RowOp& op, const RowPlace& place) {
+  const std::int64_t row = op.by_position ? place.position + static_cast<std::int64_t>(op.scalar) : place.token_id;
+  if (row < 0 || row >= op.table_rows) {
+    throw std::out_of_range((op.by_position ? "position " : "token id ") + std::to_string(row) +
+                            " lies outside a table of " + std::to_string(op.table_rows) + " rows");
+  }
+  const std::int64_t bytes = op.lines() * op.out.length * item_size(op.out.dtype);
+  std::memcpy(address(op.out, place), op.in[0].constant + row * bytes, static_cast<std::size_t>(bytes));
+}
+
+}  // namespace
+
+std::int64_t RowOp::size() const {
+  std::int64_t longest = out.length;
+  for (const Operand& operand : in) longest = std::max(longest, operand.length);
+  return lines() * longest;
+}
+
+RowOp prepared(RowOp op) {
+  for (Operand& operand : op.in) operand.is_dense = is_dense(operand, shape_of(operand, op));
+  op.out.is_dense = is_dense(op.out, shape_of(op.out, op));
+  return op;
+}
+
+void run_row_op(const RowOp& op, const RowPlace& place, RowScratch& scratch) {
+  if (op.code == RowCode::kEmbedding) return embed(op, place);
+  const Shape results = shape_of(op.out, op);
+  if (op.code == RowCode::kPosition) {
+    scratch.result[0] = static_cast<float>(place.position) + op.scalar;
+    return store(op.out, results, scratch.result.data(), place);
+  }
+  const float* in[3] = {};
+  for (std::size_t i = 0; i < op.in.size(); ++i) {
+    float* memory = scratch.loaded.data() + static_cast<std::int64_t>(i) * scratch.size;
+    in[i] = load(op.in[i], shape_of(op.in[i], op), place, memory);
+  }
+  const bool in_place = op.out.dtype == DType::kFloat32 && op.out.is_dense;
+  float* result = in_place ? reinterpret_cast<float*>(address(op.out, place)) : scratch.result.data();
+  if (op.code >= RowCode::kMean) {
+    run_over_lines(op, in, result);
+  } else {
+    run_elementwise(op.code, in[0], in[1], in[2], result, op.lines() * op.out.length);
+  }
+  if (!in_place) store(op.out, results, result, place);
+}
+
+}  // namespace specdec

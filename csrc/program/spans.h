@@ -1,0 +1,43 @@
+// From spans of positions to what a forward reads: a step of the engine lays nothing out in Python.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "program/program.h"
+
+namespace specdec {
+
+// A page pool: every sequence has a place in its tables.
+struct Pages {
+  const std::int32_t* tables;  // [num_places, max_pages]
+  std::int64_t num_places, max_pages;
+  KVPages kv;
+};
+
+// Consecutive positions of the sequence at `place`: `start` to `start + count - 1`.
+struct Span {
+  std::int64_t place, start, count;
+};
+
+// The arrays of one forward over `spans`, sequence after sequence. Throws std::out_of_range if a span lies outside the
+// tables.
+class SpanLayout {
+ public:
+  enum class Logits { kAllRows, kLastRows };  // of which rows they are wanted: all, or the last of each span
+
+  SpanLayout(const Pages& pages, const std::vector<Span>& spans, Logits wanted);
+
+  std::int64_t num_rows() const { return static_cast<std::int64_t>(positions_.size()); }
+  const std::int32_t* cu_seqlens() const { return cu_seqlens_.data(); }
+  // The arrays are this object's: it must outlive the forward.
+  Forward forward(const std::int64_t* token_ids, void* logits, int num_threads) const;
+
+ private:
+  Pages pages_;
+  std::int64_t width_ = 0;  // of the block table: no wider than these spans need
+  std::vector<std::int64_t> positions_, logit_rows_;
+  std::vector<std::int32_t> slot_mapping_, block_table_, cu_seqlens_, seqused_k_;
+};
+
+}  // namespace specdec
