@@ -152,7 +152,7 @@ specdec::Operand operand(const OperandTuple& t) {
 using Addresses = std::array<std::uintptr_t, 10>;
 using ForwardSizes = std::array<std::int64_t, 8>;
 
-// In the order of specdec_fast/ops/cpp_program.py.
+// In the order of specdec_fast/program/cpp_executor.py.
 specdec::Forward forward(const Addresses& at, const ForwardSizes& sizes) {
   return {sizes[0],
           sizes[1],
@@ -172,7 +172,7 @@ specdec::Forward forward(const Addresses& at, const ForwardSizes& sizes) {
           static_cast<int>(sizes[7])};
 }
 
-// In the order of specdec_fast/ops/cpp_program.py: of the tables their address and sizes, then of the layers' pages.
+// In the order of specdec_fast/program/cpp_executor.py: of the tables their address and sizes, then of the layers' pages.
 specdec::Pages pages_at(const std::array<std::int64_t, 6>& t) {
   return {pointer<const std::int32_t>(static_cast<std::uintptr_t>(t[0])), t[1], t[2],
           {pointer<char* const>(static_cast<std::uintptr_t>(t[3])), t[4], t[5]}};

@@ -15,7 +15,7 @@ namespace specdec {
 
 enum class RowCode : int {
   kCopy, kNeg, kAbs, kSquare, kSqrt, kRsqrt, kReciprocal, kExp, kSin, kCos, kSigmoid, kSilu, kTanh, kRelu, kGelu,
-  kGeluTanh,                 // functions of one number; order as in specdec_fast/instructions.py
+  kGeluTanh,                 // functions of one number; order as in specdec_fast/program/ir.py
   kAdd, kSub, kMul, kDiv, kMaximum, kMinimum,  // of two
   kEq, kNe, kLt, kLe, kGt, kGe,                // of two: 1 where it holds, else 0
   kWhere,                    // the second where the first is not 0, else the third
