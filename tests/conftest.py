@@ -21,7 +21,7 @@ from transformers.utils import logging
 from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import transformers_greedy
 
-MAX_NEW_TOKENS = 40
+pytest.register_assert_rewrite("support")  # before anything of it is imported
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,4 +72,6 @@ def prompt_ids(prompts, tokenizer):
 @pytest.fixture(scope="session")
 def expected(target, prompt_ids):
     """What ``transformers.generate`` emits for each of ``prompt_ids`` at batch 1, greedily."""
+    from support.demo import MAX_NEW_TOKENS
+
     return [transformers_greedy(target, ids, MAX_NEW_TOKENS) for ids in prompt_ids]

@@ -12,8 +12,7 @@ import pytest
 
 from specdec_fast.drafters import NAMED_DRAFTERS
 from specdec_fast.ops import AUTO, BACKENDS
-
-ROOT = Path(__file__).parents[1]
+from support.source_tree import PACKAGE, ROOT, SOURCES, shown
 
 
 def floors() -> tuple[dict[str, int], dict[str, set[str]]]:
@@ -32,13 +31,6 @@ def floors() -> tuple[dict[str, int], dict[str, set[str]]]:
 
 RANK, NARROW = floors()
 LARGEST = {"lines of the file": 300, "lines of a function": 60, "parameters": 8}
-
-PACKAGE = sorted((ROOT / "specdec_fast").rglob("*.py")) + sorted((ROOT / "triton_kernels").rglob("*.py"))
-SOURCES = PACKAGE + sorted((ROOT / "bench").rglob("*.py")) + sorted((ROOT / "tools").rglob("*.py"))
-
-
-def shown(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def unit_of(path: Path) -> str:

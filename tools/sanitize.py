@@ -19,7 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "sanitize"
-TESTS = ("ops", "oracle_ops", "guard_zones", "instruction_sets", "fuzz", "fuzz_attention", "program", "verifying")
+TESTS = (
+    *("ops/test_ops", "oracle/test_oracle_ops", "ops/test_guard_zones", "ops/test_instruction_sets", "ops/test_fuzz"),
+    *("ops/test_fuzz_attention", "program/test_program", "engine/test_verify"),
+)
 FLAGS = (
     "-fno-wrapv",  # Python's own flags may have -fwrapv, which hides overflows
     # -O1: more optimisation drops accesses that a sanitizer would have reported
@@ -91,7 +94,7 @@ def run_tests(env: dict[str, str], select: str) -> None:
     """Run the tests whose names fit ``select``; exit if any fails."""
     # --capture=sys: a report goes to the file descriptor, and what pytest has captured there is lost on an abort
     options = ("-p", "tools.sanitized_extension", "-p", "no:cacheprovider", "--capture=sys")
-    tests = (f"tests/test_{name}.py" for name in TESTS)
+    tests = (f"tests/{name}.py" for name in TESTS)
     command = [sys.executable, "-m", "pytest", *options, "-k", select, *tests]
     code = subprocess.run(command, env=env, cwd=ROOT, check=False).returncode
     if code:

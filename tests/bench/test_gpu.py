@@ -1,0 +1,405 @@
+"""``bench.gpu`` at tiny sizes on the CPU: every part measures, and what is wrong, broken or skipped is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from time import monotonic
+
+import pytest
+import torch
+
+from bench import device as bench_device
+from bench import gpu, gpu_decoding, gpu_equivalence, gpu_kernels, gpu_timings, parts
+from bench.flash_references import FLASH_REFERENCES
+from bench.parts import Part, Settings, inline
+from specdec_fast import Engine
+from specdec_fast.cuda_graphs import capture
+from specdec_fast.cuda_graphs.capture import Captured
+from specdec_fast.errors import BackendError
+from specdec_fast.ops import all_ops
+from specdec_fast.ops.registry import INTERPRETING
+from specdec_fast.oracle.ops.paged_attention import paged_attention
+from specdec_fast.oracle.ops.verify_chain import verify_chain
+from specdec_fast.program import executors
+from support import gpu_parts, repeated
+
+CPU, SMOKE = torch.device("cpu"), Settings("cpu", smoke=True)
+METHODS = ("eqspec", "exspec")
+PARTS = {part.name: part for part in gpu.PARTS}
+
+
+def result_of(name, settings=SMOKE, seconds=600.0):
+    return inline(PARTS[name], settings, monotonic() + seconds, lambda found: None)
+
+
+def main(tmp_path, *options):
+    status = gpu.main(["--out", str(tmp_path), "--device", "cpu", "--smoke", *options])
+    return status, json.loads((tmp_path / "gpu.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """One whole run: its exit status and its file."""
+    if not INTERPRETING or all_ops()["paged_attention"].why_unavailable("cpp"):
+        pytest.skip("needs the C++ kernels, and the Triton ones on the CPU")
+    return main(tmp_path_factory.mktemp("gpu"))
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Leave but the named parts."""
+    return lambda *names: monkeypatch.setattr(gpu, "PARTS", tuple(PARTS[name] for name in names))
+
+
+@pytest.fixture
+def on_cpp(monkeypatch):
+    """Keep the kernels in C++, and put a function in the place of one of them."""
+    if all_ops()["paged_attention"].why_unavailable("cpp"):
+        pytest.skip("needs a backend besides torch")
+
+    def exchange(op, function):
+        monkeypatch.setattr(gpu_kernels, "serving", lambda op, device: ["cpp"])
+        monkeypatch.setattr(gpu_kernels, "backends_on", lambda op, device: ["cpp"])
+        monkeypatch.setattr(gpu_timings, "serving", lambda op, device: ["cpp"])
+        monkeypatch.setattr(f"specdec_fast.ops.cpp.{op}", function)
+
+    return exchange
+
+
+# What a run reports
+
+
+def test_every_part_reports(smoke):
+    status, content = smoke
+    assert status == 0
+    assert content["red"] == []
+    found = content["parts"]
+    assert list(found) == ["environment", *PARTS]
+    assert all(part["status"] == "done" and not part["skipped"] for part in found.values())
+    assert found["environment"]["torch"] == torch.__version__
+    swept = {(row["op"], row["backend"]) for row in found["kernels"]["rows"] if "op" in row}
+    assert swept == {(op, backend) for op in all_ops() for backend in ("cpp", "triton")}
+    assert all(row["checks"] > 0 for row in found["kernels"]["rows"])
+    assert found["timings"]["copy_gigabytes_per_second"] > 0
+
+
+def test_timings_have_times_or_say_why_not(smoke):
+    rows = {row["method"]: row for row in smoke[1]["parts"]["timings"]["rows"]}
+    assert set(rows) == {"torch", "cpp", "sdpa_dense", *FLASH_REFERENCES}, "interpreted kernels have no speed"
+    for method, row in rows.items():
+        if method.startswith("varlen"):
+            assert "_flash_attention_forward" in row["not_served"]  # there is none on a CPU
+            assert len(row["not_served"]) <= parts.LONGEST_MESSAGE
+        else:
+            assert row["gigabytes_per_second"] == pytest.approx(
+                row["bytes_moved"] / row["microseconds"] / 1e3, rel=1e-2
+            )
+            assert row["call_microseconds"] > 0
+
+
+def test_equivalence_covers_the_schedulers_and_the_noise_floor(smoke):
+    rows = smoke[1]["parts"]["equivalence"]["rows"]
+    speculative = {(row["method"], row["dtype"]) for row in rows if row["num_draft_tokens"]}
+    assert speculative == {(m, d) for m in ("eqspec", "exspec") for d in ("float32", "bfloat16")}
+    assert all(row["equal"] == row["outputs"] for row in rows if row["dtype"] == "float32")
+    assert [row["dtype"] for row in rows if row["method"] == "transformers"] == ["bfloat16"]
+
+
+def test_decoding_measures_what_was_asked(smoke):
+    found, sizes = smoke[1]["parts"]["decoding"], gpu_decoding.SMOKE
+    assert found["logit_distance"] <= found["logit_distance_bound"]
+    assert found["median_relative_gap"] > 0.1, "ties must be rare"
+    names = ("method", "batch", "acceptance", "deterministic")
+    measured = [gpu_decoding.Contender(*(row[name] for name in names)) for row in found["rows"]]
+    assert measured == list(gpu_decoding.contenders(sizes))
+    assert {(row["batch"], row["deterministic"]) for row in found["rows"]} == {
+        (batch, deterministic) for batch in sizes.prompts for deterministic in (False, True)
+    }
+    for row in found["rows"]:
+        assert row["all_equal"]
+        assert row["equal_share"] == 1
+        assert row["outputs"] == sizes.prompts[row["batch"]]
+        assert row["seconds"] == pytest.approx(row["outputs"] * sizes.new_tokens / row["tokens_per_second"], rel=1e-2)
+        assert 0 < row["share_outside_forwards"] < 1
+        assert sum(row["host_seconds_by_stage"].values()) <= row["seconds"]
+        assert row["mean_acceptance_length"] > 1 or row["acceptance"] is None
+        assert row["speedup_over_plain"] > 0
+        assert row["engine_seconds"] > 0
+        assert row["warm_up_seconds"] > 0
+
+
+def test_graphs_are_checked_and_timed(smoke):
+    checked, timed = (smoke[1]["parts"][part]["rows"] for part in ("graph_gates", "graphs"))
+    assert [row["what"] for row in checked] == [f"{m} in {d}" for d in ("float32", "bfloat16") for m in METHODS]
+    assert all(row["equal"] == row["outputs"] > 0 for row in checked)
+    assert {(row["what"], row["batch"]) for row in timed} == {
+        (what, batch) for what in ("plain step", "verification", "drafting") for batch in gpu_decoding.SMOKE.prompts
+    }
+    assert all(row["graphs_captured"] == 0 for row in timed), "there are none on a CPU"
+    assert all(row["floor_microseconds"] > 0 for row in timed)
+
+
+def cannot(self, run):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_graphs_that_change_tokens_or_are_missing_are_red(monkeypatch):
+    """With repeated calls in the place of graphs, as on a GPU; then with a result that is not the call's."""
+    monkeypatch.setattr(executors, "EXECUTORS", {})
+    monkeypatch.setitem(capture.CAPTURES, "cpu", repeated.Repeated)
+    gates, times = result_of("graph_gates"), result_of("graphs")
+    assert not gates["failures"]
+    assert not times["failures"]
+    assert all(row["target_graphs"] and row["draft_graphs"] for row in gates["rows"])
+    assert all(row["graphs_captured"] for row in times["rows"])
+    monkeypatch.setattr(repeated.Repeated, "__call__", lambda self, run: Captured(lambda: None, run().clone()))
+    assert any("outputs differ with graphs" in failure["why"] for failure in result_of("graph_gates")["failures"])
+    monkeypatch.setattr(repeated.Repeated, "__call__", cannot)
+    whys = {failure["why"] for failure in result_of("graph_gates")["failures"]}
+    assert any(why.startswith("the target has no graphs") for why in whys)
+
+
+def test_tables_are_printed_last(tmp_path, capsys, only):
+    only("timings", "decoding")
+    main(tmp_path)
+    out = capsys.readouterr().out
+    assert "tokens/s" in out
+    assert "sdpa_causal" in out
+    assert out.splitlines()[-1].endswith("gpu.json: no gate is red")
+
+
+def test_without_a_gpu_it_says_how_to_try(capsys, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", str(tmp_path)])
+    assert "torch sees no GPU; --device cpu --smoke" in capsys.readouterr().err
+
+
+# What is wrong turns red
+
+
+def window_too_short(query, kv, batch, scores):
+    return paged_attention(query, kv, batch, replace(scores, sliding_window=max(1, batch.max_seqlen_k - 4)))
+
+
+def test_a_wrong_kernel_is_red_and_has_no_speed(tmp_path, only, on_cpp, capsys):
+    only("kernels", "timings")
+    on_cpp("paged_attention", window_too_short)
+    status, content = main(tmp_path)
+    assert status == 1
+    assert content["red"] == ["kernels", "timings"]
+    failures = content["parts"]["kernels"]["failures"]
+    assert {"paged_attention prefill on cpp in float32, seed 0"} <= {failure["what"] for failure in failures}
+    first = failures[0]
+    assert first["error"] > 2 * first["baseline"] + first["eps"] * first["largest"]
+    row = next(row for row in content["parts"]["timings"]["rows"] if row["method"] == "cpp")
+    assert "microseconds" not in row
+    assert "its largest error is" in row["wrong"]
+    assert "paged_attention prefill on cpp" in capsys.readouterr().out
+
+
+def leaves_the_last_row(query, **others):
+    out = torch.empty_like(query)
+    out[:-1] = paged_attention(query, **others)[:-1]
+    return out
+
+
+def scaled_by_the_batch(query, **others):
+    return paged_attention(query, **others) * (1 + 1e-6 * len(query))  # right within rounding
+
+
+def product_scaled_by_the_batch(rows, weight, bias=None):
+    return torch.nn.functional.linear(rows, weight, bias) * (1 + 1e-6 * len(rows))
+
+
+def accepts_one_more(*args, **kwargs):
+    target_tokens, num_accepted, next_tokens = verify_chain(*args, **kwargs)
+    return target_tokens, num_accepted + 1, next_tokens
+
+
+def not_implemented(**args):
+    raise NotImplementedError("soon")
+
+
+@pytest.mark.parametrize(
+    ("op", "function", "what", "why"),
+    [
+        ("paged_attention", leaves_the_last_row, "paged_attention prefill on cpp", "error is nan"),
+        ("paged_attention", scaled_by_the_batch, "parts of prefill on cpp", "calls have other bits"),
+        ("paged_attention", scaled_by_the_batch, "in_larger_batch of verify on cpp", "2 of 2 calls have other bits"),
+        ("linear", product_scaled_by_the_batch, "rows of linear on cpp", "calls have other bits"),
+        ("verify_chain", accepts_one_more, "verify_chain ragged on cpp", "results differ from those of the oracle"),
+        ("append_kv_", lambda **args: None, "append_kv_ verify on cpp", "arguments, changed in place, differ"),
+        ("verify_chain", not_implemented, "verify_chain ragged on cpp", "NotImplementedError: soon"),
+    ],
+)
+def test_kernel_gates_reject(op, function, what, why, on_cpp):
+    on_cpp(op, function)
+    failures = result_of("kernels")["failures"]
+    assert any(failure["what"].startswith(what) and why in failure["why"] for failure in failures), failures
+
+
+def test_a_limit_that_a_backend_tells_is_no_failure(on_cpp):
+    def limited(**args):
+        raise BackendError("no heads of that size")
+
+    on_cpp("verify_chain", limited)
+    result = result_of("kernels")
+    row = next(row for row in result["rows"] if row.get("op") == "verify_chain")
+    assert set(row["not_served"].values()) == {"no heads of that size"}
+    assert not result["failures"]
+
+
+def test_a_backend_that_is_missing_is_red(monkeypatch):
+    """Else a GPU without Triton would be green, with nothing checked."""
+    for name in set(gpu_kernels.BACKENDS) - {"torch"}:
+        gone = replace(gpu_kernels.BACKENDS[name], why_unavailable=lambda: "gone", device_types=("cpu",))
+        monkeypatch.setitem(gpu_kernels.BACKENDS, name, gone)
+    failures = result_of("kernels")["failures"]
+    assert {failure["what"] for failure in failures} >= {f"{op} on triton" for op in all_ops()}
+    assert not any("flash" in failure["what"] for failure in failures), "it has some ops only"
+
+
+def test_another_token_is_red_unless_the_best_logits_are_near(monkeypatch):
+    generate = Engine.generate
+
+    def wrong(self, *args, **kwargs):
+        outputs = generate(self, *args, **kwargs)
+        outputs[1].token_ids[2] += 1
+        return outputs
+
+    monkeypatch.setattr(Engine, "generate", wrong)
+    result = result_of("equivalence")
+    methods = [failure["what"].split(" at batch 2")[0] for failure in result["failures"]]
+    assert methods == ["plain", "eqspec", "exspec"]
+    (where,) = result["failures"][0]["divergences"]
+    assert (where["prompt"], where["position"]) == (1, 2)
+    assert where["relative_gap"] > gpu_equivalence.FP32_NOISE
+    monkeypatch.setattr(gpu_equivalence, "FP32_NOISE", 2.0)
+    assert not result_of("equivalence")["failures"]
+
+
+def test_an_exception_ends_its_check_only(monkeypatch):
+    """A GPU is not at hand twice: what can still be found is found."""
+    ragged = gpu_decoding.ragged_logits
+
+    def raises(*args):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(gpu_decoding, "ragged_logits", raises)
+    result = result_of("decoding")
+    assert [failure["why"] for failure in result["failures"]] == ["RuntimeError: no kernel image"]
+    assert any("in raises" in line for line in result["failures"][0]["traceback"])
+    assert len(result["rows"]) == len(list(gpu_decoding.contenders(gpu_decoding.SMOKE)))
+    monkeypatch.setattr(gpu_decoding, "ragged_logits", ragged)
+    generate = Engine.generate
+    calls = []
+
+    def fails_once(self, *args, **kwargs):
+        calls.append(self)
+        if len(calls) == 4:
+            raise RuntimeError("illegal memory access")
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "generate", fails_once)
+    result = result_of("decoding")
+    assert [failure["what"] for failure in result["failures"]] == ["eqspec at batch 2, acceptance 0.8"]
+    assert len(result["rows"]) == len(list(gpu_decoding.contenders(gpu_decoding.SMOKE))) - 1
+
+
+def test_time_for_engines_and_recording_counts(monkeypatch):
+    """What is measured takes a fraction of what comes before it."""
+    clock = [0.0]
+    engine = gpu_decoding.Bench.engine
+
+    def slow(self, contender):
+        clock[0] += 100
+        return engine(self, contender)
+
+    monkeypatch.setattr(gpu_decoding.Bench, "engine", slow)
+    monkeypatch.setattr(gpu_decoding, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(parts, "monotonic", lambda: clock[0])
+    result = inline(PARTS["decoding"], SMOKE, 450.0, lambda found: None)
+    assert len(result["rows"]) == 2, "a third one would end after the deadline"
+    assert result["skipped"][0] == "plain at batch 2, deterministic"
+
+
+def test_ops_are_timed_as_graphs_where_there_are_any(monkeypatch, only):
+    """A call that cannot be recorded is timed as it is."""
+    monkeypatch.setattr(bench_device, "captures", lambda: {"cpu": repeated.Repeated})
+    rows = [row for row in result_of("timings")["rows"] if "microseconds" in row]
+    assert rows
+    assert all(row["as_graph"] for row in rows)
+    monkeypatch.setattr(repeated.Repeated, "__call__", cannot)
+    rows = [row for row in result_of("timings")["rows"] if "microseconds" in row]
+    assert rows
+    assert not any(row["as_graph"] for row in rows)
+
+
+def test_parts_can_be_chosen(tmp_path, capsys):
+    _, content = main(tmp_path, "--parts", "timings,equivalence")
+    assert list(content["parts"]) == ["environment", "timings", "equivalence"]
+    assert "timings: done after" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(tmp_path, "--parts", "timing")
+    assert "unknown part timing; there are compile, graphs, decoding" in capsys.readouterr().err
+
+
+def test_wrong_logits_of_a_verification_are_red(monkeypatch):
+    ragged = gpu_decoding.ragged_logits
+    monkeypatch.setattr(gpu_decoding, "ragged_logits", lambda *args: 1.01 * ragged(*args))
+    assert [failure["what"] for failure in result_of("decoding")["failures"]] == ["logits of a verification"]
+
+
+# What breaks, and what there is no time for
+
+
+def part(name, run):
+    return Part(name, run, 1)
+
+
+def test_an_exception_ends_its_part_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "PARTS", (part("first", gpu_parts.raises), part("second", gpu_parts.finishes)))
+    status, content = main(tmp_path)
+    assert status == 1
+    assert content["red"] == ["first"]
+    first, second = content["parts"]["first"], content["parts"]["second"]
+    assert first["error"] == "RuntimeError: device-side assert"
+    assert any("in raises" in line for line in first["traceback"])
+    assert first["rows"] == [{"found": "before"}], "what was found before it is kept"
+    assert second["rows"] == [{"device": "cpu"}]
+
+
+def test_parts_after_the_budget_are_skipped_and_told(tmp_path, capsys):
+    status, content = main(tmp_path, "--budget", "0")
+    assert status == 0
+    assert {part["status"] for part in content["parts"].values()} == {"skipped"}
+    assert list(content["parts"]) == ["environment", *PARTS]
+    out = capsys.readouterr().out
+    assert "kernels: the budget of 0 s was used up" in out
+    assert out.splitlines()[-1].endswith(f"no time for all of environment, {', '.join(PARTS)}")
+
+
+@pytest.mark.parametrize("name", sorted(PARTS.keys() - {"compile"}))
+def test_what_a_part_has_no_time_for_is_named(name, monkeypatch):
+    result = result_of(name, seconds=0.0)
+    assert result["status"] == "done"
+    assert result["rows"] == []
+    first = {
+        "kernels": "append_kv_ on cpp in float32",
+        "timings": "paged_attention verify_2x40 bfloat16",
+        "equivalence": "float32",
+        "graphs": "plain step at batch 2",
+        "graph_gates": "eqspec in float32",
+        "decoding": "logits of a verification",
+    }
+    assert result["skipped"][0] == first[name]
+
+
+def test_numbers_that_json_does_not_know_are_words(tmp_path):
+    record = gpu.Record(tmp_path, {"error": float("nan")})
+    record.note(largest=float("inf"))
+    content = json.loads(record.path.read_text(), parse_constant=pytest.fail)
+    assert (content["error"], content["largest"]) == ("nan", "inf")

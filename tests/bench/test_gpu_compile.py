@@ -1,0 +1,99 @@
+"""What ``bench.gpu`` compiles first is what launches look for in Triton's cache; and it runs in a bare checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+# A process with nothing in it of an installation but its dependencies.
+BARE = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if finder.__module__.startswith("_frozen_importlib")]
+"""
+
+
+def run(script: str, cache: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, "-W", "ignore", "-c", BARE + script]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def kernels_in(cache: Path) -> set[Path]:
+    return set(cache.rglob("*.cubin"))
+
+
+def test_launches_find_what_was_compiled(tmp_path):
+    """The part in a process of its own, as on a GPU; then Triton's own path from a launch to the compiler."""
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    found = run(
+        f"""
+import json
+from pathlib import Path
+from time import monotonic
+from bench import gpu
+from bench.parts import Settings, isolated
+(part,) = (part for part in gpu.PARTS if part.name == "compile")
+if __name__ == "__main__":
+    record = gpu.Record(Path({str(out)!r}), {{}})
+    result = isolated(part, Settings("cpu", smoke=True), monotonic() + 300, lambda found: record.keep("compile", found))
+    print(json.dumps(result))
+""",
+        cache,
+    )
+    result = json.loads(found.splitlines()[-1])
+    assert (result["status"], result["failures"], result["skipped"]) == ("done", [], [])
+    assert result["rows"][0]["compiled"] == result["rows"][0]["of"] == result["compilations"] > 2
+    kept = json.loads((out / "gpu.json").read_text())["parts"]["compile"]
+    assert kept["rows"][0]["compiled"] == result["compilations"], "written before the part has ended"
+    compiled = kernels_in(cache)
+    assert len(compiled) == result["compilations"]
+    launching = """
+from triton.runtime.jit import JITFunction
+from bench import gpu_compile, launches
+compiles = JITFunction._do_compile
+with launches.noted(gpu_compile.HOPPER):
+    JITFunction._do_compile = compiles
+    for name, call in gpu_compile._smoke_calls():
+        {change}
+        call()
+"""
+    run(launching.format(change="pass"), cache)
+    assert kernels_in(cache) == compiled
+    run(launching.format(change="import specdec_fast.triton_kernels.verify_chain as v; v._CHUNK = 4096"), cache)
+    assert kernels_in(cache) > compiled, "another launch is compiled"
+
+
+def test_kernels_are_found_in_a_checkout_that_is_not_installed(tmp_path):
+    found = run("import bench, specdec_fast.triton_kernels as kernels; print(kernels.__file__)", tmp_path)
+    assert Path(found.strip()) == ROOT / "triton_kernels" / "__init__.py"
+
+
+def test_make_runs_the_python_it_is_given_and_installs_nothing(tmp_path):
+    given = tmp_path / "python"
+    given.write_text('#!/bin/sh\necho "$@"\n')
+    given.chmod(0o755)
+    command = ["make", "--no-print-directory", "gpu-check", f"PYTHON={given}", "OUT=there", "GPU_CHECK=--parts compile"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "-m bench.gpu --out there --parts compile"
+    assert "pip" not in done.stdout
+
+
+def test_make_says_what_is_missing(tmp_path):
+    given = tmp_path / "python"
+    given.write_text("#!/bin/sh\nexit 1\n")
+    given.chmod(0o755)
+    command = ["make", "gpu-check", f"PYTHON={given}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"gpu-check needs torch, triton, transformers and tqdm in {given}" in done.stderr

@@ -1,0 +1,125 @@
+"""What ``bench.gpu`` stands on: references, batches taken apart, poison, the device's clock, random models."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench import device as bench_device
+from bench import gpu_decoding, gpu_kernels, pairs
+from bench.attention_shapes import AttentionShape, part_of, repeated
+from bench.flash_references import FLASH_REFERENCES
+from bench.references import attention_in_float64
+from specdec_fast import Engine
+from specdec_fast.ops import all_ops
+from specdec_fast.oracle.ops.paged_attention import paged_attention
+from support.op_cases import attention_by_hand
+
+CPU = torch.device("cpu")
+
+
+def test_fp64_reference_is_the_definition():
+    for case in all_ops()["paged_attention"].cases():
+        args = case.make(torch.Generator().manual_seed(0), torch.float32, CPU)
+        torch.testing.assert_close(attention_in_float64(**args), attention_by_hand(**args), rtol=0, atol=1e-14)
+
+
+def test_parts_and_repeats_of_a_batch_are_the_same_rows():
+    args = AttentionShape((20, 7), (5, 3), heads=4, kv_heads=2, head_dim=16, page_size=4).make(torch.float64, CPU)
+    whole = attention_in_float64(**args)
+    alone, rows = part_of(args, 0, 1, 3)
+    assert rows == slice(1, 4)
+    torch.testing.assert_close(attention_in_float64(**alone), whole[rows])
+    assert part_of(args, 1, 2, 9)[1] == slice(7, 8), "no further than its sequence"
+    torch.testing.assert_close(attention_in_float64(**repeated(args, 2)), whole.repeat(2, 1, 1))
+
+
+def varlen_by_hand(query, key, value, *lengths, window_size, enable_gqa, scale, **paged):
+    """What torch documents of ``varlen_attn``, causal from the lower right; contexts in pages, or one after another."""
+    assert (window_size, enable_gqa) == ((-1, 0), True)
+    starts, key_starts, max_q, max_k = lengths
+    out = []
+    for b in range(len(starts) - 1):
+        if paged:
+            used = paged["seqused_k"][b]
+            keys, values = (x[paged["block_table"][b].long()].flatten(0, 1)[:used] for x in (key, value))
+        else:
+            keys, values = (x[key_starts[b] : key_starts[b + 1]] for x in (key, value))
+        rows = query[starts[b] : starts[b + 1]]
+        assert len(rows) <= max_q
+        assert len(keys) <= max_k
+        mask = torch.ones(len(rows), len(keys), dtype=torch.bool).tril(len(keys) - len(rows))
+        heads = (x.transpose(0, 1) for x in (rows, keys, values))
+        out.append(scaled_dot_product_attention(*heads, mask, scale=scale, enable_gqa=True).transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("name", FLASH_REFERENCES)
+def test_flash_references_attend_to_the_same(name, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_hand)
+    lengths = ((300, 300), (6, 6)) if name == "sdpa_causal" else ((300, 290, 17), (6, 3, 1))
+    args = AttentionShape(*lengths, heads=4, kv_heads=2, head_dim=16).make(torch.float32, CPU)
+    torch.testing.assert_close(FLASH_REFERENCES[name](**args)(), paged_attention(**args))
+
+
+def test_poison_shows_and_is_taken_back():
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    with bench_device.poisoned():
+        assert torch.empty(1000).isnan().all()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+    assert torch.are_deterministic_algorithms_enabled() == before[0]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_forward_meter_counts_forwards_and_leaves(enforce_eager):
+    sizes = gpu_decoding.SMOKE
+    model = pairs.random_model(sizes.target, sizes.vocab_size, sizes.dtype, CPU, 0)
+    engine = Engine(model, None, method="eqspec", enforce_eager=enforce_eager)
+    with bench_device.ForwardMeter([engine.target], CPU) as meter:
+        engine.generate([[1, 2, 3]], progress=False)
+    stages = engine.last_run.timer.seconds
+    assert 0 < meter.seconds() < stages["prefill"] + stages["verify"]
+    assert meter.seconds() > 0.3 * stages["verify"]  # half as many where a forward takes microseconds
+    assert "forward" not in vars(engine.target)
+
+
+class Event:
+    """A CUDA event whose clock moves on by a millisecond whenever one is recorded."""
+
+    now = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        Event.now += 1
+        self.at = Event.now
+
+    def elapsed_time(self, later):
+        return later.at - self.at  # milliseconds, as torch has it
+
+
+def test_forward_meter_reads_the_events_of_a_gpu(monkeypatch):
+    synchronized = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    graphs = SimpleNamespace(draft=lambda x: x + 1)
+    model = SimpleNamespace(forward=lambda x, scale: scale * x, graphs=graphs, program=None)
+    cuda = torch.device("cuda")
+    with bench_device.ForwardMeter([model], cuda) as meter:
+        assert [model.forward(x, scale=2) for x in (1, 2, 3)] == [2, 4, 6]
+        assert graphs.draft(7) == 8
+    assert meter.seconds() == pytest.approx(4e-3)
+    assert synchronized == [cuda], "an event that has not happened yet has no time"
+
+
+def test_cases_are_the_same_on_every_device():
+    make = partial(gpu_kernels.make_case, next(iter(all_ops()["verify_chain"].cases())), torch.float32, 3)
+    assert gpu_kernels.same_bits(make(CPU), make(CPU))
+    assert not gpu_kernels.same_bits(make(CPU), {**make(CPU), "logits": -make(CPU)["logits"]})

@@ -1,0 +1,157 @@
+"""Drafters of the caller's own: they may be useless or broken, never make an output wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from support.demo import MAX_NEW_TOKENS
+from support.scripted_drafter import Scripted
+
+PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        lambda s, limit: [7] * limit,
+        lambda s, limit: [10**6] * limit,
+        lambda s, limit: [-5] * limit,
+        lambda s, limit: [3] * (limit if s.index % 2 else 0),
+        lambda s, limit: s.token_ids[:limit],
+    ],
+    ids=["always the same", "no words", "negative", "only for some", "the prompt again"],
+)
+def test_useless_drafts_change_nothing(target, prompt_ids, expected, script):
+    engine = sd.Engine(target, Scripted(script), max_batch_size=4)
+    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+
+
+def test_perfect_drafts_are_all_accepted(target, prompt_ids, expected):
+    """The replay of the right answer: K + 1 tokens per step, so as few steps as can be."""
+
+    def replay(sequence, limit):
+        done = sequence.length - sequence.prompt_length
+        return expected[sequence.index][done : done + limit]
+
+    engine = sd.Engine(target, Scripted(replay), num_draft_tokens=4)
+    outputs = engine.generate(prompt_ids, PARAMS)
+    assert [o.token_ids for o in outputs] == expected
+    assert [o.stats.num_steps for o in outputs] == [-(-len(tokens) // 5) for tokens in expected]
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (sd.Draft(torch.zeros(9, dtype=torch.int64), [9]), r"proposed \[9\].*at most \[5\]"),
+        (sd.Draft(torch.zeros(2, dtype=torch.int64), [1, 1]), r"proposed \[1, 1\].*at most \[5\]"),
+        (sd.Draft(torch.zeros(3, dtype=torch.int64), [2]), r"shape \[3\]; expected \[2\]"),
+        (sd.Draft(torch.zeros(2), [2]), "token_ids are torch.float32; expected a tensor of int64"),
+        (sd.Draft([1, 2], [2]), "token_ids are list"),
+        (sd.Draft(torch.zeros(2, dtype=torch.int64, device="meta"), [2]), "strided on meta; expected a dense tensor"),
+        (sd.Draft(torch.zeros(2, dtype=torch.int64).to_sparse(), [2]), "sparse_coo on cpu; expected a dense tensor"),
+        (sd.Draft(torch.zeros(2, dtype=torch.int64), [2.0]), r"num_draft_tokens are \[2.0\]"),
+        (sd.Draft(torch.zeros(2, dtype=torch.int64), None), "num_draft_tokens are None"),
+        (None, "proposed a NoneType; expected a Draft"),
+        ((torch.zeros(2, dtype=torch.int64), [2]), "proposed a tuple; expected a Draft"),
+    ],
+    ids=[
+        "more than asked for",
+        "more sequences",
+        "counts that do not add up",
+        "floats",
+        "a list",
+        "no memory",
+        "sparse",
+        "float counts",
+        "no counts",
+        "nothing",
+        "a tuple",
+    ],
+)
+def test_broken_contract_is_told(target, prompt_ids, expected, draft, message):
+    drafter = Scripted(None)
+    drafter.propose = lambda sequences, limits: draft
+    engine = sd.Engine(target, drafter)
+    with pytest.raises(sd.DrafterError, match=message):
+        engine.generate(prompt_ids[:1], PARAMS)
+    assert engine.pool.num_free_pages == engine.pool.num_pages
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensor_is_no_draft():
+    nested = torch.nested.nested_tensor([torch.zeros(2, dtype=torch.int64)])
+    with pytest.raises(sd.DrafterError, match="token_ids are nested; expected a dense tensor"):
+        sd.Draft(nested, [2]).check([5])
+
+
+def test_engine_survives_an_exception_of_its_drafter(target, prompt_ids, expected):
+    def fail_on_the_third_step(sequence, limit):
+        if sequence.stats.num_steps == 2:
+            raise RuntimeError("drafter broke")
+        return []
+
+    engine = sd.Engine(target, Scripted(fail_on_the_third_step), max_batch_size=2)
+    with pytest.raises(RuntimeError, match="drafter broke"):
+        engine.generate(prompt_ids, PARAMS)
+    assert engine.pool.num_free_pages == engine.pool.num_pages
+    engine.drafter.script = lambda s, limit: []
+    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+
+
+def test_limits_and_tokens_are_the_engines_own(target, prompt_ids, expected):
+    """A drafter that raises its own limit, or edits the sequence in place, is told; nothing comes out wrong."""
+    drafter = Scripted(None)
+
+    def raise_limits(sequences, limits):
+        limits[:] = [9] * len(limits)
+        return sd.Draft(torch.zeros(9 * len(limits), dtype=torch.int64), list(limits))
+
+    def edit(sequences, limits):
+        sequences[0].token_ids.append(3)
+        return sd.Draft(torch.zeros(0, dtype=torch.int64), [0] * len(limits))
+
+    def replace_last(sequences, limits):
+        sequences[0].token_ids[-1] = 3
+        return sd.Draft(torch.zeros(0, dtype=torch.int64), [0] * len(limits))
+
+    def clear(sequences, limits):
+        sequences[0].token_ids.clear()
+        return sd.Draft(torch.zeros(0, dtype=torch.int64), [0] * len(limits))
+
+    engine = sd.Engine(target, drafter)
+    changed = "changed the token_ids"
+    for broken, message in ((raise_limits, "at most"), (edit, changed), (replace_last, changed), (clear, changed)):
+        drafter.propose = broken
+        with pytest.raises(sd.DrafterError, match=message):
+            engine.generate(prompt_ids[:1], PARAMS)
+
+
+def test_engine_survives_an_exception_on_release(target, prompt_ids, expected):
+    drafter = Scripted(lambda s, limit: [])
+    engine = sd.Engine(target, drafter, max_batch_size=2)
+
+    def fail(sequence):
+        raise RuntimeError("release broke")
+
+    drafter.release = fail
+    with pytest.raises(RuntimeError, match="release broke"):
+        engine.generate(prompt_ids, PARAMS)
+    assert engine.pool.num_free_pages == engine.pool.num_pages
+    del drafter.release
+    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+
+
+def test_drafter_is_not_asked_where_nothing_may_be_proposed(target, prompt_ids, expected):
+    """A tensor of no proposals would be a float tensor; a drafter need not think of it."""
+
+    def propose(sequences, limits):
+        assert any(limits)
+        proposals = [[3] * limit for limit in limits]
+        return sd.Draft(torch.tensor([t for p in proposals for t in p]), [len(p) for p in proposals])
+
+    drafter = Scripted(None)
+    drafter.propose = propose
+    outputs = sd.Engine(target, drafter, max_batch_size=1).generate(prompt_ids, PARAMS)
+    assert [o.token_ids for o in outputs] == expected

@@ -1,0 +1,446 @@
+"""Calls that are wrong as a whole: a typed error before any work, that says what came and what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BloomConfig,
+    LlamaConfig,
+    PhimoeConfig,
+    T5Config,
+    T5Model,
+)
+
+import specdec_fast as sd
+from specdec_fast import errors
+from specdec_fast.assets import demo_pair
+from specdec_fast.models.loading import load_model
+from specdec_fast.ops import BACKENDS
+from support.models import tiny_model
+
+
+def test_unknown_method_lists_the_known(target):
+    with pytest.raises(sd.ConfigError, match=r"method='fast': expected one of eqspec, exspec"):
+        sd.Engine(target, None, method="fast")
+
+
+def test_unknown_keyword(target):
+    with pytest.raises(sd.ConfigError, match=r"unknown keyword 'batch_size'.*max_batch_size"):
+        sd.generate(target, None, [[1]], batch_size=4)
+
+
+def test_unknown_draft(target):
+    with pytest.raises(sd.ConfigError, match="draft is a int"):
+        sd.Engine(target, 5)
+
+
+def test_misspelt_drafter_is_not_looked_for_on_a_hub(target):
+    with pytest.raises(sd.ConfigError, match=r"draft='n-gram': did you mean 'ngram'"):
+        sd.Engine(target, "n-gram")
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"model", "", [], {}, torch.zeros(1), torch.nn.Linear], ids=repr)
+def test_target_that_is_none(wrong):
+    with pytest.raises(sd.ConfigError, match=r"target is .*; expected the name or folder"):
+        sd.Engine(wrong, None)
+
+
+@pytest.mark.parametrize("wrong", [b"ngram", 5.0, {}, sd.Drafter, torch.zeros(1)], ids=repr)
+def test_draft_is_looked_at_before_the_target_is_loaded(wrong):
+    with pytest.raises(sd.ConfigError, match="draft is a "):
+        sd.Engine("no/such-model", wrong)
+
+
+def test_models_may_be_paths():
+    engine = sd.Engine(demo_pair() / "target", demo_pair() / "draft", num_draft_tokens=2)
+    assert engine.drafter.name.endswith("draft")
+    assert engine.tokenizer is not None
+    with pytest.raises(sd.ConfigError, match="no such folder"):
+        sd.Engine(demo_pair() / "target", Path("no/such-folder"))
+
+
+@pytest.mark.parametrize("k", [5, "auto"])
+def test_none_by_name_is_plain_decoding(target, k):
+    engine = sd.Engine(target, "none", num_draft_tokens=k)
+    assert engine.describe()["drafter"] == "none"
+    params = sd.SamplingParams(max_new_tokens=4)
+    (output,) = engine.generate([[5, 6]], params)
+    assert output.token_ids == sd.Engine(target, None).generate([[5, 6]], params)[0].token_ids
+    assert output.stats.num_drafts == 0
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the bundled target that may be damaged."""
+    return Path(shutil.copytree(demo_pair() / "target", tmp_path / "target"))
+
+
+def test_truncated_weights(folder):
+    (weights,) = folder.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(sd.ConfigError, match=r"cannot load .*target"):
+        sd.Engine(folder, None)
+
+
+def test_weights_that_are_missing_are_not_made_up(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(sd.ConfigError, match=r"lacks weights of LlamaForCausalLM: model.layers.* in all"):
+        sd.Engine(folder, None)
+
+
+def edit(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def ask_nobody(monkeypatch):
+    def asked(*args):
+        raise AssertionError("somebody is asked on stdin")
+
+    monkeypatch.setattr("builtins.input", asked)
+
+
+def test_tokenizer_with_code_of_its_own(folder, monkeypatch):
+    ask_nobody(monkeypatch)
+    (folder / "tokenizer.json").unlink()
+    edit(folder / "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
+    (folder / "own.py").write_text("raise AssertionError('it was run')\n")
+    with pytest.raises(sd.ConfigError, match=r"needs code of its own.*pass tokenizer="):
+        sd.Engine(folder, None)
+
+
+def test_model_with_code_of_its_own(folder, monkeypatch):
+    ask_nobody(monkeypatch)
+    names = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    edit(folder / "config.json", model_type="own", auto_map=names)
+    (folder / "own.py").write_text("raise AssertionError('it was run')\n")
+    with pytest.raises(sd.ConfigError, match=r"cannot load .* custom code"):
+        sd.Engine(folder, None)
+
+
+def test_damaged_tokenizer_warns(folder, target):
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.warns(UserWarning, match="the tokenizer of .* cannot be read"):
+        assert sd.Engine(folder, None).tokenizer is None
+
+
+@pytest.mark.parametrize("config", [5, {"max_batch_size": 2}, sd.SamplingParams()], ids=repr)
+def test_config_of_another_type(target, config):
+    with pytest.raises(sd.ConfigError, match=r"config is a .*; expected an EngineConfig"):
+        sd.Engine(target, None, config)
+
+
+@pytest.mark.parametrize("wrong", [5, "gpt2", len], ids=repr)
+def test_tokenizer_that_is_none(wrong):
+    with pytest.raises(sd.ConfigError, match=r"tokenizer is a .*; expected a loaded tokenizer"):
+        sd.Engine("no/such-model", None, tokenizer=wrong)
+
+
+def test_every_error_is_exported():
+    classes = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, sd.SpecDecError)]
+    assert len(classes) > 15
+    for error in classes:
+        assert getattr(sd, error.__name__) is error
+        assert error.__name__ in sd.__all__
+
+
+class Encoding:
+    """The bundled tokenizer, but that it raises on one text."""
+
+    def __init__(self, tokenizer, error):
+        self.tokenizer, self.error, self.decode = tokenizer, error, tokenizer.decode
+
+    def __call__(self, text):
+        if text == "bad":
+            raise self.error
+        return self.tokenizer(text)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyError("bad"), ValueError("bad")], ids=repr)
+def test_tokenizer_that_raises_on_one_prompt(target, tokenizer, error):
+    engine = sd.Engine(target, None, tokenizer=Encoding(tokenizer, error))
+    outputs = engine.generate(["Items:", "bad", "One day"], sd.SamplingParams(max_new_tokens=3))
+    assert [o.finish_reason == "error" for o in outputs] == [False, True, False]
+    assert [o.text for o in outputs] == [tokenizer.decode(o.token_ids, skip_special_tokens=True) for o in outputs]
+    with pytest.raises(sd.InvalidPromptError, match=f"cannot encode the prompt: {type(error).__name__}"):
+        outputs[1].raise_for_error()
+
+
+@pytest.mark.parametrize("shown", [None, True])
+@pytest.mark.parametrize("closed", [False, True])
+def test_process_without_a_console(target, monkeypatch, shown, closed):
+    stderr = None
+    if closed:
+        stderr = io.StringIO()
+        stderr.close()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    (output,) = sd.Engine(target, None).generate([[5]], sd.SamplingParams(max_new_tokens=2), progress=shown)
+    assert output.error is None
+
+
+def test_progress_is_a_flag(target):
+    with pytest.raises(sd.ConfigError, match="progress='no'"):
+        sd.Engine(target, None).generate([[5]], progress="no")
+
+
+def test_why_there_is_no_program(target):
+    description = sd.Engine(target, None, backend="torch").describe()
+    assert description["forward_program"] is False
+    assert description["why_no_program"].startswith("programs need every op from cpp, here torch serve")
+
+
+def test_why_there_is_no_program_without_the_extension(target, monkeypatch):
+    broken = replace(BACKENDS["cpp"], why_unavailable=lambda: "no compiler here")
+    monkeypatch.setitem(BACKENDS, "cpp", broken)
+    assert "no compiler here" in sd.Engine(target, None).describe()["why_no_program"]
+
+
+def test_number_of_params(target):
+    with pytest.raises(sd.ConfigError, match="1 params for 2 prompts"):
+        sd.Engine(target, None).generate([[5], [6]], [sd.SamplingParams()])
+
+
+def test_negative_temperature():
+    with pytest.raises(sd.InvalidParamsError, match=r"temperature=-0.5: expected"):
+        sd.SamplingParams(temperature=-0.5)
+
+
+def test_draft_with_another_vocabulary(target):
+    config = copy.deepcopy(target.config)
+    config.vocab_size = 1000
+    config._name_or_path = ""
+    stranger = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with pytest.raises(sd.VocabularyMismatchError, match=r"has 1000 ids.*has 1024.*ngram"):
+        sd.Engine(target, stranger)
+
+
+def test_draft_with_other_words(target, draft, tmp_path, tokenizer):
+    text = (demo_pair() / "draft" / "tokenizer.json").read_text()
+    draft.save_pretrained(tmp_path)
+    swapped = text.replace('"Ġthe":', '"\\u0000":').replace('"Ġa":', '"Ġthe":').replace('"\\u0000":', '"Ġa":')
+    assert swapped != text
+    (tmp_path / "tokenizer.json").write_text(swapped)
+    (tmp_path / "tokenizer_config.json").write_text((demo_pair() / "draft" / "tokenizer_config.json").read_text())
+    with pytest.raises(sd.VocabularyMismatchError, match="different ids to the same words"):
+        sd.Engine(target, str(tmp_path), tokenizer=tokenizer)
+
+
+def test_training_mode_after_the_engine_was_made():
+    model = tiny_model("llama")
+    engine = sd.Engine(model, None, enforce_eager=True)
+    model.train()
+    with pytest.raises(sd.UnsupportedModelError, match=r"training mode since.*call model\.eval\(\) first"):
+        engine.generate([[1, 2]])
+    model.eval()
+    assert engine.generate([[1, 2]])[0].error is None
+
+
+def test_training_mode(target):
+    model = copy.deepcopy(target).train()
+    with pytest.raises(sd.ConfigError, match=r"model.eval\(\)"):
+        sd.Engine(model, None)
+
+
+def test_draft_in_training_mode(target, draft):
+    with pytest.raises(sd.ConfigError, match=r"draft LlamaForCausalLM is in training mode.*model.eval\(\)"):
+        sd.Engine(target, copy.deepcopy(draft).train())
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("part", ["", "model.layers.0"], ids=["all", "a layer"])
+def test_weights_without_numbers(target, draft, role, part):
+    """What ``device_map`` offloads, and a model made without weights, is on the meta device."""
+    models = {"target": target, "draft": draft}
+    models[role] = copy.deepcopy(models[role])
+    models[role].get_submodule(part).to("meta")
+    with pytest.raises(sd.ConfigError, match=rf"{role} LlamaForCausalLM has weights on the meta .*from_pretrained"):
+        sd.Engine(models["target"], models["draft"])
+
+
+def test_draft_on_another_device(target, draft):
+    with pytest.raises(sd.ConfigError, match="the loaded draft LlamaForCausalLM is on cpu, its target on cuda; move"):
+        load_model(draft, None, torch.device("cuda"), "draft")
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_model_without_weights(target, role):
+    models = {"target": target, "draft": None, role: torch.nn.ReLU().eval()}
+    with pytest.raises(sd.ConfigError, match=f"{role} ReLU has no weights; expected a Hugging Face"):
+        sd.Engine(models["target"], models["draft"])
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "xpu:99", "hpu"])
+def test_device_that_is_not_there_is_noticed_before_the_weights_are_read(device, folder):
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    with pytest.raises(sd.ConfigError, match=rf"device={device} cannot be used here: .*; expected one .* or None"):
+        sd.Engine(folder, None, device=device)
+
+
+def test_dtype_that_pages_do_not_serve():
+    with pytest.raises(sd.UnsupportedModelError, match=r"attends in torch.float64; load it in one of torch.float32"):
+        sd.Engine(tiny_model("llama").double(), None)
+
+
+def test_dtype_of_a_loaded_model(target):
+    with pytest.raises(sd.ConfigError, match="float32"):
+        sd.Engine(target, None, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)),
+            "0 of 2 layers",
+        ),
+        (
+            lambda: T5Model(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=97)),
+            "encoder-decoder",
+        ),
+        (lambda: torch.nn.Linear(2, 2), "not a Hugging Face model"),
+    ],
+    ids=["own attention", "encoder-decoder", "no language model"],
+)
+def test_unsupported_model(make, message):
+    with pytest.raises(sd.UnsupportedModelError, match=message):
+        sd.Engine(make().eval(), None)
+
+
+def test_window_that_only_the_mask_knows_is_refused():
+    """PhiMoE slides through its mask; on pages it would see too much, and its short probe would not show it."""
+    config = PhimoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        sliding_window=20,
+        max_position_embeddings=128,
+    )
+    with pytest.raises(sd.UnsupportedModelError, match="window through the mask alone"):
+        sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
+
+
+@pytest.mark.parametrize("rows", [2, 4])  # the first forward, or one that only a later probe runs
+def test_whatever_a_model_raises_is_typed_and_names_the_layer(rows):
+    model = tiny_model("llama")
+    module = model.model.layers[1].mlp
+    original = module.forward
+
+    class Stumbling(type(module)):
+        def forward(self, x):
+            if x.shape[1] % rows == 0:
+                raise AttributeError("no such thing")
+            return original(x)
+
+    module.__class__ = Stumbling
+    with pytest.raises(sd.UnsupportedModelError, match=r"in model\.layers\.1\.mlp: AttributeError: no such thing"):
+        sd.Engine(model, None, enforce_eager=True)
+
+
+def test_model_without_a_head():
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    with pytest.raises(sd.UnsupportedModelError, match="LlamaModel cannot run"):
+        sd.Engine(AutoModel.from_config(config).eval(), None)
+
+
+def test_field_of_a_request_among_the_engines(target):
+    with pytest.raises(sd.ConfigError, match=r"'max_new_tokens' belongs to a request; pass params=SamplingParams"):
+        sd.generate(target, None, [[5]], max_new_tokens=3)
+
+
+def test_pool_larger_than_memory(target):
+    engine = sd.Engine(target, None, kv_cache_tokens=10**14)
+    with pytest.raises(sd.KVCacheAllocationError, match=r"100000000000000 positions needs .* GiB.*kv_cache_tokens"):
+        engine.generate([[5]])
+
+
+class TestShapesOfPrompts:
+    """What else callers pass: a tokenizer's result, tensors, NumPy integers."""
+
+    PARAMS = sd.SamplingParams(max_new_tokens=4)
+
+    @pytest.fixture
+    def engine(self, target):
+        return sd.Engine(target, None)
+
+    @pytest.mark.parametrize("tensors", [None, "pt"], ids=["lists", "tensors"])
+    def test_tokenizer_result_without_its_padding(self, engine, tokenizer, tensors):
+        texts = ["One day, a little bird", "Items: owl"]
+        padded = tokenizer(texts, padding=True, return_tensors=tensors)
+        outputs = engine.generate(padded, self.PARAMS)
+        assert [o.prompt_ids for o in outputs] == [tokenizer(text).input_ids for text in texts]
+
+    def test_one_encoded_text(self, engine, tokenizer):
+        (output,) = engine.generate(tokenizer("Items: owl"), self.PARAMS)
+        assert output.prompt_ids == tokenizer("Items: owl").input_ids
+
+    def test_mapping_of_something_else(self, engine):
+        with pytest.raises(sd.ConfigError, match="mapping of 'prompts'"):
+            engine.generate({"prompts": ["a"]})
+
+    @pytest.mark.parametrize(
+        ("ids", "mask"),
+        [([[5, 6]], [[1]]), ([[5, 6]], [[1, 1], [1, 1]]), ([5, 6], [1]), ([[5, 6]], 1), ([[5, 6]], [["1", "0"]]),
+         ([[5, 6]], [[1, 2]]), (None, None), ("ab", None), (5, [[1]]), ([["a"]], [1]),
+         (torch.tensor([[5, 6]]), torch.tensor([[1]])), (torch.zeros(1, 1, device="meta"), None)],
+        ids=str,
+    )  # fmt: skip
+    def test_mapping_that_does_not_fit_together(self, engine, ids, mask):
+        given = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
+        with pytest.raises(sd.ConfigError, match=r"attention_mask|input_ids|cannot be read"):
+            engine.generate(given)
+
+    @pytest.mark.parametrize("prompts", [b"abc", bytearray(b"abc"), memoryview(b"abc")], ids=lambda p: type(p).__name__)
+    def test_bytes_are_no_prompt(self, engine, prompts):
+        with pytest.raises(sd.ConfigError, match=r"prompts is a \w+: decode\(\) it"):
+            engine.generate(prompts)
+        good, bad = engine.generate([[5], prompts], self.PARAMS)
+        assert (good.error, bad.finish_reason) == (None, "error")
+        with pytest.raises(sd.InvalidPromptError, match=r"decode\(\) it first"):
+            bad.raise_for_error()
+
+    @pytest.mark.parametrize(
+        "prompt", [torch.zeros(2, device="meta"), torch.tensor([5, 6]).to_sparse()], ids=["meta", "sparse"]
+    )
+    def test_a_prompt_that_cannot_be_read_harms_no_other(self, engine, prompt):
+        good, bad = engine.generate([[5], prompt], self.PARAMS)
+        assert (good.error, bad.finish_reason) == (None, "error")
+        with pytest.raises(sd.InvalidPromptError, match="a Tensor among the prompts cannot be read"):
+            bad.raise_for_error()
+
+    def test_set_has_no_order(self, engine):
+        with pytest.raises(sd.ConfigError, match="prompts is a set: it has no order"):
+            engine.generate({"a", "b"})
+
+    def test_padded_tensor_without_its_mask(self, engine):
+        with pytest.raises(sd.ConfigError, match="cannot tell padding from content"):
+            engine.generate(torch.zeros(2, 3, dtype=torch.int64))
+
+    @pytest.mark.parametrize(
+        "prompts",
+        [torch.tensor([0, 70]), np.array([0, 70]), [[np.int64(0), np.int32(70)]], [torch.tensor([0, 70])], (0, 70)],
+        ids=["tensor", "array", "NumPy integers", "list of tensors", "tuple"],
+    )
+    def test_integers_of_any_kind(self, engine, prompts):
+        (output,) = engine.generate(prompts, self.PARAMS)
+        assert output.raise_for_error().prompt_ids == [0, 70]
+        assert all(type(token) is int for token in output.prompt_ids)

@@ -1,0 +1,286 @@
+"""The engine as its users meet it: order, queueing, pages, streams, failures of single requests."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, LlamaConfig
+
+import specdec_fast as sd
+from specdec_fast.assets import demo_pair
+from support.demo import MAX_NEW_TOKENS
+from support.models import tiny_model
+
+PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
+
+
+@pytest.fixture(scope="module", params=["eqspec", "exspec"])
+def engine(request, target, draft, tokenizer):
+    return sd.Engine(target, draft, method=request.param, max_batch_size=4, tokenizer=tokenizer)
+
+
+class TestScheduling:
+    def test_outputs_come_in_input_order(self, engine, prompt_ids, expected):
+        order = sorted(range(len(prompt_ids)), key=lambda i: -len(prompt_ids[i]))
+        outputs = engine.generate([prompt_ids[i] for i in order], PARAMS)
+        assert [o.index for o in outputs] == list(range(len(order)))
+        assert [o.prompt_ids for o in outputs] == [prompt_ids[i] for i in order]
+        assert [o.token_ids for o in outputs] == [expected[i] for i in order]
+
+    @pytest.mark.parametrize("method", ["eqspec", "exspec"])
+    def test_small_pool_makes_sequences_wait(self, target, draft, prompt_ids, expected, method):
+        largest = max(map(len, prompt_ids)) + MAX_NEW_TOKENS
+        engine = sd.Engine(target, draft, method=method, max_batch_size=8, kv_cache_tokens=largest)
+        outputs = engine.generate(prompt_ids, PARAMS)
+        assert [o.token_ids for o in outputs] == expected
+        assert engine.last_run.num_sequence_steps < 8 * engine.last_run.num_steps, "nobody had to wait"
+        assert engine.pool.num_free_pages == engine.pool.num_pages
+        assert engine.drafter.pool.num_free_pages == engine.drafter.pool.num_pages
+
+    def test_finished_sequences_leave_the_batch_at_once(self, target, draft, prompt_ids):
+        params = [sd.SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (1, 1, 1, 30)]
+        engine = sd.Engine(target, draft, method="eqspec", max_batch_size=4)
+        engine.generate(prompt_ids[:4], params)
+        assert engine.last_run.num_sequence_steps == engine.last_run.num_steps + 3
+
+    @pytest.mark.parametrize("draft_name", ["model", "ngram"])
+    def test_every_prompt_token_is_computed_once(self, target, draft, prompt_ids, draft_name, monkeypatch):
+        """A sequence that joins late makes nobody prefill again, neither the target nor the draft model."""
+        engine = sd.Engine(target, draft if draft_name == "model" else "ngram", max_batch_size=2, num_draft_tokens=3)
+        models = [engine.target] + ([engine.drafter.model] if draft_name == "model" else [])
+        computed = {model: [] for model in models}
+        for model in models:
+
+            def forward(batch, pool, logit_rows=None, model=model, original=model.forward):
+                computed[model] += batch.positions.tolist()[: len(batch.token_ids)]  # padding computes nobody's token
+                return original(batch, pool, logit_rows)
+
+            def verify(spans, *rest, model=model, original=model.program and model.program.verify):
+                computed[model] += [start + i for _, start, count in spans.spans for i in range(count)]
+                return original(spans, *rest)
+
+            def draft_tokens(spans, ids, counts, *rest, model=model, original=model.program and model.program.draft):
+                both = zip(spans.spans, counts, strict=True)
+                computed[model] += [start + i for (_, start, count), k in both for i in range(count + k - 1)]
+                return original(spans, ids, counts, *rest)
+
+            monkeypatch.setattr(model, "forward", forward)
+            if model.program:
+                monkeypatch.setattr(model.program, "verify", verify)
+                monkeypatch.setattr(model.program, "draft", draft_tokens)
+        outputs = engine.generate(prompt_ids, PARAMS)
+        for model in models:
+            # position 0 belongs to prompts only: as many rows there as there are sequences
+            assert computed[model].count(0) == len(prompt_ids)
+        stats = engine.last_run.decoding
+        prompt_rows = sum(len(o.prompt_ids) - 1 for o in outputs)
+        assert len(computed[engine.target]) == prompt_rows + stats.num_steps + stats.num_draft_tokens
+        if draft_name == "model":
+            # one row per draft token, and per full acceptance one more to catch up
+            assert len(computed[engine.drafter.model]) <= prompt_rows + stats.num_draft_tokens + stats.num_steps
+
+    def test_engine_is_reusable_and_grows_its_pool(self, target, draft, prompt_ids, expected):
+        engine = sd.Engine(target, draft)
+        engine.generate(prompt_ids[2:4], PARAMS)
+        small = engine.pool.num_pages
+        assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+        assert engine.pool.num_pages > small
+
+    def test_one_params_each(self, engine, prompt_ids, expected):
+        lengths = [3, 1, 9, 5]
+        outputs = engine.generate(prompt_ids[:4], [sd.SamplingParams(max_new_tokens=n) for n in lengths])
+        assert [o.token_ids for o in outputs] == [tokens[:n] for tokens, n in zip(expected, lengths, strict=False)]
+
+    def test_no_prompts(self, engine):
+        assert engine.generate([]) == []
+
+    def test_models_are_left_as_they_were(self, target, engine, prompt_ids):
+        before = target.config._attn_implementation
+        engine.generate(prompt_ids[:2], PARAMS)
+        assert target.config._attn_implementation == before
+
+
+class TestStream:
+    def test_chunks_add_up_to_outputs(self, engine, prompts):
+        whole = engine.generate(prompts[:6], PARAMS)
+        tokens, texts, reasons = [[] for _ in whole], ["" for _ in whole], [None for _ in whole]
+        for chunk in engine.stream(prompts[:6], PARAMS):
+            assert reasons[chunk.index] is None, "a chunk after the last"
+            tokens[chunk.index] += chunk.token_ids
+            texts[chunk.index] += chunk.text
+            reasons[chunk.index] = chunk.finish_reason
+        assert tokens == [o.token_ids for o in whole]
+        assert texts == [o.text for o in whole]
+        assert reasons == [o.finish_reason for o in whole]
+
+    def test_closing_returns_pages(self, engine, prompt_ids):
+        stream = engine.stream(prompt_ids, PARAMS)
+        next(stream)
+        assert engine.pool.num_free_pages < engine.pool.num_pages
+        with pytest.raises(sd.EngineBusyError, match="still open"):
+            engine.generate(prompt_ids[:1], PARAMS)
+        stream.close()
+        assert engine.pool.num_free_pages == engine.pool.num_pages
+        assert engine.generate(prompt_ids[:1], PARAMS)[0].error is None
+
+    def test_arguments_are_checked_at_the_call(self, engine):
+        with pytest.raises(sd.ConfigError):
+            engine.stream(5)
+
+
+class TestOneBadRequest:
+    """It gets its own typed error; the others come out as if it were not there."""
+
+    @pytest.mark.parametrize(
+        ("bad", "error", "message"),
+        [
+            ([], sd.InvalidPromptError, "no tokens"),
+            ("", sd.InvalidPromptError, "empty string"),
+            ([5, 1024], sd.InvalidPromptError, "token id 1024 is outside .* 0 to 1023"),
+            ([5, -1], sd.InvalidPromptError, "token id -1"),
+            ([5, "a"], sd.InvalidPromptError, "neither a string nor a flat list"),
+            ([7] * 513, sd.PromptTooLongError, "513 tokens.*512 positions.*at most 512"),
+        ],
+        ids=["no ids", "empty string", "id too large", "negative id", "not an id", "too long"],
+    )
+    def test_bad_prompt(self, engine, prompt_ids, expected, bad, error, message):
+        outputs = engine.generate([prompt_ids[0], bad, prompt_ids[1]], PARAMS)
+        assert [outputs[i].token_ids for i in (0, 2)] == expected[:2]
+        assert (outputs[1].finish_reason, outputs[1].token_ids) == ("error", [])
+        with pytest.raises(error, match=message):
+            outputs[1].raise_for_error()
+        assert outputs[0].raise_for_error() is outputs[0]
+        chunks = [c for c in engine.stream([prompt_ids[0], bad], PARAMS) if c.index == 1]
+        assert [(c.finish_reason, type(c.error)) for c in chunks] == [("error", error)]
+
+    def test_larger_than_the_pool(self, target, draft, prompt_ids, expected):
+        engine = sd.Engine(target, draft, kv_cache_tokens=96)
+        outputs = engine.generate([prompt_ids[4], prompt_ids[1], prompt_ids[5]], PARAMS)
+        assert [outputs[i].token_ids for i in (0, 2)] == expected[4:6]
+        with pytest.raises(
+            sd.KVCacheTooSmallError, match=r"needs 240 KV positions.*whole pool has 96.*kv_cache_tokens"
+        ):
+            outputs[1].raise_for_error()
+
+    @pytest.mark.parametrize("backend", ["auto", "torch"])
+    @pytest.mark.parametrize("draft_name", ["model", "ngram"])
+    def test_nan_logits(self, target, draft, prompt_ids, expected, draft_name, backend):
+        """One token's embedding is NaN, so a text that meets it fails from there on, and no other does.
+
+        Other sequences may well have that token proposed to them and reject it.
+        """
+        texts = [set(p + e) for p, e in zip(prompt_ids, expected, strict=True)]
+        alone, victim = next(
+            (i, token)
+            for i, tokens in enumerate(expected)
+            for token in tokens[2:]
+            if token not in prompt_ids[i] and sum(token in text for text in texts) == 1
+        )
+        poisoned = copy.deepcopy(target)
+        poisoned.lm_head.weight = torch.nn.Parameter(poisoned.lm_head.weight.detach().clone())  # no longer tied
+        with torch.no_grad():
+            poisoned.model.embed_tokens.weight[victim] = float("nan")
+        engine = sd.Engine(poisoned, draft if draft_name == "model" else "ngram", max_batch_size=4, backend=backend)
+        outputs = engine.generate(prompt_ids, PARAMS)
+        failed = outputs[alone]
+        assert [o.token_ids for o in outputs if o is not failed] == [
+            tokens for i, tokens in enumerate(expected) if i != alone
+        ]
+        assert failed.token_ids == expected[alone][: expected[alone].index(victim) + 1]
+        assert failed.finish_reason == "error"
+        with pytest.raises(sd.InvalidLogitsError, match="NaN"):
+            failed.raise_for_error()
+        assert engine.pool.num_free_pages == engine.pool.num_pages
+
+    def test_string_without_a_tokenizer(self):
+        engine = sd.Engine(tiny_model("llama"), None)
+        text, ids = engine.generate(["hello", [5]], sd.SamplingParams(max_new_tokens=2))
+        assert isinstance(text.error, sd.InvalidPromptError)
+        assert "pass tokenizer=" in str(text.error)
+        assert (ids.text, len(ids.token_ids)) == (None, 2)
+
+
+def test_generate_with_names_and_a_generation_config(prompts):
+    """The README's way in: folders or names, strings, a transformers GenerationConfig."""
+    outputs = sd.generate(
+        str(demo_pair() / "target"),
+        str(demo_pair() / "draft"),
+        prompts[:2],
+        GenerationConfig(max_new_tokens=6, do_sample=False),
+        dtype="float32",
+    )
+    assert [len(o.token_ids) for o in outputs] == [6, 6]
+    assert all(isinstance(o.text, str) and o.text for o in outputs)
+
+
+def test_draft_with_fewer_positions_than_the_target(prompt_ids, expected, target, draft):
+    """Beyond its own positions the draft model proposes nothing; the target goes on alone."""
+    short = copy.deepcopy(draft)
+    short.config.max_position_embeddings = 30
+    engine = sd.Engine(target, short, max_batch_size=4)
+    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+    longest = max(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
+    assert engine.generate([prompt_ids[longest]], PARAMS)[0].stats.num_draft_tokens == 0
+
+
+def test_padded_vocabularies_of_one_family(target, draft, prompt_ids, expected):
+    """The draft's logits may be narrower or wider than the target's, if the tokenizers agree."""
+    wide = copy.deepcopy(draft)
+    wide.resize_token_embeddings(1040, mean_resizing=False)
+    assert all(model.config._name_or_path for model in (wide, target))  # where their tokenizers are found
+    engine = sd.Engine(target, wide, max_batch_size=4)
+    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+
+
+def test_rope_that_depends_on_the_longest_sequence_is_held_to_its_original_length():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        rope_parameters=rope,
+        eos_token_id=None,
+    )
+    engine = sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
+    assert engine.target.max_positions == 32
+    assert isinstance(engine.generate([[5] * 40])[0].error, sd.PromptTooLongError)
+
+
+def test_rope_of_each_layer_type_is_looked_into():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+    config = Gemma3TextConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=16,
+        rope_parameters={
+            "full_attention": {"rope_type": "longrope", "rope_theta": 1e6, "factor": 4.0, **factors},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        eos_token_id=None,
+    )
+    engine = sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
+    assert engine.target.max_positions == 32
+    alone, beside = engine.generate([[5, 6, 7]])[0], engine.generate([[5, 6, 7], [9] * 40])
+    assert isinstance(beside[1].error, sd.PromptTooLongError)
+    assert beside[0].token_ids == alone.token_ids
+
+
+def test_bfloat16_runs_and_repeats_itself(prompt_ids):
+    """bf16 is served; that it equals plain decoding bit for bit is not promised yet."""
+    outputs = [
+        sd.generate(str(demo_pair() / "target"), "ngram", prompt_ids[:3], PARAMS, dtype="bfloat16") for _ in range(2)
+    ]
+    assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
+    assert all(o.error is None and o.token_ids for o in outputs[0])

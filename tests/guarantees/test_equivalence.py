@@ -1,0 +1,112 @@
+"""The promise in fp32: every token equals ``transformers`` greedy ``generate()`` at batch 1.
+
+Batch sizes: alone, small, and more than one window of prompts. K: 1 (the smallest block), 3, 5 (the default), 8 (a
+block longer than most acceptances). Both implementations, both schedulers, both drafters.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import specdec_fast as sd
+from specdec_fast import oracle
+from specdec_fast.equivalence.compare import transformers_greedy
+from support.demo import MAX_NEW_TOKENS
+from support.models import CONFIGS, VOCAB_SIZE, tiny_model, torch, truncated_copy
+
+BATCH_SIZES = (1, 2, 4, 8, 16)
+NUM_DRAFT_TOKENS = (1, 3, 5, 8)
+LIMITS = oracle.Limits(MAX_NEW_TOKENS, frozenset([1]))
+
+
+def run_engine(target, draft, prompts, **config):
+    engine = sd.Engine(target, draft, **config)
+    outputs = engine.generate(prompts, sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
+    assert engine.pool.num_free_pages == engine.pool.num_pages
+    return [output.token_ids for output in outputs]
+
+
+def run_oracle(method, target, draft, prompts, batch_size, num_draft_tokens, limits=LIMITS):
+    if method == "exspec":
+        return oracle.exspec(target, draft, prompts, limits, num_draft_tokens, batch_size).outputs
+    starts = range(0, len(prompts), batch_size)
+    runs = (oracle.eqspec(target, draft, prompts[i : i + batch_size], limits, num_draft_tokens) for i in starts)
+    return [tokens for run in runs for tokens in run.outputs]
+
+
+def test_reference_is_not_trivial(expected):
+    lengths = {len(tokens) for tokens in expected}
+    assert len(lengths) > 3, "sequences should end at different steps"
+    assert any(tokens[-1] == 1 for tokens in expected), "some should end by EOS"
+    assert any(len(tokens) == MAX_NEW_TOKENS for tokens in expected), "some by length"
+
+
+@pytest.mark.parametrize("num_draft_tokens", NUM_DRAFT_TOKENS)
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("method", ["eqspec", "exspec"])
+class TestDemoPair:
+    def test_engine(self, target, draft, prompt_ids, expected, method, drafter, batch_size, num_draft_tokens):
+        source = draft if drafter == "model" else "ngram"
+        config = {"method": method, "max_batch_size": batch_size, "num_draft_tokens": num_draft_tokens}
+        assert run_engine(target, source, prompt_ids, **config) == expected
+
+    def test_oracle(self, target, draft, prompt_ids, expected, method, drafter, batch_size, num_draft_tokens):
+        source = draft if drafter == "model" else None
+        assert run_oracle(method, target, source, prompt_ids, batch_size, num_draft_tokens) == expected
+
+
+def test_oracle_autoregressive(target, prompt_ids, expected):
+    assert [oracle.autoregressive(target, ids, MAX_NEW_TOKENS, frozenset([1])) for ids in prompt_ids] == expected
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+def test_plain_decoding_in_the_engine(target, prompt_ids, expected, batch_size):
+    assert run_engine(target, None, prompt_ids, max_batch_size=batch_size) == expected
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 64], ids=["tiny", "odd", "large"])
+def test_page_sizes(target, draft, prompt_ids, expected, page_size):
+    assert run_engine(target, draft, prompt_ids, page_size=page_size, max_batch_size=4) == expected
+
+
+def test_torch_backend(target, draft, prompt_ids, expected):
+    assert run_engine(target, draft, prompt_ids, backend="torch", max_batch_size=8) == expected
+
+
+# one token; less than, just, and more than a page of 16; several pages
+ARCHITECTURE_PROMPT_LENGTHS = (1, 3, 16, 17, 8, 70)
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def pair(request):
+    """A random model; its first two layers as the draft, so that acceptance is ragged; prompts; the reference."""
+    target = tiny_model(request.param)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, VOCAB_SIZE, (n,), generator=generator).tolist() for n in ARCHITECTURE_PROMPT_LENGTHS]
+    expected = [transformers_greedy(target, prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    return target, truncated_copy(target, 2), prompts, expected
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("method", ["eqspec", "exspec"])
+class TestArchitectures:
+    def test_engine(self, pair, method, drafter):
+        target, draft, prompts, expected = pair
+        engine = sd.Engine(target, draft if drafter == "model" else "ngram", method=method, max_batch_size=3)
+        outputs = engine.generate(prompts, sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
+        assert [output.token_ids for output in outputs] == expected
+        accepted = engine.last_run.decoding.accepted_per_position
+        assert drafter == "ngram" or accepted[0] > accepted[1] > 0, "acceptance should be ragged"
+
+    def test_oracle(self, pair, method, drafter):
+        target, draft, prompts, expected = pair
+        source = draft if drafter == "model" else None
+        assert run_oracle(method, target, source, prompts, 3, 5, oracle.Limits(MAX_NEW_TOKENS)) == expected
+
+
+def test_architectures_vary_enough():
+    """The random models above are of use only while their texts are not one token over and over."""
+    for architecture in CONFIGS:
+        tokens = transformers_greedy(tiny_model(architecture), [5, 9, 23], MAX_NEW_TOKENS)
+        assert len(set(tokens)) > 5, architecture

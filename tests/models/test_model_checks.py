@@ -1,0 +1,82 @@
+"""Models that compute with what a KV cache answers are refused; those that only ask are served."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Cache, Llama4TextConfig
+
+import specdec_fast as sd
+from specdec_fast.equivalence.compare import transformers_greedy
+from support.models import CONFIGS, tiny_model
+
+
+def llama4(tuning: bool) -> torch.nn.Module:
+    """Scale queries by the cache's length, beyond 150 positions, in layers without RoPE."""
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, intermediate_size_mlp=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, moe_layers=[], no_rope_layers=[1, 0],
+        layer_types=["full_attention", "full_attention"], attn_temperature_tuning=tuning, floor_scale=150,
+        attn_scale=2.0, initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_model_that_computes_with_the_length_is_refused(eager):
+    with pytest.raises(sd.UnsupportedModelError, match="Llama4ForCausalLM asks its KV cache for get_seq_length"):
+        sd.Engine(llama4(tuning=True), None, enforce_eager=eager)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_same_model_without_tuning_is_served(eager):
+    model, prompt = llama4(tuning=False), [i * 7 % 97 for i in range(400)]
+    params = sd.SamplingParams(max_new_tokens=8)
+    outputs = sd.generate(model, "ngram", [prompt, prompt[:9]], params, enforce_eager=eager)
+    assert [o.token_ids for o in outputs] == [transformers_greedy(model, ids, 8) for ids in (prompt, prompt[:9])]
+
+
+def asking(question: str, is_used: bool) -> torch.nn.Module:
+    """Make a Llama that asks its cache before every forward, and may add what it hears to a weight."""
+    model = tiny_model("llama")
+    original = model.forward
+
+    def forward(input_ids, past_key_values=None, logits_to_keep=0, **kwargs):
+        args = {"get_seq_length": (), "get_query_offset": (0,), "get_mask_sizes": (input_ids.shape[1], 0)}[question]
+        answer = getattr(past_key_values, question)(*args)
+        length = answer[0] if isinstance(answer, tuple) else answer
+        out = original(input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **kwargs)
+        if is_used and length > 1000:
+            out.logits[..., 3] += 1e-3
+        return out
+
+    model.forward = forward
+    return model
+
+
+@pytest.mark.parametrize("question", ["get_seq_length", "get_query_offset", "get_mask_sizes"])
+def test_asking_is_allowed_and_using_is_not(question):
+    assert sd.generate(asking(question, is_used=False), None, [[5, 6, 7]])[0].error is None
+    with pytest.raises(sd.UnsupportedModelError, match=f"{question} and computes with the answer"):
+        sd.Engine(asking(question, is_used=True), None)
+
+
+@pytest.mark.parametrize("name", ["layers", "has_previous_state", "is_croppable", "batch_size", "crop"])
+def test_what_pages_cannot_answer_is_refused_by_name(name):
+    assert hasattr(Cache, name) or name == "layers"
+    model = tiny_model("llama")
+    original = model.forward
+
+    def forward(*args, past_key_values=None, **kwargs):
+        getattr(past_key_values, name)
+        return original(*args, past_key_values=past_key_values, **kwargs)
+
+    model.forward = forward
+    with pytest.raises(sd.UnsupportedModelError, match=f"`{name}`"):
+        sd.Engine(model, None)
+
+
+@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+def test_a_model_of_the_grid_is_not_refused(architecture):
+    sd.Engine(tiny_model(architecture), None)

@@ -1,0 +1,279 @@
+"""``paged_attention`` on shapes that nobody chose: backends against the oracle, rows against other batches."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.ops import all_ops
+from support.fuzzing import fuzz, memory
+from support.op_cases import CPU, attention_by_hand, changed, each_case, make, positions_seen
+from support.op_checks import device_for, largest_of, same_bits
+from support.strategies import CPP, TRITON, Limits, generator
+from support.strategies_attention import AttentionCall, attention_calls
+
+OP = all_ops()["paged_attention"]
+COMPILED = OP.why_unavailable("cpp") is None
+VERSIONS = importlib.import_module("specdec_fast._C").attention_versions() if COMPILED else ["none"]
+
+Attention = Callable[..., Tensor]
+
+
+def in_cpp(version: str) -> Attention:
+    """The C++ op as it was compiled for one instruction set; skips where it was not compiled."""
+    device_for(OP, "cpp")
+    extension, attention = importlib.import_module("specdec_fast._C"), OP.load("cpp")
+
+    def run(**args: Any) -> Tensor:
+        extension.choose_attention_version(version)
+        try:
+            return attention(**args)
+        finally:
+            extension.choose_attention_version(VERSIONS[-1])
+
+    return run
+
+
+def attention_in_fp64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+    """``attention_by_hand`` for all rows of a sequence at once: fuzzing sees too many of them for a loop."""
+    page_size, num_kv_heads = kv[0].shape[1:3]
+    out = torch.empty(*query.shape[:2], kv[1].shape[3], dtype=torch.float64)
+    for b, (start, stop) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
+        position = torch.arange(int(batch.seqused_k[b]))
+        pages = batch.block_table[b].cpu()[position // page_size].long()
+        keys, values = (cache.cpu()[pages, position % page_size].double() for cache in kv)  # [context, H_kv, D]
+        queries = query[start:stop].cpu().double().unflatten(1, (num_kv_heads, -1))
+        products = torch.einsum("rhgd,nhd->rhgn", queries, keys) * scores.scale
+        if scores.softcap is not None:
+            products = scores.softcap * torch.tanh(products / scores.softcap)
+        visible = torch.zeros(stop - start, len(position), dtype=torch.bool)
+        for row in range(start, stop):
+            visible[row - start, positions_seen(batch, b, row, scores.sliding_window)] = True
+        products = products.masked_fill(~visible[:, None, None], -math.inf)
+        if scores.sinks is not None:
+            column = scores.sinks.cpu().double().view(1, num_kv_heads, -1, 1).expand(*products.shape[:3], 1)
+            products = torch.cat([products, column], dim=-1)
+        weights = products.softmax(dim=-1)[..., : len(position)]
+        total = torch.einsum("rhgn,nhd->rhgd", weights, values.nan_to_num(0))
+        spoiled = torch.einsum("rn,nhd->rhd", visible.double(), values.isnan().double()) > 0
+        out[start:stop] = total.masked_fill(spoiled[:, :, None], math.nan).flatten(1, 2)
+    return out
+
+
+@each_case("paged_attention")
+def test_fp64_attention_is_the_one_by_hand(case):
+    args = make("paged_attention", case)
+    got, truth = attention_in_fp64(**args), attention_by_hand(**args)
+    terms = args["batch"].max_seqlen_k + args["query"].shape[2]
+    assert largest_of(got - truth) <= terms * torch.finfo(torch.float64).eps * largest_of(truth)
+
+
+ORDERS = 16
+
+
+def assert_near_oracle(attention: Attention, call: AttentionCall, device: torch.device) -> None:
+    """Within twice the oracle's own error against fp64 plus one rounding unit.
+
+    By luck the oracle may be right where it could not know: its error is the largest of those it makes when it adds up
+    head_dim in ORDERS other orders, which mean nothing to the result.
+    """
+    args, before = call.make(device), call.make(device)
+    got, truth, g = attention(**args), attention_in_fp64(**before), generator(call.seed)
+    assert same_bits(memory(args), memory(before)), "the arguments were changed"
+    assert (got.dtype, got.shape) == (before["query"].dtype, truth.shape)
+    oracle_error = 0.0
+    for _ in range(ORDERS):
+        order, of_values = (torch.randperm(cache.shape[3], generator=g).to(device) for cache in before["kv"])
+        kv = (before["kv"][0][..., order], before["kv"][1][..., of_values])
+        oracle = OP.load("torch")(**{**before, "query": before["query"][..., order], "kv": kv})
+        oracle_error = max(oracle_error, largest_of(oracle.cpu() - truth[..., of_values.cpu()]))
+    rounding_unit = torch.finfo(got.dtype).eps * largest_of(truth)
+    assert largest_of(got.cpu() - truth) <= 2 * oracle_error + rounding_unit
+
+
+# Batches of none to 5 sequences, with none to 9 rows each or those of a prefill (C++ takes 16 at once); contexts up to
+# three tiles of 64, most of them at the end of a page or a tile or one beside it; 1 to 8 heads for each of 1 to 3.
+@fuzz(300)
+@given(call=attention_calls(CPP), version=st.sampled_from(VERSIONS))
+def test_attention_in_cpp(call, version):
+    assert_near_oracle(in_cpp(version), call, CPU)
+
+
+# The same over trees: from chains (reach 0) to bushes and forests, of more rows than a word of the mask has bits.
+@fuzz(200)
+@given(call=attention_calls(CPP, trees=True), version=st.sampled_from(VERSIONS))
+def test_tree_attention_in_cpp(call, version):
+    assert_near_oracle(in_cpp(version), call, CPU)
+
+
+# Smaller, because it is interpreted; the context passes one tile of 64.
+@fuzz(40)
+@given(call=attention_calls(TRITON))
+def test_attention_in_triton(call):
+    device = device_for(OP, "triton")
+    assert_near_oracle(OP.load("triton"), call, device)
+
+
+@fuzz(40)
+@given(call=attention_calls(TRITON, trees=True))
+def test_tree_attention_in_triton(call):
+    device = device_for(OP, "triton")
+    assert_near_oracle(OP.load("triton"), call, device)
+
+
+def unwritten(**args: Any) -> Tensor:
+    """Leave one element as the allocator gave it."""
+    right, out = OP.load("torch")(**args), torch.empty(args["query"].shape, dtype=args["query"].dtype)
+    out.view(-1)[1:] = right.reshape(-1)[1:]
+    return out
+
+
+def narrowed(**args: Any) -> Tensor:
+    """Lose what a narrower type of accumulation would."""
+    return OP.load("torch")(**{**args, "kv": tuple(cache.half().float() for cache in args["kv"])})
+
+
+def window_too_short(**args: Any) -> Tensor:
+    return OP.load("torch")(**changed(args, "scores.sliding_window", lambda window: window - 1))
+
+
+def window_too_long(**args: Any) -> Tensor:
+    """See an entry that no row may see; it is NaN."""
+    return OP.load("torch")(**changed(args, "scores.sliding_window", lambda window: window + 1))
+
+
+SMALL = AttentionCall(
+    sequences=((40, 3), (0, 0), (33, 0), (64, 9)),
+    page_size=16,
+    kv_heads=2,
+    group=2,
+    head_dim=20,
+    scores=Scores(20**-0.5, sliding_window=8),
+    reach=None,
+    layout="transposed",
+    spare=1,
+    dtype=torch.float32,
+    seed=0,
+)
+
+
+@pytest.mark.parametrize("wrong", [unwritten, narrowed, window_too_short, window_too_long])
+def test_fuzzed_comparison_rejects(wrong):
+    assert_near_oracle(OP.load("torch"), SMALL, CPU)
+    with pytest.raises(AssertionError, match="largest_of"):
+        assert_near_oracle(wrong, SMALL, CPU)
+
+
+def assert_chunks_have_the_same_bits(attention: Attention, call: AttentionCall) -> None:
+    """Cut every sequence's rows anywhere, shuffle the chunks, and run them as the sequences of two other batches."""
+    args, g = call.make(CPU), generator(call.seed)
+    whole, batch = attention(**args), args["batch"]
+    starts, chunks = batch.cu_seqlens_q.tolist(), []
+    for b, (context, rows) in enumerate(call.sequences):
+        cuts = sorted({0, rows, *torch.randint(rows + 1, (2,), generator=g).tolist()})
+        chunks += [(b, starts[b] + i, starts[b] + j, context - rows + j) for i, j in pairwise(cuts)]
+    chunks = [chunks[i] for i in torch.randperm(len(chunks), generator=g)]
+    for part in (chunks[::2], chunks[1::2]):
+        lengths, seen = [j - i for _, i, j, _ in part], [chunk[3] for chunk in part]
+        rows_of = torch.tensor([row for _, i, j, _ in part for row in range(i, j)], dtype=torch.long)
+        regrouped = PagedBatch(
+            block_table=batch.block_table[[chunk[0] for chunk in part]],
+            cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).int(),
+            seqused_k=torch.tensor(seen, dtype=torch.int32),
+            max_seqlen_q=max(lengths, default=0),
+            max_seqlen_k=max(seen, default=0),
+        )
+        assert same_bits(attention(**{**args, "query": args["query"][rows_of], "batch": regrouped}), whole[rows_of])
+
+
+# Shapes as above: a cut may fall anywhere, in a page, a tile or a group of rows that are computed together.
+@fuzz(400)
+@given(call=attention_calls(CPP), version=st.sampled_from(VERSIONS))
+def test_cpp_attention_of_any_chunks_has_the_same_bits(call, version):
+    assert_chunks_have_the_same_bits(in_cpp(version), call)
+
+
+def test_chunk_check_rejects_bits_that_depend_on_the_batch():
+    def attention(query: Tensor, **args: Any) -> Tensor:
+        return OP.load("torch")(query, **args) * (1 + len(query) * torch.finfo(torch.float32).eps)
+
+    with pytest.raises(AssertionError, match="same_bits"):
+        assert_chunks_have_the_same_bits(attention, SMALL)
+
+
+def assert_nan_spoils_who_sees_it(attention: Attention, call: AttentionCall, device: torch.device) -> None:
+    """Spoil one number of an entry that some of its sequence's rows see: all others keep their bits."""
+    g = generator(call.seed)
+
+    def below(bound: int) -> int:
+        return int(torch.randint(bound, (), generator=g))
+
+    args, spoiled = call.make(device), call.make(device)
+    with_rows = [b for b, (_, rows) in enumerate(call.sequences) if rows]
+    b = with_rows[below(len(with_rows))]
+    context, rows = call.sequences[b]
+    position = context - 1 - below(context - call.first_seen(context, rows))
+    kv_head, which = below(call.kv_heads), below(2)
+    d = below(args["kv"][which].shape[3])
+    page = int(args["batch"].block_table[b, position // call.page_size])
+    spoiled["kv"][which][page, position % call.page_size, kv_head, d] = math.nan
+    start, stop = args["batch"].cu_seqlens_q[b : b + 2].tolist()
+    see = torch.zeros(len(args["query"]), dtype=torch.bool)
+    for row in range(start, stop):
+        see[row] = position in positions_seen(args["batch"], b, row, call.scores.sliding_window)
+    before, after = attention(**args), attention(**spoiled)
+    assert same_bits(after[~see], before[~see])
+    of_head = after[see].unflatten(1, (call.kv_heads, call.group))[:, kv_head]
+    assert (of_head if which == 0 else of_head[..., d]).isnan().all()  # a broken key spoils the weights of all columns
+
+
+def any_calls(limits: Limits) -> st.SearchStrategy[AttentionCall]:
+    return (attention_calls(limits) | attention_calls(limits, trees=True)).filter(AttentionCall.has_rows)
+
+
+# The same in PyTorch, whose softmax takes a row of NaN scores for one that sees nothing.
+@fuzz(300)
+@given(call=any_calls(CPP))
+def test_nan_spoils_in_torch_only_who_sees_it(call):
+    assert_nan_spoils_who_sees_it(OP.load("torch"), call, CPU)
+
+
+# Shapes as above, chains and trees: a weight of 0 would still spread a NaN to rows of the same tile.
+@fuzz(300)
+@given(call=any_calls(CPP), version=st.sampled_from(VERSIONS))
+def test_nan_spoils_in_cpp_only_who_sees_it(call, version):
+    assert_nan_spoils_who_sees_it(in_cpp(version), call, CPU)
+
+
+@fuzz(25)
+@given(call=any_calls(TRITON))
+def test_nan_spoils_in_triton_only_who_sees_it(call):
+    device = device_for(OP, "triton")
+    assert_nan_spoils_who_sees_it(OP.load("triton"), call, device)
+
+
+def test_nan_check_rejects_weights_of_zero():
+    def attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+        out = attention_in_fp64(query, kv, batch, scores)
+        for b, (start, stop) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
+            if start < stop:
+                last = int(batch.seqused_k[b]) - 1
+                page = int(batch.block_table[b, last // kv[0].shape[1]])
+                out[start:stop] += 0 * (kv[0] + kv[1])[page, last % kv[0].shape[1]].sum()
+        return out
+
+    call = replace(SMALL, seed=58)  # spoils the last entry, which the rows before do not see
+    assert_nan_spoils_who_sees_it(attention_in_fp64, call, CPU)
+    with pytest.raises(AssertionError, match="same_bits"):
+        assert_nan_spoils_who_sees_it(attention, call, CPU)

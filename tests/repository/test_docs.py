@@ -1,0 +1,84 @@
+"""The documents: what they link and name is there, their examples run, the README stays short."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import specdec_fast as sd
+from specdec_fast.assets import demo_pair
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+SOURCES = ("specdec_fast", "csrc", "triton_kernels", "bench", "tests", "tools", "docs", "examples", ".ci")
+# What commands of the documents write, and what belongs to other projects.
+ELSEWHERE = {"gpu.json", "target.gguf", "llama.cpp", "data/spec_bench/question.jsonl"}
+LONGEST_README, LONGEST_LINE = 80, 100
+
+
+@pytest.fixture(scope="module")
+def files() -> list[str]:
+    found = [path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return ["/" + path.relative_to(ROOT).as_posix() for path in [*found, *ROOT.glob("*")]]
+
+
+def prose(document: Path) -> list[str]:
+    """Return the lines outside of code blocks, indented blocks and tables."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [line for line in text.split("\n") if not line.startswith(("    ", "|"))]
+
+
+def files_named(text: str) -> list[str]:
+    """Return what stands in backticks and ends as a file does."""
+    spans = re.findall(r"`([^`\s]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    return [span for span in spans if re.fullmatch(r"[\w./-]+\.(md|py|cpp|h|json|png|jsonl|txt|toml|gguf)", span)]
+
+
+def is_there(name: str, files: list[str]) -> bool:
+    return name in ELSEWHERE or any(file.endswith("/" + name) for file in files)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_file_that_a_document_names_exists(document, files):
+    text = document.read_text(encoding="utf-8")
+    assert [name for name in files_named(text) if not is_there(name, files)] == []
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (document.parent / link).is_file()] == []
+
+
+def test_a_file_that_is_not_there_is_noticed(files):
+    (name,) = files_named("see `specdec_fast/no_such_module.py` and `python -m bench.ops`")
+    assert not is_there(name, files)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_lines_of_prose_are_short(document):
+    assert [line for line in prose(document) if len(line) > LONGEST_LINE] == []
+
+
+def test_the_readme_is_short_and_has_no_link_that_is_dead_on_pypi():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= LONGEST_README
+    assert [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link] == []
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
+def test_python_examples_run(document, capsys):
+    """With the bundled pair in the place of the models they name, and short texts."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S)
+    code = "\n".join(blocks)
+    stand_ins = {'"Qwen/Qwen3-8B"': "target", '"Qwen/Qwen3-0.6B"': "draft", "max_new_tokens=128": "max_new_tokens=8"}
+    assert all(name in code for name in stand_ins)
+    for name, stand_in in stand_ins.items():
+        code = code.replace(name, json.dumps(str(demo_pair() / stand_in)) if "Qwen" in name else stand_in)
+    names: dict[str, object] = {}
+    exec(compile(code, document, "exec"), names)
+    outputs = names["outputs"]
+    assert isinstance(outputs, list)
+    assert all(isinstance(o, sd.GenerationOutput) and o.error is None for o in outputs)
+    assert outputs[0].text in capsys.readouterr().out

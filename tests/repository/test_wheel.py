@@ -1,0 +1,87 @@
+"""What ``pip install .`` builds in isolation, from a copy of the repository that holds no build products."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def build_wheel(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "*.so", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "dist"), str(source)]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}, check=False, cwd=tmp_path
+    )
+
+
+def names_in_wheel(tmp_path: Path) -> list[str]:
+    (wheel,) = (tmp_path / "dist").glob("specdec_fast-*.whl")
+    return zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory):
+    path = tmp_path_factory.mktemp("wheel")
+    built = build_wheel(path)
+    assert built.returncode == 0, built.stderr[-2000:]
+    return names_in_wheel(path)
+
+
+def test_wheel_holds_the_extension_and_the_kernels(wheel_names):
+    assert any(re.fullmatch(r"specdec_fast/_C\..*so", name) for name in wheel_names)
+    assert "specdec_fast/triton_kernels/__init__.py" in wheel_names
+    assert "specdec_fast/py.typed" in wheel_names
+    for part in ("target/model.safetensors", "draft/config.json", "prompts.jsonl", "README.md"):
+        assert f"specdec_fast/assets/demo_pair/{part}" in wheel_names
+
+
+def test_wheel_has_one_top_level_package(wheel_names):
+    assert {name.split("/")[0] for name in wheel_names if ".dist-info/" not in name} == {"specdec_fast"}
+    assert not [name for name in wheel_names if name.endswith((".o", ".d", ".ninja", ".cpp", ".h"))]
+
+
+def test_every_module_is_in_the_wheel(wheel_names):
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "specdec_fast").rglob("*.py")}
+    assert modules <= set(wheel_names)
+
+
+def test_extension_needs_no_torch_library(tmp_path, wheel_names):
+    """So that one wheel fits every torch version."""
+    import specdec_fast._C as extension
+
+    needed = subprocess.run(["ldd", extension.__file__], capture_output=True, text=True, check=True).stdout
+    assert "libgomp" in needed
+    assert "torch" not in needed.replace(str(ROOT), "")
+
+
+def test_no_cpp_builds_without_the_extension(tmp_path):
+    built = build_wheel(tmp_path, SPECDEC_NO_CPP="1")
+    assert built.returncode == 0, built.stderr[-2000:]
+    assert not any("_C." in name for name in names_in_wheel(tmp_path))
+
+
+def test_missing_compiler_is_said_in_one_line(tmp_path):
+    built = build_wheel(tmp_path, CC="no-such-compiler", CXX="no-such-compiler")
+    assert built.returncode != 0
+    assert re.search(r"specdec_fast: .*no-such-compiler.*Install a C\+\+17 compiler .*SPECDEC_NO_CPP=1", built.stderr)
+
+
+def test_make_says_what_is_missing(tmp_path):
+    command = ["make", "demo", f"VENV={tmp_path / 'venv'}", "CXX=no-such-compiler"]
+    made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert made.returncode != 0
+    (line,) = [line for line in made.stderr.splitlines() if "compiler" in line]
+    assert "no-such-compiler was not found" in line
+    assert "SPECDEC_NO_CPP=1" in line
+    assert not (tmp_path / "venv").exists()

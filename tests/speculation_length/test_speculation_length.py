@@ -1,0 +1,185 @@
+"""Engines whose K changes from step to step and from sequence to sequence: the same tokens, and less work."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from specdec_fast.batch.ragged_batch import RowRule
+from specdec_fast.speculation_length.adaptive import AdaptiveLength
+from specdec_fast.speculation_length.base import DraftLengths
+from support.demo import MAX_NEW_TOKENS
+from support.invariants import CheckedEngine
+from support.models import VOCAB_SIZE, tiny_model, truncated_copy
+from support.scripted_drafter import Scripted
+from support.simulated import World
+
+PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
+
+
+class RandomLengths(DraftLengths):
+    """Any K for anybody, and long stretches of nothing, so that a draft model has much to catch up with."""
+
+    def __init__(self, seed, most):
+        self.random, self.most, self.num_steps, self.records = random.Random(seed), most, 0, []
+
+    def limits(self, batch, is_closed):
+        self.num_steps += 1
+        if self.num_steps % 16 < 11:
+            return [0] * len(batch)
+        return [min(self.random.choice([0, 1, self.most]), s.num_remaining - 1) for s in batch]
+
+    def observe(self, step):
+        self.records.append(step)
+
+
+@pytest.mark.parametrize("method", ["eqspec", "exspec"])
+@pytest.mark.parametrize("draft_name", ["model", "ngram"])
+def test_auto_gives_the_tokens_of_plain_decoding(target, draft, prompt_ids, expected, method, draft_name):
+    chosen = draft if draft_name == "model" else "ngram"
+    engine = sd.Engine(target, chosen, method=method, max_batch_size=4, num_draft_tokens="auto")
+    for _ in range(2):  # what it learned in the first call changes K in the second, and no token
+        assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+    assert engine.describe()["num_draft_tokens"] == "auto"
+    drawn = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=0.8, top_p=0.9, seed=5, logprobs=True)
+    plain = sd.Engine(target, None, method="eqspec", max_batch_size=1)
+    ours, theirs = ([(o.token_ids, o.logprobs) for o in e.generate(prompt_ids, drawn)] for e in (engine, plain))
+    assert ours == theirs
+    assert engine.pool.num_free_pages == engine.pool.num_pages
+
+
+@pytest.mark.parametrize("largest", [512, 12])
+def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
+    """All invariants, a draft model that is far behind, and in fewer rows than it lacks."""
+    target = tiny_model("llama")
+    engine = sd.Engine(target, truncated_copy(target, 2), page_size=4, max_batch_size=3, num_draft_tokens="auto")
+    model = engine.drafter.model
+    model.row_rule = RowRule(model.row_rule.multiple, largest)
+    engine.draft_lengths = lengths = RandomLengths(0, 5)
+    rows, forward, drafting = [], model.forward, model.program and model.program.draft
+
+    def counted(batch, pool, logit_rows=None):
+        rows.append(len(batch.token_ids))
+        return forward(batch, pool, logit_rows)
+
+    def counted_drafting(spans, token_ids, *rest):
+        rows.append(len(token_ids))
+        return drafting(spans, token_ids, *rest)
+
+    model.forward = counted
+    if model.program:
+        model.program.draft = counted_drafting
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (1, 9, 30, 5, 17)]
+    checked = CheckedEngine(engine)
+    checked.generate(prompts, sd.SamplingParams(max_new_tokens=70))
+    assert 9 < max(rows) <= largest, "the lag was fed in no larger forwards"
+    records = lengths.records
+    assert any(len(set(r.limits)) > 1 for r in records), "K was not ragged"
+    stats = engine.last_run.decoding
+    assert stats.num_draft_tokens == sum(sum(r.num_draft_tokens) for r in records)
+    assert stats.num_accepted_tokens == sum(sum(r.num_accepted) for r in records)
+    assert stats.num_drafts == sum(k > 0 for r in records for k in r.num_draft_tokens)
+    assert 0 < stats.num_drafts < stats.num_steps
+    assert all(min(r.verify_seconds, r.other_seconds) > 0 for r in records)
+
+
+@pytest.mark.parametrize(("method", "window"), [("eqspec", None), ("exspec", 2), ("exspec", 4)])
+def test_lengths_are_told_when_nobody_takes_a_place(target, prompt_ids, method, window, monkeypatch):
+    """Of a fixed batch always; of a window once nobody waits and all that are left take part in every step."""
+    engine = sd.Engine(target, "ngram", method=method, max_batch_size=2, window_size=window)
+    limits, told = engine.draft_lengths.limits, []
+    ended = []
+    monkeypatch.setattr(engine.draft_lengths, "forget", ended.append)
+
+    def watched(batch, is_closed):
+        if len(batch) > 1:  # whoever is alone has no others
+            told.append((is_closed, len(prompt_ids) - len(ended)))
+        return limits(batch, is_closed)
+
+    monkeypatch.setattr(engine.draft_lengths, "limits", watched)
+    unequal = [sd.SamplingParams(max_new_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(prompt_ids))]
+    engine.generate(prompt_ids, unequal)
+    assert any(is_closed for is_closed, _ in told)
+    assert all(is_closed == (method == "eqspec" or num_left <= 2) for is_closed, num_left in told)
+
+
+def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, prompt_ids, expected, monkeypatch):
+    engine = sd.Engine(target, draft, max_batch_size=4, num_draft_tokens="auto")
+    monkeypatch.setattr(engine.draft_lengths, "limits", lambda batch, is_closed: [0] * len(batch))
+    monkeypatch.setattr(engine.drafter.model, "forward", None)
+    monkeypatch.setattr(engine.drafter.model, "program", None)
+    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+    assert engine.last_run.decoding.num_draft_tokens == 0
+
+
+def steps_take(engine, world):
+    """Let the engine choose K as if its steps took the simulated times: a busy machine would decide otherwise."""
+    engine.draft_lengths = lengths = world.adaptive()
+    observe = lengths.observe
+
+    def observe_simulated(step):
+        num_rows = len(step.batch) + sum(step.num_draft_tokens)
+        draft_seconds = world.draft(len(step.batch)) if any(step.num_draft_tokens) else 0.0
+        observe(
+            step._replace(
+                draft_seconds=draft_seconds, verify_seconds=world.verify(num_rows), other_seconds=world.overhead
+            )
+        )
+
+    lengths.observe = observe_simulated
+
+
+def test_useless_drafter_is_given_up_and_a_perfect_one_used(target, prompt_ids, expected):
+    world = World(lambda rows: 1e-3 + 1e-4 * rows, lambda _: 3e-4, lambda *_: 0.5, batch_size=4, overhead=1e-4)
+
+    def tokens_drafted(script, rounds):
+        engine = sd.Engine(target, Scripted(script), max_batch_size=4, num_draft_tokens="auto")
+        steps_take(engine, world)
+        for _ in range(rounds):
+            assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+        return engine.last_run.decoding
+
+    def replay(sequence, limit):
+        done = sequence.length - sequence.prompt_length
+        return expected[sequence.index][done : done + limit]
+
+    assert tokens_drafted(lambda s, limit: [7] * limit, 3).num_draft_tokens < 0.5 * sum(map(len, expected))
+    assert tokens_drafted(replay, 2).mean_acceptance_length > 4
+
+
+def test_what_is_kept_of_a_sequence_goes_with_it(target, draft, prompt_ids):
+    engine = sd.Engine(target, draft, max_batch_size=4, num_draft_tokens="auto")
+    stream = engine.stream(prompt_ids, PARAMS)
+    next(stream)
+    stream.close()
+    engine.generate(prompt_ids, PARAMS)
+    lengths = engine.draft_lengths
+    assert isinstance(lengths, AdaptiveLength)
+    assert [lengths._plan, lengths._entering._drafted_at, lengths._acceptance._own] == [{}, {}, {}]
+
+
+def test_plain_decoding_has_nothing_to_adapt(target, prompt_ids, expected):
+    engine = sd.Engine(target, None, num_draft_tokens="auto")
+    assert not isinstance(engine.draft_lengths, AdaptiveLength)
+    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+
+
+def test_misspelt_auto_is_told():
+    with pytest.raises(sd.ConfigError, match="num_draft_tokens='adaptive': expected an integer >= 0, or 'auto'"):
+        sd.EngineConfig(num_draft_tokens="adaptive")
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_draft_model_tells_what_drafting_takes(target, draft, enforce_eager):
+    """Forwards by sequences, and at 0 what a proposal takes besides; nothing is left behind."""
+    drafter = sd.Engine(target, draft, enforce_eager=enforce_eager).drafter
+    seconds = drafter.forward_seconds([1, 2, 16])
+    assert set(seconds) == {0, 1, 2, 16}
+    assert all(seconds[count] > 0 for count in (1, 2, 16))
+    assert 0 <= seconds[0] < 0.1
+    assert drafter.draft_kv_length == {}
+    assert drafter.pool.num_free_pages == drafter.pool.num_pages

@@ -1,0 +1,3 @@
+"""What the fixtures of the bundled pair and the tests agree upon."""
+
+MAX_NEW_TOKENS = 40

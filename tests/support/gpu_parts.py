@@ -1,0 +1,24 @@
+"""Parts that end in every way a part can: run in processes of their own by tests/bench, so nothing heavy here."""
+
+import os
+import time
+
+
+def finishes(settings, progress):
+    progress.row(device=settings.device)
+    progress.note(process=os.getpid())
+
+
+def raises(settings, progress):
+    progress.row(found="before")
+    raise RuntimeError("device-side assert")
+
+
+def dies(settings, progress):
+    progress.row(found="before")
+    os._exit(7)
+
+
+def hangs(settings, progress):
+    progress.row(found="before")
+    time.sleep(600)

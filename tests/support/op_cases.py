@@ -1,0 +1,81 @@
+"""The declared cases of every op, and attention computed one number at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.ops import all_ops
+
+CPU = torch.device("cpu")
+
+
+CASES = {(op.name, case.name): case for op in all_ops().values() for case in op.cases()}
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+
+
+def each_case(op: str) -> pytest.MarkDecorator:
+    """All declared cases of one op, each of which names what it would catch, but for what takes a loop too long."""
+    return pytest.mark.parametrize("case", [c for name, c in CASES if name == op and c != "large_vocabulary"])
+
+
+def make(op: str, case: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
+    return CASES[op, case].make(torch.Generator().manual_seed(seed), dtype, CPU)
+
+
+def attention_by_hand(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+    """Softmax attention in fp64, position by position, every KV entry looked up through the block table."""
+    queries, keys, values = (x.cpu().double().numpy() for x in (query, *kv))
+    out = torch.zeros(*query.shape[:2], values.shape[3], dtype=torch.float64)
+    starts, pages, page_size = batch.cu_seqlens_q.tolist(), batch.block_table.tolist(), keys.shape[1]
+    for b in range(len(starts) - 1):
+        for row in range(starts[b], starts[b + 1]):
+            seen = positions_seen(batch, b, row, scores.sliding_window)
+            for head in range(queries.shape[1]):
+                kv_head = head // (queries.shape[1] // keys.shape[2])
+                places = [(pages[b][i // page_size], i % page_size, kv_head) for i in seen]
+                products = [queries[row, head] @ keys[place] * scores.scale for place in places]
+                if scores.softcap is not None:
+                    products = [scores.softcap * math.tanh(product / scores.softcap) for product in products]
+                if scores.sinks is not None:
+                    products.append(float(scores.sinks[head]))
+                weights = [math.exp(product - max(products)) for product in products]
+                for place, weight in zip(places, weights, strict=False):  # no place is the sink's
+                    out[row, head] += torch.from_numpy(values[place]) * (weight / sum(weights))
+    return out
+
+
+def positions_seen(batch: PagedBatch, b: int, row: int, sliding_window: int | None) -> list[int]:
+    """KV entries that one row sees, by the words of the contract."""
+    start, stop = batch.cu_seqlens_q[b : b + 2].tolist()
+    prefix = int(batch.seqused_k[b]) - (stop - start)
+    before = list(range(prefix))
+    if batch.tree_mask is None:
+        own, position = list(range(row - start + 1)), prefix + row - start
+    else:
+        words = batch.tree_mask[row].tolist()
+        own = [i for i in range(stop - start) if words[i // 32] >> (i % 32) & 1]
+        position = prefix + len(own) - 1  # its depth
+    if sliding_window is not None:
+        before = [i for i in before if i > position - sliding_window]
+        own = [i for i in own if prefix + i > position - sliding_window]
+    return before + [prefix + i for i in own]
+
+
+def changed(args: dict[str, Any], path: str, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """``args`` with one argument, or one field of one (``batch.seqused_k``), replaced by ``change(what it was)``."""
+    name, _, field = path.partition(".")
+    new = replace(args[name], **{field: change(getattr(args[name], field))}) if field else change(args[name])
+    return {**args, name: new}

@@ -1,0 +1,122 @@
+"""What implementations of an op are held to: the oracle, their own bits, and rows computed by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.ops import BACKENDS, Op, registry
+from support.op_cases import attention_by_hand
+
+INTERPRETED = (
+    {"triton"} if registry.INTERPRETING else set()
+)  # backends whose kernels run as NumPy, a hundred times slower
+
+
+def device_for(op: Op, backend: str) -> torch.device:
+    """Where to run it here; skips with the reason if it cannot run."""
+    reason = op.why_unavailable(backend)
+    here = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
+    served = [name for name in BACKENDS[backend].device_types if name in here] if reason is None else []
+    if not served:
+        pytest.skip(reason or f"{backend} serves {BACKENDS[backend].device_types}, not {sorted(here)}")
+    return torch.device(served[0])
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (PagedBatch, Sampling)):
+        yield from tensors(list(vars(value).values()))
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
+
+
+def same_bits(first: Any, second: Any) -> bool:
+    """torch.equal, but for NaNs (equal to themselves) and signed zeros (not equal)."""
+
+    def described(value: Any) -> list[tuple[Any, ...]]:
+        # a clone, because contiguous() leaves an empty tensor the strides that view() then refuses
+        each = [tensor.cpu().clone(memory_format=torch.contiguous_format) for tensor in tensors(value)]
+        return [(t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes()) for t in each]
+
+    return described(first) == described(second)
+
+
+# An op that is not exact needs its definition in fp64 here, so that the oracle's own error is known.
+def linear_in_float64(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    products = rows.cpu().double() @ weight.cpu().double().T
+    return products if bias is None else products + bias.cpu().double()
+
+
+def grouped_linear_in_float64(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    ids = expert_ids.cpu()
+    lines = rows.cpu().double().expand(-1, ids.shape[1], -1)
+    products = torch.einsum("tci,tcoi->tco", lines, weight.cpu().double()[ids])
+    return products if bias is None else products + bias.cpu().double()[ids]
+
+
+REFERENCES: dict[str, Callable[..., Tensor]] = {
+    "paged_attention": attention_by_hand,
+    "linear": linear_in_float64,
+    "grouped_linear": grouped_linear_in_float64,
+}
+
+
+def assert_agrees(op: Op, got: Any, oracle: Any, args: dict[str, Any]) -> None:
+    """Exact ops bit by bit; others within twice the oracle's own error against fp64 plus one rounding unit."""
+    if op.exact:
+        assert same_bits(got, oracle)
+        return
+    assert (got.dtype, got.shape) == (oracle.dtype, oracle.shape)
+    truth = REFERENCES[op.name](**args)
+    error, oracle_error, largest = map(largest_of, (got.cpu() - truth, oracle.cpu() - truth, truth))
+    assert error <= 2 * oracle_error + torch.finfo(oracle.dtype).eps * largest
+
+
+def largest_of(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def assert_rows_independent(attention: Callable[..., Tensor], args: dict[str, Any], chunk: int) -> None:
+    """``chunk`` rows of one sequence alone have the bits they have in the whole batch."""
+    whole, batch = attention(**args), args["batch"]
+    starts = batch.cu_seqlens_q.tolist()
+    for b, context in enumerate(batch.seqused_k.tolist()):
+        for first in range(starts[b], starts[b + 1], chunk):
+            last = min(first + chunk, starts[b + 1])
+            seen = context - (starts[b + 1] - last)
+            part = PagedBatch(
+                block_table=batch.block_table[b : b + 1],
+                cu_seqlens_q=torch.tensor([0, last - first], dtype=torch.int32),
+                seqused_k=torch.tensor([seen], dtype=torch.int32),
+                max_seqlen_q=last - first,
+                max_seqlen_k=seen,
+            )
+            alone = attention(**{**args, "query": args["query"][first:last], "batch": part})
+            assert same_bits(alone, whole[first:last])
+
+
+def long_prefill(dtype: torch.dtype) -> dict[str, Any]:
+    """A prompt of 203 rows beside one of 70: several tiles and tasks of the kernel, none filled evenly."""
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(2, 40, 8, 2, 24, generator=generator).to(dtype)
+    return {
+        "query": torch.randn(273, 4, 24, generator=generator).to(dtype),
+        "kv": (kv[0], kv[1]),
+        "batch": PagedBatch(
+            block_table=torch.cat([torch.arange(1, 27), torch.arange(9, 35)]).int().view(2, 26),
+            cu_seqlens_q=torch.tensor([0, 203, 273], dtype=torch.int32),
+            seqused_k=torch.tensor([203, 70], dtype=torch.int32),
+            max_seqlen_q=203,
+            max_seqlen_k=203,
+        ),
+        "scores": Scores(24**-0.5),
+    }
