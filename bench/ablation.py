@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from bench import report
-from bench.contenders import Bench, EngineRunner
-from bench.measurement import Contender, Measurement, Runs, measure
-from bench.summary import latency_percentiles
-from bench.timing import median_ratio
-from bench.workload import Workload, add_workload_options, check_workload, load
+from bench.common import report
+from bench.common.measurement import Contender, Measurement, Runs, measure
+from bench.common.timing import median_ratio
+from bench.common.workload import Workload, add_workload_options, check_workload, load
+from bench.engine_.methods import Bench, EngineRunner
+from bench.engine_.summary import latency_percentiles
 from specdec_fast import Engine
 from specdec_fast.commands.common import format_table
 from specdec_fast.config import EngineConfig

@@ -30,7 +30,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.report import names, write_json
+from bench.common.report import names, write_json
 from specdec_fast.triton_kernels import kernel_modules
 from specdec_fast.triton_kernels.variant import Variant
 

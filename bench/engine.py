@@ -14,12 +14,12 @@ import sys
 import torch
 from transformers.utils import logging
 
-from bench import report
-from bench.contenders import DEFAULT_METHODS, METHODS, NOT_REPLAYED, Bench
-from bench.device import full_precision
-from bench.measurement import Contender, measure
-from bench.summary import print_tables, summarise
-from bench.workload import add_workload_options, check_workload, load
+from bench.common import report
+from bench.common.device import full_precision
+from bench.common.measurement import Contender, measure
+from bench.common.workload import add_workload_options, check_workload, load
+from bench.engine_.methods import DEFAULT_METHODS, METHODS, NOT_REPLAYED, Bench
+from bench.engine_.summary import print_tables, summarise
 from specdec_fast.errors import SpecDecError
 
 
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         "rows": rows,
     }
     if args.plot:
-        from bench.engine_plot import draw
+        from bench.engine_.plot import draw
 
         draw(rows, args.plot)
     report.write_json(result, args.json)

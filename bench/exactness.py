@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from bench import report
-from bench.acceptance import compare_acceptance
-from bench.timing import median_ratio
+from bench.common import report
+from bench.common.timing import median_ratio
+from bench.engine_.acceptance import compare_acceptance
 from specdec_fast.assets import demo_pair
 from specdec_fast.commands.verify import print_report
 from specdec_fast.config import EngineConfig

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
-from bench import report
-from bench.timing import Clock, median_ratio
+from bench.common import report
+from bench.common.timing import Clock, median_ratio
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.commands.common import format_table
 from specdec_fast.kv_cache.forward_layout import lay_out

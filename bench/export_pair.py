@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from bench.workload import add_workload_options, check_workload, load
+from bench.common.workload import add_workload_options, check_workload, load
 from specdec_fast.assets import demo_pair
 
 # Tensors of a layer: the checkpoint's names to GGUF's (the specification in the gguf package, constants.py).

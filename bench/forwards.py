@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from bench import report
-from bench.timing import Clock, median_ratio
-from bench.workload import add_workload_options, check_workload, load
+from bench.common import report
+from bench.common.timing import Clock, median_ratio
+from bench.common.workload import add_workload_options, check_workload, load
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.commands.common import format_table
 from specdec_fast.kv_cache.forward_layout import lay_out

@@ -26,9 +26,15 @@ from typing import Any
 import torch
 import transformers
 
-from bench import gpu_compile, gpu_decoding, gpu_equivalence, gpu_graphs, gpu_kernels, gpu_timings, report
-from bench.device import properties
-from bench.parts import Part, Progress, Result, Settings, inline, is_red, isolated, run_parts
+from bench.common import report
+from bench.common.device import properties
+from bench.gpu_ import compilation as gpu_compile
+from bench.gpu_ import decoding as gpu_decoding
+from bench.gpu_ import equivalence as gpu_equivalence
+from bench.gpu_ import graphs as gpu_graphs
+from bench.gpu_ import kernels as gpu_kernels
+from bench.gpu_ import timings as gpu_timings
+from bench.gpu_.isolated_tasks import Part, Progress, Result, Settings, inline, is_red, isolated, run_parts
 from specdec_fast.commands.common import format_table
 from specdec_fast.ops import availability
 

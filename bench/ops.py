@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench import report
-from bench.agreement import BASELINE, disagreement
-from bench.references import prepare_reference
-from bench.timing import Call, Clock, median_ratio
+from bench.common import report
+from bench.common.correctness_gate import BASELINE, disagreement
+from bench.common.references import prepare_reference
+from bench.common.timing import Call, Clock, median_ratio
 from specdec_fast.commands.common import format_table
 from specdec_fast.ops import BACKENDS, Case, Op, all_ops
 from specdec_fast.ops.registry import INTERPRETING

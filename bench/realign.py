@@ -16,13 +16,13 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from bench import report
-from bench.contenders import Bench
-from bench.decoding import accepted_counts, contenders, step_rows
-from bench.fresh import in_fresh_process
-from bench.ladder import CPU, PUBLISHED, Shape, Step, check, draw_steps, layers_that_fit, measure, methods
-from bench.memory import extra_bytes
-from bench.workload import add_workload_options, check_workload, load
+from bench.common import report
+from bench.common.subprocesses import in_fresh_process
+from bench.common.workload import add_workload_options, check_workload, load
+from bench.engine_.methods import Bench
+from bench.realign_.decoding import accepted_counts, contenders, step_rows
+from bench.realign_.memory import extra_bytes
+from bench.realign_.methods import CPU, PUBLISHED, Shape, Step, check, draw_steps, layers_that_fit, measure, methods
 from specdec_fast.commands.common import format_table
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import AUTO, BACKENDS, resolve

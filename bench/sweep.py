@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import specdec_fast as sd
-from bench.tiny_models import ARCHITECTURES, SPECIAL, NotTinyError, tiny_model
+from bench.common.tiny_models import ARCHITECTURES, SPECIAL, NotTinyError, tiny_model
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.errors import DeterminismError
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from bench import engine as bench
-from bench import report
-from bench.contenders import METHODS, Bench
-from bench.measurement import (
+from bench.common import report
+from bench.common.measurement import (
     Contender,
     Measurement,
     accepted_histogram,
@@ -21,10 +20,11 @@ from bench.measurement import (
     grouping_rate,
     measure,
 )
-from bench.pairs import PAIRS, random_pair, random_prompts
-from bench.peers import PEERS
-from bench.summary import STAGES, latency_percentiles, stage_shares, summarise
-from bench.workload import Workload, load
+from bench.common.pairs import PAIRS, random_pair, random_prompts
+from bench.common.workload import Workload, load
+from bench.engine_.methods import METHODS, Bench
+from bench.engine_.peers import PEERS
+from bench.engine_.summary import STAGES, latency_percentiles, stage_shares, summarise
 from specdec_fast import DecodingStats, Engine, oracle
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_demo_pair_prints_tables_and_ends_in_the_report(demo, capsys):
 
 def test_replayed_acceptances_share_an_engine(capsys, monkeypatch):
     made = []
-    monkeypatch.setattr("bench.contenders.Engine", lambda *args, **kw: made.append(args) or Engine(*args, **kw))
+    monkeypatch.setattr("bench.engine_.methods.Engine", lambda *args, **kw: made.append(args) or Engine(*args, **kw))
     options = ["--acceptance", "1,0", "--batch-sizes", "2", "--num-draft-tokens", "3"]
     text, result = run(capsys, [*SMOKE, *options])
     rows = {(row["method"], row["acceptance"]): row for row in result["rows"]}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import forwards
-from bench.pairs import PAIRS, random_pair
+from bench.common.pairs import PAIRS, random_pair
 from specdec_fast.ops.registry import all_ops
 
 pytestmark = pytest.mark.skipif(

@@ -9,10 +9,15 @@ from time import monotonic
 import pytest
 import torch
 
-from bench import device as bench_device
-from bench import gpu, gpu_decoding, gpu_equivalence, gpu_kernels, gpu_timings, parts
-from bench.flash_references import FLASH_REFERENCES
-from bench.parts import Part, Settings, inline
+from bench import gpu
+from bench.common import device as bench_device
+from bench.gpu_ import decoding as gpu_decoding
+from bench.gpu_ import equivalence as gpu_equivalence
+from bench.gpu_ import isolated_tasks as parts
+from bench.gpu_ import kernels as gpu_kernels
+from bench.gpu_ import timings as gpu_timings
+from bench.gpu_.flash_references import FLASH_REFERENCES
+from bench.gpu_.isolated_tasks import Part, Settings, inline
 from specdec_fast import Engine
 from specdec_fast.cuda_graphs import capture
 from specdec_fast.cuda_graphs.capture import Captured

@@ -42,7 +42,7 @@ import json
 from pathlib import Path
 from time import monotonic
 from bench import gpu
-from bench.parts import Settings, isolated
+from bench.gpu_.isolated_tasks import Settings, isolated
 (part,) = (part for part in gpu.PARTS if part.name == "compile")
 if __name__ == "__main__":
     record = gpu.Record(Path({str(out)!r}), {{}})
@@ -60,7 +60,8 @@ if __name__ == "__main__":
     assert len(compiled) == result["compilations"]
     launching = """
 from triton.runtime.jit import JITFunction
-from bench import gpu_compile, launches
+from bench.gpu_ import compilation as gpu_compile
+from bench.gpu_ import launches
 compiles = JITFunction._do_compile
 with launches.noted(gpu_compile.HOPPER):
     JITFunction._do_compile = compiles

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench import device as bench_device
-from bench import gpu_decoding, gpu_kernels, pairs
-from bench.attention_shapes import AttentionShape, part_of, repeated
-from bench.flash_references import FLASH_REFERENCES
-from bench.references import attention_in_float64
+from bench.common import device as bench_device
+from bench.common import pairs
+from bench.common.attention_shapes import AttentionShape, part_of, repeated
+from bench.common.references import attention_in_float64
+from bench.gpu_ import decoding as gpu_decoding
+from bench.gpu_ import kernels as gpu_kernels
+from bench.gpu_.flash_references import FLASH_REFERENCES
 from specdec_fast import Engine
 from specdec_fast.ops import all_ops
 from specdec_fast.oracle.ops.paged_attention import paged_attention

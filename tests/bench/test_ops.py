@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import agreement, ops
-from bench.references import argmax_and_compare, sdpa_dense
+from bench import ops
+from bench.common import correctness_gate as agreement
+from bench.common.references import argmax_and_compare, sdpa_dense
 from specdec_fast.ops import all_ops
 from specdec_fast.oracle.ops.paged_attention import paged_attention
 from specdec_fast.oracle.ops.verify_chain import verify_chain

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.contenders import Bench
-from bench.pairs import PAIRS, ModelShape, config_of, random_model, random_pair, random_prompts
-from bench.workload import Workload, add_workload_options, check_workload, load
+from bench.common.pairs import PAIRS, ModelShape, config_of, random_model, random_pair, random_prompts
+from bench.common.workload import Workload, add_workload_options, check_workload, load
+from bench.engine_.methods import Bench
 from specdec_fast.equivalence.compare import transformers_greedy
 
 CPU = torch.device("cpu")

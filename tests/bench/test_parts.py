@@ -7,8 +7,8 @@ from time import monotonic
 
 import pytest
 
-from bench import parts
-from bench.parts import Part, Settings, is_red, isolated, run_parts
+from bench.gpu_ import isolated_tasks as parts
+from bench.gpu_.isolated_tasks import Part, Settings, is_red, isolated, run_parts
 from support import gpu_parts
 
 SMOKE = Settings("cpu", smoke=True)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from bench import export_pair
-from bench.measurement import Contender, Measurement
-from bench.pairs import PAIRS, random_pair, random_prompts
-from bench.peers import PEERS
-from bench.summary import own_batch_1_share
-from bench.workload import Workload
+from bench.common.measurement import Contender, Measurement
+from bench.common.pairs import PAIRS, random_pair, random_prompts
+from bench.common.workload import Workload
+from bench.engine_.peers import PEERS
+from bench.engine_.summary import own_batch_1_share
 from specdec_fast.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def workload():
 
 @pytest.fixture(scope="module")
 def plain():
-    from bench.contenders import PLAIN, Bench
+    from bench.engine_.methods import PLAIN, Bench
 
     return Bench(workload()).contender(PLAIN, 1).run().outputs
 

@@ -9,8 +9,18 @@ import pytest
 import torch
 
 from bench import realign
-from bench.ladder import Shape, Step, check, draw_steps, layers_of, layers_that_fit, measure, methods, repad_by_gather
-from bench.memory import RESET, extra_bytes
+from bench.realign_.memory import RESET, extra_bytes
+from bench.realign_.methods import (
+    Shape,
+    Step,
+    check,
+    draw_steps,
+    layers_of,
+    layers_that_fit,
+    measure,
+    methods,
+    repad_by_gather,
+)
 from specdec_fast.ops import all_ops
 from specdec_fast.oracle.dense import RowMove, repad_in_place, repad_in_python
 

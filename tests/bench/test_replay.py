@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from pair_report import walk_rounds
 
-from bench.replay import ReplayDrafter
+from bench.common.replay import ReplayDrafter
 from specdec_fast import Draft, Drafter, Engine, SamplingParams
 from specdec_fast.drafters.draft_model import ModelDrafter
 from specdec_fast.models.hf_model import RaggedModel

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import sweep
-from bench.tiny_models import ARCHITECTURES
+from bench.common.tiny_models import ARCHITECTURES
 
 ROOT = Path(__file__).parents[2]
 DOZEN = (

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench import acceptance
 from bench import exactness as bench_exactness
+from bench.engine_ import acceptance
 from specdec_fast.config import EngineConfig
 from specdec_fast.engine.engine import Engine
 from specdec_fast.equivalence.compare import Comparison, Setting, best_logits, compare

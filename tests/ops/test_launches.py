@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 COMMON = """
 import torch
 from triton.backends.compiler import GPUTarget
-from bench.launches import *
+from bench.gpu_.launches import *
 from specdec_fast.triton_kernels import kernel_modules
 TARGET = GPUTarget("cuda", 90, 32)
 LISTED = {of_variant(variant) for module in kernel_modules() for variant in module.variants()}

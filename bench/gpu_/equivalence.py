@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from bench.device import full_precision
-from bench.parts import Progress, Settings
+from bench.common.device import full_precision
+from bench.gpu_.isolated_tasks import Progress, Settings
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import (

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.timing import Call
+from bench.common.timing import Call
 from specdec_fast.batch.ragged_batch import PagedBatch, Scores
 
 FLASH_PAGE = 256  # positions; the FlashAttention-2 that torch ships takes multiples of this

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from bench.measurement import Measurement
-from bench.workload import Workload
+from bench.common.measurement import Measurement
+from bench.common.workload import Workload
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.loading import eos_token_ids
 

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import gpu_decoding
-from bench.device import full_precision
-from bench.gpu_equivalence import FULL as PROMPTS
-from bench.gpu_equivalence import SMOKE as FEW_PROMPTS
-from bench.gpu_equivalence import Pair, Tokens
-from bench.gpu_timings import FULL as TIMINGS
-from bench.gpu_timings import SMOKE as FEW_TIMINGS
-from bench.gpu_timings import copy_bandwidth
-from bench.pairs import SEED, ModelShape, random_model, random_prompts
-from bench.parts import Progress, Settings
-from bench.timing import Call, Clock
+from bench.common.device import full_precision
+from bench.common.pairs import SEED, ModelShape, random_model, random_prompts
+from bench.common.timing import Call, Clock
+from bench.gpu_ import decoding as gpu_decoding
+from bench.gpu_.equivalence import FULL as PROMPTS
+from bench.gpu_.equivalence import SMOKE as FEW_PROMPTS
+from bench.gpu_.equivalence import Pair, Tokens
+from bench.gpu_.isolated_tasks import Progress, Settings
+from bench.gpu_.timings import FULL as TIMINGS
+from bench.gpu_.timings import SMOKE as FEW_TIMINGS
+from bench.gpu_.timings import copy_bandwidth
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.cuda_graphs.buckets import Limits

@@ -7,8 +7,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from bench.contenders import TRANSFORMERS, Bench
-from bench.measurement import Contender, Measurement, accepted_histogram, measure
+from bench.common.measurement import Contender, Measurement, accepted_histogram, measure
+from bench.engine_.methods import TRANSFORMERS, Bench
 from specdec_fast.oracle.dense import Repad
 
 ACCEPTANCE_BATCH_SIZE = 8  # any other gives the same: acceptance does not depend on the batch (I6)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from bench.timing import Call, Clock, median_ratio
+from bench.common.timing import Call, Clock, median_ratio
 from specdec_fast.oracle.dense import (
     LayerKV,
     RealignKV,

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.device import ForwardMeter, free_memory, full_precision, synchronize
-from bench.pairs import (
+from bench.common.device import ForwardMeter, free_memory, full_precision, synchronize
+from bench.common.pairs import (
     QWEN3_06B,
     QWEN3_8B,
     SEED,
@@ -31,8 +31,8 @@ from bench.pairs import (
     random_model,
     random_prompts,
 )
-from bench.parts import Progress, Settings
-from bench.replay import ReplayDrafter
+from bench.common.replay import ReplayDrafter
+from bench.gpu_.isolated_tasks import Progress, Settings
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.cuda_graphs.buckets import Limits

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.agreement import BASELINE, Errors, errors, same_bits, too_far
-from bench.attention_shapes import AttentionShape, part_of, repeated
-from bench.device import full_precision, poisoned, synchronize
-from bench.parts import Progress, Settings, described
+from bench.common.attention_shapes import AttentionShape, part_of, repeated
+from bench.common.correctness_gate import BASELINE, Errors, errors, same_bits, too_far
+from bench.common.device import full_precision, poisoned, synchronize
+from bench.gpu_.isolated_tasks import Progress, Settings, described
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import BACKENDS, Case, Op, all_ops
 from specdec_fast.ops.registry import INTERPRETING

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.agreement import BASELINE, disagreement, errors, too_far
-from bench.attention_shapes import AttentionShape
-from bench.device import as_graph, cold_seconds, free_memory, full_precision
-from bench.flash_references import FLASH_REFERENCES
-from bench.gpu_kernels import make_case, name_of, serving
-from bench.parts import Progress, Settings, described
-from bench.references import prepare_reference
-from bench.timing import Call, Clock
+from bench.common.attention_shapes import AttentionShape
+from bench.common.correctness_gate import BASELINE, disagreement, errors, too_far
+from bench.common.device import as_graph, cold_seconds, free_memory, full_precision
+from bench.common.references import prepare_reference
+from bench.common.timing import Call, Clock
+from bench.gpu_.flash_references import FLASH_REFERENCES
+from bench.gpu_.isolated_tasks import Progress, Settings, described
+from bench.gpu_.kernels import make_case, name_of, serving
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import Op, all_ops
 from specdec_fast.ops.registry import INTERPRETING

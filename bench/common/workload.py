@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from bench import report
-from bench.pairs import DEMO, PAIRS, random_pair, random_prompts
+from bench.common import report
+from bench.common.pairs import DEMO, PAIRS, random_pair, random_prompts
 from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import PromptLine, read_prompts
 from specdec_fast.models.loading import load_model

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.timing import Call, Clock
+from bench.common.timing import Call, Clock
 from specdec_fast.cuda_graphs.capture import Capture, CudaCapture
 from specdec_fast.models.hf_model import RaggedModel
 

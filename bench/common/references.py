@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.timing import Call
+from bench.common.timing import Call
 from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, PagedBatch, Scores
 from specdec_fast.batch.sampling_batch import Sampling
 

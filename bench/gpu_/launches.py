@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from bench.attention_shapes import AttentionShape
+from bench.common.attention_shapes import AttentionShape
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import Op, all_ops
 from specdec_fast.triton_kernels.variant import Variant

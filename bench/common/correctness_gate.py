@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.references import attention_in_float64, grouped_linear_in_float64, linear_in_float64
+from bench.common.references import attention_in_float64, grouped_linear_in_float64, linear_in_float64
 from specdec_fast.ops import Op
 
 BASELINE = "torch"  # the backend of the oracle, which runs anywhere

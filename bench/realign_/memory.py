@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from bench.fresh import in_fresh_process
-from bench.ladder import Shape, Step, layers_of, methods
+from bench.common.subprocesses import in_fresh_process
+from bench.realign_.methods import Shape, Step, layers_of, methods
 from specdec_fast.ops import resolve
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only

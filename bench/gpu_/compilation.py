@@ -1,7 +1,7 @@
 """Part "compile" of ``bench.gpu``: everything that the other parts launch, compiled on all cores into Triton's cache.
 
 Compiled one by one where they are first launched, the kernels would take longer than all measurements. What will be
-launched is found by calling the launchers on the CPU (``bench.launches``); processes of their own then compile a share
+launched is found by calling the launchers on the CPU (``launches.py``); processes of their own then compile a share
 each, and what they leave in the cache is found by every process after them. On a CPU it compiles for Hopper.
 """
 
@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 
-from bench import gpu_decoding, gpu_kernels
-from bench.launches import Call, Heads, Note, calls_of_cases, calls_on, launcher, notes_of
-from bench.pairs import ModelShape
-from bench.parts import Progress, Settings, described
+from bench.common.pairs import ModelShape
+from bench.gpu_ import decoding as gpu_decoding
+from bench.gpu_ import kernels as gpu_kernels
+from bench.gpu_.isolated_tasks import Progress, Settings, described
+from bench.gpu_.launches import Call, Heads, Note, calls_of_cases, calls_on, launcher, notes_of
 from specdec_fast.ops.registry import INTERPRETING
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUNDLED = (Heads(4, 2, 32, 1024), Heads(2, 1, 32, 1024))  # target and draft
 ROWS = (6, 1, 3)  # of a batch; no compilation depends on them
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -97,7 +98,7 @@ def heads_of(model: ModelShape, vocab_size: int) -> Heads:
 
 def _compiled_elsewhere(notes: list[Note], target: GPUTarget, seconds: float) -> list[dict[str, Any]]:
     """Compile in a process of its own; return what it said of each until it ended or time was up."""
-    command = [sys.executable, "-m", "bench.gpu_compile"]
+    command = [sys.executable, "-m", "bench.gpu_.compilation"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options: dict[str, Any] = {"input": pickle.dumps((target, notes)), "stdout": subprocess.PIPE, "cwd": ROOT}
     try:

@@ -3,7 +3,7 @@
 ``autoregressive`` is the engine without a draft, in fixed batches as eqspec and transformers have them;
 ``autoregressive-exspec`` the same with exspec's refilling. The two peers of transformers are run as their users do:
 ``generate()`` on a left-padded batch, and with ``assistant_model=``, which transformers has for batch 1 only, so it is
-left out at other batches. ``bench/peers.py`` has the other libraries.
+left out at other batches. ``bench/engine_/peers.py`` has the other libraries.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from time import perf_counter
 import torch
 from transformers import PreTrainedModel
 
-from bench.device import ForwardMeter, synchronize
-from bench.measurement import Contender, Measurement, Tokens, equal_length_steps, grouping_rate
-from bench.peers import PEERS
-from bench.replay import ReplayDrafter
-from bench.workload import Workload
+from bench.common.device import ForwardMeter, synchronize
+from bench.common.measurement import Contender, Measurement, Tokens, equal_length_steps, grouping_rate
+from bench.common.replay import ReplayDrafter
+from bench.common.workload import Workload
+from bench.engine_.peers import PEERS
 from specdec_fast import DecodingStats, Drafter, Engine, SamplingParams, oracle
 from specdec_fast.drafters.draft_model import ModelDrafter
 from specdec_fast.equivalence.compare import transformers_greedy_batch

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.contenders import PLAIN, TRANSFORMERS
-from bench.measurement import Contender, Measurement, Runs, accepted_histogram
-from bench.timing import median_ratio
+from bench.common.measurement import Contender, Measurement, Runs, accepted_histogram
+from bench.common.timing import median_ratio
+from bench.engine_.methods import PLAIN, TRANSFORMERS
 from specdec_fast.commands.common import format_table
 
 PERCENTILES = (50, 90, 99)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench import report
-from bench.summary import STAGES, Row
+from bench.common import report
+from bench.engine_.summary import STAGES, Row
 
 PANELS = (
     ("tokens_per_second", "tokens/s", "log"),

@@ -1,7 +1,7 @@
 """Pairs worth timing: the shapes of published models with random weights, built from seeds, and the bundled pair.
 
 Costs are those of the shapes. Random weights agree on nothing, so what a draft model of this kind proposes is almost
-never accepted; how much is accepted is chosen with ``bench/replay.py`` instead.
+never accepted; how much is accepted is chosen with ``bench/common/replay.py`` instead.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""``python -m bench.realign``: ways to shift the rows of a dense cache."""
