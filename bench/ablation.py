@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.common import report
-from bench.common.measurement import Contender, Measurement, Runs, measure
+from bench.common.measurement import Measurement, MethodSetting, Runs, measure
 from bench.common.timing import median_ratio
 from bench.common.workload import Workload, add_workload_options, check_workload, load
 from bench.engine_.methods import Bench, EngineRunner
@@ -55,7 +55,7 @@ class Ablation(Bench):
         super().__init__(workload)
         self.num_draft_tokens = num_draft_tokens
 
-    def all(self, batch_sizes: list[int]) -> Iterator[Contender]:
+    def all(self, batch_sizes: list[int]) -> Iterator[MethodSetting]:
         """Yield every variant at every batch size."""
         for batch_size in batch_sizes:
             for name, scheduler, options in variants(batch_size):
@@ -63,7 +63,7 @@ class Ablation(Bench):
                 engine = Engine(self.target, self.draft, config)
                 if scheduler is not None:
                     engine.scheduler = scheduler(config)
-                yield Contender(name, batch_size, EngineRunner(engine, engine.drafter, self.workload))
+                yield MethodSetting(name, batch_size, EngineRunner(engine, engine.drafter, self.workload))
 
 
 def rows_of(runs: Runs) -> list[dict[str, Any]]:
@@ -72,15 +72,15 @@ def rows_of(runs: Runs) -> list[dict[str, Any]]:
     return [_row(c, measurements, baselines[c.batch_size]) for c, measurements in runs.items()]
 
 
-def _row(contender: Contender, measurements: list[Measurement], baseline: list[Measurement]) -> dict[str, Any]:
+def _row(setting: MethodSetting, measurements: list[Measurement], baseline: list[Measurement]) -> dict[str, Any]:
     speeds, base = ([m.tokens_per_second for m in each] for each in (measurements, baseline))
     first, own, theirs = (
         measurements[0],
         *([latency_percentiles([m]) for m in each] for each in (measurements, baseline)),
     )
     return {
-        "variant": contender.name,
-        "batch_size": contender.batch_size,
+        "variant": setting.name,
+        "batch_size": setting.batch_size,
         "tokens_per_second": median(speeds),
         "speedup_over_eqspec": median_ratio(speeds, base),
         **{f"{p}_over_eqspec": median_ratio([m[p] for m in own], [m[p] for m in theirs]) for p in ("p50", "p99")},
@@ -134,8 +134,8 @@ def main(argv: list[str] | None = None) -> None:
     report.prepare(args)
     workload = load(args, 64)
     bench = Ablation(workload, args.num_draft_tokens)
-    contenders = list(bench.all(args.batch_sizes))
-    rows = rows_of(measure(contenders, args.repeats, bench.reference(contenders)))
+    settings = list(bench.all(args.batch_sizes))
+    rows = rows_of(measure(settings, args.repeats, bench.reference(settings)))
     print_table(rows)
     if args.plot:
         plot(rows, args.plot)

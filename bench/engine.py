@@ -1,6 +1,6 @@
 """Whole decoding runs, all in one process: plain decoding, the engine, the oracle, transformers.
 
-Repeats are interleaved (every contender once, then every contender again), and what is reported are medians and
+Repeats are interleaved (every setting once, then every setting again), and what is reported are medians and
 medians of ratios within a repeat: a lone absolute time on a shared machine says little. No speed is reported when an
 output differs from the reference: in fp32 ``transformers`` at batch 1, which the engine, the oracle and assisted
 generation must equal; in bf16 and fp16 the engine's own plain decoding at batch 1, which the engine must equal.
@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from bench.common import report
 from bench.common.device import full_precision
-from bench.common.measurement import Contender, measure
+from bench.common.measurement import MethodSetting, measure
 from bench.common.workload import add_workload_options, check_workload, load
 from bench.engine_.methods import DEFAULT_METHODS, METHODS, NOT_REPLAYED, Bench
 from bench.engine_.summary import print_tables, summarise
@@ -67,13 +67,13 @@ def _check_methods(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error("--repeats and --batch-sizes: expected 1 or more")
 
 
-def make_contenders(bench: Bench, args: argparse.Namespace) -> list[Contender]:
+def make_settings(bench: Bench, args: argparse.Namespace) -> list[MethodSetting]:
     """Make everything that the options ask for."""
-    found = bench.contenders(args.methods, args.batch_sizes, args.num_draft_tokens, args.acceptance or [None])
-    contenders = list(found)
-    if not contenders:
+    found = bench.method_settings(args.methods, args.batch_sizes, args.num_draft_tokens, args.acceptance or [None])
+    settings = list(found)
+    if not settings:
         sys.exit(f"{', '.join(args.methods)} cannot be run with these batch sizes and numbers of draft tokens.")
-    return contenders
+    return settings
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -86,11 +86,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         workload = load(args, 2 * max(args.batch_sizes))
         bench = Bench(workload, not args.no_deterministic, args.peer_models)
-        contenders = make_contenders(bench, args)
-        reference = bench.reference(contenders)
+        settings = make_settings(bench, args)
+        reference = bench.reference(settings)
     except SpecDecError as error:
         sys.exit(str(error))
-    rows = summarise(measure(contenders, args.repeats, reference))
+    rows = summarise(measure(settings, args.repeats, reference))
     print(
         f"{workload.name}, {len(workload.prompts)} prompts of {min(map(len, workload.prompts))} to "
         f"{max(map(len, workload.prompts))} tokens ({workload.num_left_out} left out as too long), up to "

@@ -7,7 +7,7 @@ Runs in a checkout as it is, with any Python that has torch, Triton and transfor
 extension is not needed. Writes DIR/gpu.json, again after every check, and prints a short table last. Parts run one
 after the other, each in a process of its own and held to its share of the budget, in which all that it does is counted;
 what there was no time for is named. First everything is compiled, on all cores; then comes what only a GPU can tell,
-gates last. Exit status 1 if a part failed or a gate was red.
+gates last. Exit status 1 if a task failed or a gate was red.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from bench.gpu_ import equivalence as gpu_equivalence
 from bench.gpu_ import graphs as gpu_graphs
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import timings as gpu_timings
-from bench.gpu_.isolated_tasks import Part, Progress, Result, Settings, inline, is_red, isolated, run_parts
+from bench.gpu_.isolated_tasks import Progress, Result, Settings, Task, inline, is_red, isolated, run_tasks
 from specdec_fast.commands.common import format_table
 from specdec_fast.ops import availability
 
 BUDGET = 540.0  # seconds: a minute less than a command may take where machines with a GPU are lent
-PARTS = (
-    Part("compile", gpu_compile.run, 3),
-    Part("graphs", gpu_graphs.run, 2),
-    Part("decoding", gpu_decoding.run, 5),
-    Part("timings", gpu_timings.run, 3),
-    Part("kernels", gpu_kernels.run, 3),
-    Part("graph_gates", gpu_graphs.run_gates, 2),
-    Part("equivalence", gpu_equivalence.run, 2),
+TASKS = (
+    Task("compile", gpu_compile.run, 3),
+    Task("graphs", gpu_graphs.run, 2),
+    Task("decoding", gpu_decoding.run, 5),
+    Task("timings", gpu_timings.run, 3),
+    Task("kernels", gpu_kernels.run, 3),
+    Task("graph_gates", gpu_graphs.run_gates, 2),
+    Task("equivalence", gpu_equivalence.run, 2),
 )
 ROOT = Path(__file__).parents[1]
 
@@ -90,9 +90,9 @@ class Record:
         self.path = folder / "gpu.json"
         self.content: dict[str, Any] = {"bench": "gpu", **facts, "parts": {}}
 
-    def keep(self, part: str, result: Result) -> None:
-        """Take in what a part has found so far, and write."""
-        self.content["parts"][part] = result
+    def keep(self, task: str, result: Result) -> None:
+        """Take in what a task has found so far, and write."""
+        self.content["parts"][task] = result
         self.note()
 
     def note(self, **facts: Any) -> None:
@@ -113,21 +113,21 @@ def _finite(value: Any) -> Any:
 
 
 def print_tables(results: dict[str, Result]) -> None:
-    """Print speeds where they were measured, what is wrong, and a line per part."""
+    """Print speeds where they were measured, what is wrong, and a line per task."""
     tables: tuple[tuple[str, Callable[[Result], Iterator[tuple[Any, ...]]], tuple[str, ...]], ...] = (
         ("timings", _timing_lines, ("op", "case", "dtype", "method", "us", "us/call", "GB/s", "of copy")),
         ("graphs", _graph_lines, ("what", "batch", "us", "eager us", "floor us", "of copy", "over eager")),
         ("decoding", _decoding_lines, ("method", "batch", "acceptance", "same bits", *_DECODING_HEADER)),
     )
-    for part, lines, header in tables:
-        rows = list(lines(results.get(part, {"rows": []})))
+    for task, lines, header in tables:
+        rows = list(lines(results.get(task, {"rows": []})))
         if rows:
             print(format_table(header, rows), end="\n\n")
-    for part, result in results.items():
+    for task, result in results.items():
         for failure in result.get("failures", []):
-            print(f"{part}: {failure['what']}: {failure['why']}")
+            print(f"{task}: {failure['what']}: {failure['why']}")
         if "error" in result:
-            print(f"{part}: {result['error']}")
+            print(f"{task}: {result['error']}")
     header = ("part", "status", "gate", "rows", "failures", "skipped", "seconds")
     print(format_table(header, [_part_line(*item) for item in results.items()]))
 
@@ -169,42 +169,42 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write gpu.json")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for all parts (default: %(default)s)")
     parser.add_argument(
-        "--parts", type=report.names, default=[], metavar="PART,...", help=f"of {','.join(p.name for p in PARTS)}"
+        "--parts", type=report.names, default=[], metavar="PART,...", help=f"of {','.join(p.name for p in TASKS)}"
     )
     parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the check itself")
     args = parser.parse_args(argv)
-    unknown = set(args.parts) - {part.name for part in PARTS}
+    unknown = set(args.parts) - {task.name for task in TASKS}
     if unknown:
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PARTS)}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in TASKS)}")
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --device cpu --smoke tries the check itself, at tiny sizes")
     return args
 
 
 def _recorder(record: Record) -> Callable[[str, Result], None]:
-    """Keep what parts find, and say when one has ended, in case this process is."""
+    """Keep what tasks find, and say when one has ended, in case this process is."""
 
-    def keep(part: str, result: Result) -> None:
-        record.keep(part, result)
+    def keep(task: str, result: Result) -> None:
+        record.keep(task, result)
         if "seconds" in result and "status" in result:
-            print(f"{part}: {result['status']} after {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+            print(f"{task}: {result['status']} after {result['seconds']:.0f} s", file=sys.stderr, flush=True)
 
     return keep
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run all parts; return the exit status."""
+    """Run all tasks; return the exit status."""
     args = parse_args(argv)
     began = monotonic()
     settings = Settings(args.device, args.smoke)
     record = Record(args.out, {"device": args.device, "smoke": args.smoke, "budget_seconds": args.budget})
-    first = run_parts([Part("environment", environment, 1)], settings, args.budget, inline, record.keep)
-    # a CPU's kernels neither hang nor break what they run on, and starting processes takes longer than its parts
+    first = run_tasks([Task("environment", environment, 1)], settings, args.budget, inline, record.keep)
+    # a CPU's kernels neither hang nor break what they run on, and starting processes takes longer than its tasks
     runner = inline if torch.device(args.device).type == "cpu" else isolated
     budget = max(0.0, args.budget - (monotonic() - began))
-    parts = [part for part in PARTS if not args.parts or part.name in args.parts]
-    results = first | run_parts(parts, settings, budget, runner, _recorder(record))
+    tasks = [task for task in TASKS if not args.parts or task.name in args.parts]
+    results = first | run_tasks(tasks, settings, budget, runner, _recorder(record))
     red = [name for name, result in results.items() if is_red(result)]
     record.note(seconds=monotonic() - began, red=red)
     print_tables(results)

@@ -17,10 +17,10 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from bench.common import report
-from bench.common.subprocesses import in_fresh_process
+from bench.common.subprocesses import in_subprocess
 from bench.common.workload import add_workload_options, check_workload, load
 from bench.engine_.methods import Bench
-from bench.realign_.decoding import accepted_counts, contenders, step_rows
+from bench.realign_.decoding import accepted_counts, method_settings, step_rows
 from bench.realign_.memory import extra_bytes
 from bench.realign_.methods import CPU, PUBLISHED, Shape, Step, check, draw_steps, layers_that_fit, measure, methods
 from specdec_fast.commands.common import format_table
@@ -51,8 +51,8 @@ def _measure(backend: str, shape: Shape, num_layers: int, steps: list[Step]) -> 
     return measure(methods(realign_kv_), realign_kv_, shape, num_layers, steps)
 
 
-class Ladder:
-    """The ladder over shapes and batch sizes: its rows, and the memory each method wants."""
+class RealignMethods:
+    """The methods over shapes and batch sizes: rows of times, and the memory each method wants."""
 
     def __init__(self, args: argparse.Namespace, accepted: list[int]) -> None:
         self.args, self.accepted = args, accepted
@@ -73,7 +73,7 @@ class Ladder:
             problem = check(self.repads, shape, num_layers, steps)
             if problem:
                 sys.exit(f"{shape.name} at batch {batch_size}: {problem}; no speed is reported.")
-            self.rows += in_fresh_process(_measure, self.args.backend, shape, num_layers, steps)
+            self.rows += in_subprocess(_measure, self.args.backend, shape, num_layers, steps)
             fitting.append((num_layers, steps[0]))
         if fitting:
             self._measure_memory(shape, *fitting[-1])
@@ -94,7 +94,7 @@ class Ladder:
             )
 
 
-def print_ladder(rows: list[dict[str, Any]]) -> None:
+def print_methods(rows: list[dict[str, Any]]) -> None:
     """Print one line per shape, batch size and method."""
     header = ("shape", "layers", "batch", "method", "ms", "MB moved", "x python", "of memcpy's time", "op alone")
     print(
@@ -217,34 +217,34 @@ def main(argv: list[str] | None = None) -> None:
             f"the pair accepts alike in every step ({accepted}, 0 to K draft tokens), so nothing is ever realigned."
         )
     try:
-        ladder = Ladder(args, accepted)
+        found = RealignMethods(args, accepted)
     except BackendError as error:
         sys.exit(str(error))
     for shape in tqdm(shapes(args, bench), disable=not sys.stderr.isatty()):
-        ladder.run(shape)
-    decoders = contenders(bench, ladder.repads, args.decoding_batch_sizes, args.num_draft_tokens)
+        found.run(shape)
+    decoders = method_settings(bench, found.repads, args.decoding_batch_sizes, args.num_draft_tokens)
     steps = step_rows(list(decoders), args.repeats)
     share = {str(b): sum((a / sum(accepted)) ** b for a in accepted) for b in args.batch_sizes}
     print(
         f"{args.columns} columns, {args.repeats} interleaved repeats, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads, {ladder.memory_bytes / GIB:.1f} GiB for one measurement; draft tokens "
+        f"{torch.get_num_threads()} threads, {found.memory_bytes / GIB:.1f} GiB for one measurement; draft tokens "
         f"accepted by the pair, 0 to {args.num_draft_tokens}: {accepted}; all methods leave the same KV entries\n"
     )
-    print_ladder(ladder.rows)
-    print_memory(ladder.memory)
+    print_methods(found.rows)
+    print_memory(found.memory)
     print_steps(steps)
     result = {
         "machine": report.machine(CPU),
         "repeats": args.repeats,
         "columns": args.columns,
-        "memory_gib": ladder.memory_bytes / GIB,
+        "memory_gib": found.memory_bytes / GIB,
         "acceptance": {"accepted_counts": accepted, "share_of_steps_that_move_nothing": share},
-        "memory": ladder.memory,
+        "memory": found.memory,
         "steps": steps,
-        "rows": ladder.rows,
+        "rows": found.rows,
     }
     if args.plot:
-        draw(ladder.rows, args.plot)
+        draw(found.rows, args.plot)
     report.write_json(result, args.json)
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.triton_kernels.attention_math import empty_state, merge
 from specdec_fast.triton_kernels.attention_tile import depth_of, reduce_piece, result_of, store_tile, tile_of
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
@@ -198,7 +198,7 @@ def _num_splits(batch: PagedBatch, window: int, num_tiles: int, rows_of_tile: in
     return num_splits if pays else 0
 
 
-def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
     """Launch one kernel, or two if contexts are split; the contract is the oracle's. Pages are not checked."""
     (num_rows, num_heads, head_dim), (num_kv_heads, value_dim) = query.shape, kv[1].shape[2:]
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)

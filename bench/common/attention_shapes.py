@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class AttentionShape:
             "query": torch.randn(sum(self.rows), self.heads, self.head_dim, **drawn),
             "kv": (torch.randn(cache, **drawn), torch.randn(cache, **drawn)),
             "batch": paged_batch(self.rows, torch.tensor(self.contexts, device=device), table.to(device)),
-            "scores": Scores(self.head_dim**-0.5),
+            "scores": AttentionParams(self.head_dim**-0.5),
         }
 
 

@@ -17,7 +17,7 @@ Tokens = list[list[int]]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run of one contender over all prompts; None stands for what it cannot tell.
+    """One run of one setting over all prompts; None stands for what it cannot tell.
 
     Attributes:
         outputs: emitted ids, in the order of the prompts.
@@ -59,14 +59,14 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Contender:
+class MethodSetting:
     """Something that decodes all prompts.
 
     Attributes:
         name: of the method.
         batch_size: sequences decoded together at most.
         run: does it.
-        num_draft_tokens: K or ``"auto"``; None where the method drafts nothing, or all contenders share one K.
+        num_draft_tokens: K or ``"auto"``; None where the method drafts nothing, or all settings share one K.
         acceptance: probability that a replayed draft token is the target's own; None where a draft is not replayed.
         gated: whether an output that differs from the reference's ends the benchmark.
 
@@ -86,34 +86,34 @@ class Contender:
         return self.name + k + ("" if self.acceptance is None else f", acceptance {self.acceptance:g}")
 
 
-Runs = dict[Contender, list[Measurement]]
+Runs = dict[MethodSetting, list[Measurement]]
 
 
-def measure(contenders: list[Contender], repeats: int, reference: Contender | None = None) -> Runs:
-    """Run every contender once unmeasured, then ``repeats`` times in turn; exit if a gated output differs.
+def measure(settings: list[MethodSetting], repeats: int, reference: MethodSetting | None = None) -> Runs:
+    """Run every setting once unmeasured, then ``repeats`` times in turn; exit if a gated output differs.
 
     Args:
-        contenders: in the order of each turn.
+        settings: in the order of each turn.
         repeats: measured runs of each.
-        reference: whose outputs are the right ones: run once, first. None takes the first contender.
+        reference: whose outputs are the right ones: run once, first. None takes the first setting.
 
     """
-    reference = reference or contenders[0]
-    warm_up = [reference, *(contender for contender in contenders if contender is not reference)]
-    runs: Runs = {contender: [] for contender in contenders}
+    reference = reference or settings[0]
+    warm_up = [reference, *(setting for setting in settings if setting is not reference)]
+    runs: Runs = {setting: [] for setting in settings}
     expected: Tokens = []
-    turns = [*warm_up, *(contender for _ in range(repeats) for contender in contenders)]
-    for i, contender in enumerate(tqdm(turns, disable=not sys.stderr.isatty())):
-        measurement = contender.run()
+    turns = [*warm_up, *(setting for _ in range(repeats) for setting in settings)]
+    for i, setting in enumerate(tqdm(turns, disable=not sys.stderr.isatty())):
+        measurement = setting.run()
         expected = expected if i else measurement.outputs
         differing = sum(a != b for a, b in zip(measurement.outputs, expected, strict=True))
-        if differing and contender.gated:
+        if differing and setting.gated:
             sys.exit(
-                f"{contender.label} at batch {contender.batch_size}: {differing} outputs differ from "
+                f"{setting.label} at batch {setting.batch_size}: {differing} outputs differ from "
                 f"{reference.label} at batch {reference.batch_size}; no speed is reported."
             )
         if i >= len(warm_up):
-            runs[contender].append(replace(measurement, equal_share=1 - differing / max(1, len(expected))))
+            runs[setting].append(replace(measurement, equal_share=1 - differing / max(1, len(expected))))
     return runs
 
 

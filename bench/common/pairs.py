@@ -83,7 +83,7 @@ def random_model(
     one of its own, embeddings weigh as much as all that the layers add, and the output layer holds them in another
     order: the next token is the one whose row is the last token's embedding, by a margin that rounding does not bridge.
     Where the two are tied that would only repeat the last token, and so would weights of the usual size; with somewhat
-    wider ones a text varies and hangs on all of its context. In fp32 one token in tens of thousands is then a tie, in
+    wider ones a text varies and depends on all of its context. In fp32 one token in tens of thousands is then a tie, in
     bf16 several in a hundred.
     """
     torch.manual_seed(seed)

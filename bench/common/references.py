@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common.timing import Call
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
 from specdec_fast.batch.sampling_batch import Sampling
 
 ROW_BLOCK = 256  # rows whose scores are held in fp64 at once
@@ -35,7 +35,7 @@ class Reference:
     prepare: Callable[..., Call | None]
 
 
-def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Call | None:
+def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call | None:
     """One call of torch's SDPA on a dense batch ``[B, num_kv_heads, context, head_dim]``: with a mask, or for whole
     prompts with ``is_causal``, which is faster.
 
@@ -108,7 +108,9 @@ def sort_and_draw(
     return draw
 
 
-def attention_in_float64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+def attention_in_float64(
+    query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams
+) -> Tensor:
     """Return what ``paged_attention`` is by definition, in fp64 throughout; every entry of a context must be finite."""
     out = torch.empty(*query.shape[:2], kv[1].shape[3], dtype=torch.float64, device=query.device)
     starts = batch.cu_seqlens_q.tolist()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+def in_subprocess(function: Callable[..., Any], *args: Any) -> Any:
     """Call a module's function in a new process, with as many threads as this one has; return what it returns."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_call, (torch.get_num_threads(), function, args))

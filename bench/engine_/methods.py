@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.common.device import ForwardMeter, synchronize
-from bench.common.measurement import Contender, Measurement, Tokens, equal_length_steps, grouping_rate
+from bench.common.measurement import Measurement, MethodSetting, Tokens, equal_length_steps, grouping_rate
 from bench.common.replay import ReplayDrafter
 from bench.common.workload import Workload
 from bench.engine_.peers import PEERS
@@ -93,7 +93,7 @@ class EngineRunner:
     def _make_pools(self) -> None:
         if self._pool_tokens:
             engine, page_size = self.engine, self.engine.config.page_size
-            engine.pool = PagePool(engine.target.layout, self._pool_tokens, page_size, engine.target.row_rule)
+            engine.pool = PagePool(engine.target.layout, self._pool_tokens, page_size, engine.target.row_padding)
             self.drafter.prepare(self._pool_tokens, page_size)
 
     def _release_pools(self) -> int:
@@ -117,39 +117,39 @@ class Bench:
         self.engine = cache(self._engine)
         self.peer = cache(lambda name: PEERS[name].make(workload, peer_models))
 
-    def contenders(
+    def method_settings(
         self,
         methods: list[str],
         batch_sizes: list[int],
         num_draft_tokens: list[int | str],
         acceptances: list[float | None],
-    ) -> Iterator[Contender]:
+    ) -> Iterator[MethodSetting]:
         """Yield every method at every batch size, with every K and acceptance that it can have."""
         for batch_size in batch_sizes:
             for method in methods:
                 for k in self._settings(method, batch_size, num_draft_tokens):
                     for acceptance in acceptances if method in SPECULATIVE_METHODS else [None]:
-                        yield self.contender(method, batch_size, k, acceptance)
+                        yield self.method_setting(method, batch_size, k, acceptance)
 
-    def reference(self, contenders: list[Contender]) -> Contender:
+    def reference(self, settings: list[MethodSetting]) -> MethodSetting:
         """Return what outputs are held against: ``transformers`` at batch 1, in half precision the engine's own.
 
         In half precision two logits are often equal but for rounding, so two right programs part; the engine's
-        contenders must then be equal to its plain decoding all the same, and the others' share is only told.
+        settings must then be equal to its plain decoding all the same, and the others' share is only told.
         """
         method = TRANSFORMERS if self.target.dtype == torch.float32 else PLAIN
-        measured = (c for c in contenders if (c.name, c.batch_size) == (method, 1))
-        return next(measured, None) or self.contender(method, 1)
+        measured = (c for c in settings if (c.name, c.batch_size) == (method, 1))
+        return next(measured, None) or self.method_setting(method, 1)
 
-    def contender(
+    def method_setting(
         self, method: str, batch_size: int, num_draft_tokens: int | str | None = None, acceptance: float | None = None
-    ) -> Contender:
-        """Make one contender; what cannot be run is known now, not when its turn comes."""
+    ) -> MethodSetting:
+        """Make one setting; what cannot be run is known now, not when its turn comes."""
         run = self._runner(method, batch_size, num_draft_tokens, acceptance)
         padded = method == TRANSFORMERS and batch_size > 1
         gated = method in ENGINE_METHODS
         gated |= self.target.dtype == torch.float32 and not padded and method not in PEERS
-        return Contender(method, batch_size, run, num_draft_tokens, acceptance, gated)
+        return MethodSetting(method, batch_size, run, num_draft_tokens, acceptance, gated)
 
     @staticmethod
     def _settings(method: str, batch_size: int, num_draft_tokens: list[int | str]) -> list[int | str | None]:

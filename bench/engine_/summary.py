@@ -1,4 +1,4 @@
-"""From runs to one row per contender, medians over the repeats; and the tables of ``bench.engine``."""
+"""From runs to one row per setting, medians over the repeats; and the tables of ``bench.engine``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.measurement import Contender, Measurement, Runs, accepted_histogram
+from bench.common.measurement import Measurement, MethodSetting, Runs, accepted_histogram
 from bench.common.timing import median_ratio
 from bench.engine_.methods import PLAIN, TRANSFORMERS
 from specdec_fast.commands.common import format_table
@@ -20,11 +20,11 @@ Row = dict[str, Any]
 
 def summarise(runs: Runs) -> list[Row]:
     """Reduce repeats to medians; ratios of speeds are taken within a repeat."""
-    return [_row(contender, measurements, runs) for contender, measurements in runs.items()]
+    return [_row(setting, measurements, runs) for setting, measurements in runs.items()]
 
 
-def _row(contender: Contender, measurements: list[Measurement], runs: Runs) -> Row:
-    name, batch_size, k = contender.name, contender.batch_size, contender.num_draft_tokens
+def _row(setting: MethodSetting, measurements: list[Measurement], runs: Runs) -> Row:
+    name, batch_size, k = setting.name, setting.batch_size, setting.num_draft_tokens
     first = measurements[0]
     decoding = first.decoding
 
@@ -37,12 +37,12 @@ def _row(contender: Contender, measurements: list[Measurement], runs: Runs) -> R
     return {
         "method": name,
         "num_draft_tokens": k,
-        "acceptance": contender.acceptance,
+        "acceptance": setting.acceptance,
         "batch_size": batch_size,
         "tokens_per_second": _median([m.tokens_per_second for m in measurements]),
         "speedup_over_plain": speedup_over(PLAIN, batch_size),
         "speedup_over_plain_batch_1": speedup_over(PLAIN, 1),
-        "speedup_over_oracle": speedup_over(f"oracle-{name}", batch_size, k) if contender.acceptance is None else None,
+        "speedup_over_oracle": speedup_over(f"oracle-{name}", batch_size, k) if setting.acceptance is None else None,
         "speedup_over_transformers": speedup_over(TRANSFORMERS, batch_size),
         "mean_acceptance_length": decoding.mean_acceptance_length if decoding else None,
         "accepted_histogram": accepted_histogram(decoding, k if isinstance(k, int) else 0) if decoding else None,
@@ -55,19 +55,19 @@ def _row(contender: Contender, measurements: list[Measurement], runs: Runs) -> R
         "equal_length_steps": first.equal_length_steps,
         "num_steps": first.num_steps,
         "equal_share": min(m.equal_share for m in measurements),
-        "own_batch_1_share": own_batch_1_share(contender, runs),
-        "gated": contender.gated,
+        "own_batch_1_share": own_batch_1_share(setting, runs),
+        "gated": setting.gated,
     }
 
 
-def own_batch_1_share(contender: Contender, runs: Runs) -> float | None:
+def own_batch_1_share(setting: MethodSetting, runs: Runs) -> float | None:
     """Return the least share of outputs, over repeats, that the method also gave at batch 1; None if not run there."""
-    key = (contender.name, contender.num_draft_tokens, contender.acceptance, 1)
+    key = (setting.name, setting.num_draft_tokens, setting.acceptance, 1)
     same = ((c.name, c.num_draft_tokens, c.acceptance, c.batch_size) for c in runs)
     alone = next((ms[0] for found, ms in zip(same, runs.values(), strict=True) if found == key), None)
     if alone is None:
         return None
-    equal = [[a == b for a, b in zip(m.outputs, alone.outputs, strict=True)] for m in runs[contender]]
+    equal = [[a == b for a, b in zip(m.outputs, alone.outputs, strict=True)] for m in runs[setting]]
     return min(sum(each) / max(1, len(each)) for each in equal)
 
 

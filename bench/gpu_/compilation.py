@@ -1,4 +1,4 @@
-"""Part "compile" of ``bench.gpu``: everything that the other parts launch, compiled on all cores into Triton's cache.
+"""Task "compile" of ``bench.gpu``: everything that the other tasks launch, compiled on all cores into Triton's cache.
 
 Compiled one by one where they are first launched, the kernels would take longer than all measurements. What will be
 launched is found by calling the launchers on the CPU (``launches.py``); processes of their own then compile a share
@@ -68,7 +68,7 @@ def _target(device: torch.device) -> GPUTarget:
 
 
 def _calls() -> Iterator[tuple[str, Call]]:
-    """Yield calls that launch all that the other parts launch, at their sizes but for contexts and batches."""
+    """Yield calls that launch all that the other tasks launch, at their sizes but for contexts and batches."""
     floats = (torch.float32, torch.float16, torch.bfloat16)
     yield from calls_of_cases(floats, benchmarks=False)
     yield from calls_of_cases((torch.float32, torch.bfloat16), benchmarks=True)

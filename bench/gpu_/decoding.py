@@ -1,4 +1,4 @@
-"""Part "decoding" of ``bench.gpu``: whole runs at the shapes of Qwen3-8B and Qwen3-0.6B, with random weights.
+"""Task "decoding" of ``bench.gpu``: whole runs at the shapes of Qwen3-8B and Qwen3-0.6B, with random weights.
 
 Costs are those of the shapes; how much is accepted is chosen: a ``ReplayDrafter`` runs the small model and proposes
 what the large one is known to emit. Outputs are still held against plain decoding. In bf16 a near-tie may flip when
@@ -105,7 +105,7 @@ def run(settings: Settings, progress: Progress) -> None:
     prompts: Tokens = random_prompts(count, sizes.prompt_tokens, sizes.vocab_size, SEED)
     bench = Bench(target, draft, prompts, sizes)
     largest = max(sizes.prompts)
-    bench.transcripts = bench.engine(Contender(PLAIN, largest)).decode(sizes.new_tokens)
+    bench.transcripts = bench.engine(MethodSetting(PLAIN, largest)).decode(sizes.new_tokens)
     progress.note(transcript_seconds=monotonic() - began)
     texts = [p + t for p, t in zip(prompts, bench.transcripts, strict=True)][: min(8, count)]
     progress.attempt("logits of a verification", partial(_check_logits, bench, texts, progress))
@@ -113,7 +113,7 @@ def run(settings: Settings, progress: Progress) -> None:
 
 
 @dataclass(frozen=True)
-class Contender:
+class MethodSetting:
     """One way to decode.
 
     Attributes:
@@ -161,29 +161,29 @@ class Bench:
         self.draft.use_graphs(Limits(max(sizes.prompts), ROWS_EACH, sizes.num_draft_tokens))
         self.transcripts: Tokens = []
 
-    def engine(self, contender: Contender) -> Run:
+    def engine(self, setting: MethodSetting) -> Run:
         """Make an engine."""
-        drafter, batch_size = None, contender.batch_size
-        if contender.acceptance is not None:
+        drafter, batch_size = None, setting.batch_size
+        if setting.acceptance is not None:
             vocab_size, device = self.sizes.vocab_size, self.target.device
             inner = ModelDrafter(self.draft, vocab_size)
-            drafter = ReplayDrafter(inner, self.transcripts, contender.acceptance, vocab_size, device, SEED)
+            drafter = ReplayDrafter(inner, self.transcripts, setting.acceptance, vocab_size, device, SEED)
         engine = Engine(
             self.target,
             drafter,
-            method="eqspec" if contender.method == PLAIN else contender.method,
+            method="eqspec" if setting.method == PLAIN else setting.method,
             max_batch_size=batch_size,
             num_draft_tokens=self.sizes.num_draft_tokens,
             page_size=PAGE_SIZE,
             # one pool for all runs: graphs belong to a pool
             kv_cache_tokens=2 * batch_size * (self.sizes.prompt_tokens + self.sizes.new_tokens + PAGE_SIZE),
-            deterministic=contender.deterministic,
+            deterministic=setting.deterministic,
         )
         models = [engine.target] if drafter is None else [engine.target, self.draft]
         return Run(engine, models, self.prompts[: self.sizes.prompts[batch_size]])
 
 
-def contenders(sizes: Sizes) -> Iterator[Contender]:
+def method_settings(sizes: Sizes) -> Iterator[MethodSetting]:
     """Yield what is measured; what matters most comes first, should time run out.
 
     ``deterministic=False`` has the costs of the forwards as they are (ties are rare in these models); the default pads
@@ -192,38 +192,38 @@ def contenders(sizes: Sizes) -> Iterator[Contender]:
     first, *others = sizes.acceptance
     for batch_size in sizes.prompts:
         for deterministic in (False, True):
-            yield Contender(PLAIN, batch_size, None, deterministic)
-            yield Contender("eqspec", batch_size, first, deterministic)
+            yield MethodSetting(PLAIN, batch_size, None, deterministic)
+            yield MethodSetting("eqspec", batch_size, first, deterministic)
     for batch_size in sizes.prompts:
-        yield Contender("exspec", batch_size, first)
+        yield MethodSetting("exspec", batch_size, first)
         for acceptance in others:
-            yield Contender("eqspec", batch_size, acceptance)
-            yield Contender("exspec", batch_size, acceptance)
+            yield MethodSetting("eqspec", batch_size, acceptance)
+            yield MethodSetting("exspec", batch_size, acceptance)
 
 
 def measure_all(bench: Bench, progress: Progress) -> None:
-    """Time every contender once, after a run of it in which shapes are recorded; a row each."""
+    """Time every setting once, after a run of it in which shapes are recorded; a row each."""
     plain: dict[tuple[int, bool], float] = {}
-    longest = 0.0  # of a contender so far, all that comes before its timing included: what the next may take
-    for contender in contenders(bench.sizes):
+    longest = 0.0  # of a setting so far, all that comes before its timing included: what the next may take
+    for setting in method_settings(bench.sizes):
         began = monotonic()
-        progress.attempt(str(contender), partial(_measure, bench, contender, plain, progress), longest)
+        progress.attempt(str(setting), partial(_measure, bench, setting, plain, progress), longest)
         longest = max(longest, monotonic() - began)
         free_memory(bench.target.device)
 
 
-def _measure(bench: Bench, contender: Contender, plain: dict[tuple[int, bool], float], progress: Progress) -> None:
-    began, speed_of = monotonic(), (contender.batch_size, contender.deterministic)
-    run = bench.engine(contender)
+def _measure(bench: Bench, setting: MethodSetting, plain: dict[tuple[int, bool], float], progress: Progress) -> None:
+    began, speed_of = monotonic(), (setting.batch_size, setting.deterministic)
+    run = bench.engine(setting)
     made = monotonic()
     run.decode(bench.sizes.warm_up_tokens)
     before = {"engine_seconds": made - began, "warm_up_seconds": monotonic() - made}
     row = _measured(run, bench)
-    if contender.method == PLAIN:
+    if setting.method == PLAIN:
         plain[speed_of] = row["tokens_per_second"]
     speedup = row["tokens_per_second"] / plain[speed_of] if speed_of in plain else None
-    asked = {"method": contender.method, "batch": contender.batch_size, "acceptance": contender.acceptance}
-    progress.row(**asked, deterministic=contender.deterministic, **row, **before, speedup_over_plain=speedup)
+    asked = {"method": setting.method, "batch": setting.batch_size, "acceptance": setting.acceptance}
+    progress.row(**asked, deterministic=setting.deterministic, **row, **before, speedup_over_plain=speedup)
 
 
 def _measured(run: Run, bench: Bench) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _check_logits(bench: Bench, texts: Tokens, progress: Progress) -> None:
     The bound is the one that models are admitted by: the square root of the dtype's rounding unit.
     """
     num_rows = bench.sizes.num_draft_tokens + 1
-    ragged = ragged_logits(bench.engine(Contender(PLAIN, max(bench.sizes.prompts))).engine.target, texts, num_rows)
+    ragged = ragged_logits(bench.engine(MethodSetting(PLAIN, max(bench.sizes.prompts))).engine.target, texts, num_rows)
     with torch.inference_mode():
         token_ids = torch.tensor(texts, device=bench.target.device)
         dense = bench.target(token_ids, logits_to_keep=num_rows).logits.flatten(0, 1).float()

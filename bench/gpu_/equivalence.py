@@ -1,4 +1,4 @@
-"""Part "equivalence" of ``bench.gpu``: the bundled pair on the device, token by token against plain decoding.
+"""Task "equivalence" of ``bench.gpu``: the bundled pair on the device, token by token against plain decoding.
 
 In fp32 the reference is ``transformers`` at batch 1, and a difference is a failure unless the two best logits lie
 within fp32 noise of each other where the texts part. In bf16 the reference is the engine's own plain decoding; what

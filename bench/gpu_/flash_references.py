@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common.timing import Call
-from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 
 FLASH_PAGE = 256  # positions; the FlashAttention-2 that torch ships takes multiples of this
 
@@ -27,7 +27,7 @@ def _contexts(kv: tuple[Tensor, Tensor], batch: PagedBatch, length: int) -> list
     return [cache[pages, places % page_size] for cache in kv]
 
 
-def varlen_paged(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Call:
+def varlen_paged(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call:
     """``varlen_attn`` over a block table of large pages."""
     from torch.nn.attention.varlen import varlen_attn  # not on every platform
 
@@ -45,7 +45,7 @@ def varlen_paged(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, sc
     return lambda: varlen_attn(query, key, value, *shape, **options)
 
 
-def varlen_packed(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Call:
+def varlen_packed(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call:
     """``varlen_attn`` over contexts that lie one after the other, without pages."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -58,7 +58,7 @@ def varlen_packed(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, s
     return lambda: varlen_attn(query, key, value, *shape, **options)
 
 
-def sdpa_causal(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Call:
+def sdpa_causal(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call:
     """One call of SDPA on a dense batch, causal from the lower right, so without a mask; needs equal lengths."""
     counts, contexts = set(batch.cu_seqlens_q.diff().tolist()), set(batch.seqused_k.tolist())
     if len(counts) != 1 or len(contexts) != 1:

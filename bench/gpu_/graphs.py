@@ -1,4 +1,4 @@
-"""Parts "graphs" and "graph_gates" of ``bench.gpu``: forwards as graphs, and launched one operation at a time.
+"""Tasks "graphs" and "graph_gates" of ``bench.gpu``: forwards as graphs, and launched one operation at a time.
 
 Three gates: with and without graphs the bundled pair emits the same tokens; a model that should have graphs has some;
 and no step waits for the device but for the one transfer of what it found, held up by PyTorch's own watch on waiting.

@@ -1,6 +1,6 @@
-"""The parts of a long check: each has a deadline, and none takes the others down with it.
+"""The tasks of a long check: each has a deadline, and none takes the others down with it.
 
-No torch in here: the parent of an isolated part must not touch the device.
+No torch in here: the parent of an isolated task must not touch the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
-GRACE = 20.0  # seconds past its deadline that a part may take to notice it, before its process is ended
+GRACE = 20.0  # seconds past its deadline that a task may take to notice it, before its process is ended
 TRACEBACK_LINES = 12
 LONGEST_MESSAGE = 400
 
@@ -22,7 +22,7 @@ Keep = Callable[[Result], None]
 
 
 class Progress:
-    """What a part has found so far. Handed on with every change: a part that dies loses nothing.
+    """What a task has found so far. Handed on with every change: a task that dies loses nothing.
 
     Args:
         deadline: when to end, by ``time.monotonic``, which all processes of a machine share.
@@ -35,7 +35,7 @@ class Progress:
         self._deadline, self._keep = deadline, keep
 
     def note(self, **facts: Any) -> None:
-        """Record facts of the whole part."""
+        """Record facts of the whole task."""
         self.result |= facts
         self._keep(self.result)
 
@@ -79,7 +79,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every part is told.
+    """What every task is told.
 
     Attributes:
         device: name of a ``torch.device``.
@@ -92,13 +92,13 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of the check.
+class Task:
+    """One task of the check.
 
     Attributes:
         name: what the report calls it.
         run: takes the settings and a Progress.
-        share: of the time left when it begins, relative to the shares of it and the parts after it.
+        share: of the time left when it begins, relative to the shares of it and the tasks after it.
 
     """
 
@@ -107,21 +107,21 @@ class Part:
     share: float
 
 
-def inline(part: Part, settings: Settings, deadline: float, keep: Keep) -> Result:
-    """Run a part in this process; an exception ends the part and is part of its result."""
+def inline(task: Task, settings: Settings, deadline: float, keep: Keep) -> Result:
+    """Run a task in this process; an exception ends the task and belongs to its result."""
     progress = Progress(deadline, keep)
     try:
-        part.run(settings, progress)
-    except Exception as error:  # whatever it is, the other parts are to run
+        task.run(settings, progress)
+    except Exception as error:  # whatever it is, the other tasks are to run
         return progress.result | {"status": "failed", "error": described(error), "traceback": tail_of(error)}
     return progress.result | {"status": "done"}
 
 
-def isolated(part: Part, settings: Settings, deadline: float, keep: Keep) -> Result:
-    """Run a part in a process of its own: a kernel that hangs or breaks the GPU's context takes only that down."""
+def isolated(task: Task, settings: Settings, deadline: float, keep: Keep) -> Result:
+    """Run a task in a process of its own: a kernel that hangs or breaks the GPU's context takes only that down."""
     context = get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_in_child, args=(part, settings, deadline, sending), daemon=True)
+    process = context.Process(target=_in_child, args=(task, settings, deadline, sending), daemon=True)
     process.start()
     sending.close()  # so that the child's end is the last one, and its death is noticed
     result: Result = {"rows": [], "failures": [], "skipped": []}
@@ -141,44 +141,44 @@ def isolated(part: Part, settings: Settings, deadline: float, keep: Keep) -> Res
         process.join()
 
 
-def _in_child(part: Part, settings: Settings, deadline: float, sending: Connection) -> None:
-    sending.send(inline(part, settings, deadline, sending.send))
+def _in_child(task: Task, settings: Settings, deadline: float, sending: Connection) -> None:
+    sending.send(inline(task, settings, deadline, sending.send))
 
 
-def run_parts(
-    parts: Sequence[Part],
+def run_tasks(
+    tasks: Sequence[Task],
     settings: Settings,
     budget: float,
-    runner: Callable[[Part, Settings, float, Keep], Result],
+    runner: Callable[[Task, Settings, float, Keep], Result],
     keep: Callable[[str, Result], None],
 ) -> dict[str, Result]:
-    """Run parts one after the other within ``budget`` seconds; return each one's result, skipped ones included.
+    """Run tasks one after the other within ``budget`` seconds; return each one's result, skipped ones included.
 
     Args:
-        parts: in order.
+        tasks: in order.
         settings: handed to each.
         budget: seconds for all.
         runner: ``inline`` or ``isolated``.
-        keep: receives a part's name and its result so far, whenever it grows.
+        keep: receives a task's name and its result so far, whenever it grows.
 
     """
     end = monotonic() + budget
     results: dict[str, Result] = {}
-    for i, part in enumerate(parts):
+    for i, task in enumerate(tasks):
         began = monotonic()
         if began < end:
-            shares = sum(later.share for later in parts[i:])
-            deadline = began + (end - began) * part.share / shares
-            result = runner(part, settings, deadline, lambda found, name=part.name: keep(name, found))
+            shares = sum(later.share for later in tasks[i:])
+            deadline = began + (end - began) * task.share / shares
+            result = runner(task, settings, deadline, lambda found, name=task.name: keep(name, found))
         else:
             result = {"status": "skipped", "error": f"the budget of {budget:.0f} s was used up"}
-        results[part.name] = result | {"seconds": monotonic() - began}
-        keep(part.name, results[part.name])
+        results[task.name] = result | {"seconds": monotonic() - began}
+        keep(task.name, results[task.name])
     return results
 
 
 def is_red(result: Result) -> bool:
-    """Tell whether a part failed, or a gate of it; one that was skipped did not."""
+    """Tell whether a task failed, or a gate of it; one that was skipped did not."""
     return result["status"] in ("failed", "killed") or bool(result.get("failures"))
 
 

@@ -1,4 +1,4 @@
-"""Part "kernels" of ``bench.gpu``: every op on every backend of the device against the oracle, and rows on their own.
+"""Task "kernels" of ``bench.gpu``: every op on every backend of the device against the oracle, and rows on their own.
 
 The oracle runs on the CPU, so that nothing of the GPU's is its own judge. Outputs begin as NaN and absurd integers.
 """

@@ -1,4 +1,4 @@
-"""Part "timings" of ``bench.gpu``: every op against the device's own copy, and attention against FlashAttention.
+"""Task "timings" of ``bench.gpu``: every op against the device's own copy, and attention against FlashAttention.
 
 Two times per call. *microseconds*: the device's, with nothing of the arguments in its cache (``device.cold_seconds``):
 that of a graph's replay, so that the host's launches are no part of it; *as_graph* tells whether the call could be

@@ -7,7 +7,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from bench.common.measurement import Contender, Measurement, accepted_histogram, measure
+from bench.common.measurement import Measurement, MethodSetting, accepted_histogram, measure
 from bench.engine_.methods import TRANSFORMERS, Bench
 from specdec_fast.oracle.dense import Repad
 
@@ -20,33 +20,35 @@ def accepted_counts(bench: Bench, num_draft_tokens: int) -> list[int]:
     return accepted_histogram(run.decoding, num_draft_tokens)
 
 
-def contenders(
+def method_settings(
     bench: Bench, repads: Mapping[str, Repad], batch_sizes: list[int], num_draft_tokens: int
-) -> Iterator[Contender]:
+) -> Iterator[MethodSetting]:
     """Yield the reference, then at every batch size the oracle with every repad, and the engine."""
-    yield bench.contender(TRANSFORMERS, 1)
+    yield bench.method_setting(TRANSFORMERS, 1)
     for batch_size in batch_sizes:
         for name, run in (("eqspec", bench.run_oracle_eqspec), ("exspec", bench.run_oracle_exspec)):
             for repad_name, repad in repads.items():
                 decode = partial(run, batch_size, num_draft_tokens, repad)
-                yield Contender(f"oracle-{name}-{repad_name}", batch_size, decode)
+                yield MethodSetting(f"oracle-{name}-{repad_name}", batch_size, decode)
         for method in ("eqspec", "exspec"):
-            yield Contender(f"engine-{method}", batch_size, bench.engine_runner(batch_size, method, num_draft_tokens))
+            yield MethodSetting(
+                f"engine-{method}", batch_size, bench.engine_runner(batch_size, method, num_draft_tokens)
+            )
 
 
-def step_rows(contenders: list[Contender], repeats: int) -> list[dict[str, Any]]:
-    """Decode with every contender, interleaved; exit if an output differs from transformers at batch 1.
+def step_rows(settings: list[MethodSetting], repeats: int) -> list[dict[str, Any]]:
+    """Decode with every setting, interleaved; exit if an output differs from transformers at batch 1.
 
     Returns:
         One row per method and batch size. A step is everything but the prefill; the realignment moves both models'
         KV; assembling (oracle-exspec only) stacks a group's KV before the step and splits it afterwards.
 
     """
-    runs = measure(contenders, repeats)
+    runs = measure(settings, repeats)
     return [_row(c, measurements) for c, measurements in runs.items() if c.name != TRANSFORMERS]
 
 
-def _row(contender: Contender, measurements: list[Measurement]) -> dict[str, Any]:
+def _row(setting: MethodSetting, measurements: list[Measurement]) -> dict[str, Any]:
     num_steps = measurements[0].num_steps
     stepping = [m.seconds - m.stage_seconds.get("prefill", 0.0) for m in measurements]
 
@@ -55,8 +57,8 @@ def _row(contender: Contender, measurements: list[Measurement]) -> dict[str, Any
         return median(m.stage_seconds.get(stage, 0.0) / seconds for m, seconds in pairs)
 
     return {
-        "method": contender.name,
-        "batch": contender.batch_size,
+        "method": setting.name,
+        "batch": setting.batch_size,
         "steps": num_steps,
         "milliseconds_per_step": 1e3 * median(stepping) / num_steps,
         "realign_milliseconds_per_step": 1e3

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.common.subprocesses import in_fresh_process
+from bench.common.subprocesses import in_subprocess
 from bench.realign_.methods import Shape, Step, layers_of, methods
 from specdec_fast.ops import resolve
 
@@ -20,14 +20,14 @@ def extra_bytes(method: str, backend: str, shape: Shape, num_layers: int, step: 
     """Return by how much peak memory rises while ``method`` runs once; None where the system does not tell.
 
     Args:
-        method: a name of ``ladder.methods``.
+        method: a name of ``methods.methods``.
         backend: of the op, for ``fused``.
         shape, num_layers, step: the cache and what moves in it.
 
     """
     if not RESET.exists():
         return None
-    return in_fresh_process(_measure, method, backend, shape, num_layers, step)
+    return in_subprocess(_measure, method, backend, shape, num_layers, step)
 
 
 def _measure(method: str, backend: str, shape: Shape, num_layers: int, step: Step) -> int:

@@ -39,7 +39,7 @@ class PagedBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
+class AttentionParams:
     """How one layer makes weights of queries and keys.
 
     Attributes:
@@ -66,13 +66,13 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowRule:
+class RowPadding:
     """How rows are computed, so that every row gets the same bits whatever rows are beside it.
 
     Attributes:
         multiple: PyTorch computes so many rows or a multiple of it, and linears in chunks of them; 1 pads nothing.
         largest: rows of one prefill forward at most.
-        attends_alone: attention gets each row as a sequence of its own, for an implementation whose bits otherwise
+        attend_per_row: attention gets each row as a sequence of its own, for an implementation whose bits otherwise
             depend on the rows beside it.
         one_by_one: a forward of PyTorch's has one row, and a batch takes as many as it has rows.
 
@@ -80,7 +80,7 @@ class RowRule:
 
     multiple: int = 1
     largest: int = 2048
-    attends_alone: bool = False
+    attend_per_row: bool = False
     one_by_one: bool = False
 
     def padding(self, num_rows: int) -> int:

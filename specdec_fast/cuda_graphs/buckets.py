@@ -1,7 +1,7 @@
 """The shapes of a model's graphs, and the tensors that these read: a batch is rounded up to a bucket and copied in.
 
 Sequences, rows and pages are rounded up. What a batch does not fill is rows of further sequences on the scratch page,
-as the padding of a RowRule is; all of a bucket is written every time, so nothing is left of an earlier batch.
+as the padding of a RowPadding is; all of a bucket is written every time, so nothing is left of an earlier batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import RaggedBatch, RowRule
+from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding
 from specdec_fast.device_copy import to_device
 
 _SHORTEST_CONTEXT = 512  # positions of the smallest bucket: one piece of the attention kernel
@@ -56,11 +56,13 @@ class Limits:
     rows_each: int
     num_forwards: int = 1
 
-    def bucket(self, batch: RaggedBatch, page_size: int, rule: RowRule, num_forwards: int = 1) -> Bucket | None:
+    def bucket(
+        self, batch: RaggedBatch, page_size: int, row_padding: RowPadding, num_forwards: int = 1
+    ) -> Bucket | None:
         """Return the smallest bucket that serves a batch, and one row more of each sequence per further forward.
 
-        Sequences are rounded up to a power of two; rows to a power of two times these, at a multiple that ``rule`` has
-        proved; pages to a power of two of the smallest context. None: there is no bucket so large.
+        Sequences are rounded up to a power of two; rows to a power of two times these, at a multiple that
+        ``row_padding`` has proved; pages to a power of two of the smallest context. None: there is no bucket so large.
         """
         num_rows, batch_size = batch.token_ids.shape[0], batch.cu_seqlens.shape[0] - 1
         if not 0 < batch_size <= min(self.sequences, num_rows) or batch.most_rows > self.rows_each:
@@ -69,11 +71,11 @@ class Limits:
             return None
         each = 1 if batch.most_rows == 1 else self.rows_each
         sequences = min(1 << (batch_size - 1).bit_length(), self.sequences)
-        one_each, most = (n + rule.padding(n) for n in (sequences, sequences * each))
+        one_each, most = (n + row_padding.padding(n) for n in (sequences, sequences * each))
         below, rows = 0, one_each
         while rows < num_rows:
             below, rows = rows, min(2 * rows, most)
-        if rows > rule.largest:
+        if rows > row_padding.largest:
             return None
         # Sequences of padding rows come on top: the largest number of such rows, of which a sequence has `each`.
         more = -(-(rows - below - 1) // each) if each > 1 else 0

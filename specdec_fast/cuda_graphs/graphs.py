@@ -3,7 +3,7 @@
 A forward of few rows is a thousand small kernels, and launching each takes the host longer than running it takes the
 device. A graph is launched as one, but on the very shapes and addresses it was recorded with. So rows, sequences and
 pages are rounded up to a *bucket*, and every bucket has *inputs* of its own into which a batch is copied; what it does
-not fill is rows of further sequences on the scratch page, as a RowRule's padding is.
+not fill is rows of further sequences on the scratch page, as a RowPadding's padding is.
 
 What a launch is told of a batch in numbers (``max_seqlen_q``, ``max_seqlen_k``) are the bucket's bounds: grids grow by
 programs that find nothing to do, and no row's bits depend on either. What is larger than any bucket is left to the
@@ -105,7 +105,7 @@ class Graphs:
     def _graph(self, batch: RaggedBatch, pool: PagePool, num_forwards: int, choose: Choose | None) -> _Graph | None:
         bucket = None
         if self.why_not is None:
-            bucket = self._limits.bucket(batch, pool.page_size, pool.row_rule, num_forwards)
+            bucket = self._limits.bucket(batch, pool.page_size, pool.row_padding, num_forwards)
         if bucket is None:
             return None
         if self._pool() is not pool:

@@ -81,7 +81,7 @@ class ModelDrafter(Drafter):
         self.model.expect_same_weights()
         if self.pool is None or not self.pool.is_vacant or self.pool.num_pages * page_size < num_tokens:
             self.draft_kv_length.clear()
-            self.pool = PagePool(self.model.layout, num_tokens, page_size, self.model.row_rule)
+            self.pool = PagePool(self.model.layout, num_tokens, page_size, self.model.row_padding)
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prefill every prompt but for its last token."""
@@ -98,7 +98,7 @@ class ModelDrafter(Drafter):
         drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
         if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
-        if self.model.takes_spans and all(s.params.repetition_penalty == 1 for s in drafting):
+        if self.model.has_fused_step and all(s.params.repetition_penalty == 1 for s in drafting):
             token_ids = self._draft_in_one_call(drafting)
         else:
             with self.model.attached():
@@ -193,7 +193,7 @@ class ModelDrafter(Drafter):
         If they are too many for one forward, because some have not been drafted for in a while, all but the last of
         each are computed first.
         """
-        if sum(s.length - self.draft_kv_length[s] for s in sequences) > self.model.row_rule.largest:
+        if sum(s.length - self.draft_kv_length[s] for s in sequences) > self.model.row_padding.largest:
             self._feed(sequences)
         rows: list[Rows] = []
         token_ids: list[int] = []

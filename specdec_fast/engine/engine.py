@@ -135,12 +135,12 @@ class Engine:
             "dtype": str(self.target.layout.dtype).removeprefix("torch."),
             "device": str(self.target.layout.device),
             "deterministic": self.config.deterministic,
-            "row_multiple": self.target.row_rule.multiple,
-            "own_linears": len(self.target.linears.served(self.target.row_rule.multiple > 1)),
+            "row_multiple": self.target.row_padding.multiple,
+            "own_linears": len(self.target.linears.served(self.target.row_padding.multiple > 1)),
             "forward_program": self.target.program is not None,
             "why_no_program": self.target.why_no_program,
-            "attends_alone": self.target.row_rule.attends_alone,
-            "rows_one_by_one": self.target.row_rule.one_by_one,
+            "attend_per_row": self.target.row_padding.attend_per_row,
+            "rows_one_by_one": self.target.row_padding.one_by_one,
             "why_one_by_one": self.target.why_one_by_one,
             **described(self.target.graphs),
             "draft": self.drafter.describe(),
@@ -157,10 +157,11 @@ class Engine:
         return [builder.build(index, prompt, p) for index, (prompt, p) in enumerate(pairs)]
 
     @property
-    def _runs_ahead(self) -> bool:
-        """Whether a step's tokens are told when the next one has been launched.
+    def _overlap(self) -> bool:
+        """Whether a step's outputs are returned when the next step has been launched.
 
-        What a caller does with them, a GPU need not wait for. On a CPU a launch is the work itself: they would be late.
+        A GPU then computes while the caller handles them. On a CPU launches are synchronous, so outputs are returned
+        first.
         """
         return self.target.layout.device.type != "cpu"
 
@@ -172,26 +173,28 @@ class Engine:
             try:
                 self._prepare([s for s in sequences if s.finish_reason is None])
                 waiting = deque(s for s in sequences if s.finish_reason is None)
-                told: list[tuple[Sequence, list[int]]] = [(s, []) for s in sequences if s.finish_reason is not None]
+                pending_outputs: list[tuple[Sequence, list[int]]] = [
+                    (s, []) for s in sequences if s.finish_reason is not None
+                ]
                 while waiting or resident:
-                    if not self._runs_ahead:
-                        yield from told
-                        told = []
+                    if not self._overlap:
+                        yield from pending_outputs
+                        pending_outputs = []
                     try:
                         self._admit(waiting, resident)
                         batch = self.scheduler.plan(resident)
                         is_refilled = waiting and self.scheduler.num_to_admit(len(resident) - 1)
                         step = self._launch(batch, len(batch) == len(resident) and not is_refilled)
                     except Exception:
-                        yield from told  # it was emitted before
+                        yield from pending_outputs  # it was emitted before
                         raise
-                    yield from told
-                    told = self._finish(step)
-                    for sequence in [s for s, _ in told if s.finish_reason is not None]:
+                    yield from pending_outputs
+                    pending_outputs = self._finish(step)
+                    for sequence in [s for s, _ in pending_outputs if s.finish_reason is not None]:
                         resident.remove(sequence)
                         self._release([sequence])
                     self.last_run.seconds = perf_counter() - started
-                yield from told
+                yield from pending_outputs
             finally:
                 self._release(resident)
 
@@ -203,7 +206,7 @@ class Engine:
         num_tokens = self.config.kv_cache_tokens or sum(needs[: self.scheduler.max_resident])
         if self.pool is None or not self.pool.is_vacant or self.pool.num_pages * page_size < num_tokens:
             self.pool = None  # give the old one back before asking for more
-            self.pool = PagePool(self.target.layout, num_tokens, page_size, self.target.row_rule)
+            self.pool = PagePool(self.target.layout, num_tokens, page_size, self.target.row_padding)
         self.drafter.prepare(self.pool.num_pages * page_size, page_size)
         for sequence in sequences:
             if not self.pool.can_ever_fit(sequence.max_length - 1):
@@ -234,10 +237,10 @@ class Engine:
                 sequence.target_kv_length = sequence.length - 1
 
     @torch.inference_mode()
-    def _launch(self, batch: list[Sequence], is_closed: bool) -> Step:
+    def _launch(self, batch: list[Sequence], no_refill: bool) -> Step:
         """Draft and verify for one batch; on a GPU this waits for nothing."""
         timer = self.last_run.timer
-        limits = self.draft_lengths.limits(batch, is_closed)
+        limits = self.draft_lengths.limits(batch, no_refill)
         self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
         started = perf_counter()
         with timer("draft"):

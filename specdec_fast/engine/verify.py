@@ -65,7 +65,7 @@ def verify(target: RaggedModel, pool: PagePool, batch: list[Sequence], draft: Dr
     rows = [Rows(s, s.target_kv_length, count) for s, count in zip(batch, counts, strict=True)]
     last = [s.token_ids[-1] for s in batch]
     sampling = sampling_of(batch, target.layout.device)
-    if target.takes_spans:
+    if target.has_fused_step:
         assert target.program is not None
         before = target.program.seconds
         drafted = draft.token_ids.to(target.layout.device)
@@ -85,7 +85,7 @@ def interleaved(last: list[int], draft: Draft, target: RaggedModel) -> Tensor:
     """Return each sequence's last committed token followed by its draft tokens: ``[T]`` ids on the target's device."""
     counts = draft.num_draft_tokens
     first = to_device(last, target.layout.device)
-    # A draft token that is no word is as wrong as any other, but would reach beyond the embedding.
+    # Ids outside the vocabulary are clamped: they are rejected anyway, but would index past the embedding.
     drafted = draft.token_ids.to(first.device, non_blocking=True).clamp(0, target.vocab_size - 1)
     if min(counts) == max(counts):
         return torch.cat([first[:, None], drafted.view(len(last), -1)], dim=1).flatten()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
-from specdec_fast.batch.ragged_batch import RaggedBatch, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
@@ -45,13 +45,13 @@ class PagedCache(Cache):
     ) -> None:
         # Nothing of the base class is kept: what is not answered here has no answer, see below.
         self.pool, self.batch = pool, batch
-        self.claimed_length = 0  # a length for whoever only wants one; see cache_answers.py for who computes with it
+        self.claimed_length = 0  # for a model that only asks; `check_ignores_answers` refuses one that computes with it
         self.questions: set[str] = set()  # what was answered with it
         self._num_rows = batch.positions.shape[0]
-        self._padding = pool.row_rule.padding(self._num_rows)
+        self._padding = pool.row_padding.padding(self._num_rows)
         counts = sorted((self._num_rows, self._num_rows if num_logit_rows is None else num_logit_rows))
-        self.real_rows = {count + pool.row_rule.padding(count): count for count in counts}
-        self._attended = batch.row_by_row() if pool.row_rule.attends_alone else batch
+        self.real_rows = {count + pool.row_padding.padding(count): count for count in counts}
+        self._attended = batch.row_by_row() if pool.row_padding.attend_per_row else batch
         # The pool has laid the batch out, so only what the model brings is checked, and that here.
         self.ops = ops.unchecked or ops
         self.sliding_layers = sliding_layers
@@ -63,7 +63,7 @@ class PagedCache(Cache):
         """Hand back the states of one layer: what a model caches need not be what it attends over."""
         return key_states, value_states
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: AttentionParams) -> Tensor:
         """Write one layer's keys and values, unless it attends over those of an earlier one, and attend over its pages.
 
         Args:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import RowRule
+from specdec_fast.batch.ragged_batch import RowPadding
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 
@@ -40,7 +40,7 @@ class PagePool:
     """Pages of one model's KV cache, allocated on demand and taken back when their owner ends.
 
     An owner reserves what it may come to need before it gets its first page, so a running sequence never finds
-    the pool empty: whoever does not fit waits, or is told that it never will.
+    the pool empty: a request that does not fit waits, or is refused if it never will.
 
     Attributes:
         layers: keys and values of every layer, each ``[num_pages + 1, page_size, num_kv_heads, its head size]``.
@@ -53,8 +53,10 @@ class PagePool:
 
     """
 
-    def __init__(self, layout: KVLayout, num_tokens: int, page_size: int, row_rule: RowRule | None = None) -> None:
-        self.layout, self.row_rule = layout, row_rule or RowRule()
+    def __init__(
+        self, layout: KVLayout, num_tokens: int, page_size: int, row_padding: RowPadding | None = None
+    ) -> None:
+        self.layout, self.row_padding = layout, row_padding or RowPadding()
         self.page_size = page_size
         self.num_pages = -(-num_tokens // page_size)  # page 0, the scratch page, comes on top
         try:
@@ -87,7 +89,7 @@ class PagePool:
 
     @property
     def is_vacant(self) -> bool:
-        """Whether nobody has anything of it, as after every call that was not interrupted while it kept these books."""
+        """Whether nobody has anything of it, as after every call that was not interrupted in the middle of a change."""
         is_free = not self._pages_of and not self._num_reserved and len(self._free) == self.num_pages
         return is_free and len(self._free_places) == len(self.tables) - 1  # place 0 is nobody's
 

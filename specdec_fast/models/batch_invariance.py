@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import RowRule, Rows
+from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.errors import DeterminismError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -37,18 +37,18 @@ Spans = list[tuple[str, int, int]]  # owner, start, count
 
 
 def make_deterministic(model: RaggedModel) -> None:
-    """Find the cheapest RowRule under which each row's bits depend on nothing but its own sequence, and set it.
+    """Find the cheapest RowPadding under which each row's bits depend on nothing but its own sequence, and set it.
 
     Args:
-        model: its ``row_rule`` is set; pools made for it compute by that rule.
+        model: its ``row_padding`` is set; pools made for it compute by it.
 
     Raises:
-        DeterminismError: no rule holds on this machine.
+        DeterminismError: no padding holds on this machine.
 
     """
-    for rule in _candidates(model):
-        if _reproduces(model, rule):
-            model.row_rule = rule
+    for row_padding in _candidates(model):
+        if _reproduces(model, row_padding):
+            model.row_padding = row_padding
             return
         model.why_one_by_one = "rows had other bits in another batch"
     raise DeterminismError(
@@ -58,15 +58,15 @@ def make_deterministic(model: RaggedModel) -> None:
     )
 
 
-def _candidates(model: RaggedModel) -> Iterator[RowRule]:
+def _candidates(model: RaggedModel) -> Iterator[RowPadding]:
     if model.program is not None:
-        yield RowRule(1, _LARGEST_OF_PROGRAM)
+        yield RowPadding(1, _LARGEST_OF_PROGRAM)
         return
-    attends_alone = not model.ops.is_invariant("paged_attention")
+    attend_per_row = not model.ops.is_invariant("paged_attention")
     model.why_one_by_one = _why_mixing(model)
     if model.why_one_by_one is None:
-        yield RowRule(_MULTIPLE, MAX_PREFILL_ROWS, attends_alone)
-    yield RowRule(1, MAX_PREFILL_ROWS, one_by_one=True)
+        yield RowPadding(_MULTIPLE, MAX_PREFILL_ROWS, attend_per_row)
+    yield RowPadding(1, MAX_PREFILL_ROWS, one_by_one=True)
 
 
 def _why_mixing(model: RaggedModel) -> str | None:
@@ -84,7 +84,7 @@ def _why_mixing(model: RaggedModel) -> str | None:
 
 
 def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
-    pool = PagePool(model.layout, 2 * (num_rows + model.page_size), model.page_size, RowRule())
+    pool = PagePool(model.layout, 2 * (num_rows + model.page_size), model.page_size, RowPadding())
     spans = [Rows("a", 0, num_rows - 6), Rows("b", 0, 6)]
     for owner in "ab":
         pool.reserve(owner, num_rows)
@@ -95,7 +95,7 @@ def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
     return watched.found
 
 
-def _reproduces(model: RaggedModel, rule: RowRule) -> bool:
+def _reproduces(model: RaggedModel, row_padding: RowPadding) -> bool:
     """Tell whether the whole model gives one text the same logits in every way of computing it."""
     length, other = (min(n, model.max_positions or n) for n in (_TEXT, _OTHER))
     crowd = [(f"other {i}", 0, other) for i in range(_NUM_OTHERS)]
@@ -111,8 +111,8 @@ def _reproduces(model: RaggedModel, rule: RowRule) -> bool:
         pieces,
         [[*crowd, ("text", 0, length)]],
     ]
-    expected = _logits(model, rule, [[("text", 0, length)]])
-    return all(_same(_logits(model, rule, way), expected) for way in ways)
+    expected = _logits(model, row_padding, [[("text", 0, length)]])
+    return all(_same(_logits(model, row_padding, way), expected) for way in ways)
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
@@ -120,10 +120,10 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
-def _logits(model: RaggedModel, rule: RowRule, forwards: list[Spans]) -> Tensor:
+def _logits(model: RaggedModel, row_padding: RowPadding, forwards: list[Spans]) -> Tensor:
     """Compute the forwards one after the other; return the logits of the owner called text, ``[n, vocab_size]``."""
     owners = {owner: 0 for spans in forwards for owner, _, _ in spans}
-    pool = PagePool(model.layout, len(owners) * (_TEXT + model.page_size), model.page_size, rule)
+    pool = PagePool(model.layout, len(owners) * (_TEXT + model.page_size), model.page_size, row_padding)
     for number, owner in enumerate(sorted(owners, reverse=True)):  # the text is number 0 in every way
         pool.reserve(owner, _TEXT)
         owners[owner] = number

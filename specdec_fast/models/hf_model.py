@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec_fast.batch.ragged_batch import RaggedBatch, RowRule, Rows
+from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding, Rows
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.capture import capture_for
 from specdec_fast.cuda_graphs.graphs import Graphs
@@ -58,7 +58,7 @@ class RaggedModel:
         program: its whole forward in one call, made when it is loaded; None where PyTorch runs it.
         why_no_program: the reason for that.
         graphs: its forwards of few rows as graphs; None until ``use_graphs``, and where the device has none.
-        row_rule: what its page pools have forwards computed by; as the model does, unless somebody asked for more.
+        row_padding: what its page pools have forwards computed by; as the model does, unless somebody asked for more.
         why_one_by_one: what in it mixes rows, if that is why it computes them one by one.
         page_size: of the pages that it is probed with: those it will be served with, because an op may refuse others.
 
@@ -72,7 +72,7 @@ class RaggedModel:
         self._expert_configs = expert_configs(model)
         self._lock = lock_of(self.config)
         self._attached_by: int | None = None  # a thread
-        self.row_rule = RowRule(largest=MAX_PREFILL_ROWS)
+        self.row_padding = RowPadding(largest=MAX_PREFILL_ROWS)
         self.why_one_by_one: str | None = None
         self.program: ForwardProgram | None = None
         self._watch: Watch | None = None
@@ -106,9 +106,9 @@ class RaggedModel:
         return getattr(self.model.config, "_name_or_path", None) or ""
 
     @property
-    def takes_spans(self) -> bool:
+    def has_fused_step(self) -> bool:
         """Whether its program's ``draft`` and ``verify`` serve it: it has one, whose rows need no padding."""
-        return self.program is not None and self.row_rule.multiple == 1
+        return self.program is not None and self.row_padding.multiple == 1
 
     def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None = None) -> Tensor:
         """Compute the batch's rows, writing their KV entries into ``pool``.
@@ -137,7 +137,7 @@ class RaggedModel:
             self.graphs = Graphs(self.model, self._run_eagerly, capture, limits)
 
     def _run_eagerly(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
-        if pool.row_rule.one_by_one:
+        if pool.row_padding.one_by_one:
             logits = torch.cat([self._run_attached(row, pool, None) for row in batch.one_by_one()])
             return logits if logit_rows is None else logits[logit_rows]
         return self._run_attached(batch, pool, logit_rows)
@@ -154,15 +154,15 @@ class RaggedModel:
         return self.program(batch.token_ids, batch, pool.pages, logit_rows)
 
     def _forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
-        token_ids, positions, wanted, rule = batch.token_ids, batch.positions, logit_rows, pool.row_rule
+        token_ids, positions, wanted, row_padding = batch.token_ids, batch.positions, logit_rows, pool.row_padding
         num_rows, num_wanted = len(token_ids), len(token_ids) if wanted is None else len(wanted)
         cache = self._make_cache(pool, batch, num_wanted)
-        if missing := rule.padding(num_rows):  # any token will do, at a position that every model has
+        if missing := row_padding.padding(num_rows):  # any token will do, at a position that every model has
             token_ids, positions = pad(token_ids, (0, missing)), pad(positions, (0, missing))
-        if wanted is not None and (missing := rule.padding(num_wanted)):
+        if wanted is not None and (missing := row_padding.padding(num_wanted)):
             wanted = pad(wanted, (0, missing))
-        self.linears.real_rows = cache.real_rows if rule.multiple > 1 else None
-        with one_thread() if rule.multiple > 1 and token_ids.device.type == "cpu" else nullcontext():
+        self.linears.real_rows = cache.real_rows if row_padding.multiple > 1 else None
+        with one_thread() if row_padding.multiple > 1 and token_ids.device.type == "cpu" else nullcontext():
             logits = self._call(token_ids[None], positions[None], cache, wanted)[0]
         if cache.num_attended != self.layout.num_layers:
             raise UnsupportedModelError(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache
 
-from specdec_fast.batch.ragged_batch import Scores
+from specdec_fast.batch.ragged_batch import AttentionParams
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.layer_layout import KVLayout, KVShape
 from specdec_fast.ops import Ops
@@ -37,7 +37,7 @@ class KVProbe(Cache):
         self._cached.add(layer_idx)
         return key_states, value_states
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: AttentionParams) -> Tensor:
         """Note keys and values; return zeros ``[1, T, num_heads, value_head_dim]`` for an answer."""
         num_heads, num_rows = query.shape[1:3]
         fits = key.shape[0] == 1 and key.shape[2] == num_rows and key.shape[3] == query.shape[3]

@@ -17,7 +17,7 @@ def prefill(
     prompts: Mapping[Hashable, list[int]],
     starts: Mapping[Hashable, int] | None = None,
 ) -> None:
-    """Compute the KV entries of whole prompts, several in one forward, at most ``row_rule.largest`` rows each.
+    """Compute the KV entries of whole prompts, several in one forward, at most ``row_padding.largest`` rows each.
 
     Args:
         model: whose KV entries.
@@ -26,7 +26,7 @@ def prefill(
         starts: how many of them have their entries already; None: none of anybody's.
 
     """
-    for rows, token_ids in _prefill_forwards(prompts, model.row_rule.largest, starts or {}):
+    for rows, token_ids in _prefill_forwards(prompts, model.row_padding.largest, starts or {}):
         batch = lay_out(pool, rows, to_device(token_ids, model.layout.device))
         model.forward(batch, pool, batch.last_rows[:1])  # one row: nobody wants these logits
 

@@ -37,7 +37,7 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
     num_owners = min(most_sequences, max(row_counts))
     longest = -(-max(row_counts) // num_owners)
     context = max(longest, min(_CONTEXT, model.max_positions or _CONTEXT))
-    pool = PagePool(model.layout, num_owners * (context + model.page_size), model.page_size, model.row_rule)
+    pool = PagePool(model.layout, num_owners * (context + model.page_size), model.page_size, model.row_padding)
     for owner in range(num_owners):
         pool.reserve(owner, context)
     found: dict[int, float] = {}

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from specdec_fast.batch.ragged_batch import Scores
+from specdec_fast.batch.ragged_batch import AttentionParams
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.models.experts import computed_by, mixture
@@ -69,7 +69,8 @@ def _attend(
     if sliding_window is None and layer in cache.sliding_layers:
         raise UnsupportedModelError(f"layer {layer} slides its window through the mask alone, which pages have not.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cache.attend(query, key, value, layer, Scores(scale, sliding_window, softcap, kwargs.get("s_aux"))), None
+    params = AttentionParams(scale, sliding_window, softcap, kwargs.get("s_aux"))
+    return cache.attend(query, key, value, layer, params), None
 
 
 def _mix_experts(module: nn.Module, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

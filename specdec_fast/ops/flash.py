@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
-from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.errors import BackendError
 
 _PAGE_MULTIPLE = 256  # what FlashAttention 2 takes for the size of a page
@@ -31,7 +31,7 @@ def _package() -> Callable[..., Tensor] | None:
         return None
 
 
-def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
     """Run FlashAttention; the contract is the oracle's, less what a BackendError names."""
     package = _package()
     _expect_served(query, kv, batch, scores, package is not None)
@@ -118,7 +118,9 @@ def _right_aligned(batch: PagedBatch, num_rows: int) -> Tensor | None:
     return torch.arange(num_rows, device=shifts.device) + shifts
 
 
-def _expect_served(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores, package: bool) -> None:
+def _expect_served(
+    query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams, package: bool
+) -> None:
     """Raise a BackendError for what FlashAttention has not got."""
     takes_any_page = not package and attention.current_flash_attention_impl() is not None
     head_dim, value_dim, page_size, limits = query.shape[2], kv[1].shape[3], kv[0].shape[1], []

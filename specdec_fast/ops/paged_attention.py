@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
 from specdec_fast.ops.checks import FLOATS, expect, expect_maximum, expect_offsets, expect_tensor
 from specdec_fast.ops.registry import Case, Op
 
 
-def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> None:
+def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> None:
     device, dtype = query.device, (query.dtype,)
     key_cache, value_cache = kv
     expect_tensor("query", query, (None,) * 3, FLOATS, device)
@@ -104,7 +104,7 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
         "query": query.transpose(0, 1).to(device),
         "kv": tuple(cache[..., :dim].contiguous().to(device) for cache, dim in zip(kv, dims, strict=True)),
         "batch": batch,
-        "scores": Scores(shape.head_dim**-0.5, shape.sliding_window, shape.softcap, sinks),
+        "scores": AttentionParams(shape.head_dim**-0.5, shape.sliding_window, shape.softcap, sinks),
     }
 
 
@@ -165,7 +165,7 @@ def _benchmarks() -> Iterator[Case]:
         yield Case(f"prefill_16_heads_{tokens}", f"{why}, Qwen3-0.6B", partial(_make, small((tokens,), (tokens,))))
 
 
-def _bytes_moved(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> int:
+def _bytes_moved(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> int:
     entries = batch.seqused_k
     if scores.sliding_window is not None:
         entries = entries.minimum(scores.sliding_window + batch.cu_seqlens_q.diff() - 1)

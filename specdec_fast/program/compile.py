@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec_fast.batch.ragged_batch import RaggedBatch, Rows, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.layer_layout import KVLayout
@@ -49,7 +49,7 @@ class _RecordingCache(PagedCache):
         self._grouped_linear = self.ops.grouped_linear
         self.ops = replace(self.ops, grouped_linear=self._choose_experts)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: AttentionParams) -> Tensor:
         with self._recorder.paused():
             result = super().attend(query, key, value, layer_idx, scores)
         if self.pool.layout.sources[layer_idx] == layer_idx:
@@ -112,7 +112,7 @@ def _record(
     token_ids, positions = batch.token_ids[None], batch.positions[None]
     logit_rows = torch.arange(num_logit_rows, device=layout.device)
     for tensor, kind in ((token_ids, "token_ids"), (positions, "positions"), (logit_rows, "logit_rows")):
-        tape.know(tensor, Index(kind))
+        tape.bind(tensor, Index(kind))
     recorder = Recorder(tape)
     cache = _RecordingCache(recorder, pool, batch, ops, sliding)
     with recorder:

@@ -174,7 +174,7 @@ class Program:
         out_features, in_features = step.weight.shape
         dtype, offset = step.weight.dtype, step.offset * step.weight.dtype.itemsize
         bias = 0 if step.bias is None else step.bias.data_ptr()
-        sizes, weight = (step.lines, in_features, out_features), step.weight
+        sizes, weight = (step.num_vectors, in_features, out_features), step.weight
         add, is_transposed = self._program.add_linear, not weight.is_contiguous()
         add(DTYPE_CODES[dtype], step.source, step.out, offset, sizes, weight.data_ptr(), bias, is_transposed)
 
@@ -186,7 +186,7 @@ class Program:
             DTYPE_CODES[dtype],
             (step.source, step.experts, step.out),
             (step.offset * dtype.itemsize, step.experts_offset * torch.float32.itemsize),
-            (step.lines, step.choices, in_features, out_features, num_experts),
+            (step.num_vectors, step.choices, in_features, out_features, num_experts),
             weight.data_ptr(),
             0 if step.bias is None else step.bias.data_ptr(),
             not weight.is_contiguous(),

@@ -1,6 +1,6 @@
 """The steps of a forward program: what one run of a model boils down to, row by row (see ``specdec_fast/program/``).
 
-Sizes and strides count numbers of one row of the ragged batch; which row it is goes without saying.
+Sizes and strides count numbers of one row of the ragged batch; the row index is implicit.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """``lines`` products per row of ``in_features`` numbers with ``weight`` ``[out_features, in_features]``.
+    """``num_vectors`` products per row of ``in_features`` numbers with ``weight`` ``[out_features, in_features]``.
 
     The weights are contiguous, or the transpose of a contiguous matrix.
     """
 
     source: int
     offset: int
-    lines: int
+    num_vectors: int
     weight: Tensor
     bias: Tensor | None
     out: int
@@ -135,7 +135,7 @@ class GroupedLinear:
     """``choices`` products per row, each with the weights of another expert; see ``oracle/ops/grouped_linear.py``.
 
     Attributes:
-        source, offset: ``lines`` inputs of ``in_features`` numbers, one for all choices or one for each.
+        source, offset: ``num_vectors`` inputs of ``in_features`` numbers, one for all choices or one for each.
         experts, experts_offset: ``choices`` whole numbers in fp32.
         weight: ``[num_experts, out_features, in_features]``, contiguous, or its ``mT`` is.
         bias: ``[num_experts, out_features]``, or None.
@@ -144,7 +144,7 @@ class GroupedLinear:
 
     source: int
     offset: int
-    lines: int
+    num_vectors: int
     experts: int
     experts_offset: int
     choices: int

@@ -81,7 +81,7 @@ def _filled(tape: Tape, result: Tensor, source: Tensor, number: float, *args: An
     view = tape.row_view(source)
     out = tape.fresh_like(result, view.axis, view.domain)
     tape.row_op("copy", [float(number)], out)
-    tape.know(result, out)
+    tape.bind(result, out)
 
 
 LOWERED["full_like.default"] = _filled
@@ -102,7 +102,7 @@ def _softmax(tape: Tape, result: Tensor, source: Tensor, axis: int, *args: Any, 
     view = lines_of(tape, "softmax", source, axis)
     out = tape.fresh_like(result, view.axis, view.domain)
     tape.row_op("softmax", [view], out)
-    tape.know(result, out)
+    tape.bind(result, out)
 
 
 @LOWERED.entry("topk.default")
@@ -122,7 +122,7 @@ def _topk(
     values, places = result
     found = tape.fresh_like(places, view.axis, view.domain)
     tape.row_op("topk", [view], found, scalar=float(is_sorted))
-    tape.know(places, found)
+    tape.bind(places, found)
     _gather(tape, values, source, axis, places)
 
 
@@ -131,7 +131,7 @@ def _gather(tape: Tape, result: Tensor, source: Tensor, axis: int, index: Tensor
     view = lines_of(tape, "gather", source, axis)
     out = tape.fresh_like(result, view.axis, view.domain)
     tape.row_op("gather", [view, tape.row_view(index)], out)
-    tape.know(result, out)
+    tape.bind(result, out)
 
 
 @LOWERED.entry("scatter.value", "scatter.src")
@@ -142,4 +142,4 @@ def _scatter(tape: Tape, result: Tensor, source: Tensor, axis: int, index: Tenso
     written = tape.row_view(values) if isinstance(values, Tensor) else float(values)
     out = tape.fresh_like(result, view.axis, view.domain)
     tape.row_op("scatter", [view, tape.row_view(index), written], out)
-    tape.know(result, out)
+    tape.bind(result, out)

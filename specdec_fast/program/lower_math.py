@@ -61,7 +61,7 @@ def _unary(tape: Tape, result: Tensor, source: Tensor, *, code: str) -> None:
         raise NotLowerableError(f"{code} of integers")
     out = tape.fresh_like(result, view.axis, view.domain)
     tape.row_op(code, [view], out)
-    tape.know(result, out)
+    tape.bind(result, out)
 
 
 LOWERED |= {name: partial(_unary, code=code) for name, code in _UNARY.items()}
@@ -80,7 +80,7 @@ def _pow(tape: Tape, result: Tensor, source: Tensor, exponent: float) -> None:
         square = tape.fresh(view.domain, view.axis, view.sizes, torch.float32)  # rounded once, at the end
         tape.row_op("square", [view], square)
         tape.row_op("mul", [square, view], cube)
-        tape.know(result, cube)
+        tape.bind(result, cube)
     elif exponent in _POWERS:
         _unary(tape, result, source, code=_POWERS[exponent])
     else:
@@ -104,7 +104,7 @@ def elementwise(tape: Tape, result: Tensor, code: str, *operands: Any) -> None:
         raise NotLowerableError(f"{code} of integers")
     out = tape.fresh_like(result, views[0].axis + result.dim() - len(views[0].sizes), views[0].domain)
     tape.row_op(code, values, out)
-    tape.know(result, out)
+    tape.bind(result, out)
 
 
 LOWERED |= {f"{code}.{form}": partial(_binary, code=code) for code in ARITHMETIC for form in ("Tensor", "Scalar")}
@@ -123,7 +123,7 @@ def _shift(tape: Tape, result: Tensor, source: Tensor, added: Any) -> None:
     value = tape.value(source)
     if not isinstance(value, Index) or not isinstance(added, int):
         raise NotLowerableError("arithmetic on integers of the batch")
-    tape.know(result, replace(value, added=value.added + added))
+    tape.bind(result, replace(value, added=value.added + added))
 
 
 @LOWERED.entry("rsub.Scalar", "rsub.Tensor")
@@ -147,7 +147,7 @@ def _reduce(
         raise NotLowerableError(f"{code} of integers")
     out = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), result.dtype)
     tape.row_op(code, [view], out)
-    tape.know(result, out if keepdim else out.without(-1, 0))
+    tape.bind(result, out if keepdim else out.without(-1, 0))
 
 
 LOWERED["mean.dim"] = partial(_reduce, code="mean")
@@ -171,7 +171,7 @@ def _layer_norm(
     out = tape.fresh_like(result, view.axis, view.domain)
     factors: list[Tensor | float] = [1.0 if weight is None else weight, 0.0 if bias is None else bias]
     tape.row_op("layer_norm", [view, *factors], out, scalar=float(eps))
-    tape.know(result, out)
+    tape.bind(result, out)
 
 
 @LOWERED.entry("rms_norm.default")
@@ -200,4 +200,4 @@ def _rms_norm(
         scaled = wide(view.sizes)
         tape.row_op("mul", [view, scale], scaled)
         tape.row_op("mul", [scaled, weight], out)
-    tape.know(result, out)
+    tape.bind(result, out)

@@ -22,7 +22,7 @@ LOWERED = Lowerings()
 def _alias(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
     value = tape.value(source)
     assert value is not None
-    tape.know(result, value)
+    tape.bind(result, value)
 
 
 @LOWERED.entry("dropout.default")
@@ -40,20 +40,20 @@ def _convert(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: A
     elif isinstance(value, RowView) and result.dtype == torch.bool:
         out = tape.fresh_like(result, value.axis, value.domain)
         tape.row_op("ne", [value, 0.0], out)
-        tape.know(result, out)
+        tape.bind(result, out)
     elif isinstance(value, RowView) and result.dtype in WHOLE:
         if source.dtype not in WHOLE:
             raise NotLowerableError(f"numbers of {source.dtype} cut to whole ones")
         _alias(tape, result, source)
     elif isinstance(value, RowView):
-        tape.know(result, tape.copied(value, result.dtype))
+        tape.bind(result, tape.copied(value, result.dtype))
     elif isinstance(value, Index) and value.kind == "positions" and result.is_floating_point():
         axis = _only_axis(result)
         out = tape.fresh_like(result, axis, ROWS)
         tape.instructions.append(
             RowOp("position", (1,), (), Operand(out.buffer, out.dtype, 0, (0,), 1), scalar=float(value.added))
         )
-        tape.know(result, out)
+        tape.bind(result, out)
     else:
         raise NotLowerableError("token ids used as numbers")
 
@@ -74,21 +74,21 @@ def _view(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any)
     value = tape.value(source)
     if isinstance(value, Index):
         _only_axis(result)
-        tape.know(result, value)
+        tape.bind(result, value)
     else:
-        tape.know(result, tape.reshaped(tape.row_view(source), tuple(result.shape)))
+        tape.bind(result, tape.reshaped(tape.row_view(source), tuple(result.shape)))
 
 
 @LOWERED.entry("permute.default")
 def _permute(tape: Tape, result: Tensor, source: Tensor, order: Sequence[int]) -> None:
-    tape.know(result, tape.row_view(source).permuted(order))
+    tape.bind(result, tape.row_view(source).permuted(order))
 
 
 @LOWERED.entry("transpose.int", "swapaxes.default", "swapdims.default")
 def _transpose(tape: Tape, result: Tensor, source: Tensor, first: int, second: int) -> None:
     order = list(range(source.dim()))
     order[first], order[second] = order[second], order[first]
-    tape.know(result, tape.row_view(source).permuted(order))
+    tape.bind(result, tape.row_view(source).permuted(order))
 
 
 @LOWERED.entry("t.default")
@@ -104,19 +104,19 @@ def _expand(tape: Tape, result: Tensor, source: Tensor, sizes: Sequence[int], **
         return
     view = tape.row_view(source)
     axis = view.axis + result.dim() - source.dim()
-    tape.know(result, view.expanded(axis, tuple(1 if d == axis else size for d, size in enumerate(result.shape))))
+    tape.bind(result, view.expanded(axis, tuple(1 if d == axis else size for d, size in enumerate(result.shape))))
 
 
 @LOWERED.entry("select.int")
 def _select(tape: Tape, result: Tensor, source: Tensor, axis: int, index: int) -> None:
     value = tape.value(source)
     if isinstance(value, Index) and source.shape[axis] == 1:
-        tape.know(result, value)
+        tape.bind(result, value)
         return
     view = tape.row_view(source)
     if axis % source.dim() == view.axis:
         raise NotLowerableError("one row is picked out of the batch")
-    tape.know(result, view.without(axis, index))
+    tape.bind(result, view.without(axis, index))
 
 
 @LOWERED.entry("slice.Tensor")
@@ -136,7 +136,7 @@ def _slice(
     if axis % source.dim() == view.axis:
         raise NotLowerableError("rows are cut out of the batch")
     first, _, _ = slice(start, end, step).indices(source.shape[axis])
-    tape.know(result, view.narrowed(axis, first, result.shape[axis], step))
+    tape.bind(result, view.narrowed(axis, first, result.shape[axis], step))
 
 
 @LOWERED.entry("split.Tensor", "split_with_sizes.default", "chunk.default")
@@ -145,7 +145,7 @@ def _split(tape: Tape, result: Sequence[Tensor], source: Tensor, how: Any, axis:
     if axis % source.dim() == view.axis:
         raise NotLowerableError("the batch is split between rows")
     for piece in result:
-        tape.know(piece, view.narrowed(axis, start, piece.shape[axis]))
+        tape.bind(piece, view.narrowed(axis, start, piece.shape[axis]))
         start += piece.shape[axis]
 
 
@@ -165,7 +165,7 @@ def _cat(tape: Tape, result: Tensor, sources: Sequence[Tensor], axis: int = 0) -
         size = source.shape[axis]
         tape.row_op("copy", [tape.row_view(source)], out.narrowed(axis, start, size))
         start += size
-    tape.know(result, out)
+    tape.bind(result, out)
 
 
 @LOWERED.entry("new_empty.default", "empty_like.default")
@@ -174,7 +174,7 @@ def _empty(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any
     axes = [d for d, size in enumerate(result.shape) if size == tape.counts[domain]]
     if len(axes) != 1:
         raise NotLowerableError(f"memory of shape {list(result.shape)}, of which no one axis counts the rows")
-    tape.know(result, tape.fresh_like(result, axes[0], domain))
+    tape.bind(result, tape.fresh_like(result, axes[0], domain))
 
 
 @LOWERED.entry("copy_.default")
@@ -184,7 +184,7 @@ def _copy(tape: Tape, result: Tensor, target: Tensor, source: Tensor, *args: Any
     if not target.is_floating_point():
         raise NotLowerableError(f"numbers are written into a tensor of {target.dtype}")
     tape.row_op("copy", [source if tape.value(source) is None else tape.row_view(source)], view)
-    tape.know(result, view)
+    tape.bind(result, view)
 
 
 @LOWERED.entry("stack.default")
@@ -194,7 +194,7 @@ def _stack(tape: Tape, result: Tensor, sources: Sequence[Tensor], axis: int = 0)
     out = tape.fresh_like(result, rows + (axis <= rows), tape.row_view(sources[0]).domain)
     for index, source in enumerate(sources):
         tape.row_op("copy", [tape.row_view(source)], out.without(axis, index))
-    tape.know(result, out)
+    tape.bind(result, out)
 
 
 @LOWERED.entry("repeat_interleave.self_int")
@@ -208,7 +208,7 @@ def _repeat_interleave(
     out = tape.fresh_like(result, view.axis, view.domain)
     for place in range(repeats):
         tape.row_op("copy", [view], out.narrowed(axis, place, source.shape[axis], repeats))
-    tape.know(result, out)
+    tape.bind(result, out)
 
 
 @LOWERED.entry("index.Tensor")
@@ -234,4 +234,4 @@ def _embedding(tape: Tape, result: Tensor, table: Tensor, indices: Tensor, *args
     tape.instructions.append(
         RowOp("embedding", (width,), places[:1], places[1], scalar=float(value.added), by_position=by_position)
     )
-    tape.know(result, out)
+    tape.bind(result, out)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import Scores
+from specdec_fast.batch.ragged_batch import AttentionParams
 from specdec_fast.program.ir import (
     LOGIT_ROWS,
     MAX_RANK,
@@ -75,7 +75,7 @@ class Tape:
         known = self._values.get(id(tensor))
         return None if known is None else known[1]
 
-    def know(self, tensor: Tensor, value: Value) -> None:
+    def bind(self, tensor: Tensor, value: Value) -> None:
         """Note what a tensor is."""
         self._values[id(tensor)] = (tensor, value)
 
@@ -84,7 +84,7 @@ class Tape:
         memory = tensor.untyped_storage().data_ptr()
         for other, _ in list(self._values.values()):
             if other is not tensor and other.untyped_storage().data_ptr() == memory:
-                self.know(other, Overwritten())
+                self.bind(other, Overwritten())
 
     def row_view(self, tensor: Tensor) -> RowView:
         """Return where a tensor's numbers are.
@@ -176,13 +176,13 @@ class Tape:
         dtypes = {view.dtype, weight.dtype, view.dtype if bias is None else bias.dtype}
         if not is_plain or len(dtypes) > 1 or view.axis == len(view.sizes) - 1:
             raise NotLowerableError("a linear layer with weights that are not plain, or of another dtype")
-        lines = view.size // view.sizes[-1]
-        if not view.is_dense or (lines > 1 and view.size != self.buffers[view.buffer].size):
+        num_vectors = view.size // view.sizes[-1]
+        if not view.is_dense or (num_vectors > 1 and view.size != self.buffers[view.buffer].size):
             view = self.copied(view)
         out = self.fresh_like(result, view.axis, view.domain)
         weights = kept(weight), None if bias is None else kept(bias)
-        self.instructions.append(Linear(view.buffer, view.offset, lines, *weights, out.buffer))
-        self.know(result, out)
+        self.instructions.append(Linear(view.buffer, view.offset, num_vectors, *weights, out.buffer))
+        self.bind(result, out)
 
     def grouped_linear(
         self, rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor
@@ -198,7 +198,7 @@ class Tape:
         weights = kept(weight), None if bias is None else kept(bias)
         places = (view.buffer, view.offset, view.sizes[1], chosen.buffer, chosen.offset, chosen.sizes[1])
         self.instructions.append(GroupedLinear(*places, *weights, out.buffer))
-        self.know(result, out)
+        self.bind(result, out)
 
     def gather(self, view: RowView, result: Tensor) -> None:
         """Write down that only the rows are kept whose logits are wanted."""
@@ -208,13 +208,13 @@ class Tape:
             view = self.copied(view)
         out = self.fresh_like(result, view.axis, LOGIT_ROWS)
         self.instructions.append(Gather(view.buffer, out.buffer))
-        self.know(result, out)
+        self.bind(result, out)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write down that ``[1, num_kv_heads, T, head size]`` keys and values go into their pages."""
         self.instructions.append(Append(layer, self._heads(keys), self._heads(values)))
 
-    def attend(self, layer: int, query: Tensor, scores: Scores, result: Tensor) -> None:
+    def attend(self, layer: int, query: Tensor, scores: AttentionParams, result: Tensor) -> None:
         """Write down the attention of ``[1, num_heads, T, key_head_dim]`` queries.
 
         Its ``result`` is ``[1, T, num_heads, value_head_dim]``.
@@ -223,7 +223,7 @@ class Tape:
         sinks = None if scores.sinks is None else self._constant(scores.sinks)
         rule = (scores.scale, scores.sliding_window, scores.softcap, sinks)
         self.instructions.append(Attend(layer, query.shape[1], heads, out.buffer, *rule))
-        self.know(result, out)
+        self.bind(result, out)
 
     def _constant(self, tensor: Tensor) -> Tensor:
         if self.value(tensor) is not None or not tensor.is_contiguous():

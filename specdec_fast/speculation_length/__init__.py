@@ -10,7 +10,7 @@ from specdec_fast.speculation_length.adaptive import AdaptiveLength, StepCosts
 from specdec_fast.speculation_length.base import DraftLengths, StepRecord
 from specdec_fast.speculation_length.cost_model import CostCurve, row_counts, unknown_cost
 from specdec_fast.speculation_length.fixed import FixedLength
-from specdec_fast.speculation_length.profile_overhead import with_book_seconds
+from specdec_fast.speculation_length.profile_overhead import profile_overhead
 
 __all__ = ["DraftLengths", "StepRecord", "make_draft_lengths"]
 
@@ -42,4 +42,4 @@ def make_draft_lengths(config: EngineConfig, target: RaggedModel, drafter: Draft
         costs = StepCosts(
             verify, CostCurve(drafting, is_rough=is_rough(drafting)), once, entry_seconds, is_asynchronous
         )
-    return AdaptiveLength(most, with_book_seconds(costs, most, num))
+    return AdaptiveLength(most, profile_overhead(costs, most, num))

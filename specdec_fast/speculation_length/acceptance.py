@@ -9,7 +9,7 @@ from operator import mul
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.base import StepRecord, num_at_least
 
-_FIRST_GUESS, _GUESS_TOKENS = 0.95, 4.0  # hopeful, because only what is tried is learned
+_FIRST_GUESS, _GUESS_TOKENS = 0.95, 4.0  # an optimistic prior: acceptance is observed only by drafting
 _RUN_TOKENS = 16.0  # what the run's history weighs against a sequence's own, in draft tokens
 _PROFILE_TOKENS = 16.0  # what it takes, in accepted tokens, for a place of a draft to be told from the others
 _OWN_WINDOW, _RUN_WINDOW, _PROFILE_WINDOW = 32.0, 128.0, 512.0  # draft tokens that are remembered; older ones fade
@@ -114,7 +114,7 @@ class Acceptance:
             if not length and sequence in self._own:
                 self._own[sequence].fade(_FADE**num_steps)
 
-    def doubt(self) -> None:
+    def discount(self) -> None:
         """Trust the run's history half as much: what has just been seen is not what it says."""
         self._run.fade(0.5)
 

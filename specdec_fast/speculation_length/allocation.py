@@ -39,7 +39,7 @@ class Allocation(NamedTuple):
     Attributes:
         lengths: draft tokens per sequence.
         depth: the most that any gets.
-        least_worth: that a token needs in order to be taken, by those that were taken and by what one more row costs.
+        least_gain: that a token needs in order to be taken, by those that were taken and by what one more row costs.
         speed: tokens per second expected of these lengths.
         plain_speed: of no draft tokens.
 
@@ -47,23 +47,23 @@ class Allocation(NamedTuple):
 
     lengths: list[int]
     depth: int
-    least_worth: float
+    least_gain: float
     speed: float
     plain_speed: float
 
     def lengths_of(self, probabilities: Rows, entry: Sequence[float]) -> list[int]:
         """Apply the rule to ``B`` other sequences: ``[B, most]``, ``[B]``."""
-        worths = worth_of(probabilities, entry, self.plain_speed)
-        return [sum(worth >= self.least_worth for worth in row[: self.depth]) for row in worths]
+        gains = marginal_gains(probabilities, entry, self.plain_speed)
+        return [sum(gain >= self.least_gain for gain in row[: self.depth]) for row in gains]
 
 
 NOTHING = Allocation([], 0, 0.0, 0.0, 0.0)
 
 
-def worth_of(probabilities: Rows, entry: Sequence[float], plain_speed: float) -> Rows:
+def marginal_gains(probabilities: Rows, entry: Sequence[float], plain_speed: float) -> Rows:
     """Return ``[B, most]``: tokens expected of each draft token, less what could be emitted in its sequence's entry.
 
-    Whoever pays for entering comes later, with all its tokens.
+    A sequence that pays for catching up emits all its tokens later.
     """
     if not any(entry):
         return probabilities
@@ -71,7 +71,7 @@ def worth_of(probabilities: Rows, entry: Sequence[float], plain_speed: float) ->
     return [[min(first, p) for p in row] for first, row in zip(firsts, probabilities, strict=True)]
 
 
-def weights_by_end(remaining: Sequence[int], one: float, others: float) -> list[float]:
+def tail_weights(remaining: Sequence[int], one: float, others: float) -> list[float]:
     """Return ``[B]``: what a token of each sequence counts where nobody takes the place of one that has ended.
 
     Steps are taken until the last sequence has ended. A token less to come of that one saves a whole step of its own,
@@ -114,9 +114,9 @@ def allocate(probabilities: Rows, caps: Sequence[int], costs: Costs, share_propo
     plain_speed = num / costs.verify[0]
     if costs.weights:
         probabilities = [[weight * p for p in row] for weight, row in zip(costs.weights, probabilities, strict=True)]
-    worth = worth_of(probabilities, entry, plain_speed)
+    gain = marginal_gains(probabilities, entry, plain_speed)
     # By places, so that of equals the earlier place comes first, as it must in its own sequence.
-    found = [(worth[i][place], place, i) for place in range(max(caps)) for i in range(num) if place < caps[i]]
+    found = [(gain[i][place], place, i) for place in range(max(caps)) for i in range(num) if place < caps[i]]
     order = sorted(found, key=itemgetter(0), reverse=True)
     tokens: list[tuple[int, float, float]] = []  # place, tokens expected, seconds of drafting
     num_at_place = [0] * max(caps)
@@ -124,8 +124,8 @@ def allocate(probabilities: Rows, caps: Sequence[int], costs: Costs, share_propo
         # The n-th token of its place makes that place's forward one row larger, whatever is taken of other places.
         num_at_place[place] = nth = num_at_place[place] + 1
         gained = probabilities[i][place] * share_proposed
-        entering = entry[i] * (gained if place else 1 + gained)
-        tokens.append((place, gained, costs.draft[nth] - costs.draft[nth - 1] + entering))
+        catching_up = entry[i] * (gained if place else 1 + gained)
+        tokens.append((place, gained, costs.draft[nth] - costs.draft[nth - 1] + catching_up))
     verify = costs.verify
     if share_proposed < 1:
         verify = [verify[round(rows * share_proposed)] for rows in range(len(order) + 1)]
@@ -146,8 +146,8 @@ def allocate(probabilities: Rows, caps: Sequence[int], costs: Costs, share_propo
     chosen = [token for token in order if token[1] < depth][:num_taken]
     for _, _, i in chosen:
         lengths[i] += 1
-    least_worth = min(chosen[-1][0], best * _seconds_per_row(costs))
-    return Allocation(lengths, depth, least_worth, best, plain_speed)
+    least_gain = min(chosen[-1][0], best * _seconds_per_row(costs))
+    return Allocation(lengths, depth, least_gain, best, plain_speed)
 
 
 def _seconds_per_row(costs: Costs) -> float:

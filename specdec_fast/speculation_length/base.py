@@ -51,12 +51,12 @@ class DraftLengths(ABC):
     """
 
     @abstractmethod
-    def limits(self, batch: list[Sequence], is_closed: bool = False) -> list[int]:
+    def limits(self, batch: list[Sequence], no_refill: bool = False) -> list[int]:
         """Return K of each sequence, 0 included; less than ``num_remaining``, because one token is the target's own.
 
         Args:
             batch: the sequences of the next step.
-            is_closed: whether nobody will take the place of one that ends before the others do.
+            no_refill: whether nobody will take the place of one that ends before the others do.
 
         """
 

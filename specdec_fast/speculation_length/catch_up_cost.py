@@ -10,7 +10,7 @@ _USUAL_LAG = 2  # tokens that a draft model lacks after a step in which it draft
 _HORIZON = 128  # tokens over which the price of catching up is spread, at most
 
 
-class Entering:
+class CatchUpCost:
     """Knows how far the drafter has come with each sequence, and what those cost with whom it has not kept up."""
 
     def __init__(self) -> None:

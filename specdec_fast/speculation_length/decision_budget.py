@@ -7,8 +7,8 @@ _HASTE = 3.0  # times that where something is drafted, or little is known: there
 _CHOICES_SAVED, _OBSERVATIONS_SAVED = 4, 16  # that may be made at once, first of all in the first steps of an engine
 
 
-class Books:
-    """Two purses: every step pays its share into them, every observation and every choice takes out what it costs.
+class DecisionBudget:
+    """Two accounts: every step pays its share into them, every observation and every choice takes out what it costs.
 
     Where steps are long there is always enough in them. Where a step takes no longer than a few choices do, most steps
     go by unobserved, and a choice stands for longer.
@@ -37,7 +37,7 @@ class Books:
         return self._for_choices >= self._choice_seconds
 
     @property
-    def may_choose_on_credit(self) -> bool:
+    def may_overdraw(self) -> bool:
         """Whether a choice that should not wait can be made; those that can will wait the longer."""
         return self._for_choices >= self._choice_seconds - self._most_for_choices
 

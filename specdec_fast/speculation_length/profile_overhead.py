@@ -17,8 +17,8 @@ _SWEPT = 2**20  # numbers of 8 bytes, more than a core's own caches hold: a forw
 _PROMPT, _NEW_TOKENS = 64, 64
 
 
-def with_book_seconds(costs: StepCosts, most: int, batch_size: int) -> StepCosts:
-    """Return ``costs`` with what the books take, of full batches; nothing is learned from this."""
+def profile_overhead(costs: StepCosts, most: int, batch_size: int) -> StepCosts:
+    """Return ``costs`` with the seconds of a choice and of an observation, for full batches; nothing is learned."""
     swept, copy = np.zeros(_SWEPT), deepcopy(costs)
     choosing, observing = [], []
     for _ in range(_ROUNDS):

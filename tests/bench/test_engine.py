@@ -13,8 +13,8 @@ import torch
 from bench import engine as bench
 from bench.common import report
 from bench.common.measurement import (
-    Contender,
     Measurement,
+    MethodSetting,
     accepted_histogram,
     equal_length_steps,
     grouping_rate,
@@ -211,8 +211,8 @@ def test_who_is_held_to_the_reference(monkeypatch):
         monkeypatch.setitem(PEERS, name, replace(peer, make=lambda workload, models: print))
     gated = {}
     for dtype in (torch.float32, torch.bfloat16):
-        contenders = Bench(workload(dtype=dtype)).contenders(list(METHODS), [1, 2], [3], [None])
-        gated[dtype] = {(c.name, c.batch_size) for c in contenders if c.gated}
+        settings = Bench(workload(dtype=dtype)).method_settings(list(METHODS), [1, 2], [3], [None])
+        gated[dtype] = {(c.name, c.batch_size) for c in settings if c.gated}
     engine = {(m, b) for m in ("autoregressive", "autoregressive-exspec", "eqspec", "exspec") for b in (1, 2)}
     oracles = {(m, b) for m in ("oracle-eqspec", "oracle-exspec") for b in (1, 2)}
     assert gated[torch.float32] == engine | oracles | {("transformers", 1), ("transformers-assisted", 1)}
@@ -222,18 +222,20 @@ def test_who_is_held_to_the_reference(monkeypatch):
 def test_reference_is_measured_once_where_it_is_asked_for():
     bench_of = {dtype: Bench(workload(dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)}
     for dtype, name in ((torch.float32, "transformers"), (torch.bfloat16, "autoregressive")):
-        contenders = list(bench_of[dtype].contenders(["eqspec", "transformers", "autoregressive"], [2, 1], [3], [None]))
-        reference = bench_of[dtype].reference(contenders)
+        settings = list(
+            bench_of[dtype].method_settings(["eqspec", "transformers", "autoregressive"], [2, 1], [3], [None])
+        )
+        reference = bench_of[dtype].reference(settings)
         assert (reference.name, reference.batch_size) == (name, 1)
-        assert reference in contenders
-        other = bench_of[dtype].reference([c for c in contenders if c is not reference])
+        assert reference in settings
+        other = bench_of[dtype].reference([c for c in settings if c is not reference])
         assert (other.name, other.batch_size) == (name, 1)
 
 
 def scripted(name, *outputs, gated=True):
-    """A contender that emits ``outputs``, run after run."""
+    """A setting that emits ``outputs``, run after run."""
     ran = iter(outputs)
-    return Contender(name, 1, lambda: Measurement(next(ran), 1.0, {}, 0, 1), gated=gated)
+    return MethodSetting(name, 1, lambda: Measurement(next(ran), 1.0, {}, 0, 1), gated=gated)
 
 
 def test_warm_up_is_not_measured_but_held_to_the_reference():
@@ -282,7 +284,7 @@ def test_grouping_is_seen_before_each_step():
     """Nothing is accepted, so prompts of one length stay of one length, and others never meet."""
     for prompts, rate in (([[1, 2]] * 4, 1.0), ([[1, 2], [1, 2, 3], [4], [5, 6, 7, 8]], 0.0)):
         base = replace(workload(), prompts=prompts)
-        assert Bench(base).contender("eqspec", 4, 3, 0.0).run().grouping_rate == rate
+        assert Bench(base).method_setting("eqspec", 4, 3, 0.0).run().grouping_rate == rate
 
 
 def test_histogram_of_accepted_tokens():
@@ -298,18 +300,19 @@ def test_histogram_of_accepted_tokens():
 
 
 def test_speedups_are_medians_of_ratios_within_a_repeat():
-    def contender(name, batch_size, k=None, acceptance=None):
-        return Contender(name, batch_size, lambda: None, k, acceptance)
+    def method_setting(name, batch_size, k=None, acceptance=None):
+        return MethodSetting(name, batch_size, lambda: None, k, acceptance)
 
     runs = {
-        contender("autoregressive", 1): [measurement(8.0), measurement(8.0), measurement(8.0)],
-        contender("autoregressive", 4): [measurement(4.0), measurement(2.0), measurement(4.0)],
-        contender("oracle-eqspec", 4, 5): [measurement(3.0), measurement(3.0), measurement(3.0)],
-        contender("oracle-eqspec", 4, 3): [measurement(9.0), measurement(9.0), measurement(9.0)],
-        contender("transformers", 4): [measurement(5.0, [(0,) * 5])] * 3,  # half of the tokens: they count, not the run
-        contender("eqspec", 4, 5): [measurement(1.0), measurement(1.0), measurement(2.0)],
-        contender("eqspec", 4, 5, 0.8): [measurement(1.0)] * 3,
-        contender("eqspec", 8, 5): [measurement(1.0)] * 3,
+        method_setting("autoregressive", 1): [measurement(8.0), measurement(8.0), measurement(8.0)],
+        method_setting("autoregressive", 4): [measurement(4.0), measurement(2.0), measurement(4.0)],
+        method_setting("oracle-eqspec", 4, 5): [measurement(3.0), measurement(3.0), measurement(3.0)],
+        method_setting("oracle-eqspec", 4, 3): [measurement(9.0), measurement(9.0), measurement(9.0)],
+        method_setting("transformers", 4): [measurement(5.0, [(0,) * 5])]
+        * 3,  # half of the tokens: they count, not the run
+        method_setting("eqspec", 4, 5): [measurement(1.0), measurement(1.0), measurement(2.0)],
+        method_setting("eqspec", 4, 5, 0.8): [measurement(1.0)] * 3,
+        method_setting("eqspec", 8, 5): [measurement(1.0)] * 3,
     }
     *_, row, replayed, alone = summarise(runs)
     assert row["tokens_per_second"] == 10
@@ -327,8 +330,8 @@ def test_speedups_are_medians_of_ratios_within_a_repeat():
 
 
 def test_engine_gives_its_kv_back_between_runs_and_finds_it_made():
-    contender = Bench(workload()).contender("exspec", 2, 3)
-    runner = contender.run
+    setting = Bench(workload()).method_setting("exspec", 2, 3)
+    runner = setting.run
     first, second = runner(), runner()
     assert runner.engine.pool is runner.drafter.pool is None
     assert (first.outputs, first.kv_bytes) == (second.outputs, second.kv_bytes)
@@ -340,7 +343,7 @@ def test_engine_gives_its_kv_back_between_runs_and_finds_it_made():
 
 
 def test_batches_of_transformers_end_together():
-    run = Bench(workload()).contender("transformers", 2).run()
+    run = Bench(workload()).method_setting("transformers", 2).run()
     a, b, c, d, e = run.latencies
     assert a == b < c == d < e == run.seconds
 
@@ -354,10 +357,10 @@ def test_assisted_generation_drafts_as_many_as_asked(target, draft, tokenizer):
     counted, outputs = {}, []
     for k in (1, 6):
         forwards.clear()
-        outputs.append(Bench(bundled).contender("transformers-assisted", 1, k).run().outputs)
+        outputs.append(Bench(bundled).method_setting("transformers-assisted", 1, k).run().outputs)
         counted[k] = len(forwards)
     hook.remove()
-    assert outputs == [Bench(bundled).contender("transformers", 1).run().outputs] * 2
+    assert outputs == [Bench(bundled).method_setting("transformers", 1).run().outputs] * 2
     assert 0 < counted[6] < counted[1] / 2, "the more are drafted, the fewer verifications"
 
 
@@ -374,8 +377,8 @@ def test_ignored_eos_ends_no_text(tmp_path, ignore):
     prompt = "Items: owl, green, hen, box, grey, key.\nReversed: key, grey, box, hen, green, owl.\nSorted: box, green,"
     path.write_text(json.dumps({"prompt": prompt}))
     options = ["--prompts", str(path), "--max-new-tokens", "16", *(["--ignore-eos"] if ignore else [])]
-    found = Bench(load(bench.parse_args(options), 0)).contenders(DEFAULT, [1], [5], [None])
-    lengths = {contender.name: [len(tokens) for tokens in contender.run().outputs] for contender in found}
+    found = Bench(load(bench.parse_args(options), 0)).method_settings(DEFAULT, [1], [5], [None])
+    lengths = {setting.name: [len(tokens) for tokens in setting.run().outputs] for setting in found}
     assert lengths == {name: [16 if ignore else 10] for name in DEFAULT}
 
 
@@ -390,10 +393,10 @@ def test_numbers_of_draft_tokens(text, wanted):
 
 def test_only_the_engine_is_asked_for_auto(monkeypatch):
     monkeypatch.setattr(Bench, "_runner", lambda self, *args: lambda: None)
-    found = Bench(workload()).contenders(DEFAULT, [1], ["auto", 0, 3], [None])
+    found = Bench(workload()).method_settings(DEFAULT, [1], ["auto", 0, 3], [None])
     asked = {}
-    for contender in found:
-        asked.setdefault(contender.name, []).append(contender.num_draft_tokens)
+    for setting in found:
+        asked.setdefault(setting.name, []).append(setting.num_draft_tokens)
     assert asked["eqspec"] == asked["exspec"] == ["auto", 0, 3]
     assert asked["oracle-eqspec"] == asked["oracle-exspec"] == asked["transformers-assisted"] == [3]
     assert asked["autoregressive"] == asked["transformers"] == [None]
@@ -420,7 +423,7 @@ def test_options_that_cannot_be_served(options, message, capsys):
 
 def test_determinism_can_be_left_out():
     for deterministic in (True, False):
-        engine = Bench(workload(), deterministic=deterministic).contender("eqspec", 2, 3).run.engine
+        engine = Bench(workload(), deterministic=deterministic).method_setting("eqspec", 2, 3).run.engine
         assert engine.describe()["deterministic"] is deterministic
 
 

@@ -17,7 +17,7 @@ from bench.gpu_ import isolated_tasks as parts
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import timings as gpu_timings
 from bench.gpu_.flash_references import FLASH_REFERENCES
-from bench.gpu_.isolated_tasks import Part, Settings, inline
+from bench.gpu_.isolated_tasks import Settings, Task, inline
 from specdec_fast import Engine
 from specdec_fast.cuda_graphs import capture
 from specdec_fast.cuda_graphs.capture import Captured
@@ -27,15 +27,15 @@ from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.oracle.ops.paged_attention import paged_attention
 from specdec_fast.oracle.ops.verify_chain import verify_chain
 from specdec_fast.program import executors
-from support import gpu_parts, repeated
+from support import gpu_tasks, repeated
 
 CPU, SMOKE = torch.device("cpu"), Settings("cpu", smoke=True)
 METHODS = ("eqspec", "exspec")
-PARTS = {part.name: part for part in gpu.PARTS}
+TASKS = {part.name: part for part in gpu.TASKS}
 
 
 def result_of(name, settings=SMOKE, seconds=600.0):
-    return inline(PARTS[name], settings, monotonic() + seconds, lambda found: None)
+    return inline(TASKS[name], settings, monotonic() + seconds, lambda found: None)
 
 
 def main(tmp_path, *options):
@@ -54,7 +54,7 @@ def smoke(tmp_path_factory):
 @pytest.fixture
 def only(monkeypatch):
     """Leave but the named parts."""
-    return lambda *names: monkeypatch.setattr(gpu, "PARTS", tuple(PARTS[name] for name in names))
+    return lambda *names: monkeypatch.setattr(gpu, "TASKS", tuple(TASKS[name] for name in names))
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_every_part_reports(smoke):
     assert status == 0
     assert content["red"] == []
     found = content["parts"]
-    assert list(found) == ["environment", *PARTS]
+    assert list(found) == ["environment", *TASKS]
     assert all(part["status"] == "done" and not part["skipped"] for part in found.values())
     assert found["environment"]["torch"] == torch.__version__
     swept = {(row["op"], row["backend"]) for row in found["kernels"]["rows"] if "op" in row}
@@ -116,8 +116,8 @@ def test_decoding_measures_what_was_asked(smoke):
     assert found["logit_distance"] <= found["logit_distance_bound"]
     assert found["median_relative_gap"] > 0.1, "ties must be rare"
     names = ("method", "batch", "acceptance", "deterministic")
-    measured = [gpu_decoding.Contender(*(row[name] for name in names)) for row in found["rows"]]
-    assert measured == list(gpu_decoding.contenders(sizes))
+    measured = [gpu_decoding.MethodSetting(*(row[name] for name in names)) for row in found["rows"]]
+    assert measured == list(gpu_decoding.method_settings(sizes))
     assert {(row["batch"], row["deterministic"]) for row in found["rows"]} == {
         (batch, deterministic) for batch in sizes.prompts for deterministic in (False, True)
     }
@@ -297,7 +297,7 @@ def test_an_exception_ends_its_check_only(monkeypatch):
     result = result_of("decoding")
     assert [failure["why"] for failure in result["failures"]] == ["RuntimeError: no kernel image"]
     assert any("in raises" in line for line in result["failures"][0]["traceback"])
-    assert len(result["rows"]) == len(list(gpu_decoding.contenders(gpu_decoding.SMOKE)))
+    assert len(result["rows"]) == len(list(gpu_decoding.method_settings(gpu_decoding.SMOKE)))
     monkeypatch.setattr(gpu_decoding, "ragged_logits", ragged)
     generate = Engine.generate
     calls = []
@@ -311,7 +311,7 @@ def test_an_exception_ends_its_check_only(monkeypatch):
     monkeypatch.setattr(Engine, "generate", fails_once)
     result = result_of("decoding")
     assert [failure["what"] for failure in result["failures"]] == ["eqspec at batch 2, acceptance 0.8"]
-    assert len(result["rows"]) == len(list(gpu_decoding.contenders(gpu_decoding.SMOKE))) - 1
+    assert len(result["rows"]) == len(list(gpu_decoding.method_settings(gpu_decoding.SMOKE))) - 1
 
 
 def test_time_for_engines_and_recording_counts(monkeypatch):
@@ -319,14 +319,14 @@ def test_time_for_engines_and_recording_counts(monkeypatch):
     clock = [0.0]
     engine = gpu_decoding.Bench.engine
 
-    def slow(self, contender):
+    def slow(self, setting):
         clock[0] += 100
-        return engine(self, contender)
+        return engine(self, setting)
 
     monkeypatch.setattr(gpu_decoding.Bench, "engine", slow)
     monkeypatch.setattr(gpu_decoding, "monotonic", lambda: clock[0])
     monkeypatch.setattr(parts, "monotonic", lambda: clock[0])
-    result = inline(PARTS["decoding"], SMOKE, 450.0, lambda found: None)
+    result = inline(TASKS["decoding"], SMOKE, 450.0, lambda found: None)
     assert len(result["rows"]) == 2, "a third one would end after the deadline"
     assert result["skipped"][0] == "plain at batch 2, deterministic"
 
@@ -362,11 +362,11 @@ def test_wrong_logits_of_a_verification_are_red(monkeypatch):
 
 
 def part(name, run):
-    return Part(name, run, 1)
+    return Task(name, run, 1)
 
 
 def test_an_exception_ends_its_part_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "PARTS", (part("first", gpu_parts.raises), part("second", gpu_parts.finishes)))
+    monkeypatch.setattr(gpu, "TASKS", (part("first", gpu_tasks.raises), part("second", gpu_tasks.finishes)))
     status, content = main(tmp_path)
     assert status == 1
     assert content["red"] == ["first"]
@@ -381,13 +381,13 @@ def test_parts_after_the_budget_are_skipped_and_told(tmp_path, capsys):
     status, content = main(tmp_path, "--budget", "0")
     assert status == 0
     assert {part["status"] for part in content["parts"].values()} == {"skipped"}
-    assert list(content["parts"]) == ["environment", *PARTS]
+    assert list(content["parts"]) == ["environment", *TASKS]
     out = capsys.readouterr().out
     assert "kernels: the budget of 0 s was used up" in out
-    assert out.splitlines()[-1].endswith(f"no time for all of environment, {', '.join(PARTS)}")
+    assert out.splitlines()[-1].endswith(f"no time for all of environment, {', '.join(TASKS)}")
 
 
-@pytest.mark.parametrize("name", sorted(PARTS.keys() - {"compile"}))
+@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"compile"}))
 def test_what_a_part_has_no_time_for_is_named(name, monkeypatch):
     result = result_of(name, seconds=0.0)
     assert result["status"] == "done"

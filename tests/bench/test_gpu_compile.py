@@ -43,7 +43,7 @@ from pathlib import Path
 from time import monotonic
 from bench import gpu
 from bench.gpu_.isolated_tasks import Settings, isolated
-(part,) = (part for part in gpu.PARTS if part.name == "compile")
+(part,) = (part for part in gpu.TASKS if part.name == "compile")
 if __name__ == "__main__":
     record = gpu.Record(Path({str(out)!r}), {{}})
     result = isolated(part, Settings("cpu", smoke=True), monotonic() + 300, lambda found: record.keep("compile", found))

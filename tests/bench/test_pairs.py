@@ -73,7 +73,7 @@ def replaying():
 @pytest.mark.parametrize("probability", [0.0, 0.4, 0.8, 1.0])
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 def test_replay_accepts_as_often_as_asked_and_changes_no_token(replaying, method, probability):
-    run = replaying.contender(method, 4, 3, probability).run()
+    run = replaying.method_setting(method, 4, 3, probability).run()
     assert run.outputs == replaying.transcripts
     drafted, accepted = run.decoding.num_drafts, run.decoding.accepted_per_position
     assert drafted >= 16 * NEW_TOKENS / 4
@@ -82,8 +82,8 @@ def test_replay_accepts_as_often_as_asked_and_changes_no_token(replaying, method
 
 
 def test_a_replayed_draft_model_really_runs(replaying, monkeypatch):
-    contender = replaying.contender("eqspec", 2, 3, 0.5)
-    model, calls = contender.run.drafter.inner.model, []
+    setting = replaying.method_setting("eqspec", 2, 3, 0.5)
+    model, calls = setting.run.drafter.inner.model, []
     forward = model._forward
     monkeypatch.setattr(model, "_forward", lambda *args: calls.append(1) or forward(*args))
     if model.program is not None:  # then several forwards are one call
@@ -91,7 +91,7 @@ def test_a_replayed_draft_model_really_runs(replaying, monkeypatch):
         monkeypatch.setattr(
             model.program, "draft", lambda forwards, *args: calls.extend(forwards) or draft(forwards, *args)
         )
-    run = contender.run()
+    run = setting.run()
     assert len(calls) >= run.decoding.num_drafts  # K forwards per step of two sequences
 
 

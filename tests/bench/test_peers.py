@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import export_pair
-from bench.common.measurement import Contender, Measurement
+from bench.common.measurement import Measurement, MethodSetting
 from bench.common.pairs import PAIRS, random_pair, random_prompts
 from bench.common.workload import Workload
 from bench.engine_.peers import PEERS
@@ -27,7 +27,7 @@ def workload():
 def plain():
     from bench.engine_.methods import PLAIN, Bench
 
-    return Bench(workload()).contender(PLAIN, 1).run().outputs
+    return Bench(workload()).method_setting(PLAIN, 1).run().outputs
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -91,7 +91,7 @@ def test_share_of_outputs_that_a_method_also_gives_at_batch_1():
     def measured(*outputs):
         return Measurement([list(output) for output in outputs], 1.0, {}, 0, 1)
 
-    alone, batched, other = (Contender(name, batch, sys.exit) for name, batch in (("a", 1), ("a", 4), ("b", 4)))
+    alone, batched, other = (MethodSetting(name, batch, sys.exit) for name, batch in (("a", 1), ("a", 4), ("b", 4)))
     runs = {
         alone: [measured([1, 2], [3])],
         batched: [measured([1, 2], [3]), measured([1, 2], [4])],

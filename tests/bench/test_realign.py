@@ -1,4 +1,4 @@
-"""The ladder of realignment: what a drawn step is, what each method moves, no speed when one is wrong."""
+"""The methods of realignment: what a drawn step is, what each method moves, no speed when one is wrong."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def arguments(tmp_path):
 def _no_new_processes(monkeypatch):
     """Each takes seconds; the test of the memory has to do for all."""
     monkeypatch.setattr(realign, "extra_bytes", lambda *args: None)
-    monkeypatch.setattr(realign, "in_fresh_process", lambda function, *args: function(*args))
+    monkeypatch.setattr(realign, "in_subprocess", lambda function, *args: function(*args))
 
 
 @pytest.mark.usefixtures("_no_new_processes")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import specdec_fast as sd
-from specdec_fast.batch.ragged_batch import RowRule, Rows
+from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.cuda_graphs import capture
 from specdec_fast.cuda_graphs import graphs as module
 from specdec_fast.cuda_graphs.buckets import Bucket, Inputs, Limits
@@ -31,7 +31,7 @@ from support.repeated import Repeated, waits
 
 CPU = torch.device("cpu")
 LIMITS = Limits(sequences=5, rows_each=4, num_forwards=3)
-RULE = RowRule(multiple=4, largest=512)  # one thread: fp32 linears are invariant there
+RULE = RowPadding(multiple=4, largest=512)  # one thread: fp32 linears are invariant there
 OWNERS, ROOM = 6, 70
 counts_of_batches = st.lists(st.lists(st.integers(1, LIMITS.rows_each), min_size=1, max_size=5), min_size=1, max_size=6)
 
@@ -62,14 +62,14 @@ def graphs_on_cpu(monkeypatch):
 def model(hugging_face_model, graphs_on_cpu):
     """A model that records every forward the first time it sees its bucket."""
     made = RaggedModel(hugging_face_model, resolve(CPU))
-    made.row_rule = RULE
+    made.row_padding = RULE
     made.use_graphs(LIMITS)
     made.graphs._asked = Everything()
     return made
 
 
 def opened_pool(model, page_size=16):
-    pool = PagePool(model.layout, OWNERS * (ROOM + page_size), page_size, model.row_rule)
+    pool = PagePool(model.layout, OWNERS * (ROOM + page_size), page_size, model.row_padding)
     for owner in range(OWNERS):
         pool.reserve(owner, ROOM)
     return pool
@@ -101,21 +101,21 @@ def batches(pool, counts_of, seed=0):
     page_size=st.sampled_from((1, 16, 48, 1024)),
 )
 def test_a_bucket_holds_its_batch(counts, limits, multiple, page_size):
-    rule = RowRule(multiple, largest=256)
-    pool = PagePool(_layout(), len(counts) * (9 + page_size), page_size, rule)
+    row_padding = RowPadding(multiple, largest=256)
+    pool = PagePool(_layout(), len(counts) * (9 + page_size), page_size, row_padding)
     for owner in range(len(counts)):
         pool.reserve(owner, 9)
     rows = [Rows(owner, 0, count) for owner, count in enumerate(counts)]
     batch = lay_out(pool, rows, torch.arange(sum(counts)))
-    bucket = limits.bucket(batch, page_size, rule)
+    bucket = limits.bucket(batch, page_size, row_padding)
     if len(counts) > limits.sequences or max(counts) > limits.rows_each:
         assert bucket is None
         return
     if bucket is None:
-        assert 2 * sum(counts) * multiple > rule.largest or multiple * len(counts) > rule.largest
+        assert 2 * sum(counts) * multiple > row_padding.largest or multiple * len(counts) > row_padding.largest
         return
     assert bucket.num_rows % multiple == bucket.one_each % multiple == 0
-    assert sum(counts) <= bucket.num_rows <= rule.largest
+    assert sum(counts) <= bucket.num_rows <= row_padding.largest
     assert len(counts) <= bucket.one_each <= bucket.num_sequences
     assert bucket.max_seqlen_q in (1, limits.rows_each)
     assert bucket.num_pages * page_size >= 512
@@ -137,34 +137,36 @@ def _layout():
 @pytest.mark.parametrize(("multiple", "most"), [(1, 30), (4, 24)])
 def test_there_are_few_buckets(multiple, most):
     """A graph costs a second to record: all batches of eight sequences and K = 5 share some."""
-    rule, limits, found = RowRule(multiple, 512), Limits(8, 6), set()
-    pool = PagePool(_layout(), 8 * 32, 16, rule)
+    row_padding, limits, found = RowPadding(multiple, 512), Limits(8, 6), set()
+    pool = PagePool(_layout(), 8 * 32, 16, row_padding)
     for owner in range(8):
         pool.reserve(owner, 16)
     for batch_size in range(1, 9):
         for total in range(batch_size, 6 * batch_size + 1):
             counts = [total // batch_size + (i < total % batch_size) for i in range(batch_size)]
             batch = lay_out(pool, [Rows(i, 0, n) for i, n in enumerate(counts)], torch.zeros(total, dtype=torch.int64))
-            found.add(limits.bucket(batch, 16, rule))
+            found.add(limits.bucket(batch, 16, row_padding))
     assert None not in found
     assert len(found) <= most
 
 
 def test_pages_are_rounded_up_and_what_is_too_large_has_no_bucket():
-    rule = RowRule(4, 16)
-    pool = PagePool(_layout(), 4096, 16, rule)
+    row_padding = RowPadding(4, 16)
+    pool = PagePool(_layout(), 4096, 16, row_padding)
     pool.reserve("long", 2000)
     pool.reserve("other", 16)
 
     def bucket(*rows):
         batch = lay_out(pool, list(rows), torch.zeros(sum(r.count for r in rows), dtype=torch.int64))
-        return Limits(8, 6).bucket(batch, 16, rule)
+        return Limits(8, 6).bucket(batch, 16, row_padding)
 
     pages = [bucket(Rows("long", start, 1)).num_pages for start in (0, 511, 512, 1024)]
     assert pages == [32, 32, 64, 128]
     assert bucket(Rows("long", 0, 7)) is None, "more rows each than K + 1"
     assert bucket(Rows("long", 0, 6)) == Bucket(8, 4, 6, 32, 4)
-    assert Limits(8, 20).bucket(lay_out(pool, [Rows("long", 0, 17)], torch.zeros(17)), 16, rule) is None, "not proved"
+    assert Limits(8, 20).bucket(lay_out(pool, [Rows("long", 0, 17)], torch.zeros(17)), 16, row_padding) is None, (
+        "not proved"
+    )
 
 
 def test_nothing_is_left_of_an_earlier_batch(model):

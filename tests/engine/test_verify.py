@@ -40,7 +40,7 @@ def sequences_of(params):
 
 
 def filled_pool(model, sequences):
-    pool = PagePool(model.layout, 256, 4, model.row_rule)
+    pool = PagePool(model.layout, 256, 4, model.row_padding)
     for sequence in sequences:
         pool.reserve(sequence, sequence.max_length)
         sequence.target_kv_length = sequence.length - 1
@@ -61,7 +61,7 @@ def test_one_call_is_its_parts(monkeypatch, dtype, params):
     model = RaggedModel(tiny_model("llama").to(dtype), resolve(CPU))
     found = []
     for in_one_call in (True, False):
-        monkeypatch.setattr(RaggedModel, "takes_spans", in_one_call)
+        monkeypatch.setattr(RaggedModel, "has_fused_step", in_one_call)
         sequences = sequences_of(sd.SamplingParams(max_new_tokens=20, **params))
         pool = filled_pool(model, sequences)
         first = verify(model, pool, sequences, draft_of(DRAFTED))
@@ -99,7 +99,7 @@ def test_no_token_is_chosen_where_logits_are_nan():
 def test_spans_that_do_not_fit_are_refused():
     """Before anything is read or written outside of what there is."""
     model = RaggedModel(tiny_model("llama"), resolve(CPU))
-    pool = PagePool(model.layout, 64, 4, model.row_rule)
+    pool = PagePool(model.layout, 64, 4, model.row_padding)
     pool.reserve("a", 20)
     spans = spans_of(pool, [Rows("a", 0, 3)])
     none = torch.empty(0, dtype=torch.int64)
@@ -127,7 +127,7 @@ def test_spans_that_do_not_fit_are_refused():
 @pytest.fixture(params=[False, True], ids=["in_turn", "ahead"])
 def ahead(request, monkeypatch):
     """As on a GPU: the next step is launched before a step's tokens are told."""
-    monkeypatch.setattr(sd.Engine, "_runs_ahead", request.param)
+    monkeypatch.setattr(sd.Engine, "_overlap", request.param)
     return request.param
 
 

@@ -148,7 +148,7 @@ def counting(depends):
 def test_a_model_that_fails_in_company_is_computed_one_by_one():
     model = counting(lambda count: count > 64)
     make_deterministic(model)
-    assert model.row_rule.one_by_one
+    assert model.row_padding.one_by_one
     assert model.why_one_by_one == "rows had other bits in another batch"
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import specdec_fast as sd
 from bench.exactness import bundled_prompts
 from specdec_fast.assets import demo_pair
-from specdec_fast.batch.ragged_batch import RowRule, Rows
+from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.batch_invariance import make_deterministic
@@ -59,8 +59,8 @@ def test_prefill_in_other_chunks_has_the_same_bits(prompt_ids, monkeypatch, targ
 
     def in_small_chunks(model):
         make_deterministic(model)
-        model.row_rule = replace(model.row_rule, largest=48)
-        made.append(model.row_rule)
+        model.row_padding = replace(model.row_padding, largest=48)
+        made.append(model.row_padding)
 
     monkeypatch.setattr("specdec_fast.engine.engine.make_deterministic", in_small_chunks)
     assert_same_bits(target, None, prompt_ids, alone, max_batch_size=8)
@@ -100,7 +100,7 @@ def test_recomputed_prefix_has_the_bits_of_the_cache(dtype, prompt_ids):
     text = (prompt_ids[4] + prompt_ids[9])[:90]
 
     def entries(forwards):
-        pool = PagePool(model.layout, 1024, 7, model.row_rule)
+        pool = PagePool(model.layout, 1024, 7, model.row_padding)
         for owner in ("text", "other"):
             pool.reserve(owner, 120)
         for rows in forwards:
@@ -121,9 +121,9 @@ def test_recomputed_prefix_has_the_bits_of_the_cache(dtype, prompt_ids):
 def test_attention_that_depends_on_its_neighbours_gets_each_row_alone(target, draft):
     """The PyTorch op is no different for it: its sums differ with the number of rows that a sequence has."""
     engine = sd.Engine(target, draft, backend="torch", num_draft_tokens=3)
-    assert engine.describe()["attends_alone"] is True
+    assert engine.describe()["attend_per_row"] is True
     default = sd.Engine(target, draft).describe()
-    assert default["attends_alone"] is (default["ops"]["paged_attention"] == "torch")
+    assert default["attend_per_row"] is (default["ops"]["paged_attention"] == "torch")
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -141,4 +141,4 @@ def test_describe_tells(target, deterministic):
     ("num_rows", "multiple", "padding"), [(1, 4, 3), (4, 4, 0), (5, 4, 3), (0, 4, 0), (7, 1, 0), (3, 64, 61)]
 )
 def test_padding(num_rows, multiple, padding):
-    assert RowRule(multiple, 512).padding(num_rows) == padding
+    assert RowPadding(multiple, 512).padding(num_rows) == padding

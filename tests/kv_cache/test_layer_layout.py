@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import specdec_fast as sd
-from specdec_fast.batch.ragged_batch import Rows, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, Rows
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.forward_layout import spans_of
@@ -208,7 +208,7 @@ def attended(*layers):
     for layer, (num_heads, key, value, dtype) in enumerate(layers):
         states = [torch.zeros(size, dtype=dtype) for size in ((1, num_heads, *key[2:]), key, value)]
         probe.update(*states[1:], layer)
-        out = probe.attend(*states, layer, Scores(1.0))
+        out = probe.attend(*states, layer, AttentionParams(1.0))
         assert out.shape == (1, key[2], num_heads, value[3])
     return probe
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from specdec_fast import Engine, SamplingParams
-from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import all_ops, flash, resolve
 from specdec_fast.ops.paged_attention import _make, _Shape
@@ -29,10 +29,10 @@ def make(dtype: torch.dtype = torch.float16, **shape: Any) -> dict[str, Any]:
     return _make(_Shape(**given), torch.Generator().manual_seed(0), dtype, CPU)
 
 
-def scores_of(scale: float, window: tuple[int, int], softcap: float = 0.0) -> Scores:
+def scores_of(scale: float, window: tuple[int, int], softcap: float = 0.0) -> AttentionParams:
     """Read the library's words back: a window counts entries before the row's own, and -1 is none."""
     assert window[1] == 0, "causal"
-    return Scores(scale, None if window[0] < 0 else window[0] + 1, softcap or None)
+    return AttentionParams(scale, None if window[0] < 0 else window[0] + 1, softcap or None)
 
 
 def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **given: Any) -> Tensor:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import all_ops
 from support.fuzzing import fuzz, memory
 from support.op_cases import CPU, attention_by_hand, changed, each_case, make, positions_seen
@@ -45,7 +45,7 @@ def in_cpp(version: str) -> Attention:
     return run
 
 
-def attention_in_fp64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+def attention_in_fp64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
     """``attention_by_hand`` for all rows of a sequence at once: fuzzing sees too many of them for a loop."""
     page_size, num_kv_heads = kv[0].shape[1:3]
     out = torch.empty(*query.shape[:2], kv[1].shape[3], dtype=torch.float64)
@@ -159,7 +159,7 @@ SMALL = AttentionCall(
     kv_heads=2,
     group=2,
     head_dim=20,
-    scores=Scores(20**-0.5, sliding_window=8),
+    scores=AttentionParams(20**-0.5, sliding_window=8),
     reach=None,
     layout="transposed",
     spare=1,
@@ -264,7 +264,7 @@ def test_nan_spoils_in_triton_only_who_sees_it(call):
 
 
 def test_nan_check_rejects_weights_of_zero():
-    def attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+    def attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
         out = attention_in_fp64(query, kv, batch, scores)
         for b, (start, stop) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
             if start < stop:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.errors import BackendError, ConfigError
 from specdec_fast.ops import AUTO, BACKENDS, all_ops, availability, registry, resolve
 from support.op_cases import CASES, CPU, attention_by_hand, changed, each_dtype, make
@@ -139,7 +139,7 @@ def test_cpp_attention_rows_are_independent(dtype, chunk):
         assert_rows_independent(attention, args, chunk)
 
 
-def attention_in_pieces(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+def attention_in_pieces(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
     """Sum in more pieces the more rows there are: right within rounding, but the batch changes bits."""
     out, starts = torch.empty_like(query), batch.cu_seqlens_q.tolist()
     for b, context in enumerate(batch.seqused_k.tolist()):

@@ -36,7 +36,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def ragged_logits(model, logit_rows=None):
     """Three sequences in two forwards: the second forward's logits."""
-    pool = PagePool(model.layout, 512, 16, model.row_rule)
+    pool = PagePool(model.layout, 512, 16, model.row_padding)
     for owner in "abc":
         pool.reserve(owner, 40)
     ids = torch.arange(41) * 7 % VOCAB_SIZE

@@ -245,7 +245,7 @@ def test_acceptance_is_that_of_the_past():
     of_first, of_second, of_new = (row[0] for row in acceptance.probabilities([first, second, object()]))
     assert of_second < 0.4 < of_new < 0.7 < of_first
     assert acceptance.probabilities([second])[0][3] < 0.1
-    assert before > 0.9, "hopeful at first"
+    assert before > 0.9, "an optimistic prior"
     acceptance.forget(first)
     assert acceptance.probabilities([first])[0][0] == pytest.approx(of_new)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_fast.speculation_length.allocation import Costs, allocate, weights_by_end
+from specdec_fast.speculation_length.allocation import Costs, allocate, tail_weights
 
 
 def expected_speed(lengths, probabilities, costs, share=1.0):
@@ -101,12 +101,12 @@ def test_rows_that_are_not_proposed_are_not_charged():
 
 
 def test_weights_of_those_who_end_last():
-    weights = weights_by_end([200, 10, 150, 200], one=3.0, others=1.5)
+    weights = tail_weights([200, 10, 150, 200], one=3.0, others=1.5)
     assert sum(weights) == pytest.approx(4)
     assert weights[0] == weights[3] > weights[2] > weights[1]
     assert weights[1] == pytest.approx(4 * 0.5 / 4.5, rel=0.01)  # it saves its row of a step, and hardly more
-    assert weights_by_end([20, 20, 20], one=3.0, others=1.0) == pytest.approx([1, 1, 1])
-    assert weights_by_end([40, 10, 30], one=1.0, others=2.0) == pytest.approx([1, 1, 1])  # where rows are all there is
+    assert tail_weights([20, 20, 20], one=3.0, others=1.0) == pytest.approx([1, 1, 1])
+    assert tail_weights([40, 10, 30], one=1.0, others=2.0) == pytest.approx([1, 1, 1])  # where rows are all there is
 
 
 def test_who_counts_more_gets_more():

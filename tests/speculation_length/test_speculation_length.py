@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from specdec_fast.batch.ragged_batch import RowRule
+from specdec_fast.batch.ragged_batch import RowPadding
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.base import DraftLengths
 from support.demo import MAX_NEW_TOKENS
@@ -26,7 +26,7 @@ class RandomLengths(DraftLengths):
     def __init__(self, seed, most):
         self.random, self.most, self.num_steps, self.records = random.Random(seed), most, 0, []
 
-    def limits(self, batch, is_closed):
+    def limits(self, batch, no_refill):
         self.num_steps += 1
         if self.num_steps % 16 < 11:
             return [0] * len(batch)
@@ -57,7 +57,7 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
     target = tiny_model("llama")
     engine = sd.Engine(target, truncated_copy(target, 2), page_size=4, max_batch_size=3, num_draft_tokens="auto")
     model = engine.drafter.model
-    model.row_rule = RowRule(model.row_rule.multiple, largest)
+    model.row_padding = RowPadding(model.row_padding.multiple, largest)
     engine.draft_lengths = lengths = RandomLengths(0, 5)
     rows, forward, drafting = [], model.forward, model.program and model.program.draft
 
@@ -95,21 +95,21 @@ def test_lengths_are_told_when_nobody_takes_a_place(target, prompt_ids, method, 
     ended = []
     monkeypatch.setattr(engine.draft_lengths, "forget", ended.append)
 
-    def watched(batch, is_closed):
+    def watched(batch, no_refill):
         if len(batch) > 1:  # whoever is alone has no others
-            told.append((is_closed, len(prompt_ids) - len(ended)))
-        return limits(batch, is_closed)
+            told.append((no_refill, len(prompt_ids) - len(ended)))
+        return limits(batch, no_refill)
 
     monkeypatch.setattr(engine.draft_lengths, "limits", watched)
     unequal = [sd.SamplingParams(max_new_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(prompt_ids))]
     engine.generate(prompt_ids, unequal)
-    assert any(is_closed for is_closed, _ in told)
-    assert all(is_closed == (method == "eqspec" or num_left <= 2) for is_closed, num_left in told)
+    assert any(no_refill for no_refill, _ in told)
+    assert all(no_refill == (method == "eqspec" or num_left <= 2) for no_refill, num_left in told)
 
 
 def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, prompt_ids, expected, monkeypatch):
     engine = sd.Engine(target, draft, max_batch_size=4, num_draft_tokens="auto")
-    monkeypatch.setattr(engine.draft_lengths, "limits", lambda batch, is_closed: [0] * len(batch))
+    monkeypatch.setattr(engine.draft_lengths, "limits", lambda batch, no_refill: [0] * len(batch))
     monkeypatch.setattr(engine.drafter.model, "forward", None)
     monkeypatch.setattr(engine.drafter.model, "program", None)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
@@ -159,7 +159,7 @@ def test_what_is_kept_of_a_sequence_goes_with_it(target, draft, prompt_ids):
     engine.generate(prompt_ids, PARAMS)
     lengths = engine.draft_lengths
     assert isinstance(lengths, AdaptiveLength)
-    assert [lengths._plan, lengths._entering._drafted_at, lengths._acceptance._own] == [{}, {}, {}]
+    assert [lengths._plan, lengths._catch_up._drafted_at, lengths._acceptance._own] == [{}, {}, {}]
 
 
 def test_plain_decoding_has_nothing_to_adapt(target, prompt_ids, expected):

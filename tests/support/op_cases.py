@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import all_ops
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def make(op: str, case: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
     return CASES[op, case].make(torch.Generator().manual_seed(seed), dtype, CPU)
 
 
-def attention_by_hand(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+def attention_by_hand(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
     """Softmax attention in fp64, position by position, every KV entry looked up through the block table."""
     queries, keys, values = (x.cpu().double().numpy() for x in (query, *kv))
     out = torch.zeros(*query.shape[:2], values.shape[3], dtype=torch.float64)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import BACKENDS, Op, registry
 from support.op_cases import attention_by_hand
@@ -118,5 +118,5 @@ def long_prefill(dtype: torch.dtype) -> dict[str, Any]:
             max_seqlen_q=203,
             max_seqlen_k=203,
         ),
-        "scores": Scores(24**-0.5),
+        "scores": AttentionParams(24**-0.5),
     }

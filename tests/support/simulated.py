@@ -77,7 +77,7 @@ class World:
         """Return what choosing and observing have taken so far."""
         if not isinstance(lengths, AdaptiveLength):
             return 0.0
-        return self.choice * lengths.books.num_choices + self.observation * lengths.books.num_observations
+        return self.choice * lengths.budget.num_choices + self.observation * lengths.budget.num_observations
 
 
 def tokens_per_second(world: World, lengths: DraftLengths) -> float:
@@ -96,7 +96,7 @@ def tokens_per_second(world: World, lengths: DraftLengths) -> float:
             batch.append((number, sequence))
             number += 1
         sequences = [s for _, s in batch]
-        limits = lengths.limits(sequences, is_closed=number == total or not world.is_refilled)
+        limits = lengths.limits(sequences, no_refill=number == total or not world.is_refilled)
         for s, k in zip(sequences, limits, strict=True):
             assert 0 <= k <= max(0, s.num_remaining - 1)
             if k and not s.is_admitted:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
 from support.strategies import HEAD_DIMS, LAYOUTS, SEEDS, Limits, block_table_of, generator, laid_out
 
 
@@ -35,7 +35,7 @@ class AttentionCall:
     kv_heads: int
     group: int
     head_dim: int
-    scores: Scores  # without sinks
+    scores: AttentionParams  # without sinks
     reach: int | None  # of a tree's parents; None: chains
     layout: str
     spare: int  # places of the block table, and words of the tree mask, that nobody needs
@@ -103,7 +103,7 @@ def attention_calls(draw: st.DrawFn, limits: Limits, trees: bool = False) -> Att
         kv_heads=kv_heads,
         group=draw(st.integers(1, min(8, limits.heads // kv_heads))),
         head_dim=head_dim,
-        scores=Scores(
+        scores=AttentionParams(
             scale=draw(st.sampled_from((head_dim**-0.5, 0.25))),
             sliding_window=draw(st.none() | windows),
             softcap=draw(st.sampled_from((None, None, 0.5, 30.0))),

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, PagedBatch, Scores
+from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
 
 
-def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: Scores) -> Tensor:
+def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
     """Attend from every query row to its own sequence's KV entries up to and including itself.
 
     With a tree mask a row sees all entries before its sequence's rows, and of those rows its ancestors and itself. Its
@@ -44,7 +44,7 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     return out
 
 
-def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
+def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: AttentionParams) -> Tensor:
     """Attend over what is finite: ``[num_heads, rows, value_head_dim]``, NaN for whoever sees anything else.
 
     A weight of 0 would spread a NaN to rows that do not see it, and ``scaled_dot_product_attention`` takes a row whose
@@ -85,7 +85,7 @@ def _visible(
     return visible
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: AttentionParams) -> Tensor:
     """Attend over entries that at least one of the rows sees: ``[1, num_heads, rows, value_head_dim]``."""
     if scores.softcap is None and scores.sinks is None:
         return scaled_dot_product_attention(query, key, value, mask, scale=scores.scale, enable_gqa=True)

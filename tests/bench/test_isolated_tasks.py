@@ -8,8 +8,8 @@ from time import monotonic
 import pytest
 
 from bench.gpu_ import isolated_tasks as parts
-from bench.gpu_.isolated_tasks import Part, Settings, is_red, isolated, run_parts
-from support import gpu_parts
+from bench.gpu_.isolated_tasks import Settings, Task, is_red, isolated, run_tasks
+from support import gpu_tasks
 
 SMOKE = Settings("cpu", smoke=True)
 
@@ -17,16 +17,16 @@ SMOKE = Settings("cpu", smoke=True)
 @pytest.mark.parametrize(
     ("run", "status", "error"),
     [
-        (gpu_parts.finishes, "done", None),
-        (gpu_parts.raises, "failed", "RuntimeError: device-side assert"),
-        (gpu_parts.dies, "failed", "its process ended with exit code 7"),
-        (gpu_parts.hangs, "killed", "it did not end within"),
+        (gpu_tasks.finishes, "done", None),
+        (gpu_tasks.raises, "failed", "RuntimeError: device-side assert"),
+        (gpu_tasks.dies, "failed", "its process ended with exit code 7"),
+        (gpu_tasks.hangs, "killed", "it did not end within"),
     ],
 )
 def test_parts_in_processes_of_their_own(run, status, error, monkeypatch):
     monkeypatch.setattr(parts, "GRACE", 0.1)
     kept = []
-    result = isolated(Part("one", run, 1), SMOKE, monotonic() + (6 if status == "killed" else 60), kept.append)
+    result = isolated(Task("one", run, 1), SMOKE, monotonic() + (6 if status == "killed" else 60), kept.append)
     assert result["status"] == status
     assert result.get("error", "").startswith(error or "")
     assert len(result["rows"]) == 1
@@ -43,6 +43,6 @@ def test_time_left_over_goes_to_later_parts():
         deadlines[part.name] = deadline - monotonic()
         return {"status": "done"}
 
-    run_parts([Part("a", None, 1), Part("b", None, 3)], SMOKE, 100, runner, lambda *found: None)
+    run_tasks([Task("a", None, 1), Task("b", None, 3)], SMOKE, 100, runner, lambda *found: None)
     assert deadlines["a"] == pytest.approx(25, abs=1)
     assert deadlines["b"] == pytest.approx(100, abs=1)
