@@ -38,7 +38,7 @@ from specdec_fast.request.detokenizer import expect_tokenizer, load_tokenizer
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, RunStats, StreamChunk
 from specdec_fast.schedulers import make_scheduler
-from specdec_fast.speculation_length import make_draft_lengths
+from specdec_fast.speculation_length import make_length_policy
 
 
 class Engine:
@@ -86,7 +86,7 @@ class Engine:
             self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         self.drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
-        self.draft_lengths = make_draft_lengths(self.config, self.target, None if wanted is None else self.drafter)
+        self.length_policy = make_length_policy(self.config, self.target, None if wanted is None else self.drafter)
         self.pool: PagePool | None = None
         self.last_run = RunStats()
 
@@ -240,7 +240,7 @@ class Engine:
     def _launch(self, batch: list[Sequence], no_refill: bool) -> Step:
         """Draft and verify for one batch; on a GPU this waits for nothing."""
         timer = self.last_run.timer
-        limits = self.draft_lengths.limits(batch, no_refill)
+        limits = self.length_policy.limits(batch, no_refill)
         self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
         started = perf_counter()
         with timer("draft"):
@@ -266,7 +266,7 @@ class Engine:
                 )
             ]
             self.drafter.commit([s for s in batch if s.is_admitted and s.finish_reason is None])
-        self.draft_lengths.observe(step.record([len(emission) - 1 for emission in emissions]))
+        self.length_policy.observe(step.observation([len(emission) - 1 for emission in emissions]))
         self.last_run.num_steps += 1
         self.last_run.num_sequence_steps += len(batch)
         return emitted
@@ -283,7 +283,7 @@ class Engine:
         for sequence in sequences:  # all pages first: a drafter may fail
             self._pool().free(sequence)
             self.last_run.decoding.add(sequence.stats)
-            self.draft_lengths.forget(sequence)
+            self.length_policy.forget(sequence)
         for sequence in sequences:
             self.drafter.release(sequence)
 

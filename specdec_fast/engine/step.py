@@ -11,7 +11,7 @@ from specdec_fast.drafters import Draft, Drafter
 from specdec_fast.engine.verify import Verification
 from specdec_fast.errors import DrafterError
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.speculation_length import StepRecord
+from specdec_fast.speculation_length import StepObservation
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Step:
     started: float
     drafted: float
 
-    def record(self, num_accepted: list[int]) -> StepRecord:
-        """Return what ``DraftLengths`` learns from, now that the step has ended."""
+    def observation(self, num_accepted: list[int]) -> StepObservation:
+        """Return what ``LengthPolicy`` learns from, now that the step has ended."""
         draft_seconds, verify_seconds = self.drafted - self.started, self.verification.forward_seconds
         other_seconds = perf_counter() - self.drafted - verify_seconds
         counts = (self.limits, self.num_draft_tokens, num_accepted)
-        return StepRecord(self.batch, *counts, draft_seconds, verify_seconds, other_seconds)
+        return StepObservation(self.batch, *counts, draft_seconds, verify_seconds, other_seconds)
 
 
 def propose(drafter: Drafter, batch: list[Sequence], limits: list[int], device: torch.device) -> Draft:

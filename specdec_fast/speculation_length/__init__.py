@@ -7,17 +7,17 @@ from specdec_fast.drafters import Drafter
 from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.models.profiling import forward_seconds, is_rough
 from specdec_fast.speculation_length.adaptive import AdaptiveLength, StepCosts
-from specdec_fast.speculation_length.base import DraftLengths, StepRecord
+from specdec_fast.speculation_length.base import LengthPolicy, StepObservation
 from specdec_fast.speculation_length.cost_model import CostCurve, row_counts, unknown_cost
 from specdec_fast.speculation_length.fixed import FixedLength
 from specdec_fast.speculation_length.profile_overhead import profile_overhead
 
-__all__ = ["DraftLengths", "StepRecord", "make_draft_lengths"]
+__all__ = ["LengthPolicy", "StepObservation", "make_length_policy"]
 
 _CATCHING_UP = 64  # rows at which a draft model's forward is measured for the price of a prompt
 
 
-def make_draft_lengths(config: EngineConfig, target: RaggedModel, drafter: Drafter | None) -> DraftLengths:
+def make_length_policy(config: EngineConfig, target: RaggedModel, drafter: Drafter | None) -> LengthPolicy:
     """Build what ``config.num_draft_tokens`` asks for; to adapt, measure the forwards of both models first.
 
     Args:

@@ -7,7 +7,7 @@ from itertools import accumulate
 from operator import mul
 
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.speculation_length.base import StepRecord, num_at_least
+from specdec_fast.speculation_length.base import StepObservation, num_at_least
 
 _FIRST_GUESS, _GUESS_TOKENS = 0.95, 4.0  # an optimistic prior: acceptance is observed only by drafting
 _RUN_TOKENS = 16.0  # what the run's history weighs against a sequence's own, in draft tokens
@@ -75,7 +75,7 @@ class Acceptance:
         """Whether a sequence's own history outweighs the run's."""
         return sequence in self._own and self._own[sequence].tried >= _RUN_TOKENS
 
-    def observe(self, step: StepRecord) -> None:
+    def observe(self, step: StepObservation) -> None:
         """Learn from a step in which something was asked for."""
         average, total = self.average, 0
         expected = [0.0] * (self.most + 1)  # of the sequences whose last token tried stands at a place

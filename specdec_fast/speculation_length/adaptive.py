@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.acceptance import Acceptance
 from specdec_fast.speculation_length.allocation import NOTHING, Costs, allocate, tail_weights
-from specdec_fast.speculation_length.base import DraftLengths, StepRecord, num_at_least
+from specdec_fast.speculation_length.base import LengthPolicy, StepObservation, num_at_least
 from specdec_fast.speculation_length.catch_up_cost import CatchUpCost, from_the_start, without_entry
 from specdec_fast.speculation_length.cost_model import CostCurve
 from specdec_fast.speculation_length.decision_budget import DecisionBudget
@@ -49,7 +49,7 @@ class StepCosts(NamedTuple):
     observation_seconds: float = 0.0
 
 
-class AdaptiveLength(DraftLengths):
+class AdaptiveLength(LengthPolicy):
     """Gives each sequence the K that makes the batch's expected tokens per second largest.
 
     Costs are measured, acceptance is estimated from the past alone, and the target decides every token: so which K is
@@ -93,7 +93,7 @@ class AdaptiveLength(DraftLengths):
             self._add_to_plan([sequence for sequence in batch if sequence not in plan])
             return [min(plan[sequence], sequence.num_remaining - 1) for sequence in batch]
 
-    def observe(self, step: StepRecord) -> None:
+    def observe(self, step: StepObservation) -> None:
         """Learn costs and acceptance from a step, if it is time to; what has been tried is always looked at."""
         seconds = step.draft_seconds + step.verify_seconds + step.other_seconds
         self.budget.pass_time(seconds)
@@ -277,7 +277,7 @@ class AdaptiveLength(DraftLengths):
         """What a draft model takes to catch up, per token."""
         return self._costs.entry_seconds * self._costs.draft.factor * self._disturbance
 
-    def _observe_costs(self, step: StepRecord) -> None:
+    def _observe_costs(self, step: StepObservation) -> None:
         """Compare the parts of a step with what they were measured to take."""
         rows = len(step.batch) + sum(step.num_draft_tokens)
         drafting = num_at_least(step.limits, self._most)  # sequences in each of the drafting forwards

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from specdec_fast.request.sequence import Sequence
 
 
-class StepRecord(NamedTuple):
+class StepObservation(NamedTuple):
     """What one step did, per sequence in batch order, and how long it took.
 
     Attributes:
@@ -44,7 +44,7 @@ def num_at_least(counts: Iterable[int], most: int) -> list[int]:
     return found[::-1]
 
 
-class DraftLengths(ABC):
+class LengthPolicy(ABC):
     """Chooses how many draft tokens each sequence of a step may get. It changes when a token comes, never which (I6).
 
     The engine calls ``limits`` before a step, ``observe`` after it, and ``forget`` when a sequence leaves.
@@ -62,7 +62,7 @@ class DraftLengths(ABC):
 
     # The hooks below do nothing for whoever learns nothing.
 
-    def observe(self, step: StepRecord) -> None:  # noqa: B027
+    def observe(self, step: StepObservation) -> None:  # noqa: B027
         """Learn what a step took and what was accepted in it."""
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.speculation_length.base import DraftLengths
+from specdec_fast.speculation_length.base import LengthPolicy
 
 
-class FixedLength(DraftLengths):
+class FixedLength(LengthPolicy):
     """Gives every sequence K draft tokens, fewer where fewer tokens may still come; 0 decodes plainly."""
 
     def __init__(self, num_draft_tokens: int) -> None:

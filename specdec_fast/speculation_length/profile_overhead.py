@@ -10,7 +10,7 @@ import numpy as np
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.speculation_length.adaptive import AdaptiveLength, StepCosts
-from specdec_fast.speculation_length.base import StepRecord
+from specdec_fast.speculation_length.base import StepObservation
 
 _ROUNDS = 5  # of which the least counts: a busy machine only adds
 _SWEPT = 2**20  # numbers of 8 bytes, more than a core's own caches hold: a forward leaves little of what is needed here
@@ -29,7 +29,7 @@ def profile_overhead(costs: StepCosts, most: int, batch_size: int) -> StepCosts:
         lengths.limits(batch)
         choosing.append(perf_counter() - started)
         counts = [most // 2] * batch_size
-        step = StepRecord(batch, counts, counts, counts, 1.0, 1.0, 1.0)
+        step = StepObservation(batch, counts, counts, counts, 1.0, 1.0, 1.0)
         swept += 1
         started = perf_counter()
         lengths.observe(step)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec_fast.speculation_length import StepRecord
+from specdec_fast.speculation_length import StepObservation
 from specdec_fast.speculation_length.acceptance import Acceptance
 from specdec_fast.speculation_length.base import num_at_least
 from specdec_fast.speculation_length.cost_model import CostCurve
@@ -241,7 +241,7 @@ def test_acceptance_is_that_of_the_past():
     first, second = object(), object()
     before = acceptance.probabilities([first])[0][0]
     for _ in range(40):
-        acceptance.observe(StepRecord([first, second], [4, 4], [4, 4], [4, 0], 1.0, 1.0, 1.0))
+        acceptance.observe(StepObservation([first, second], [4, 4], [4, 4], [4, 0], 1.0, 1.0, 1.0))
     of_first, of_second, of_new = (row[0] for row in acceptance.probabilities([first, second, object()]))
     assert of_second < 0.4 < of_new < 0.7 < of_first
     assert acceptance.probabilities([second])[0][3] < 0.1

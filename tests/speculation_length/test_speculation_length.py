@@ -10,7 +10,7 @@ import torch
 import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import RowPadding
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
-from specdec_fast.speculation_length.base import DraftLengths
+from specdec_fast.speculation_length.base import LengthPolicy
 from support.demo import MAX_NEW_TOKENS
 from support.invariants import CheckedEngine
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
@@ -20,7 +20,7 @@ from support.simulated import World
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
 
-class RandomLengths(DraftLengths):
+class RandomLengths(LengthPolicy):
     """Any K for anybody, and long stretches of nothing, so that a draft model has much to catch up with."""
 
     def __init__(self, seed, most):
@@ -58,7 +58,7 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
     engine = sd.Engine(target, truncated_copy(target, 2), page_size=4, max_batch_size=3, num_draft_tokens="auto")
     model = engine.drafter.model
     model.row_padding = RowPadding(model.row_padding.multiple, largest)
-    engine.draft_lengths = lengths = RandomLengths(0, 5)
+    engine.length_policy = lengths = RandomLengths(0, 5)
     rows, forward, drafting = [], model.forward, model.program and model.program.draft
 
     def counted(batch, pool, logit_rows=None):
@@ -91,16 +91,16 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
 def test_lengths_are_told_when_nobody_takes_a_place(target, prompt_ids, method, window, monkeypatch):
     """Of a fixed batch always; of a window once nobody waits and all that are left take part in every step."""
     engine = sd.Engine(target, "ngram", method=method, max_batch_size=2, window_size=window)
-    limits, told = engine.draft_lengths.limits, []
+    limits, told = engine.length_policy.limits, []
     ended = []
-    monkeypatch.setattr(engine.draft_lengths, "forget", ended.append)
+    monkeypatch.setattr(engine.length_policy, "forget", ended.append)
 
     def watched(batch, no_refill):
         if len(batch) > 1:  # whoever is alone has no others
             told.append((no_refill, len(prompt_ids) - len(ended)))
         return limits(batch, no_refill)
 
-    monkeypatch.setattr(engine.draft_lengths, "limits", watched)
+    monkeypatch.setattr(engine.length_policy, "limits", watched)
     unequal = [sd.SamplingParams(max_new_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(prompt_ids))]
     engine.generate(prompt_ids, unequal)
     assert any(no_refill for no_refill, _ in told)
@@ -109,7 +109,7 @@ def test_lengths_are_told_when_nobody_takes_a_place(target, prompt_ids, method, 
 
 def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, prompt_ids, expected, monkeypatch):
     engine = sd.Engine(target, draft, max_batch_size=4, num_draft_tokens="auto")
-    monkeypatch.setattr(engine.draft_lengths, "limits", lambda batch, no_refill: [0] * len(batch))
+    monkeypatch.setattr(engine.length_policy, "limits", lambda batch, no_refill: [0] * len(batch))
     monkeypatch.setattr(engine.drafter.model, "forward", None)
     monkeypatch.setattr(engine.drafter.model, "program", None)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
@@ -118,7 +118,7 @@ def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, pr
 
 def steps_take(engine, world):
     """Let the engine choose K as if its steps took the simulated times: a busy machine would decide otherwise."""
-    engine.draft_lengths = lengths = world.adaptive()
+    engine.length_policy = lengths = world.adaptive()
     observe = lengths.observe
 
     def observe_simulated(step):
@@ -157,14 +157,14 @@ def test_what_is_kept_of_a_sequence_goes_with_it(target, draft, prompt_ids):
     next(stream)
     stream.close()
     engine.generate(prompt_ids, PARAMS)
-    lengths = engine.draft_lengths
+    lengths = engine.length_policy
     assert isinstance(lengths, AdaptiveLength)
     assert [lengths._plan, lengths._catch_up._drafted_at, lengths._acceptance._own] == [{}, {}, {}]
 
 
 def test_plain_decoding_has_nothing_to_adapt(target, prompt_ids, expected):
     engine = sd.Engine(target, None, num_draft_tokens="auto")
-    assert not isinstance(engine.draft_lengths, AdaptiveLength)
+    assert not isinstance(engine.length_policy, AdaptiveLength)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from specdec_fast.speculation_length import StepRecord
+from specdec_fast.speculation_length import StepObservation
 from specdec_fast.speculation_length.adaptive import AdaptiveLength, StepCosts
-from specdec_fast.speculation_length.base import DraftLengths
+from specdec_fast.speculation_length.base import LengthPolicy
 from specdec_fast.speculation_length.cost_model import CostCurve, row_counts, unknown_cost
 from specdec_fast.speculation_length.fixed import FixedLength
 
@@ -17,7 +17,7 @@ MOST = 8
 
 
 class SimulatedSequence:
-    """What ``DraftLengths`` see of a sequence."""
+    """What ``LengthPolicy`` see of a sequence."""
 
     def __init__(self, prompt_length: int, new_tokens: int, rng: np.random.Generator) -> None:
         self.length, self.prompt_length, self.max_length = prompt_length, prompt_length, prompt_length + new_tokens
@@ -73,14 +73,14 @@ class World:
             costs = StepCosts(verify, measured(self.draft, 64), self.once, self.draft(64) / 64)
         return AdaptiveLength(MOST, costs._replace(choice_seconds=self.choice, observation_seconds=self.observation))
 
-    def book_seconds(self, lengths: DraftLengths) -> float:
+    def book_seconds(self, lengths: LengthPolicy) -> float:
         """Return what choosing and observing have taken so far."""
         if not isinstance(lengths, AdaptiveLength):
             return 0.0
         return self.choice * lengths.budget.num_choices + self.observation * lengths.budget.num_observations
 
 
-def tokens_per_second(world: World, lengths: DraftLengths) -> float:
+def tokens_per_second(world: World, lengths: LengthPolicy) -> float:
     """Decode every sequence in batches, and return the speed."""
     number, clock, tokens = 0, -world.book_seconds(lengths), 0
     rng = np.random.default_rng(world.seed)
@@ -120,7 +120,7 @@ def tokens_per_second(world: World, lengths: DraftLengths) -> float:
             tokens += taken + 1
         clock += drafting + verify + world.overhead  # what everybody is charged is without the noise
         lengths.observe(
-            StepRecord(sequences, limits, counts, accepted, drafting * slow[0], verify * slow[1], world.overhead)
+            StepObservation(sequences, limits, counts, accepted, drafting * slow[0], verify * slow[1], world.overhead)
         )
         for s in sequences:
             if not s.num_remaining:
@@ -129,7 +129,7 @@ def tokens_per_second(world: World, lengths: DraftLengths) -> float:
     return tokens / (clock + world.book_seconds(lengths))
 
 
-def speed(runs: list[World], lengths: Callable[[World], DraftLengths]) -> float:
+def speed(runs: list[World], lengths: Callable[[World], LengthPolicy]) -> float:
     """Return the mean speed of several runs, each with lengths of its own."""
     return float(np.mean([tokens_per_second(run, lengths(run)) for run in runs]))
 
