@@ -20,8 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "sanitize"
 TESTS = (
-    *("ops/test_ops", "oracle/test_oracle_ops", "ops/test_guard_zones", "ops/test_instruction_sets", "ops/test_fuzz"),
-    *("ops/test_fuzz_attention", "program/test_program", "engine/test_verify"),
+    *("oracle/test_oracle_ops", "ops/test_ops", "ops/test_guard_zones", "ops/test_instruction_sets", "ops/test_fuzz"),
+    *("ops/test_fuzz_attention", "program/test_models", "program/test_changed_models", "program/test_operations"),
+    *("program/test_drafting", "engine/test_verify"),
 )
 FLAGS = (
     "-fno-wrapv",  # Python's own flags may have -fwrapv, which hides overflows

@@ -19,14 +19,12 @@ from bench.gpu_ import timings as gpu_timings
 from bench.gpu_.flash_references import FLASH_REFERENCES
 from bench.gpu_.isolated_tasks import Settings, Task, inline
 from specdec_fast import Engine
-from specdec_fast.cuda_graphs import capture
 from specdec_fast.cuda_graphs.capture import Captured
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import all_ops
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.oracle.ops.paged_attention import paged_attention
 from specdec_fast.oracle.ops.verify_chain import verify_chain
-from specdec_fast.program import executors
 from support import gpu_tasks, repeated
 
 CPU, SMOKE = torch.device("cpu"), Settings("cpu", smoke=True)
@@ -151,8 +149,7 @@ def cannot(self, run):
 
 def test_graphs_that_change_tokens_or_are_missing_are_red(monkeypatch):
     """With repeated calls in the place of graphs, as on a GPU; then with a result that is not the call's."""
-    monkeypatch.setattr(executors, "EXECUTORS", {})
-    monkeypatch.setitem(capture.CAPTURES, "cpu", repeated.Repeated)
+    repeated.graphs_for_cpu(monkeypatch)
     gates, times = result_of("graph_gates"), result_of("graphs")
     assert not gates["failures"]
     assert not times["failures"]

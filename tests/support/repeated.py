@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_fast.cuda_graphs.capture import Captured
+from specdec_fast.cuda_graphs.capture import CAPTURES, Captured
 from specdec_fast.engine import verify
+from specdec_fast.program import executors
 
 
 class Repeated:
@@ -31,6 +32,12 @@ class Repeated:
             output.copy_(run())
 
         return Captured(replay, output)
+
+
+def graphs_for_cpu(monkeypatch: Any) -> None:
+    """Let engines on the CPU work as on a GPU: no programs, but graphs."""
+    monkeypatch.setattr(executors, "EXECUTORS", {})
+    monkeypatch.setitem(CAPTURES, "cpu", Repeated)
 
 
 _READS = {"tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
@@ -78,12 +85,12 @@ def waits(monkeypatch: Any) -> Iterator[list[str]]:
     functions = Waits()
     to_host = verify.to_host
 
-    def told(tensors: Any) -> list[list[int]]:
+    def noted(tensors: Any) -> list[list[int]]:
         seen = len(functions.found)
         values = to_host(tensors)
         functions.found[seen:] = ["to_host"]
         return values
 
     with monkeypatch.context() as patch, functions, _WaitingOps(functions.found):
-        patch.setattr(verify, "to_host", told)
+        patch.setattr(verify, "to_host", noted)
         yield functions.found

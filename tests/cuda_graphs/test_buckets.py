@@ -1,0 +1,107 @@
+"""Buckets of graphs: every batch fits into its own, there are few, and nothing of an earlier batch is left in one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec_fast.batch.ragged_batch import RowPadding, Rows
+from specdec_fast.cuda_graphs.buckets import Bucket, Inputs, Limits
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
+from support.graphs import CPU, LIMITS, RULE, batches, opened_pool
+
+
+def _layout():
+    return KVLayout.uniform(1, 1, 8, torch.float32, CPU)
+
+
+@given(
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    limits=st.builds(Limits, st.integers(1, 40), st.integers(1, 9)),
+    multiple=st.sampled_from((1, 4, 8, 64)),
+    page_size=st.sampled_from((1, 16, 48, 1024)),
+)
+def test_a_bucket_holds_its_batch(counts, limits, multiple, page_size):
+    row_padding = RowPadding(multiple, largest=256)
+    pool = PagePool(_layout(), len(counts) * (9 + page_size), page_size, row_padding)
+    for owner in range(len(counts)):
+        pool.reserve(owner, 9)
+    rows = [Rows(owner, 0, count) for owner, count in enumerate(counts)]
+    batch = lay_out(pool, rows, torch.arange(sum(counts)))
+    bucket = limits.bucket(batch, page_size, row_padding)
+    if len(counts) > limits.sequences or max(counts) > limits.rows_each:
+        assert bucket is None
+        return
+    if bucket is None:
+        assert 2 * sum(counts) * multiple > row_padding.largest or multiple * len(counts) > row_padding.largest
+        return
+    assert bucket.num_rows % multiple == bucket.one_each % multiple == 0
+    assert sum(counts) <= bucket.num_rows <= row_padding.largest
+    assert len(counts) <= bucket.one_each <= bucket.num_sequences
+    assert bucket.max_seqlen_q in (1, limits.rows_each)
+    assert bucket.num_pages * page_size >= 512
+    filled = Inputs(bucket, page_size, CPU)
+    filled.fill(batch)
+    each = filled.batch.cu_seqlens_q.diff()
+    assert each.tolist()[: len(counts)] == counts
+    assert each.sum() == bucket.num_rows, "every row belongs to somebody, or attention would leave it unwritten"
+    assert 0 <= each.min() <= each.max() <= bucket.max_seqlen_q
+    assert torch.equal(filled.batch.seqused_k[len(counts) :], each[len(counts) :])
+    assert filled.batch.slot_mapping[sum(counts) :].lt(page_size).all(), "on the scratch page"
+    assert not filled.batch.block_table[len(counts) :].any()
+
+
+@pytest.mark.parametrize(("multiple", "most"), [(1, 30), (4, 24)])
+def test_there_are_few_buckets(multiple, most):
+    """A graph costs a second to record: all batches of eight sequences and K = 5 share some."""
+    row_padding, limits, found = RowPadding(multiple, 512), Limits(8, 6), set()
+    pool = PagePool(_layout(), 8 * 32, 16, row_padding)
+    for owner in range(8):
+        pool.reserve(owner, 16)
+    for batch_size in range(1, 9):
+        for total in range(batch_size, 6 * batch_size + 1):
+            counts = [total // batch_size + (i < total % batch_size) for i in range(batch_size)]
+            batch = lay_out(pool, [Rows(i, 0, n) for i, n in enumerate(counts)], torch.zeros(total, dtype=torch.int64))
+            found.add(limits.bucket(batch, 16, row_padding))
+    assert None not in found
+    assert len(found) <= most
+
+
+def test_pages_are_rounded_up_and_what_is_too_large_has_no_bucket():
+    row_padding = RowPadding(4, 16)
+    pool = PagePool(_layout(), 4096, 16, row_padding)
+    pool.reserve("long", 2000)
+    pool.reserve("other", 16)
+
+    def bucket(*rows):
+        batch = lay_out(pool, list(rows), torch.zeros(sum(r.count for r in rows), dtype=torch.int64))
+        return Limits(8, 6).bucket(batch, 16, row_padding)
+
+    pages = [bucket(Rows("long", start, 1)).num_pages for start in (0, 511, 512, 1024)]
+    assert pages == [32, 32, 64, 128]
+    assert bucket(Rows("long", 0, 7)) is None, "more rows each than K + 1"
+    assert bucket(Rows("long", 0, 6)) == Bucket(8, 4, 6, 32, 4)
+    batch = lay_out(pool, [Rows("long", 0, 17)], torch.zeros(17))
+    assert Limits(8, 20).bucket(batch, 16, row_padding) is None, "not proved"
+
+
+def test_nothing_is_left_of_an_earlier_batch(model):
+    """Whatever stands in a bucket, a batch makes the same of it."""
+    pool = opened_pool(model)
+    batch = next(batches(pool, [[2, 1, 4]]))
+    bucket = LIMITS.bucket(batch, pool.page_size, RULE)
+    clean, used = (Inputs(bucket, pool.page_size, CPU) for _ in range(2))
+    for field in fields(used.batch):
+        if isinstance(tensor := getattr(used.batch, field.name), torch.Tensor):
+            tensor.fill_(10**8)
+    for inputs in (clean, used):
+        inputs.fill(batch)
+    for field in fields(used.batch):
+        if isinstance(tensor := getattr(used.batch, field.name), torch.Tensor):
+            assert torch.equal(tensor, getattr(clean.batch, field.name)), field.name

@@ -1,0 +1,113 @@
+"""Whole engines with graphs: the tokens are those without, and a step waits for the device once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from specdec_fast.ops.registry import all_ops
+from support.models import truncated_copy
+from support.repeated import waits
+
+
+@pytest.fixture(scope="module")
+def pair(hugging_face_model):
+    return hugging_face_model, truncated_copy(hugging_face_model, 2)
+
+
+PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12], [40, 3, 3, 8]]
+PARAMS = [
+    sd.SamplingParams(max_new_tokens=23),
+    sd.SamplingParams(max_new_tokens=17, temperature=0.8, seed=3),
+    sd.SamplingParams(max_new_tokens=20, temperature=1.1, repetition_penalty=1.3, seed=4),
+    sd.SamplingParams(max_new_tokens=1),
+    sd.SamplingParams(max_new_tokens=30),
+]
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("method", ["eqspec", "exspec"])
+def test_engines_emit_the_same_with_and_without_graphs(pair, method, greedy, graphs_on_cpu):
+    params = [replace(p, temperature=0.0, repetition_penalty=1.0) for p in PARAMS] if greedy else PARAMS
+    outputs, engines = [], []
+    for eager in (False, True):
+        engine = sd.Engine(*pair, method=method, max_batch_size=3, num_draft_tokens=3, enforce_eager=eager)
+        for _ in range(2):
+            outputs.append([output.raise_for_error().token_ids for output in engine.generate(PROMPTS, params)])
+        engines.append(engine.describe())
+    assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
+    assert [len(ids) for ids in outputs[0]] == [p.max_new_tokens for p in params]
+    graphed, eager = engines
+    assert graphed["graphs"]
+    assert graphed["graphs_captured"] > 0
+    assert graphed["draft"]["graphs_captured"] > 0
+    assert (eager["graphs"], eager["graphs_captured"], eager["draft"]["graphs"]) == (False, 0, False)
+
+
+def test_there_are_none_on_a_cpu(pair):
+    description = sd.Engine(*pair).describe()
+    draft = description["draft"]
+    assert (description["graphs"], description["why_no_graphs"], draft["graphs"]) == (False, None, False)
+
+
+def found_in_steps(pair, monkeypatch, params, num_draft_tokens=3):
+    """What would wait for a GPU, in every step of a run: in its launch, and in its end."""
+    engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=num_draft_tokens)
+    launch, finish, found_in = engine._launch, engine._finish, []
+
+    def watched_launch(*args):
+        with waits(monkeypatch) as found:
+            step = launch(*args)
+        found_in.append((found, []))
+        return step
+
+    def watched_finish(step):
+        with waits(monkeypatch) as found:
+            emitted = finish(step)
+        found_in[-1][1].extend(found)
+        return emitted
+
+    monkeypatch.setattr(engine, "_launch", watched_launch)
+    monkeypatch.setattr(engine, "_finish", watched_finish)
+    for output in engine.generate(PROMPTS, params, progress=False):
+        output.raise_for_error()
+    assert len(found_in) > 5
+    return found_in
+
+
+@pytest.mark.skipif(all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+@pytest.mark.parametrize("params", [PARAMS[0], PARAMS], ids=["greedy", "mixed"])
+def test_a_step_waits_once_and_not_to_be_launched(pair, monkeypatch, params, num_draft_tokens, graphs_on_cpu):
+    found_in = found_in_steps(pair, monkeypatch, params, num_draft_tokens)
+    assert all(found == ([], ["to_host"]) for found in found_in), found_in
+
+
+@pytest.mark.skipif(all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
+@pytest.mark.parametrize(
+    ("wait", "named"),
+    [
+        (lambda x: x.sum().item(), "item"),
+        (lambda x: bool((x > 0).any()), "__bool__"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[x > 0], "aten.index"),
+        (lambda x: x.argmax(-1).tolist(), "tolist"),
+        (lambda x: torch.tensor([1.0], device=x.device), "tensor"),
+        (lambda x: x[..., [0, 1]], "__getitem__ by a list"),
+    ],
+)
+@pytest.mark.parametrize("which", [0, 1], ids=["verify", "draft"])
+def test_a_wait_inside_a_forward_is_found(pair, monkeypatch, wait, named, which, graphs_on_cpu):
+    inner = pair[which].lm_head
+    forward = inner.forward
+
+    def waiting(x):
+        wait(x)
+        return forward(x)
+
+    monkeypatch.setitem(inner.__dict__, "forward", waiting)
+    found_in = found_in_steps(pair, monkeypatch, PARAMS[0])
+    assert all(named in launched for launched, _ in found_in[:3]), found_in[0]

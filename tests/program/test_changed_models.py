@@ -1,0 +1,166 @@
+"""A model that changes after its program was made: weights are read where they are, all else is noticed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+import specdec_fast as sd
+from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.ops import resolve
+from support.models import tiny_model
+from support.programs import CPU, needs_programs, ragged_logits
+
+pytestmark = needs_programs
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("llama", "mlp.up_proj.weight"), ("granite-swa", "self_attn.sinks")]
+)
+def test_weights_are_read_where_they_are(architecture, name):
+    model = RaggedModel(tiny_model(architecture), resolve(CPU))
+    assert model.program is not None, model.why_no_program
+    before, weight = ragged_logits(model), model.model.model.layers[0].get_parameter(name)
+    with torch.no_grad():
+        weight.mul_(1.5)
+    assert not torch.equal(ragged_logits(model), before)
+    with torch.no_grad():
+        weight.div_(1.5)
+    torch.testing.assert_close(ragged_logits(model), before)
+
+
+@torch.inference_mode()
+def test_transposed_weights_are_read_where_they_are():
+    """GPT-2 keeps its linears as ``[in_features, out_features]``; a copy would not see them change."""
+    model = RaggedModel(tiny_model("gpt2"), resolve(CPU))
+    before = ragged_logits(model)
+    model.model.transformer.h[1].mlp.c_fc.weight.mul_(1.5)
+    changed = ragged_logits(model)
+    assert not torch.equal(changed, before)
+    assert torch.equal(ragged_logits(RaggedModel(model.model, resolve(CPU))), changed)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt-neox"])
+def test_a_program_keeps_numbers_of_little(architecture):
+    """Matrices are read where they are; a change of one in place must not be refused."""
+    model = RaggedModel(tiny_model(architecture), resolve(CPU))
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(1.5)
+    model.expect_same_weights()
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_weights_that_have_been_moved_are_noticed(which):
+    """A program would go on reading the old ones."""
+    models = {"target": tiny_model("llama"), "draft": tiny_model("llama", seed=1)}
+    engine = sd.Engine(models["target"], models["draft"])
+    expected = engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))[0].token_ids
+    weight = models[which].model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(UnsupportedModelError, match="make a new Engine"):
+        engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))
+    again = sd.Engine(models["target"], models["draft"])
+    assert again.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))[0].token_ids == expected
+
+
+class Scaled(torch.nn.Module):
+    """Multiplies by a scalar of its own, as some architectures scale residuals."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.scale = inner, torch.nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+def scaled_llama():
+    model = tiny_model("llama")
+    model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+    return model
+
+
+def change_scalar(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.scale.mul_(2)
+
+
+def change_scalar_behind_the_counter(model):
+    model.model.layers[0].mlp.scale.data.mul_(2)
+
+
+def change_norm(model):
+    model.model.layers[0].input_layernorm.weight.data.add_(0.5)  # Gemma computes with 1 + weight
+
+
+def exchange_buffer(model):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def exchange_module(model):
+    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
+
+
+def add_hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0)
+
+
+def add_pre_hook(model):
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: None)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "message"),
+    [
+        (scaled_llama, change_scalar, "in place"),
+        (scaled_llama, change_scalar_behind_the_counter, "in place"),
+        (lambda: tiny_model("gemma2"), change_norm, "in place"),
+        (lambda: tiny_model("llama"), exchange_buffer, "exchanged"),
+        (lambda: tiny_model("llama"), exchange_module, "exchanged"),
+        (lambda: tiny_model("llama"), add_hook, "hooks"),
+        (lambda: tiny_model("llama"), add_pre_hook, "hooks"),
+    ],
+)
+def test_what_a_program_would_not_see_is_noticed(make, change, message):
+    model, params = make(), sd.SamplingParams(max_new_tokens=4, logprobs=True)
+    engine = sd.Engine(model, None)
+    assert engine.target.program is not None, engine.target.why_no_program
+    engine.generate([[1, 2, 3]], params)
+    change(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        engine.generate([[1, 2, 3]], params)
+    eager = sd.Engine(model, None, enforce_eager=True).generate([[1, 2, 3]], params)[0]
+    again = sd.Engine(model, None).generate([[1, 2, 3]], params)[0]
+    assert again.token_ids == eager.token_ids
+
+
+def test_hooks_are_not_passed_over():
+    """A program would not call them, so a model that has some stays with PyTorch."""
+    model = tiny_model("llama")
+    calls = []
+    model.model.layers[1].register_forward_hook(lambda *args: calls.append(args))
+    ragged = RaggedModel(model, resolve(CPU))
+    assert "hooks" in ragged.why_no_program
+    calls.clear()
+    ragged_logits(ragged)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_hooks_of_every_module_are_called(register):
+    called = []
+    handle = register(lambda module, *args: called.append(module))
+    try:
+        engine = sd.Engine(tiny_model("llama"), None)
+        assert engine.describe()["why_no_program"] == "a Module has forward hooks, which a program would not call"
+        called.clear()
+        engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))
+    finally:
+        handle.remove()
+    assert engine.target.model.model.layers[1].mlp in called

@@ -1,0 +1,55 @@
+"""Where the buffers of a program lie: apart, if they are needed together."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.ops import resolve
+from specdec_fast.program.ir import LOGIT_ROWS, RowOp
+from specdec_fast.program.memory_plan import _lives, _steps, placed
+from support.models import tiny_model
+from support.programs import CPU, needs_programs
+
+pytestmark = needs_programs
+
+
+def overlapping(plan, buffers, logits, lives_of):
+    """Pairs of buffers that lie at the same place while both are needed."""
+    steps = _steps(plan.instructions, buffers)
+    by_step, by_operation = _lives(plan.instructions, lives_of(steps)), _lives(plan.instructions, lambda i: i)
+    found = []
+    for a, b in combinations(sorted(by_step), 2):
+        one, other = plan.buffers[a], plan.buffers[b]
+        if (one.place, one.domain * (one.place == 0)) != (other.place, other.domain * (other.place == 0)) or logits in (
+            a,
+            b,
+        ):
+            continue
+        lives = by_step if one.place == 0 else by_operation
+        meet = lives[a].first <= lives[b].last and lives[b].first <= lives[a].last
+        apart = one.offset + one.row_bytes <= other.offset or other.offset + other.row_bytes <= one.offset
+        if meet and not apart:
+            found.append((a, b))
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["llama", "glm4", "gemma2"])
+def test_buffers_that_are_needed_together_lie_apart(architecture, monkeypatch):
+    kept = {}
+
+    def keeping(instructions, buffers, logits):
+        kept.update(buffers=buffers, logits=logits)
+        return placed(instructions, buffers, logits)
+
+    monkeypatch.setattr("specdec_fast.program.compile.placed", keeping)
+    plan = RaggedModel(tiny_model(architecture).to(torch.bfloat16), resolve(CPU)).program._plan
+    assert overlapping(plan, **kept, lives_of=lambda steps: steps.__getitem__) == []
+    assert sum(buffer.place == 1 for buffer in plan.buffers) > 20, "row operations hand on in a thread's own memory"
+    # negative control: by a clock too slow to tell some steps apart, some do meet
+    assert overlapping(plan, **kept, lives_of=lambda steps: lambda i: steps[i] // 3)
+    domains = {kept["buffers"][i.writes[0]].domain for i in plan.instructions if isinstance(i, RowOp)}
+    assert (LOGIT_ROWS in domains) is (architecture == "gemma2")  # whose logits are capped

@@ -1,0 +1,82 @@
+"""Whole models as forward programs: their logits, and models that PyTorch runs instead."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.ops import resolve
+from support.models import CONFIGS, VOCAB_SIZE, tiny_model
+from support.programs import CPU, DTYPES, needs_programs, ragged_logits
+
+pytestmark = needs_programs
+
+
+@torch.inference_mode()
+def dense_logits(model):
+    """The same from the Hugging Face model itself, sequence by sequence."""
+    first, second = (
+        (torch.arange(41) * 7 % VOCAB_SIZE).split([20, 11, 10]),
+        (torch.arange(10) * 7 % VOCAB_SIZE).split([6, 1, 3]),
+    )
+    texts = [torch.cat(pieces) for pieces in zip(first, second, strict=True)]
+    return torch.cat([model(text[None]).logits[0, -len(own) :] for text, own in zip(texts, second, strict=True)])
+
+
+def eager(model):
+    """The same model without its program."""
+    other = copy.copy(model)
+    other.program = None
+    return other
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_models_are_computed_as_pytorch_does(architecture, dtype):
+    """At most twice as far from the fp64 model as PyTorch's own forward of that dtype."""
+    model = RaggedModel(tiny_model(architecture).to(dtype), resolve(CPU))
+    assert model.program is not None, model.why_no_program
+    truth = dense_logits(copy.deepcopy(model.model).double())
+    ours, theirs = ((ragged_logits(m).double() - truth).norm() for m in (model, eager(model)))
+    assert ours <= 2 * theirs
+    assert torch.equal(ragged_logits(model, torch.tensor([3, 0, 9])), ragged_logits(model)[[3, 0, 9]])
+
+
+def test_what_cannot_be_written_down_runs_in_pytorch():
+    llama = tiny_model("llama")
+    llama.model.layers[1].mlp.act_fn = torch.nn.Softplus()
+    model = RaggedModel(llama, resolve(CPU))
+    assert model.program is None
+    assert "softplus" in model.why_no_program
+    assert sd.Engine(llama, None).describe()["why_no_program"] == model.why_no_program
+
+
+def test_a_recording_that_fails_leaves_the_model_to_pytorch(monkeypatch):
+    def failing(*args):
+        raise TypeError("an operation with arguments that nobody has seen")
+
+    monkeypatch.setattr("specdec_fast.models.hf_model.compile_forward", failing)
+    model = RaggedModel(tiny_model("llama"), resolve(CPU))
+    assert model.program is None
+    assert model.why_no_program == "recording it failed: TypeError: an operation with arguments that nobody has seen"
+    assert ragged_logits(model).isfinite().all()
+
+
+def test_logit_rows_outside_the_batch_are_refused():
+    with pytest.raises(IndexError, match=r"logit_rows\[1\] is 10; there are 10 rows"):
+        ragged_logits(RaggedModel(tiny_model("llama"), resolve(CPU)), torch.tensor([0, 10]))
+
+
+def test_enforce_eager_leaves_forwards_to_pytorch(prompts, target, draft):
+    params = sd.SamplingParams(max_new_tokens=12)
+    eagerly = sd.Engine(target, draft, enforce_eager=True)
+    assert eagerly.describe()["forward_program"] is False
+    assert eagerly.describe()["why_no_program"] == "enforce_eager=True"
+    expected = [output.token_ids for output in eagerly.generate(prompts[:4], params)]
+    engine = sd.Engine(target, draft)
+    assert engine.describe()["forward_program"] is True
+    assert [output.token_ids for output in engine.generate(prompts[:4], params)] == expected

@@ -1,0 +1,49 @@
+"""Forwards as graphs under test: a pool of several owners, and batches of them."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_fast.batch.ragged_batch import RowPadding, Rows
+from specdec_fast.cuda_graphs.buckets import Limits
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from support.models import VOCAB_SIZE
+
+CPU = torch.device("cpu")
+LIMITS = Limits(sequences=5, rows_each=4, num_forwards=3)
+RULE = RowPadding(multiple=4, largest=512)  # one thread: fp32 linears are invariant there
+OWNERS, ROOM = 6, 70
+
+
+class Everything:
+    """Every bucket has been asked for before."""
+
+    def __contains__(self, key):
+        return True
+
+    def add(self, key):
+        """Nothing is new."""
+
+
+def opened_pool(model, page_size=16):
+    pool = PagePool(model.layout, OWNERS * (ROOM + page_size), page_size, model.row_padding)
+    for owner in range(OWNERS):
+        pool.reserve(owner, ROOM)
+    return pool
+
+
+def eagerly(model, batch, pool, logit_rows=None):
+    return model._run_eagerly(batch, pool, logit_rows)
+
+
+def batches(pool, counts_of, seed=0):
+    """Batches of the pool's owners, each going on where it stopped; everybody's next is somebody else's turn."""
+    generator, lengths = torch.Generator().manual_seed(seed), [0] * OWNERS
+    for turn, counts in enumerate(counts_of):
+        rows = []
+        for i, count in enumerate(counts):
+            owner = (i + turn) % OWNERS
+            rows.append(Rows(owner, lengths[owner], count))
+            lengths[owner] += count
+        yield lay_out(pool, rows, torch.randint(VOCAB_SIZE, (sum(counts),), generator=generator))
