@@ -27,8 +27,8 @@ def generate(
 
     Args:
         target: name, folder or loaded Hugging Face causal model.
-        draft: the same for a small model with the target's vocabulary; ``"ngram"``; a Drafter; None (or
-            ``"none"``) for plain decoding.
+        draft: the same for a small model with the target's vocabulary; the name of a drafter, such as ``"ngram"``; a
+            Drafter; None (or ``"none"``) for plain decoding.
         prompts: strings or lists of token ids.
         params: SamplingParams or a transformers GenerationConfig, one for all or one each; None is greedy.
         tokenizer: the target's; None loads the one beside the model.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec_fast.drafters import NAMED_DRAFTERS
+from specdec_fast.drafters import DRAFTERS
 from specdec_fast.ops import AUTO, BACKENDS
 from support.source_tree import PACKAGE, ROOT, SOURCES, shown
 
@@ -116,7 +116,7 @@ def concrete_drafters(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and re.fullmatch(r"\w+Drafter", node.id):
             found.add(node.id)
-        if isinstance(node, ast.Constant) and node.value in NAMED_DRAFTERS:
+        if isinstance(node, ast.Constant) and node.value in DRAFTERS:
             found.add(node.value)
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specdec_fast.config import ADAPTIVE, EngineConfig
-from specdec_fast.drafters import NO_DRAFT
+from specdec_fast.drafters import DRAFTERS
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
 from specdec_fast.sampling_params import SamplingParams
@@ -74,8 +74,13 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
     """Add --target, --draft and --prompts."""
     parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
-    parser.add_argument("--draft", required=True, help=f"the same for the draft; or ngram; or {NO_DRAFT}")
+    parser.add_argument("--draft", required=True, help=f"the same for the draft; or {drafter_names()}")
     parser.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="one JSON object per line")
+
+
+def drafter_names() -> str:
+    """Name the drafters that need no draft model, for the help of --draft."""
+    return ", ".join(DRAFTERS)
 
 
 def expect_writable(path: Path) -> None:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from specdec_fast.commands.common import (
-    NO_DRAFT,
     add_backend_options,
+    drafter_names,
     expect_writable,
     format_table,
     num_draft_tokens,
     read_prompts,
 )
 from specdec_fast.config import ADAPTIVE, EngineConfig
+from specdec_fast.drafters import NO_DRAFT
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.equivalence.compare import Comparison
 from specdec_fast.equivalence.report import GREEDY, PLAIN, Matrix, Report
@@ -35,7 +36,7 @@ from specdec_fast.schedulers import SCHEDULERS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
-    parser.add_argument("--draft", required=True, nargs="+", help=f"the same for drafts; or ngram; or {NO_DRAFT}")
+    parser.add_argument("--draft", required=True, nargs="+", help=f"the same for drafts; or {drafter_names()}")
     parser.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="one JSON object per line")
     methods = [PLAIN, *SCHEDULERS]
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods, help="default: all")

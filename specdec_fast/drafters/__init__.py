@@ -7,16 +7,16 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
-from torch import device, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.cuda_graphs.buckets import Limits
-from specdec_fast.drafters.base import Draft, Drafter
+from specdec_fast.drafters.base import Draft, Drafter, DrafterContext
 from specdec_fast.drafters.draft_model import ROWS_EACH, ModelDrafter
 from specdec_fast.drafters.ngram import NgramDrafter
 from specdec_fast.drafters.none import NoDrafter
-from specdec_fast.errors import ConfigError, VocabularyMismatchError
+from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
 from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.models.loading import load_model
@@ -24,12 +24,12 @@ from specdec_fast.models.probe_errors import named_failures
 from specdec_fast.ops import Ops
 from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
 
-# Drafters without a model of their own; any other string is the name or folder of a draft model.
-NAMED_DRAFTERS: dict[str, Callable[[device], Drafter]] = {"ngram": NgramDrafter}
-
 NO_DRAFT = "none"  # the same as None, as on the command line
 
-__all__ = ["NAMED_DRAFTERS", "NO_DRAFT", "Draft", "Drafter", "make_drafter", "wanted_draft"]
+# Every drafter that has a name, and what makes it. Any other string is the name or folder of a draft model.
+DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {"ngram": NgramDrafter, NO_DRAFT: NoDrafter}
+
+__all__ = ["DRAFTERS", "NO_DRAFT", "Draft", "Drafter", "DrafterContext", "make_drafter", "wanted_draft"]
 
 
 def wanted_draft(draft: Any, config: EngineConfig) -> Any:
@@ -42,10 +42,9 @@ def wanted_draft(draft: Any, config: EngineConfig) -> Any:
     if not isinstance(draft, (str, PathLike, nn.Module, Drafter)) and draft is not None:
         raise ConfigError(
             f"draft is a {type(draft).__name__}; expected a model, its name or folder, "
-            f"{', '.join(map(repr, NAMED_DRAFTERS))}, a Drafter (an instance, not its class), or None."
+            f"{', '.join(map(repr, DRAFTERS))}, a Drafter (an instance, not its class), or None."
         )
-    known = [*NAMED_DRAFTERS, NO_DRAFT]
-    close = difflib.get_close_matches(draft, known) if isinstance(draft, str) and draft not in known else []
+    close = difflib.get_close_matches(draft, DRAFTERS) if isinstance(draft, str) and draft not in DRAFTERS else []
     if close:
         raise ConfigError(f"draft={draft!r}: did you mean {close[0]!r}? A folder of that name is given as './{draft}'.")
     is_plain = not config.most_draft_tokens or (isinstance(draft, str) and draft == NO_DRAFT)
@@ -65,20 +64,21 @@ def make_drafter(
         draft: from ``wanted_draft``: a drafter's name, a model's name or folder, a loaded model, a Drafter, or None for
             plain decoding.
         target: what it drafts for.
-        config: dtype of a model loaded here.
+        config: the engine's settings; a model loaded here gets its dtype.
         ops: implementations for a draft model.
         tokenizer: the target's, if known; a draft model's own is compared with it.
 
     Raises:
         VocabularyMismatchError: the draft model's tokens are not the target's.
+        DrafterError: what is registered under the name makes no Drafter.
 
     """
     if isinstance(draft, Drafter):
         return draft
     if draft is None:
-        return NoDrafter(target.layout.device)
-    if isinstance(draft, str) and draft in NAMED_DRAFTERS:
-        return NAMED_DRAFTERS[draft](target.layout.device)
+        draft = NO_DRAFT
+    if isinstance(draft, str) and draft in DRAFTERS:
+        return _expect_drafter(draft, DRAFTERS[draft](DrafterContext(target, config, tokenizer)))
     loaded = isinstance(draft, nn.Module)
     module = load_model(draft, None if loaded else config.dtype, target.layout.device, "draft")  # type: ignore[arg-type]
     with named_failures(module):
@@ -88,6 +88,12 @@ def make_drafter(
     model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))
     _check_vocabulary(model, target, tokenizer)
     return ModelDrafter(model, target.vocab_size)
+
+
+def _expect_drafter(name: str, made: Any) -> Drafter:
+    if not isinstance(made, Drafter):
+        raise DrafterError(f"DRAFTERS[{name!r}] made a {type(made).__name__}; expected a Drafter.")
+    return made
 
 
 def _check_vocabulary(draft: RaggedModel, target: RaggedModel, target_tokenizer: Any | None) -> None:
@@ -108,5 +114,5 @@ def _check_vocabulary(draft: RaggedModel, target: RaggedModel, target_tokenizer:
         reason = "and no two tokenizers are known that would show the extra ids to be padding"
     raise VocabularyMismatchError(
         f"draft {draft.name} has {draft.vocab_size} ids, target {target.name} has {target.vocab_size}, {reason}; "
-        "pass a draft of the same family, or draft='ngram'."
+        f"pass a draft of the same family, or a drafter without a model: {', '.join(map(repr, DRAFTERS))}."
     )

@@ -1,4 +1,4 @@
-"""The drafter's contract. To add one: copy ``ngram.py``, and name it in ``drafters/__init__.py``."""
+"""The drafter's contract. To add one: copy ``ngram.py``, and name it in ``DRAFTERS`` of ``drafters/__init__.py``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec_fast.config import EngineConfig
 from specdec_fast.errors import DrafterError
+from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a registered drafter is made with.
+
+    Attributes:
+        target: the model that verifies; ``target.model`` is the Hugging Face model with its weights, ``target.ops``
+            has the ops chosen for its device.
+        config: the engine's settings.
+        tokenizer: the target's; None if none is known.
+
+    """
+
+    target: RaggedModel
+    config: EngineConfig
+    tokenizer: Any | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target computes, and best where proposed tokens are."""
+        return self.target.layout.device
 
 
 @dataclass(frozen=True)

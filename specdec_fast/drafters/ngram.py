@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, Drafter
+from specdec_fast.drafters.base import Draft, Drafter, DrafterContext
 from specdec_fast.oracle.prompt_lookup import prompt_lookup
 from specdec_fast.request.sequence import Sequence
 
@@ -13,8 +11,8 @@ from specdec_fast.request.sequence import Sequence
 class NgramDrafter(Drafter):
     """Proposes what followed the latest earlier copy of a sequence's last tokens; nothing where there is none."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, context: DrafterContext) -> None:
+        self._device = context.device
 
     @property
     def name(self) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from specdec_fast.drafters.base import Draft, Drafter
+from specdec_fast.drafters.base import Draft, Drafter, DrafterContext
 from specdec_fast.request.sequence import Sequence
 
 
 class NoDrafter(Drafter):
     """Proposes nothing, so that every step emits the one token the target chooses."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._nothing = torch.empty(0, dtype=torch.int64, device=device)
+    def __init__(self, context: DrafterContext) -> None:
+        self._nothing = torch.empty(0, dtype=torch.int64, device=context.device)
 
     @property
     def name(self) -> str:

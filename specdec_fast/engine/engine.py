@@ -49,7 +49,8 @@ class Engine:
 
     Args:
         target: name, folder or loaded Hugging Face causal model.
-        draft: the same for a draft model; ``"ngram"``; a Drafter; or None (or ``"none"``) for plain decoding.
+        draft: the same for a draft model; the name of a drafter, such as ``"ngram"``; a Drafter; or None (or
+            ``"none"``) for plain decoding.
         config: an EngineConfig; its fields may be given as keywords instead.
         tokenizer: the target's; None loads the one beside the model, if there is one. Or an object of your own, with
             ``__call__(text).input_ids`` and ``decode(ids, skip_special_tokens=True)``: more ids may only add text.
