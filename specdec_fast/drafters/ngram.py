@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, Drafter, DrafterContext
-from specdec_fast.oracle.prompt_lookup import prompt_lookup
 from specdec_fast.request.sequence import Sequence
+
+_NGRAM_SIZES = (3, 2, 1)
 
 
 class NgramDrafter(Drafter):
-    """Proposes what followed the latest earlier copy of a sequence's last tokens; nothing where there is none."""
+    """Proposes the tokens that followed the latest earlier copy of a sequence's last tokens.
+
+    Each sequence has an index of its n-grams, built at its first proposal and extended by its new tokens at each
+    later one. So a step costs the number of new tokens, whatever the length. The index holds at most three entries
+    per token and is dropped when the sequence is released.
+    """
 
     def __init__(self, context: DrafterContext) -> None:
         self._device = context.device
+        self._indexes: dict[Sequence, NgramIndex] = {}
 
     @property
     def name(self) -> str:
@@ -20,10 +27,56 @@ class NgramDrafter(Drafter):
         return "ngram"
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Look every sequence's ending up in its own committed tokens."""
+        """Look up the last tokens of every sequence among its own committed tokens."""
         proposals = [
-            prompt_lookup(sequence.token_ids, limit) if limit else []
+            self._index_of(sequence).propose(sequence.token_ids, limit) if limit else []
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
         token_ids = [token for proposal in proposals for token in proposal]
         return Draft(to_device(token_ids, self._device), [len(proposal) for proposal in proposals])
+
+    def release(self, sequence: Sequence) -> None:
+        """Drop the sequence's index, if it has one."""
+        self._indexes.pop(sequence, None)
+
+    def _index_of(self, sequence: Sequence) -> NgramIndex:
+        if sequence not in self._indexes:
+            self._indexes[sequence] = NgramIndex()
+        return self._indexes[sequence]
+
+
+class NgramIndex:
+    """Where each n-gram of one growing list of tokens was last seen; ``oracle/prompt_lookup.py`` defines the result.
+
+    A table per n maps an n-gram to the position behind its latest copy. The n-gram that ends the list is not entered
+    before a further token follows it, so a look-up finds earlier copies only.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in _NGRAM_SIZES}
+        self._num_tokens = 0  # how long the list was at the last look-up
+
+    def propose(self, token_ids: list[int], num_draft_tokens: int) -> list[int]:
+        """Return up to ``num_draft_tokens`` tokens that followed the latest earlier copy of the longest ending.
+
+        Args:
+            token_ids: the list of the last call, with any number of tokens appended.
+            num_draft_tokens: at least 1.
+
+        """
+        self._enter(token_ids)
+        for n, table in self._tables.items():
+            follows = table.get(tuple(token_ids[-n:]))
+            if follows is not None:
+                return token_ids[follows : follows + num_draft_tokens]
+        return []
+
+    def _enter(self, token_ids: list[int]) -> None:
+        """Enter the n-grams that a token has followed since the last call."""
+        stop = len(token_ids)
+        for n, table in self._tables.items():
+            first = max(n, self._num_tokens)  # the first position with a new n-gram before it
+            if first < stop:
+                columns = [token_ids[first - n + i : stop - n + i] for i in range(n)]
+                table.update(zip(zip(*columns, strict=True), range(first, stop), strict=True))
+        self._num_tokens = stop
