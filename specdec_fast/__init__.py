@@ -37,6 +37,7 @@ from specdec_fast.errors import (
     InvalidPromptError,
     KVCacheAllocationError,
     KVCacheTooSmallError,
+    LengthPolicyError,
     MissingTokenizerError,
     NotYetSupportedError,
     PromptTooLongError,
@@ -48,6 +49,7 @@ from specdec_fast.errors import (
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import DecodingStats, GenerationOutput, RunStats, StreamChunk
 from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.speculation_length import LengthPolicy, StepObservation
 
 __version__ = "0.1.0"
 
@@ -71,6 +73,8 @@ __all__ = [
     "InvalidPromptError",
     "KVCacheAllocationError",
     "KVCacheTooSmallError",
+    "LengthPolicy",
+    "LengthPolicyError",
     "MissingTokenizerError",
     "NotYetSupportedError",
     "PromptTooLongError",
@@ -79,6 +83,7 @@ __all__ = [
     "SamplingParams",
     "Sequence",
     "SpecDecError",
+    "StepObservation",
     "StreamChunk",
     "UnsupportedModelError",
     "VocabularyMismatchError",

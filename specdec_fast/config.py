@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.sampling_params import SamplingParams, as_plain
+from specdec_fast.speculation_length import LengthPolicy, make_length_policy
 
 _DTYPES = {
     "float32": torch.float32,
@@ -20,10 +21,6 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
-
-
-ADAPTIVE: Literal["auto"] = "auto"
-_MOST_ADAPTIVE = 8  # draft tokens that a choice per step may come to
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,8 @@ class EngineConfig:
         max_batch_size: sequences in one step at most.
         num_draft_tokens: K, draft tokens per sequence and step; 0 decodes plainly. ``"auto"`` chooses K of 0 to 8 for
             every sequence, again and again, from costs measured here and from what was accepted of it so far; the
-            engine then takes about a second longer to make (dozens of forwards, however long they take).
+            engine then takes about a second longer to make (dozens of forwards, however long they take). Or a
+            LengthPolicy of the caller's own, which then serves one engine.
         window_size: sequences that exspec keeps resident; None takes twice ``max_batch_size``.
         max_wait_steps: how many steps in a row exspec may pass a resident sequence over.
         kv_cache_tokens: KV positions in the pool (the draft model's pool gets as many); None makes room for a full
@@ -60,7 +58,7 @@ class EngineConfig:
 
     method: str = "exspec"
     max_batch_size: int = 8
-    num_draft_tokens: int | Literal["auto"] = 5
+    num_draft_tokens: int | str | LengthPolicy = 5
     window_size: int | None = None
     max_wait_steps: int = 4
     kv_cache_tokens: int | None = None
@@ -80,8 +78,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected {expected}.")
         for name, smallest in (("max_batch_size", 1), ("max_wait_steps", 0), ("page_size", 1)):
             _expect_at_least(name, getattr(self, name), smallest)
-        if not self.is_adaptive:
-            _expect_at_least("num_draft_tokens", self.num_draft_tokens, 0, or_else=ADAPTIVE)
+        make_length_policy(self.num_draft_tokens)  # raises what is wrong with it
         if self.kv_cache_tokens is not None:
             _expect_at_least("kv_cache_tokens", self.kv_cache_tokens, 1)
         self._check_window()
@@ -89,14 +86,9 @@ class EngineConfig:
         object.__setattr__(self, "device", _as_device(self.device))
 
     @property
-    def is_adaptive(self) -> bool:
-        """Whether K is chosen per step."""
-        return isinstance(self.num_draft_tokens, str) and self.num_draft_tokens == ADAPTIVE
-
-    @property
     def most_draft_tokens(self) -> int:
         """The largest K that a sequence may get in a step."""
-        return self.num_draft_tokens if isinstance(self.num_draft_tokens, int) else _MOST_ADAPTIVE
+        return make_length_policy(self.num_draft_tokens).max_draft_tokens
 
     @property
     def num_resident(self) -> int:
@@ -149,10 +141,9 @@ def as_config(config: EngineConfig | None, keywords: Mapping[str, Any]) -> Engin
     return config
 
 
-def _expect_at_least(name: str, value: Any, smallest: int, or_else: str | None = None) -> None:
+def _expect_at_least(name: str, value: Any, smallest: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value < 2**63:
-        other = f", or {or_else!r}" if or_else else ""
-        raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}{other}.")
+        raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}.")
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

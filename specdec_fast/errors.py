@@ -2,7 +2,7 @@
 
 Every message says what came, what was expected and what to do. Errors that concern one request only derive from
 :class:`RequestError`: the engine puts them on that request's output and goes on with the others. All the rest
-concern the whole call; but for a DrafterError they are raised before any token is decoded.
+concern the whole call; but for a DrafterError and a LengthPolicyError they are raised before any token is decoded.
 """
 
 
@@ -32,6 +32,10 @@ class VocabularyMismatchError(SpecDecError, ValueError):
 
 class DrafterError(SpecDecError, ValueError):
     """A drafter of the caller's own broke its contract: wrong counts, or more tokens than it was allowed."""
+
+
+class LengthPolicyError(SpecDecError, ValueError):
+    """A policy for K of the caller's own broke its contract: wrong counts, or more draft tokens than it may ask for."""
 
 
 class BackendError(SpecDecError, RuntimeError):

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from specdec_fast.speculation_length import LENGTH_POLICIES
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-AUTO_DRAFT_TOKENS = "auto"  # of EngineConfig.num_draft_tokens
 
 
 def rounded(value: Any) -> Any:
@@ -30,13 +31,13 @@ def integers(text: str) -> list[int]:
 
 
 def draft_tokens(text: str) -> list[int | str]:
-    """Parse ``3,5,auto``: numbers of draft tokens, or the engine's own choice."""
-    return [part if part == AUTO_DRAFT_TOKENS else _natural(part) for part in text.split(",")]
+    """Parse ``3,5,auto``: numbers of draft tokens, or policies that choose them."""
+    return [part if part in LENGTH_POLICIES else _natural(part) for part in text.split(",")]
 
 
 def _natural(text: str) -> int:
     if not text.strip().isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected integers from 0 on, or {AUTO_DRAFT_TOKENS}")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected integers from 0 on, or {', '.join(LENGTH_POLICIES)}")
     return int(text)
 
 

@@ -8,14 +8,15 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from specdec_fast.config import ADAPTIVE, EngineConfig
+from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DRAFTERS
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
 from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.schedulers import SCHEDULERS
+from specdec_fast.speculation_length import LENGTH_POLICIES
 
 _REQUEST_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 
@@ -29,7 +30,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=num_draft_tokens,
         default=5,
         metavar="K",
-        help=f"per sequence and step; or {ADAPTIVE}: chosen at every step from cost and acceptance (default: 5)",
+        help=f"per sequence and step; or a policy that chooses it: {', '.join(LENGTH_POLICIES)} (default: 5)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
     parser.add_argument(
@@ -38,14 +39,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_backend_options(parser)
 
 
-def num_draft_tokens(text: str) -> int | Literal["auto"]:
-    """Parse K: an integer, or the word for a K that is chosen per step."""
-    if text == ADAPTIVE:
-        return ADAPTIVE
+def num_draft_tokens(text: str) -> int | str:
+    """Parse K: an integer, or the name of a policy that chooses it."""
+    if text in LENGTH_POLICIES:
+        return text
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither an integer nor {ADAPTIVE!r}") from None
+        names = ", ".join(map(repr, LENGTH_POLICIES))
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an integer nor {names}") from None
 
 
 def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:

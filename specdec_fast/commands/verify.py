@@ -18,7 +18,7 @@ from specdec_fast.commands.common import (
     num_draft_tokens,
     read_prompts,
 )
-from specdec_fast.config import ADAPTIVE, EngineConfig
+from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import NO_DRAFT
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.equivalence.compare import Comparison
@@ -31,6 +31,7 @@ from specdec_fast.ops import resolve
 from specdec_fast.request.detokenizer import load_tokenizer
 from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.schedulers import SCHEDULERS
+from specdec_fast.speculation_length import LENGTH_POLICIES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=num_draft_tokens,
         default=[5],
         metavar="K",
-        help=f"integers, or {ADAPTIVE} (default: 5)",
+        help=f"integers, or {', '.join(LENGTH_POLICIES)} (default: 5)",
     )
     parser.add_argument("--dtypes", nargs="+", default=["float32"], metavar="D", help="default: float32")
     parser.add_argument(

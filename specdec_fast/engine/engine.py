@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from os import PathLike
 from time import perf_counter
 from typing import Any
@@ -33,12 +34,13 @@ from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.prefill import prefill
 from specdec_fast.models.probe_errors import named_failures
+from specdec_fast.models.profiling import forward_seconds
 from specdec_fast.ops import resolve
 from specdec_fast.request.detokenizer import expect_tokenizer, load_tokenizer
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, RunStats, StreamChunk
 from specdec_fast.schedulers import make_scheduler
-from specdec_fast.speculation_length import make_length_policy
+from specdec_fast.speculation_length import Profiler, make_length_policy
 
 
 class Engine:
@@ -87,7 +89,11 @@ class Engine:
             self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         self.drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
-        self.length_policy = make_length_policy(self.config, self.target, None if wanted is None else self.drafter)
+        self.length_policy = make_length_policy(0 if wanted is None else self.config.num_draft_tokens)
+        verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
+        self.length_policy.prepare(
+            Profiler(self.config.max_batch_size, self._overlap, verify_seconds, self.drafter.forward_seconds)
+        )
         self.pool: PagePool | None = None
         self.last_run = RunStats()
 
@@ -241,7 +247,7 @@ class Engine:
     def _launch(self, batch: list[Sequence], no_refill: bool) -> Step:
         """Draft and verify for one batch; on a GPU this waits for nothing."""
         timer = self.last_run.timer
-        limits = self.length_policy.limits(batch, no_refill)
+        limits = self.length_policy.checked_limits(batch, no_refill)
         self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
         started = perf_counter()
         with timer("draft"):

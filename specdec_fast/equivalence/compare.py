@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ class Setting:
     Attributes:
         method: a scheduler, "autoregressive" (the engine without a draft) or "transformers".
         batch_size: sequences decoded together.
-        num_draft_tokens: K, or "auto"; None where nothing is drafted.
+        num_draft_tokens: K, or the name of a length policy; None where nothing is drafted.
         drafter: name of the draft model or of the drafter, or "none".
         dtype: of both models.
         sampling: "greedy", or the sampling parameters.
@@ -52,7 +52,7 @@ class Setting:
 
     method: str
     batch_size: int
-    num_draft_tokens: int | Literal["auto"] | None = None
+    num_draft_tokens: int | str | None = None
     drafter: str = "none"
     dtype: str = "float32"
     sampling: str = "greedy"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -48,7 +48,7 @@ class Matrix:
         samplings: name to the parameters of the first prompt; prompt i (from 0) has the seed plus i.
         methods: schedulers, and "autoregressive".
         batch_sizes: sequences per step.
-        num_draft_tokens: K of the schedulers, or "auto"; 0 is plain decoding by that scheduler.
+        num_draft_tokens: K of the schedulers, or the name of a length policy; 0 is plain decoding by that scheduler.
         rounds: a setting gets so many batches of prompts at most, because small batches take long; None: all prompts.
 
     """
@@ -60,7 +60,7 @@ class Matrix:
     samplings: dict[str, SamplingParams]
     methods: tuple[str, ...]
     batch_sizes: tuple[int, ...]
-    num_draft_tokens: tuple[int | Literal["auto"], ...]
+    num_draft_tokens: tuple[int | str, ...]
     rounds: int | None = None
 
     def settings(self) -> Iterator[Setting]:

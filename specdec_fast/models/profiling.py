@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 
 import torch
@@ -51,11 +51,6 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
                 found[count] = min(found.get(count, float("inf")), seconds)
         deadline = max(deadline, started + (1 + _BUDGET_SHARE) * sum(found.values()))
     return found
-
-
-def is_rough(seconds: Mapping[int, float]) -> bool:
-    """Return whether what ``forward_seconds`` gave rests on one forward at some counts: there was no time for more."""
-    return sum(seconds.values()) > _BUDGET_SECONDS
 
 
 def _forward(model: RaggedModel, pool: PagePool, num_rows: int, num_owners: int, context: int) -> float:

@@ -1,45 +1,38 @@
-"""How many draft tokens each sequence of a step gets: a fixed K, or one chosen from cost and acceptance."""
+"""Speculation length: how many draft tokens each sequence of a step gets, fixed or chosen by a policy."""
 
 from __future__ import annotations
 
-from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import Drafter
-from specdec_fast.models.hf_model import RaggedModel
-from specdec_fast.models.profiling import forward_seconds, is_rough
-from specdec_fast.speculation_length.adaptive import AdaptiveLength, StepCosts
-from specdec_fast.speculation_length.base import LengthPolicy, StepObservation
-from specdec_fast.speculation_length.cost_model import CostCurve, row_counts, unknown_cost
+from typing import Any
+
+from specdec_fast.errors import ConfigError
+from specdec_fast.speculation_length.adaptive import AdaptiveLength
+from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObservation
 from specdec_fast.speculation_length.fixed import FixedLength
-from specdec_fast.speculation_length.profile_overhead import profile_overhead
 
-__all__ = ["LengthPolicy", "StepObservation", "make_length_policy"]
+# The values of ``num_draft_tokens`` besides integers and instances.
+LENGTH_POLICIES: dict[str, type[LengthPolicy]] = {"auto": AdaptiveLength}
 
-_CATCHING_UP = 64  # rows at which a draft model's forward is measured for the price of a prompt
+__all__ = ["LENGTH_POLICIES", "LengthPolicy", "Profiler", "StepObservation", "make_length_policy"]
 
 
-def make_length_policy(config: EngineConfig, target: RaggedModel, drafter: Drafter | None) -> LengthPolicy:
-    """Build what ``config.num_draft_tokens`` asks for; to adapt, measure the forwards of both models first.
+def make_length_policy(num_draft_tokens: Any) -> LengthPolicy:
+    """Return the policy that ``num_draft_tokens`` asks for: an instance as it is, else a new one.
 
-    Args:
-        config: K and the largest batch.
-        target: with the row rule it will be run with.
-        drafter: None for plain decoding.
+    Raises:
+        ConfigError: it is no integer from 0 on, no name of ``LENGTH_POLICIES`` and no LengthPolicy.
 
     """
-    if drafter is None:
-        return FixedLength(0)
-    if not config.is_adaptive:
-        return FixedLength(config.most_draft_tokens)
-    most, num = config.most_draft_tokens, config.max_batch_size
-    measured = forward_seconds(target, row_counts(num * (most + 1)), num)
-    verify = CostCurve(measured, is_rough=is_rough(measured))
-    drafting = drafter.forward_seconds(row_counts(max(num, _CATCHING_UP)))
-    if drafting is None:
-        costs = StepCosts(verify, unknown_cost(num))
-    else:
-        once, largest = drafting.pop(0, 0.0), max(drafting)
-        entry_seconds, is_asynchronous = drafting[largest] / largest, target.layout.device.type != "cpu"
-        costs = StepCosts(
-            verify, CostCurve(drafting, is_rough=is_rough(drafting)), once, entry_seconds, is_asynchronous
-        )
-    return AdaptiveLength(most, profile_overhead(costs, most, num))
+    if isinstance(num_draft_tokens, LengthPolicy):
+        most = getattr(num_draft_tokens, "max_draft_tokens", None)
+        if not isinstance(most, int) or most < 0:
+            name = type(num_draft_tokens).__name__
+            raise ConfigError(f"max_draft_tokens of {name}: {most!r}; expected the largest K that it gives.")
+        return num_draft_tokens
+    if isinstance(num_draft_tokens, str) and num_draft_tokens in LENGTH_POLICIES:
+        return LENGTH_POLICIES[num_draft_tokens]()
+    if isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool) and 0 <= num_draft_tokens < 2**63:
+        return FixedLength(num_draft_tokens)
+    names = ", ".join(map(repr, LENGTH_POLICIES))
+    raise ConfigError(
+        f"num_draft_tokens={num_draft_tokens!r}: expected an integer >= 0, or {names}, or a LengthPolicy (an instance)."
+    )

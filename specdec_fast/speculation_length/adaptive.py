@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from copy import deepcopy
 
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.acceptance import Acceptance
 from specdec_fast.speculation_length.allocation import NOTHING, Costs, allocate, tail_weights
-from specdec_fast.speculation_length.base import LengthPolicy, StepObservation, num_at_least
+from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObservation, num_at_least
 from specdec_fast.speculation_length.catch_up_cost import CatchUpCost, from_the_start, without_entry
-from specdec_fast.speculation_length.cost_model import CostCurve
+from specdec_fast.speculation_length.cost_model import StepCosts, measured_costs, unknown_cost
 from specdec_fast.speculation_length.decision_budget import DecisionBudget
+from specdec_fast.speculation_length.profile_overhead import profile_overhead
 
 _STEPS_DRAFTING, _STEPS_LEARNING, _STEPS_PLAIN = 16, 8, 32  # for which a choice stands at least, once much is known
 _STEPS_EVENING = 4  # the same, where those who are behind get more, until they are not
@@ -24,29 +25,6 @@ _FEW = 4  # plain steps that outweigh a hasty measurement: the first of them com
 _DEAR = 0.03  # share of a plain step from which on the price of taking a sequence in is weighed
 _OTHER_RATE = 0.1  # share of the latest step in the average of what steps take besides forwards
 _MOST_BACKOFF = 4.0  # by how much probes may become rarer, if they keep failing
-
-
-class StepCosts(NamedTuple):
-    """What is known of a step's cost.
-
-    Attributes:
-        verify: of the target's forward, by rows.
-        draft: of one drafting forward, by sequences.
-        once: of drafting in a step, besides its forwards.
-        entry_seconds: of one token that a draft model lacks, where it catches up with many.
-        is_asynchronous: on a GPU only a whole step's time means something: it is shared out as expected.
-        choice_seconds: of choosing K for a full batch.
-        observation_seconds: of learning from a step of a full batch.
-
-    """
-
-    verify: CostCurve
-    draft: CostCurve
-    once: float = 0.0
-    entry_seconds: float = 0.0
-    is_asynchronous: bool = False
-    choice_seconds: float = 0.0
-    observation_seconds: float = 0.0
 
 
 class AdaptiveLength(LengthPolicy):
@@ -62,8 +40,12 @@ class AdaptiveLength(LengthPolicy):
 
     """
 
-    def __init__(self, most: int, costs: StepCosts) -> None:
-        self._most, self._costs = most, costs
+    max_draft_tokens = 8
+
+    def __init__(self, costs: StepCosts | None = None) -> None:
+        self._most = most = self.max_draft_tokens
+        self._costs = costs or StepCosts(unknown_cost(1), unknown_cost(1))
+        costs = self._costs
         self.budget = DecisionBudget(costs.choice_seconds, costs.observation_seconds)
         self._acceptance = Acceptance(most)
         self._plan: dict[Sequence, int] = {}
@@ -77,6 +59,13 @@ class AdaptiveLength(LengthPolicy):
         self._num_in_a_row = 0
         self._is_plain = self._is_probing = False  # the plan
         self._is_calibrating = self._is_catching_up = False  # the next step
+
+    def prepare(self, profiler: Profiler) -> None:
+        """Time the forwards of both models, and what a choice takes."""
+        most, num = self._most, profiler.max_batch_size
+        costs = measured_costs(profiler, most)
+        self._costs = costs
+        self.budget = DecisionBudget(*profile_overhead(lambda: AdaptiveLength(deepcopy(costs)), most, num))
 
     def limits(self, batch: list[Sequence], no_refill: bool = False) -> list[int]:
         """Return K of each sequence."""

@@ -1,11 +1,12 @@
-"""The contract of what chooses K. To add one: copy ``fixed.py``, and name it in ``speculation_length/__init__.py``."""
+"""The contract of a K policy. To add one: copy ``fixed.py`` and name it in ``speculation_length/__init__.py``."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from specdec_fast.errors import LengthPolicyError
 from specdec_fast.request.sequence import Sequence
 
 
@@ -44,11 +45,36 @@ def num_at_least(counts: Iterable[int], most: int) -> list[int]:
     return found[::-1]
 
 
+class Profiler(NamedTuple):
+    """Times the forwards of an engine's models on demand.
+
+    Attributes:
+        max_batch_size: sequences in one step at most.
+        is_asynchronous: whether forwards are only queued (on a GPU), so that only a whole step's time is known.
+        verify_seconds: takes row counts; returns the seconds of one target forward, by row count.
+        draft_seconds: takes numbers of sequences; returns the seconds of drafting one token for so many, by number, and
+            at 0 those of a proposal besides; None if the drafter does not know.
+
+    """
+
+    max_batch_size: int
+    is_asynchronous: bool
+    verify_seconds: Callable[[list[int]], dict[int, float]]
+    draft_seconds: Callable[[list[int]], dict[int, float] | None]
+
+
 class LengthPolicy(ABC):
     """Chooses how many draft tokens each sequence of a step may get. It changes when a token comes, never which (I6).
 
-    The engine calls ``limits`` before a step, ``observe`` after it, and ``forget`` when a sequence leaves.
+    The engine calls ``prepare`` when it is made, ``limits`` before a step, ``observe`` after it, and ``forget`` when a
+    sequence leaves. An instance serves one engine.
+
+    Attributes:
+        max_draft_tokens: the largest K that it gives.
+
     """
+
+    max_draft_tokens: int
 
     @abstractmethod
     def limits(self, batch: list[Sequence], no_refill: bool = False) -> list[int]:
@@ -60,10 +86,33 @@ class LengthPolicy(ABC):
 
         """
 
-    # The hooks below do nothing for whoever learns nothing.
+    # The hooks below do nothing for a policy that learns nothing.
+
+    def prepare(self, profiler: Profiler) -> None:  # noqa: B027
+        """Measure what the policy needs to know; nothing is measured unless it asks."""
 
     def observe(self, step: StepObservation) -> None:  # noqa: B027
         """Learn what a step took and what was accepted in it."""
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027
         """Drop what is kept of a sequence; there may be nothing."""
+
+    def checked_limits(self, batch: list[Sequence], no_refill: bool = False) -> list[int]:
+        """Return ``limits``, held to the contract.
+
+        Raises:
+            LengthPolicyError: it is no list of one int per sequence, or one is out of range.
+
+        """
+        limits, most = self.limits(batch, no_refill), self.max_draft_tokens
+        if not isinstance(limits, list) or len(limits) != len(batch):
+            raise LengthPolicyError(
+                f"limits of {type(self).__name__}: {limits!r}; expected a list of {len(batch)} ints."
+            )
+        for k, sequence in zip(limits, batch, strict=True):
+            if type(k) is not int or not 0 <= k <= most or (k and k >= sequence.num_remaining):
+                raise LengthPolicyError(
+                    f"limits of {type(self).__name__}: {k!r} for a sequence with {sequence.num_remaining} tokens to "
+                    f"come; expected an int from 0 to max_draft_tokens={most}, and less than the tokens to come."
+                )
+        return limits

@@ -6,9 +6,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from math import exp, log
+from typing import NamedTuple
+
+from specdec_fast.speculation_length.base import Profiler
 
 _LARGEST_SURPRISE = 0.4  # of the logarithm of a ratio: what exceeds it was the machine being busy with other things
 _OVERALL_RATE, _COUNT_RATE = 0.1, 0.02  # share of a surprise that is taken over, in the long run
+
+
+_CATCHING_UP = 64  # rows at which a draft model's forward is measured for the price of a prompt
+_ENOUGH_SECONDS = 0.5  # of measurements in all; beyond it there was no time to repeat them
 
 
 class CostCurve:
@@ -116,7 +123,48 @@ def unknown_cost(most_rows: int) -> CostCurve:
     return CostCurve(dict.fromkeys(row_counts(most_rows), 1e-6), is_measured=False)
 
 
+def is_rough(seconds: Mapping[int, float]) -> bool:
+    """Return whether the seconds rest on one forward at some counts: there was no time for more."""
+    return sum(seconds.values()) > _ENOUGH_SECONDS
+
+
 def row_counts(largest: int) -> list[int]:
     """Return the row counts to measure: 1, 2, 3, 4, 6, 8, 12, 16, 24, ... up to ``largest``."""
     doubled = [2**i for i in range(largest.bit_length())]
     return sorted({n for power in doubled for n in (power, power * 3 // 2) if n < largest} | {largest})
+
+
+class StepCosts(NamedTuple):
+    """What is known of a step's cost.
+
+    Attributes:
+        verify: of the target's forward, by rows.
+        draft: of one drafting forward, by sequences.
+        once: of drafting in a step, besides its forwards.
+        entry_seconds: of one token that a draft model lacks, where it catches up with many.
+        is_asynchronous: on a GPU only a whole step's time means something: it is shared out as expected.
+        choice_seconds: of choosing K for a full batch.
+        observation_seconds: of learning from a step of a full batch.
+
+    """
+
+    verify: CostCurve
+    draft: CostCurve
+    once: float = 0.0
+    entry_seconds: float = 0.0
+    is_asynchronous: bool = False
+    choice_seconds: float = 0.0
+    observation_seconds: float = 0.0
+
+
+def measured_costs(profiler: Profiler, most: int) -> StepCosts:
+    """Time the forwards of both models, for up to ``most`` draft tokens per sequence."""
+    num = profiler.max_batch_size
+    measured = profiler.verify_seconds(row_counts(num * (most + 1)))
+    verify = CostCurve(measured, is_rough=is_rough(measured))
+    drafting = profiler.draft_seconds(row_counts(max(num, _CATCHING_UP)))
+    if drafting is None:
+        return StepCosts(verify, unknown_cost(num))
+    once, largest = drafting.pop(0, 0.0), max(drafting)
+    draft = CostCurve(drafting, is_rough=is_rough(drafting))
+    return StepCosts(verify, draft, once, drafting[largest] / largest, profiler.is_asynchronous)

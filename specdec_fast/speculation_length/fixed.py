@@ -1,4 +1,4 @@
-"""The same K for everybody, always."""
+"""The same K for every sequence and step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class FixedLength(LengthPolicy):
     """Gives every sequence K draft tokens, fewer where fewer tokens may still come; 0 decodes plainly."""
 
     def __init__(self, num_draft_tokens: int) -> None:
-        self._num_draft_tokens = num_draft_tokens
+        self.max_draft_tokens = num_draft_tokens
 
     def limits(self, batch: list[Sequence], no_refill: bool = False) -> list[int]:
         """Return K of each sequence."""
-        k = self._num_draft_tokens
+        k = self.max_draft_tokens
         return [min(k, sequence.num_remaining - 1) for sequence in batch]

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
 
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.sampling_params import SamplingParams
-from specdec_fast.speculation_length.adaptive import AdaptiveLength, StepCosts
-from specdec_fast.speculation_length.base import StepObservation
+from specdec_fast.speculation_length.base import LengthPolicy, StepObservation
 
 _ROUNDS = 5  # of which the least counts: a busy machine only adds
 _SWEPT = 2**20  # numbers of 8 bytes, more than a core's own caches hold: a forward leaves little of what is needed here
 _PROMPT, _NEW_TOKENS = 64, 64
 
 
-def profile_overhead(costs: StepCosts, most: int, batch_size: int) -> StepCosts:
-    """Return ``costs`` with the seconds of a choice and of an observation, for full batches; nothing is learned."""
-    swept, copy = np.zeros(_SWEPT), deepcopy(costs)
+def profile_overhead(make: Callable[[], LengthPolicy], most: int, batch_size: int) -> tuple[float, float]:
+    """Return the seconds of a choice and of an observation, for full batches, of policies that ``make`` makes."""
+    swept = np.zeros(_SWEPT)
     choosing, observing = [], []
     for _ in range(_ROUNDS):
-        lengths = AdaptiveLength(most, copy)  # chooses and observes in its first step
+        lengths = make()  # chooses and observes in its first step
         batch = [_sequence(index) for index in range(batch_size)]
         swept += 1
         started = perf_counter()
@@ -34,7 +33,7 @@ def profile_overhead(costs: StepCosts, most: int, batch_size: int) -> StepCosts:
         started = perf_counter()
         lengths.observe(step)
         observing.append(perf_counter() - started)
-    return costs._replace(choice_seconds=min(choosing), observation_seconds=min(observing))
+    return min(choosing), min(observing)
 
 
 def _sequence(index: int) -> Sequence:

@@ -24,6 +24,7 @@ class RandomLengths(LengthPolicy):
     """Any K for anybody, and long stretches of nothing, so that a draft model has much to catch up with."""
 
     def __init__(self, seed, most):
+        self.max_draft_tokens = most
         self.random, self.most, self.num_steps, self.records = random.Random(seed), most, 0, []
 
     def limits(self, batch, no_refill):

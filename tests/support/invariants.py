@@ -151,7 +151,7 @@ class CheckedEngine:
             if sequence.finish_reason is None:
                 assert sequence.target_kv_length == sequence.length - 1, "I3: target lag"
                 lengths = getattr(self.engine.drafter, "draft_kv_length", {})
-                if not self.engine.config.is_adaptive:
+                if isinstance(self.engine.config.num_draft_tokens, int):
                     assert lengths.get(sequence, sequence.length - 2) >= sequence.length - 2, "I3: draft lag"
 
     def _check_pages(self, pool):

@@ -64,14 +64,14 @@ class World:
         errors = np.random.default_rng(self.seed)
 
         def measured(seconds: Callable[[int], float], largest: int) -> CostCurve:
-            wrong = {n: seconds(n) * np.exp(self.mismeasured * errors.normal()) for n in row_counts(largest)}
+            wrong = {n: float(seconds(n) * np.exp(self.mismeasured * errors.normal())) for n in row_counts(largest)}
             return CostCurve(wrong, is_rough=self.mismeasured > 0)
 
         verify = measured(self.verify, self.batch_size * (MOST + 1))
         costs = StepCosts(verify, unknown_cost(self.batch_size))
         if is_measured:
             costs = StepCosts(verify, measured(self.draft, 64), self.once, self.draft(64) / 64)
-        return AdaptiveLength(MOST, costs._replace(choice_seconds=self.choice, observation_seconds=self.observation))
+        return AdaptiveLength(costs._replace(choice_seconds=self.choice, observation_seconds=self.observation))
 
     def book_seconds(self, lengths: LengthPolicy) -> float:
         """Return what choosing and observing have taken so far."""

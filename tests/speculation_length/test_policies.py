@@ -1,0 +1,94 @@
+"""Policies for K of the caller's own: by name and as an instance, and held to their contract."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+import specdec_fast as sd
+from specdec_fast.commands.common import num_draft_tokens
+from specdec_fast.speculation_length import LENGTH_POLICIES
+from support.demo import MAX_NEW_TOKENS
+
+PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
+
+
+class InTurn(sd.LengthPolicy):
+    """K 0, 1, 2, 3 in turn, whatever happens; watches what it is called with."""
+
+    max_draft_tokens = 3
+
+    def __init__(self):
+        self.steps, self.forgotten, self.num_prepared = [], [], 0
+
+    def prepare(self, profiler):
+        self.num_prepared += 1
+        self.seconds = profiler.verify_seconds([1, 4]), profiler.draft_seconds([1, 2])
+
+    def limits(self, batch, no_refill=False):
+        k = len(self.steps) % 4
+        return [min(k, sequence.num_remaining - 1) for sequence in batch]
+
+    def observe(self, step):
+        self.steps.append(step)
+
+    def forget(self, sequence):
+        self.forgotten.append(sequence.index)
+
+
+def test_an_instance_is_a_policy(target, draft, prompt_ids, expected):
+    policy = InTurn()
+    outputs = sd.generate(target, draft, prompt_ids, PARAMS, num_draft_tokens=policy)
+    assert [output.token_ids for output in outputs] == expected
+    assert {max(step.limits) for step in policy.steps} == {0, 1, 2, 3}
+    assert sum(sum(step.num_accepted) + len(step.batch) for step in policy.steps) >= sum(map(len, expected))
+    assert sorted(policy.forgotten) == list(range(len(prompt_ids)))
+    verify, drafting = policy.seconds
+    assert (policy.num_prepared, set(verify), set(drafting)) == (1, {1, 4}, {0, 1, 2})
+
+
+def test_a_registered_policy_has_a_name_everywhere(target, prompt_ids, expected, monkeypatch):
+    monkeypatch.setitem(LENGTH_POLICIES, "in-turn", InTurn)
+    engine = sd.Engine(target, "ngram", num_draft_tokens="in-turn")
+    assert [output.token_ids for output in engine.generate(prompt_ids, PARAMS)] == expected
+    assert len(engine.length_policy.steps) == engine.last_run.num_steps
+    assert engine.describe()["num_draft_tokens"] == "in-turn"
+    assert engine.config.most_draft_tokens == 3
+    assert num_draft_tokens("in-turn") == "in-turn"
+    with pytest.raises(sd.ConfigError, match="expected an integer >= 0, or 'auto', 'in-turn', or a LengthPolicy"):
+        sd.EngineConfig(num_draft_tokens="in turn")
+    with pytest.raises(argparse.ArgumentTypeError, match="neither an integer nor 'auto', 'in-turn'"):
+        num_draft_tokens("in turn")
+
+
+def test_a_policy_without_a_largest_k_is_refused():
+    class Unbounded(sd.LengthPolicy):
+        def limits(self, batch, no_refill=False):
+            return [0] * len(batch)
+
+    for value in (Unbounded(), InTurn):  # the class is no instance
+        with pytest.raises(sd.ConfigError, match=r"max_draft_tokens of Unbounded|expected an integer"):
+            sd.EngineConfig(num_draft_tokens=value)
+
+
+def test_a_policy_without_a_drafter_is_not_asked(target, prompt_ids, expected):
+    policy = InTurn()
+    outputs = sd.generate(target, None, prompt_ids, PARAMS, num_draft_tokens=policy)
+    assert [output.token_ids for output in outputs] == expected
+    assert not policy.steps
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [lambda batch: [4] * len(batch), lambda batch: [-1] * len(batch), lambda batch: [1], lambda batch: None,
+     lambda batch: [1.0] * len(batch), lambda batch: [s.num_remaining for s in batch]],
+    ids=["beyond max_draft_tokens", "negative", "too few", "None", "floats", "beyond the last token"],
+)  # fmt: skip
+def test_limits_are_held_to_the_contract(target, prompt_ids, limits, monkeypatch):
+    policy = InTurn()
+    monkeypatch.setattr(policy, "limits", lambda batch, no_refill: limits(batch))
+    engine = sd.Engine(target, "ngram", num_draft_tokens=policy, max_batch_size=4)
+    with pytest.raises(sd.LengthPolicyError, match=r"limits of InTurn: .*expected"):
+        engine.generate(prompt_ids, sd.SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert engine.pool.num_free_pages == engine.pool.num_pages
