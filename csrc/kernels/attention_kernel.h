@@ -54,18 +54,18 @@ SPECDEC_INLINE void product_block(Matrix c, Start start, const float* factor, Ma
   Vector sums[kRows][kCount] = {};
   for (std::int64_t k = first; k < last; ++k) {
     Vector operands[kCount];
-    for (int v = 0; v < kCount; ++v) operands[v] = load<Vector>(b.data + k * b.stride + v * kLanes);
+    for (int v = 0; v < kCount; ++v) operands[v] = load_as<Vector>(b.data + k * b.stride + v * kLanes);
     for (int i = 0; i < kRows; ++i) {
-      const auto weight = load<typename Product::Word>(a.data + i * a.stride + k);
+      const auto weight = load_as<typename Product::Word>(a.data + i * a.stride + k);
       for (int v = 0; v < kCount; ++v) sums[i][v] = Product::add(sums[i][v], weight, operands[v]);
     }
   }
   for (int i = 0; i < kRows; ++i) {
     for (int v = 0; v < kCount; ++v) {
       float* to = c.data + i * c.stride + v * kLanes;
-      if (start == Start::kSum) sums[i][v] += load<Vector>(to);
-      if (start == Start::kScaled) sums[i][v] += load<Vector>(to) * factor[i];
-      store(to, sums[i][v]);
+      if (start == Start::kSum) sums[i][v] += load_as<Vector>(to);
+      if (start == Start::kScaled) sums[i][v] += load_as<Vector>(to) * factor[i];
+      store_as(to, sums[i][v]);
     }
   }
 }

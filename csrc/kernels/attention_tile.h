@@ -6,22 +6,7 @@
 namespace specdec {
 namespace SPECDEC_ISA {
 
-constexpr int kLanes = SPECDEC_LANES;
-
-typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
-typedef std::uint32_t Words __attribute__((vector_size(kLanes * sizeof(std::uint32_t))));
-
-template <typename T>
-SPECDEC_INLINE T load(const void* from) {
-  T value;
-  std::memcpy(&value, from, sizeof(T));
-  return value;
-}
-
-template <typename T>
-SPECDEC_INLINE void store(void* to, T value) {
-  std::memcpy(to, &value, sizeof(T));
-}
+#include "kernels/vectors.h"
 
 // Single numbers, as fp32.
 struct Singles {
@@ -48,7 +33,7 @@ struct Pairs {
 SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&out)[4]) {
   __m512i m[4];
   for (int i = 0; i < 4; ++i) {
-    const auto quad = [&](int g) { return load<__m128i>(rows[4 * g + i] + 4 * w); };
+    const auto quad = [&](int g) { return load_as<__m128i>(rows[4 * g + i] + 4 * w); };
     const __m512i two = _mm512_inserti32x4(_mm512_castsi128_si512(quad(0)), quad(1), 1);
     m[i] = _mm512_inserti32x4(_mm512_inserti32x4(two, quad(2), 2), quad(3), 3);
   }
@@ -63,8 +48,8 @@ SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&o
 SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&out)[4]) {
   __m256i m[4];
   for (int i = 0; i < 4; ++i) {
-    const __m256i low = _mm256_castsi128_si256(load<__m128i>(rows[i] + 4 * w));
-    m[i] = _mm256_inserti128_si256(low, load<__m128i>(rows[4 + i] + 4 * w), 1);
+    const __m256i low = _mm256_castsi128_si256(load_as<__m128i>(rows[i] + 4 * w));
+    m[i] = _mm256_inserti128_si256(low, load_as<__m128i>(rows[4 + i] + 4 * w), 1);
   }
   const __m256i low01 = _mm256_unpacklo_epi32(m[0], m[1]), high01 = _mm256_unpackhi_epi32(m[0], m[1]);
   const __m256i low23 = _mm256_unpacklo_epi32(m[2], m[3]), high23 = _mm256_unpackhi_epi32(m[2], m[3]);
@@ -76,7 +61,7 @@ SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&o
 #else
 SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&out)[4]) {
   for (int j = 0; j < 4; ++j) {
-    const Words row = load<Words>(rows[j] + 4 * w);
+    const Words row = load_as<Words>(rows[j] + 4 * w);
     for (int i = 0; i < 4; ++i) out[i][j] = row[i];
   }
 }
@@ -111,9 +96,9 @@ SPECDEC_INLINE void store_keys(Words words, std::int64_t w, float* to) {
     constexpr std::int64_t numbers = 4 / sizeof(typename Type::Storage);
     Vector widened[numbers];
     widen(Type{}, words, widened);
-    for (std::int64_t i = 0; i < numbers; ++i) store(to + (w * numbers + i) * kTile, widened[i]);
+    for (std::int64_t i = 0; i < numbers; ++i) store_as(to + (w * numbers + i) * kTile, widened[i]);
   } else {
-    store(to + w * kTile, words);
+    store_as(to + w * kTile, words);
   }
 }
 
@@ -162,7 +147,7 @@ SPECDEC_INLINE void load_values(const typename Type::Storage* const* rows, std::
       to[d] = Type::load(rows[0][d]);
     } else {
       const std::uint32_t second = rows[1][d];
-      store(to + d, rows[0][d] | second << 16);
+      store_as(to + d, rows[0][d] | second << 16);
     }
   }
 }

@@ -45,7 +45,6 @@ SPECDEC_INLINE Quad sums_of(Quad a, Quad b, Quad c, Quad d) {
   return __builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high);
 }
 
-
 // The weights that a block of outputs fetches for later ones, into the second-level cache: the first waits for only a few
 // lines at a time. Several blocks of rows share the outputs.
 struct Fetch {

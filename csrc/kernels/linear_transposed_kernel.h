@@ -10,32 +10,22 @@
 namespace specdec {
 namespace SPECDEC_ISA {
 
-constexpr int kLanes = SPECDEC_LANES;
+#include "kernels/vectors.h"
+
 constexpr int kRows = SPECDEC_LANES == 16 ? 6 : 2;  // of a block, with four vectors each: as many sums as registers hold
 constexpr std::int64_t kChunk = 256;                // inputs: their weights for a block of outputs stay in a cache
 constexpr std::int64_t kTogether = 384;             // rows that pass by a chunk's weights before the next chunk
 constexpr std::int64_t kAhead = 8;                  // units whose weights are asked for early: lines lie far apart
 
-typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
-typedef std::uint32_t Bits __attribute__((vector_size(kLanes * sizeof(std::uint32_t))));
-typedef std::uint16_t Halves __attribute__((vector_size(kLanes * sizeof(std::uint16_t))));
-
-template <typename Type>
-SPECDEC_INLINE Type load_as(const void* from) {
-  Type vector;
-  std::memcpy(&vector, from, sizeof(vector));
-  return vector;
-}
-
 SPECDEC_INLINE Vector widened(const float* from, Float32) { return load_as<Vector>(from); }
 SPECDEC_INLINE Vector widened(const std::uint16_t* from, BFloat16) {
-  return reinterpret_cast<Vector>(__builtin_convertvector(load_as<Halves>(from), Bits) << 16);
+  return reinterpret_cast<Vector>(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
 }
 SPECDEC_INLINE Vector widened(const std::uint16_t* from, Float16) {  // as Float16::load
-  const Bits half = __builtin_convertvector(load_as<Halves>(from), Bits), magnitude = half & 0x7fffu;
+  const Words half = __builtin_convertvector(load_as<Halves>(from), Words), magnitude = half & 0x7fffu;
   const Vector scaled = reinterpret_cast<Vector>(magnitude << 13) * 0x1p112f;
-  const Bits special = reinterpret_cast<Bits>(magnitude >= 0x7c00u) & 0x7f800000u;
-  return reinterpret_cast<Vector>(reinterpret_cast<Bits>(scaled) | special | ((half & 0x8000u) << 16));
+  const Words special = reinterpret_cast<Words>(magnitude >= 0x7c00u) & 0x7f800000u;
+  return reinterpret_cast<Vector>(reinterpret_cast<Words>(scaled) | special | ((half & 0x8000u) << 16));
 }
 
 // Units of one input.
@@ -64,8 +54,8 @@ struct Paired {
   template <int kVectors>
   SPECDEC_INLINE static void load(const Storage* from, std::int64_t stride, Vector vectors[kVectors]) {
     if constexpr (kVectors == 1) {
-      const Bits first = __builtin_convertvector(load_as<Halves>(from), Bits);
-      const Bits second = __builtin_convertvector(load_as<Halves>(from + stride), Bits);
+      const Words first = __builtin_convertvector(load_as<Halves>(from), Words);
+      const Words second = __builtin_convertvector(load_as<Halves>(from + stride), Words);
       vectors[0] = reinterpret_cast<Vector>(first | second << 16);
     } else {
       static_assert(kVectors % 2 == 0, "");
@@ -78,7 +68,7 @@ struct Paired {
   }
   template <int kVectors>
   SPECDEC_INLINE static void sort(Vector* vectors) {
-    const Bits first = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+    const Words first = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
     for (int v = 0; v + 1 < kVectors; v += 2) {
       const Vector low = __builtin_shuffle(vectors[v], vectors[v + 1], first);
       vectors[v + 1] = __builtin_shuffle(vectors[v], vectors[v + 1], first + 8);
@@ -86,7 +76,7 @@ struct Paired {
     }
   }
   SPECDEC_INLINE static Vector broadcast(const float* unit) {
-    return reinterpret_cast<Vector>(load_as<std::uint32_t>(unit) + Bits{});
+    return reinterpret_cast<Vector>(load_as<std::uint32_t>(unit) + Words{});
   }
   SPECDEC_INLINE static Vector add(Vector sum, Vector input, Vector weight) {
     return reinterpret_cast<Vector>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(input),
@@ -163,8 +153,7 @@ SPECDEC_INLINE void add_chunk(const float* units, std::int64_t unit_stride, cons
     Units::template sort<kVectors>(sums[row]);
     for (int v = 0; v < kVectors; ++v) {
       float* to = totals + (row * kVectors + v) * kLanes;
-      const Vector total = load_as<Vector>(to) + sums[row][v];
-      std::memcpy(to, &total, sizeof(total));
+      store_as(to, load_as<Vector>(to) + sums[row][v]);
     }
   }
 }

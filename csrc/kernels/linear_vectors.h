@@ -3,15 +3,7 @@
 // A product takes kStep inputs and as many weights: a unit of each, four bytes, in every lane. A unit is one number in
 // fp32, or a pair of bf16 where pairs are multiplied in one instruction.
 
-constexpr int kLanes = SPECDEC_LANES;
-
-typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
-
-SPECDEC_INLINE Vector load_vector(const void* from) {
-  Vector vector;
-  std::memcpy(&vector, from, sizeof(vector));
-  return vector;
-}
+#include "kernels/vectors.h"
 
 // Units of one fp32 number.
 struct Single {
@@ -84,8 +76,6 @@ SPECDEC_INLINE Vector load_some(const typename Product::Storage* from, std::int6
   std::memcpy(step, from, static_cast<std::size_t>(count) * sizeof(step[0]));
   return Product::load(step);
 }
-
-typedef std::uint32_t LaneBits __attribute__((vector_size(kLanes * sizeof(std::uint32_t))));
 
 #if SPECDEC_LANES == 16
 // Four neighbouring rows, of each quarter: unit 4 q + k of the four is quarter q of columns[k].
@@ -177,23 +167,23 @@ SPECDEC_INLINE void load_transposed(const typename Product::Storage* const rows[
 
 // Format::store (dtype.h) of every lane, in the lower halves: a loop over lanes is unrolled before it is vectorised.
 template <typename Format>
-SPECDEC_INLINE LaneBits stored(LaneBits bits);
+SPECDEC_INLINE Words stored(Words bits);
 
 template <>
-SPECDEC_INLINE LaneBits stored<BFloat16>(LaneBits bits) {
-  const LaneBits nan = reinterpret_cast<LaneBits>((bits & 0x7fffffffu) > 0x7f800000u);
+SPECDEC_INLINE Words stored<BFloat16>(Words bits) {
+  const Words nan = reinterpret_cast<Words>((bits & 0x7fffffffu) > 0x7f800000u);
   return ((nan & (bits | 0x400000u)) | (~nan & (bits + 0x7fffu + ((bits >> 16) & 1u)))) >> 16;
 }
 
 template <>
-SPECDEC_INLINE LaneBits stored<Float16>(LaneBits bits) {
-  const LaneBits m = bits & 0x7fffffffu;
-  const LaneBits nan = reinterpret_cast<LaneBits>(m > 0x7f800000u);
-  const LaneBits large = reinterpret_cast<LaneBits>(m >= 0x477ff000u);  // rounds to infinity, or is a NaN
-  const LaneBits small = reinterpret_cast<LaneBits>(m < 0x38800000u);   // subnormal
-  const LaneBits rounded = (m - (112u << 23) + 0xfffu + ((m >> 13) & 1u)) >> 13;
-  const LaneBits subnormal = reinterpret_cast<LaneBits>(reinterpret_cast<Vector>(m) + 0.5f) - 0x3f000000u;
-  const LaneBits special = 0x7c00u | (nan & 0x200u);
+SPECDEC_INLINE Words stored<Float16>(Words bits) {
+  const Words m = bits & 0x7fffffffu;
+  const Words nan = reinterpret_cast<Words>(m > 0x7f800000u);
+  const Words large = reinterpret_cast<Words>(m >= 0x477ff000u);  // rounds to infinity, or is a NaN
+  const Words small = reinterpret_cast<Words>(m < 0x38800000u);   // subnormal
+  const Words rounded = (m - (112u << 23) + 0xfffu + ((m >> 13) & 1u)) >> 13;
+  const Words subnormal = reinterpret_cast<Words>(reinterpret_cast<Vector>(m) + 0.5f) - 0x3f000000u;
+  const Words special = 0x7c00u | (nan & 0x200u);
   return ((bits >> 16) & 0x8000u) | (large & special) | (small & subnormal) | (~(large | small) & rounded);
 }
 
@@ -212,8 +202,7 @@ SPECDEC_INLINE void store_lanes(Vector values, typename Format::Storage* out) {
   if constexpr (std::is_same_v<typename Format::Storage, float>) {
     std::memcpy(out, &values, sizeof(values));
   } else {
-    typedef std::uint16_t Halves __attribute__((vector_size(kLanes * sizeof(std::uint16_t))));
-    const Halves halves = __builtin_convertvector(stored<Format>(reinterpret_cast<LaneBits>(values)), Halves);
+    const Halves halves = __builtin_convertvector(stored<Format>(reinterpret_cast<Words>(values)), Halves);
     std::memcpy(out, &halves, sizeof(halves));
   }
 }
