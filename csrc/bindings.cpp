@@ -1,5 +1,5 @@
-// The only file that knows pybind11. No torch headers: addresses and sizes cross the border, the Python side
-// (specdec_fast/ops/cpp.py) has checked shapes, dtypes and contiguity before, and the GIL is released meanwhile.
+// The only file that uses pybind11. It includes no torch headers: Python passes addresses and sizes, after
+// specdec_fast/ops/cpp.py has checked shapes, dtypes and contiguity. The GIL is released during the calls.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

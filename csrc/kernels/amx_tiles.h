@@ -1,7 +1,8 @@
 // Tile instructions (AMX), behind the few functions that linear_tiles.h calls, and the same arithmetic in plain C++.
 //
-// A tile is 16 rows of up to 64 bytes. Numbers 0 to 3 hold sums, 16 x columns of fp32; 4 and 5 weights, 16 x 32 of bf16; 6
-// and 7 inputs, 16 x columns of bf16 pairs. No machine with AMX has run AmxTiles yet: the tests run PortableTiles.
+// A tile is 16 rows of up to 64 bytes. Tiles 0 to 3 hold sums, 16 x columns of fp32. Tiles 4 and 5 hold weights, 16 x 32 of
+// bf16. Tiles 6 and 7 hold inputs, 16 x columns of bf16 pairs. No machine with AMX has run AmxTiles yet: the tests run
+// PortableTiles.
 #pragma once
 
 #include <cmath>
@@ -19,13 +20,13 @@
 namespace specdec {
 
 constexpr int kTileHeight = 16;      // rows of a tile
-constexpr int kTilePairs = 16;       // of bf16 along a row of weights
+constexpr int kTilePairs = 16;       // pairs of bf16 in a row of weights
 constexpr int kTileRowBytes = 64;
 
-// TDPBF16PS as Intel's manual defines it (Instruction Set Reference, "Operation"): for every element of the sums, products
-// of the even inputs are added in one chain of fp32 FMAs from zero, those of the odd ones in another; the chains are added,
-// and their sum to the element. Subnormal operands count as zero and subnormal results become zero (DAZ, FTZ); all round to
-// nearest even.
+// TDPBF16PS as Intel's manual defines it (Instruction Set Reference, "Operation"). For every element of the sums, one chain
+// of fp32 FMAs that begins at zero adds the products of the even inputs, and another chain those of the odd inputs. The sum
+// of both chains is added to the element. Subnormal operands count as zero and subnormal results become zero (DAZ, FTZ).
+// All operations round to nearest even.
 class PortableTiles {
  public:
   void configure(std::int64_t columns) { columns_ = columns; }
@@ -82,11 +83,11 @@ class PortableTiles {
 };
 
 #ifdef SPECDEC_X86_64_LEVELS
-// The instructions themselves. Written out, because GCC's intrinsics for them want a number where a template parameter
-// stands, and do not say that a load reads memory. All of them are volatile, so they stay in order.
+// The instructions themselves, as inline assembly: GCC's intrinsics for them accept no template parameter as the number of
+// a tile, and do not declare that a load reads memory. All of them are volatile, so they stay in order.
 class AmxTiles {
  public:
-  // Of this thread: each has its own tiles.
+  // Configures the tiles of this thread; every thread has its own.
   void configure(std::int64_t columns) {
     struct {
       std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -124,7 +125,8 @@ class AmxTiles {
 };
 #endif
 
-// Whether this process may use AmxTiles: asks the processor, and Linux for the permission that tile registers need.
+// Returns whether this process may use AmxTiles. Asks the processor whether it has AMX, and Linux for the permission that
+// tile registers need.
 inline bool permitted_amx() {
 #if defined(SPECDEC_X86_64_LEVELS) && defined(__linux__) && defined(SYS_arch_prctl)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

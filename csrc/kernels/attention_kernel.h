@@ -1,20 +1,20 @@
 // The arithmetic of paged_attention, included once per instruction set: SPECDEC_ISA names the namespace, SPECDEC_LANES
-// the floats of its vectors. It has to be compiled as a whole for each, because GCC splits a vector type for the
-// instruction set of the function it stands in before it inlines that function.
+// the number of floats in its vectors. Each version has to be compiled as a whole, because GCC splits a vector type for the
+// instruction set of the function that contains it before it inlines that function.
 //
-// Every sum has one fixed order whatever the number of rows: a score adds its products chunk by chunk of head_dim, an
-// output its weighted values tile by tile of positions, each from the lowest on, and position j of a tile always stands
-// in the same vector lane when weights are summed. So how rows are blocked and put into tasks changes no bit, nor does
-// passing over positions that a row does not see, whose weight is 0. Chunks and tiles are summed by themselves first: one
-// long chain would lose two to three times as much to rounding.
+// Every sum has one fixed order, whatever the number of rows. A score adds its products chunk by chunk of head_dim; an
+// output adds its weighted values tile by tile of positions. Both begin at the lowest index. When weights are summed,
+// position j of a tile is always in the same vector lane. So no bit depends on how rows are divided into blocks and tasks,
+// nor on whether positions that a row does not see are skipped: their weight is 0. Every chunk and every tile has a sum of
+// its own, because one long chain would lose two to three times as much to rounding.
 
 namespace specdec {
 namespace SPECDEC_ISA {
 
-constexpr int kVectors = 4;  // vectors side by side in a block of a product
+constexpr int kVectors = 4;  // adjacent vectors of columns in a block of a product
 constexpr std::int64_t kColumns = kVectors * kLanes;
-constexpr std::int64_t kChunk = 64;                     // of head_dim: keys that stay in the first-level cache
-constexpr int kRowBlock = SPECDEC_LANES == 16 ? 6 : 2;  // rows of a block: as many as leave registers for operands
+constexpr std::int64_t kChunk = 64;                     // numbers of head_dim whose keys stay in the first-level cache
+constexpr int kRowBlock = SPECDEC_LANES == 16 ? 6 : 2;  // rows of a block: as many as leave registers for the operands
 
 // exp(x) for x <= 0 within 2 units in the last place. A NaN stays a NaN, and -infinity gives exactly 0.
 SPECDEC_INLINE float exp_nonpositive(float x) {
@@ -24,8 +24,8 @@ SPECDEC_INLINE float exp_nonpositive(float x) {
   return x < -87.0f ? 0.0f : e * bit_cast<float>(exponent);
 }
 
-// Within a few units in the last place: near 0 an odd polynomial (coefficients of the Cephes library, tanhf), where
-// 1 - 2 / (e^2x + 1) would cancel. Branchless, so that loops around it vectorise.
+// tanh(x) within a few units in the last place. Near 0, where 1 - 2 / (e^2x + 1) would cancel, it is an odd polynomial
+// (coefficients of the Cephes library, tanhf). It has no branch, so that loops around it vectorise.
 SPECDEC_INLINE float tanh_of(float x) {
   const float square = x * x, magnitude = std::fabs(x);
   float series = -5.70498872745e-3f * square + 2.06390887954e-2f;
@@ -44,7 +44,7 @@ struct Matrix {
   std::int64_t stride;
 };
 
-// What a product is added to: nothing, what stands there, or that times a factor.
+// What a product is added to: zero, the number at the output, or that number times a factor.
 enum class Start { kZero, kSum, kScaled };
 
 // c[i, :] = start + sum over words k in [first, last) of a[i, k] * b[k, :], for kRows rows and kCount vectors of columns.
@@ -91,9 +91,9 @@ SPECDEC_INLINE void for_row_blocks(std::int64_t begin, std::int64_t end, Body bo
   for (; i < end; ++i) body(std::integral_constant<int, 1>{}, i);
 }
 
-// Fold a tile's scores into the running softmax of one row (FlashAttention, arXiv 2205.14135, algorithm 1): scores
-// become weights, -infinity the weight 0. Returns the factor that what was summed before must be multiplied by. Weights
-// that are multiplied as bf16 are rounded before they are summed, so that an output is a mean of values.
+// Fold a tile's scores into the running softmax of one row (FlashAttention, arXiv 2205.14135, algorithm 1). Scores become
+// weights; -infinity becomes the weight 0. Returns the factor by which the earlier sums must be multiplied. If weights are
+// multiplied as bf16, they are rounded before they are summed, so that an output is a mean of values.
 template <typename Product>
 SPECDEC_INLINE float soften(float* scores, float& maximum, float& sum) {
   float highest = maximum;
@@ -123,8 +123,9 @@ SPECDEC_INLINE float soften(float* scores, float& maximum, float& sum) {
   return rescale;
 }
 
-// Lay out positions [first, last). A value that is not finite would spoil rows that do not see it, since a weight of 0 does
-// not hide it: such values are set to 0 and returned as bits, and `hide` spoils the score of whoever sees them.
+// Lay out positions [first, last). A value that is not finite would invalidate rows that do not see it, because a weight of
+// 0 does not hide it. So such values are set to 0, and their positions are returned as bits; `hide` then invalidates the
+// scores of the rows that see these positions.
 template <typename Type, typename Product>
 SPECDEC_INLINE std::uint64_t load_tile(const PagedAttentionArgs& args, Scratch& scratch, const Task& task,
                                        std::int64_t first, std::int64_t last) {
@@ -139,7 +140,7 @@ SPECDEC_INLINE std::uint64_t load_tile(const PagedAttentionArgs& args, Scratch& 
   const Storage* values[kTile];
   std::uint64_t broken = 0;
   for (std::int64_t j = 0; j < kTile; ++j) {
-    // A position outside repeats its neighbour: its score is hidden afterwards, and it is read already.
+    // A position outside [first, last) repeats its neighbour, which is read anyway; its score is hidden afterwards.
     const std::int64_t head = head_at(std::clamp(tile + j, first, last - 1));
     keys[j] = static_cast<const char*>(args.key_cache) + head * args.head_dim * static_cast<std::int64_t>(sizeof(Storage));
     values[j] = static_cast<const Storage*>(args.value_cache) + head * value_dim;
@@ -163,14 +164,14 @@ SPECDEC_INLINE void hide(float* scores, std::uint64_t seen, std::uint64_t broken
   }
 }
 
-// Make the weights of vectors [begin, end) from their scores of a tile.
+// Turn the scores of vectors [begin, end) for a tile into weights.
 template <typename Product>
 SPECDEC_INLINE void weigh(const PagedAttentionArgs& args, Scratch& scratch, const Rows& rows, std::int64_t tile,
                           std::int64_t begin, std::int64_t end, std::uint64_t broken) {
   const std::int64_t group = args.num_heads / args.num_kv_heads;
   for (std::int64_t i = begin; i < end; ++i) {
     float* row = scratch.scores.data() + i * kTile;
-    if (Product::kNumbers == 2) {  // whose queries could not be scaled before
+    if (Product::kNumbers == 2) {  // bf16 queries could not be scaled before the product
       for (std::int64_t j = 0; j < kTile; ++j) row[j] *= args.scale;
     }
     if (args.softcap > 0) {
@@ -183,7 +184,7 @@ SPECDEC_INLINE void weigh(const PagedAttentionArgs& args, Scratch& scratch, cons
   }
 }
 
-// Fold positions [first, last) of a tile, which is loaded, into those vectors of the task that see any of it.
+// Fold positions [first, last) of the loaded tile into the task's vectors that see at least one of them.
 template <typename Product>
 SPECDEC_INLINE void fold_tile(const PagedAttentionArgs& args, Scratch& scratch, const Rows& rows, std::int64_t first,
                               std::int64_t last, std::uint64_t broken) {
@@ -220,7 +221,7 @@ SPECDEC_INLINE void fold_tile(const PagedAttentionArgs& args, Scratch& scratch, 
   }
 }
 
-// Begin the vectors of a task.
+// Set the queries and sums of a task's vectors to their initial values.
 template <typename Type, typename Product>
 SPECDEC_INLINE void load_queries(const PagedAttentionArgs& args, Scratch& scratch, const Rows& rows,
                                  std::int64_t first_head) {
@@ -232,12 +233,12 @@ SPECDEC_INLINE void load_queries(const PagedAttentionArgs& args, Scratch& scratc
                            (rows.first_query + i / group) * args.stride_query_row + head * args.stride_query_head;
     float* to = scratch.query.data() + i * scratch.words;
     if constexpr (Product::kNumbers == 2) {
-      to[scratch.words - 1] = 0.0f;  // an odd head_dim fills half of it
+      to[scratch.words - 1] = 0.0f;  // an odd head_dim fills half of the last word
       std::memcpy(to, query, static_cast<std::size_t>(head_dim) * sizeof(Storage));
     } else {
       for (std::int64_t d = 0; d < head_dim; ++d) to[d] = Type::load(query[d]) * args.scale;
     }
-    // A sink is what the softmax has seen before the first entry: e^(sink - sink) = 1, and no value.
+    // A sink enters the softmax before the first entry: a weight of e^(sink - sink) = 1, and no value.
     scratch.maximum[i] = args.sinks ? sink_of(args, head) : -kInfinity;
     scratch.sum[i] = args.sinks ? 1.0f : 0.0f;
   }
@@ -252,7 +253,7 @@ void run_task(const PagedAttentionArgs& args, Scratch& scratch, const Task& task
   const std::int64_t prefix = args.seqused_k[task.sequence] - (args.cu_seqlens_q[task.sequence + 1] - begin);
   const Rows rows{begin + task.first_row, prefix, task.first_row, task.num_rows * group};
   load_queries<Type, Product>(args, scratch, rows, first_head);
-  const std::int64_t context = prefix + task.first_row + task.num_rows;  // positions the last row sees at most
+  const std::int64_t context = prefix + task.first_row + task.num_rows;  // the last row sees at most so many positions
   const std::int64_t begins = first_seen(args, rows, 0);
   for (std::int64_t tile = begins / kTile * kTile; tile < context; tile += kTile) {
     const std::int64_t first = std::max(tile, begins), last = std::min(tile + kTile, context);
@@ -263,7 +264,7 @@ void run_task(const PagedAttentionArgs& args, Scratch& scratch, const Task& task
     Storage* out = static_cast<Storage*>(args.out) +
                    ((rows.first_query + i / group) * args.num_heads + first_head + i % group) * args.value_dim;
     const float* sums = scratch.accumulated.data() + i * scratch.columns;
-    // Plus 0: the sign of a zero would tell of the positions that were passed over.
+    // Plus 0, because the sign of a zero depends on which positions were skipped.
     for (std::int64_t d = 0; d < args.value_dim; ++d) out[d] = Type::store(sums[d] / scratch.sum[i] + 0.0f);
   }
 }

@@ -14,8 +14,8 @@
 namespace specdec {
 
 constexpr std::int64_t kTile = 64;         // positions reduced together
-constexpr std::int64_t kFewRows = 16;      // query rows that share a tile's loads at least
-constexpr std::int64_t kMostVectors = 256;  // and heads of rows at most, whose sums stay in the second-level cache
+constexpr std::int64_t kFewRows = 16;      // at least so many query rows share a tile's loads
+constexpr std::int64_t kMostVectors = 256;  // at most so many (row, head) pairs: their sums stay in the second-level cache
 constexpr int kTreeMaskBits = 32;          // rows per word of a tree mask
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -27,7 +27,7 @@ struct Task {
   std::int64_t kv_head;
 };
 
-// What a task knows of its rows. A vector is one (row, head of the group).
+// The rows of a task. A vector is one pair of a row and a head of the group.
 struct Rows {
   std::int64_t first_query;  // row of the whole batch
   std::int64_t prefix;       // KV entries before the sequence's rows
@@ -37,15 +37,15 @@ struct Rows {
 
 // Working memory of one thread, in floats and pairs of bf16 numbers (attention_tile.h).
 struct Scratch {
-  std::int64_t words;                        // of a query
-  std::int64_t columns;                      // of an output: value_dim, filled up to whole vectors
+  std::int64_t words;                        // words of a query
+  std::int64_t columns;                      // columns of an output: value_dim, rounded up to whole vectors
   std::vector<float> query;                  // [vectors, words]
   std::vector<float> accumulated;            // [vectors, columns]
   std::vector<float> maximum, sum, rescale;  // [vectors]
   std::vector<float> scores;                 // [vectors, kTile]
   std::vector<float> keys;                   // [words, kTile]
   std::vector<float> values;                 // [kTile, columns]
-  std::vector<float> zeros;                  // [value_dim]: the value of a position that is hidden
+  std::vector<float> zeros;                  // [value_dim]: the value of a hidden position
 
   Scratch(std::int64_t vectors, std::int64_t words, std::int64_t columns)
       : words(words),
@@ -61,10 +61,10 @@ struct Scratch {
         zeros(columns) {}
 };
 
-// One instruction set; each has a source file of its own (attention_portable.cpp and its neighbours).
+// The kernel for one instruction set. Each has a source file of its own (attention_portable.cpp and its neighbours).
 struct AttentionKernel {
   std::array<void (*)(const PagedAttentionArgs&, Scratch&, const Task&), 3> run;  // by DType
-  std::array<std::int64_t, 3> numbers;                                            // of a word, by DType
+  std::array<std::int64_t, 3> numbers;                                            // numbers in a word, by DType
   std::int64_t lanes;
 };
 
@@ -99,16 +99,16 @@ SPECDEC_INLINE bool tree_bit(const PagedAttentionArgs& args, std::int64_t query_
   return args.tree_mask[query_row * args.tree_words + row / kTreeMaskBits] >> (row % kTreeMaskBits) & 1;
 }
 
-// First position that a row of the task may see; in a tree a row's position is its depth's, and none lies before the first
-// row's.
+// First position that a row of the task may see. In a tree, a row's depth determines its position, which is never before
+// the first row's.
 SPECDEC_INLINE std::int64_t first_seen(const PagedAttentionArgs& args, const Rows& rows, std::int64_t row) {
   return first_visible(args, args.tree_mask ? rows.prefix : rows.prefix + rows.first_row + row);
 }
 
-// Behind the last position that a row of the task may see.
+// One past the last position that a row of the task may see.
 SPECDEC_INLINE std::int64_t end_seen(const Rows& rows, std::int64_t row) { return rows.prefix + rows.first_row + row + 1; }
 
-// Rows of the task, from the first to behind the last, that see any position of the tile; in a tree any may.
+// The range of the task's rows that see any position of the tile: the first, and one past the last. In a tree any row may.
 SPECDEC_INLINE std::pair<std::int64_t, std::int64_t> rows_that_see(const PagedAttentionArgs& args, const Rows& rows,
                                                                   std::int64_t num_rows, std::int64_t tile) {
   if (args.tree_mask) return {0, num_rows};
@@ -118,7 +118,7 @@ SPECDEC_INLINE std::pair<std::int64_t, std::int64_t> rows_that_see(const PagedAt
   return {first, std::clamp(end, first, num_rows)};
 }
 
-// Bits first to last - 1 of a tile's mask, both cut to the tile.
+// A tile's mask with bits first to last - 1 set; both bounds are clamped to the tile.
 SPECDEC_INLINE std::uint64_t bits(std::int64_t first, std::int64_t last) {
   first = std::clamp<std::int64_t>(first, 0, kTile);
   last = std::clamp<std::int64_t>(last, 0, kTile);
@@ -126,7 +126,7 @@ SPECDEC_INLINE std::uint64_t bits(std::int64_t first, std::int64_t last) {
   return (~std::uint64_t{0} >> (kTile - (last - first))) << first;
 }
 
-// Which positions of the tile the row sees, bit by bit.
+// The positions of the tile that the row sees, one bit each.
 inline std::uint64_t visible(const PagedAttentionArgs& args, const Rows& rows, std::int64_t row, std::int64_t tile) {
   if (!args.tree_mask) {
     const std::int64_t position = rows.prefix + rows.first_row + row;

@@ -1,7 +1,8 @@
 // How paged_attention lays out a tile of keys and values, included once per instruction set before attention_kernel.h.
 //
-// A word is what one multiplication takes of a lane: a float, or a pair of bf16 numbers where SPECDEC_DOT_BF16 says that the
-// processor multiplies pairs. Keys become [words of head_dim, kTile], values [words of positions, columns].
+// A word is the operand of one multiplication in a lane: a float, or a pair of bf16 numbers where SPECDEC_DOT_BF16 says
+// that the processor multiplies pairs. Keys are stored as [words of head_dim, kTile], values as [words of positions,
+// columns].
 
 namespace specdec {
 namespace SPECDEC_ISA {
@@ -11,12 +12,12 @@ namespace SPECDEC_ISA {
 // Single numbers, as fp32.
 struct Singles {
   using Word = float;
-  static constexpr std::int64_t kNumbers = 1;  // of a word
+  static constexpr std::int64_t kNumbers = 1;  // in a word
   SPECDEC_INLINE static Vector add(Vector sum, Word weight, Vector operand) { return sum + weight * operand; }
 };
 
 #ifdef SPECDEC_DOT_BF16
-// Pairs of bf16 numbers, both products of a lane added by one instruction.
+// Pairs of bf16 numbers; one instruction adds both products of a lane.
 struct Pairs {
   using Word = std::uint32_t;
   static constexpr std::int64_t kNumbers = 2;
@@ -67,7 +68,7 @@ SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&o
 }
 #endif
 
-// The numbers of each lane's word as fp32, the one that stands first first.
+// The numbers of each lane's word as fp32, in the order of memory.
 SPECDEC_INLINE void widen(Float32, Words words, Vector (&out)[1]) { out[0] = reinterpret_cast<Vector>(words); }
 
 SPECDEC_INLINE void widen(BFloat16, Words words, Vector (&out)[2]) {
@@ -102,7 +103,7 @@ SPECDEC_INLINE void store_keys(Words words, std::int64_t w, float* to) {
   }
 }
 
-// Lay out the keys at `rows`, [head_dim] numbers each; an odd one's last word ends with 0.
+// Lay out the keys at `rows`, [head_dim] numbers each. If head_dim is odd, the last word ends with 0.
 template <typename Type, typename Product>
 SPECDEC_INLINE void load_keys(const char* const* rows, std::int64_t head_dim, float* keys) {
   constexpr std::int64_t size = sizeof(typename Type::Storage);
@@ -125,7 +126,7 @@ SPECDEC_INLINE void load_keys(const char* const* rows, std::int64_t head_dim, fl
   }
 }
 
-// Whether all numbers are finite.
+// Returns whether all numbers are finite.
 template <typename Type>
 SPECDEC_INLINE bool finite(const typename Type::Storage* numbers, std::int64_t count) {
   using Bits = std::conditional_t<sizeof(typename Type::Storage) == 4, std::uint32_t, std::uint16_t>;
@@ -139,7 +140,7 @@ SPECDEC_INLINE bool finite(const typename Type::Storage* numbers, std::int64_t c
   return largest < Type::kInfinity;
 }
 
-// Lay out word w of the values: positions w * kNumbers and the next; null stands for zeros.
+// Lay out word w of the values: position w * kNumbers and, in a pair, the next one. A null pointer stands for zeros.
 template <typename Type, typename Product>
 SPECDEC_INLINE void load_values(const typename Type::Storage* const* rows, std::int64_t value_dim, float* to) {
   for (std::int64_t d = 0; d < value_dim; ++d) {

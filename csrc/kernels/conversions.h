@@ -1,4 +1,4 @@
-// Numbers of `dtype` to fp32 and back, rounded to nearest even.
+// Conversion of numbers of `dtype` to fp32 and back, rounded to nearest even.
 #pragma once
 
 #include <cstdint>

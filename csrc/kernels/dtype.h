@@ -1,5 +1,5 @@
-// Element types that cross the border, and their conversions to and from fp32. Plain integer arithmetic, so that
-// every conversion vectorises on any instruction set and none depends on a compiler's half type.
+// Element types of the tensors that Python passes, and their conversions to and from fp32. These use integer arithmetic
+// alone, so that every conversion vectorises on any instruction set and none depends on a compiler's half type.
 #pragma once
 
 #include <cstdint>

@@ -4,7 +4,8 @@
 namespace specdec {
 
 // e^r, where x = n * ln(2) + r with an integer n and |r| <= ln(2)/2, by its Taylor polynomial; e^x = 2^n * e^r. The low bits
-// of `shifted` hold n: it is n + 1.5 * 2^23, an addition that rounds. Branchless, so that loops around it vectorise.
+// of `shifted` hold n, because it is n + 1.5 * 2^23, a sum that rounds. There is no branch, so that loops around it
+// vectorise.
 inline __attribute__((always_inline)) float exp_remainder(float x, float& shifted) {
   shifted = x * 1.44269504f + 12582912.0f;
   const float n = shifted - 12582912.0f;

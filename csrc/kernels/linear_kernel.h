@@ -1,10 +1,11 @@
-// The arithmetic of linear, included once per instruction set (see attention_kernel.h for why): SPECDEC_ISA names the
-// namespace, SPECDEC_LANES the floats of its vectors; SPECDEC_DOT_BF16 is defined where products of bf16 pairs are one
-// instruction, and SPECDEC_TILES, a class of amx_tiles.h, where the kernel on tiles is wanted.
+// The arithmetic of linear, included once per instruction set (attention_kernel.h explains why). SPECDEC_ISA names the
+// namespace, SPECDEC_LANES the number of floats in its vectors. SPECDEC_DOT_BF16 is defined where one instruction adds the
+// products of bf16 pairs, and SPECDEC_TILES, a class of amx_tiles.h, where the kernel on tiles is to be compiled.
 //
-// An output is summed in kLanes lanes, lane l taking units l, l + kLanes, ... of a chunk in order, chunk after chunk, and
-// the lanes are then added in pairs. So how rows and outputs are blocked, and by which thread, changes no bit. Few rows pass
-// by the weights where these are, with lanes along the inputs; many pass by panels of transposed weights (linear_panels.h).
+// An output is summed in kLanes lanes. Lane l adds units l, l + kLanes, ... of a chunk in order, chunk after chunk; then the
+// lanes are added in pairs. So no bit depends on how rows and outputs are divided into blocks, nor on the thread. Few rows
+// are multiplied with the weights in place, with lanes along the inputs (linear_rows.h). Many rows are multiplied with
+// panels of transposed weights (linear_panels.h).
 
 namespace specdec {
 namespace SPECDEC_ISA {
@@ -12,13 +13,13 @@ namespace SPECDEC_ISA {
 #include "kernels/linear_vectors.h"
 
 constexpr std::int64_t kChunkSteps = SPECDEC_LANES == 16 ? 64 : 1024 / SPECDEC_LANES;  // longer sums lose too much to rounding
-constexpr std::int64_t kWeightRows = 6;             // in whose time weights are transposed, about
+constexpr std::int64_t kWeightRows = 6;  // transposing weights takes about as long as multiplying them with so many rows
 
 #include "kernels/linear_rows.h"
 #include "kernels/linear_panels.h"
 
-// From how many rows on panels are worth transposing weights: a pair of blocks saves more where inputs are few, and numbers
-// that are widened take twice as many steps to transpose.
+// The number of rows from which on panels are worth transposing the weights. A pair of blocks saves more where inputs are
+// few, and widened numbers take twice as many steps to transpose.
 template <typename Format, typename Product>
 std::int64_t least_panel_rows(std::int64_t in_features) {
   constexpr bool kWidens = Product::kStep * sizeof(typename Format::Storage) < sizeof(Vector), kPairs = Product::kStep > kLanes;

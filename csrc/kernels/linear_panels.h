@@ -1,29 +1,33 @@
-// The same sums for many rows: included by linear_kernel.h, once per instruction set.
+// The sums of linear_kernel.h for many rows. linear_kernel.h includes this file, once per instruction set.
 //
-// A panel is the weights of kPanel outputs, transposed so that every lane of a vector belongs to an output: lane after lane
-// of linear_kernel.h's sums, and step after step of a lane. A panel stays in the second-level cache while all rows pass, in
-// blocks of at most kTileRows whose sums fill the registers. What was a lane of a sum is a vector of its own here: the
-// products of a sum, their order and the pairs in which lanes are added are those of linear_kernel.h, so no bit changes.
+// A panel holds the weights of kPanel outputs, transposed so that every lane of a vector belongs to one output. Its order
+// is that of the sums in linear_kernel.h: lane after lane, and step after step of a lane. A panel stays in the second-level
+// cache while all rows are multiplied with it, in blocks of at most kTileRows whose sums fill the registers. A lane of a
+// sum there is a vector of its own here. The products of a sum, their order, and the pairs in which lanes are added are
+// the same as there, so no bit changes.
 
-constexpr int kTileSums = SPECDEC_LANES == 16 ? 24 : SPECDEC_LANES == 8 ? 12 : 8;  // vectors; registers also hold operands
-constexpr int kBlocks = 2;  // vectors of outputs, which share an input's broadcast
+constexpr int kTileSums = SPECDEC_LANES == 16 ? 24 : SPECDEC_LANES == 8 ? 12 : 8;  // vectors; other registers hold operands
+constexpr int kBlocks = 2;  // vectors of outputs that share the broadcast of an input
 constexpr int kPanel = kBlocks * kLanes;
 constexpr int kTileRows = kTileSums / kBlocks;
 
-// Vectors from one lane's steps to the next's: odd, because at a power of two they would compete for a few cache sets.
+// Vectors between the steps of one lane and those of the next. The number is odd: with a power of two, lanes would compete
+// for a few cache sets.
 SPECDEC_INLINE std::int64_t panel_stride(std::int64_t num_steps) { return kBlocks * num_steps + 1; }
 
-// Units from one lane's steps to the next's. Whole vectors are stored where `height` units belong, so the last one needs room.
+// Units between the steps of one lane and those of the next. Whole vectors are stored where `height` units belong, so the
+// last vector needs additional room.
 SPECDEC_INLINE std::int64_t block_stride(std::int64_t num_steps, std::int64_t height) { return num_steps * height + kLanes; }
 
-// The lane that comes as number `index`: in this order lanes are there when fold and sums_of would add them.
+// The lane that is computed as number `index`. In this order, lanes are complete when fold and sums_of would add them.
 constexpr int lane_at(int index) {
   int lane = index / (kLanes / 4);
   for (int bit = kLanes / 8, half = 4; bit > 0; bit /= 2, half *= 2) lane += (index & bit) != 0 ? half : 0;
   return lane;
 }
 
-// Step `step` of `count` rows, `stride` apart, transposed: a lane in every vector. Lanes from `count` on repeat the last row.
+// Step `step` of `count` rows, `stride` apart, transposed: each vector holds one lane of all rows. Rows from `count` on
+// repeat the last one.
 template <typename Product>
 SPECDEC_INLINE void load_square(const typename Product::Storage* rows, std::int64_t stride, std::int64_t count,
                                 std::int64_t num_numbers, std::int64_t step, Vector square[kLanes]) {
@@ -51,7 +55,7 @@ void pack_panel(const LinearArgs& args, std::int64_t output, std::int64_t count,
   }
 }
 
-// One block of rows: unit (i, s, r) is what lane lane_at(i) takes of row r in step s.
+// Prepares one block of rows: unit (i, s, r) is the operand of lane lane_at(i) for row r in step s.
 template <typename Product>
 void pack_rows(const LinearArgs& args, std::int64_t row, std::int64_t count, std::int64_t num_steps, float* block) {
   const auto* rows = static_cast<const typename Product::Storage*>(args.rows) + row * args.row_stride;
@@ -69,14 +73,15 @@ constexpr std::int64_t kFewSteps = 64;
 static_assert(kFewSteps <= kChunkSteps, "");
 SPECDEC_INLINE int lanes_at_once(std::int64_t num_steps) { return num_steps <= kFewSteps ? 2 : 1; }
 
-// What is read after this panel, a line in every step; `step_bytes` is 0 where nothing more is to be fetched.
+// The memory that is read after this panel. Every step fetches one cache line of it; `step_bytes` is 0 if nothing more is
+// to be fetched.
 struct Ahead {
   static constexpr std::int64_t kLine = 64;  // bytes
   const char* from;
   std::int64_t step_bytes;
 };
 
-// sums[a][r][o] += steps [first, last) of the lane that comes as number a.
+// sums[a][r][o] += steps [first, last) of the a-th of the kA lanes.
 template <int kA, int kR, typename Units>
 SPECDEC_INLINE void add_steps(const float* inputs, std::int64_t input_stride, const Vector* weights,
                               std::int64_t weight_stride, std::int64_t first, std::int64_t last, Ahead ahead,
@@ -94,17 +99,17 @@ SPECDEC_INLINE void add_steps(const float* inputs, std::int64_t input_stride, co
   }
 }
 
-// The sums over all lanes of kR rows and a panel's outputs, kA lanes at a time: where steps are few, sums are better added
-// in registers than stored; where they are many, a weight is better used for many rows.
+// The sums over all lanes of kR rows and a panel's outputs, kA lanes at a time. If steps are few, it is faster to add sums
+// in registers than to store them; if steps are many, it is faster to use each weight for many rows.
 template <int kA, int kR, typename Units>
 void tile(const float* inputs, const Vector* weights, std::int64_t num_steps, Ahead ahead,
           Vector totals[kTileRows][kBlocks]) {
-  Vector levels[5][kR][kBlocks];  // sums of kA, 2 kA, 4 kA, ... lanes that wait for as many others
+  Vector levels[5][kR][kBlocks];  // sums of kA, 2 kA, 4 kA, ... lanes, kept until as many others are summed
   const std::int64_t input_stride = block_stride(num_steps, kR), weight_stride = panel_stride(num_steps);
   for (int index = 0; index < kLanes / kA; ++index) {
     Vector sums[kA][kR][kBlocks] = {};
     add_steps<kA, kR, Units>(inputs, input_stride, weights, weight_stride, 0, std::min(num_steps, kChunkSteps), ahead, sums);
-    if constexpr (kA == 1) {  // more lanes have one chunk; a loop here would take its registers from their sums
+    if constexpr (kA == 1) {  // with more lanes there is one chunk only, and a loop would take registers from the sums
       for (std::int64_t first = kChunkSteps; first < num_steps; first += kChunkSteps) {
         Vector chunk[kA][kR][kBlocks] = {};
         add_steps<kA, kR, Units>(inputs, input_stride, weights, weight_stride, first,
@@ -190,7 +195,7 @@ void panel_outputs(const LinearWork& work, Range blocks, Range outputs, void* bu
   for (std::int64_t output = outputs.begin; output < outputs.end; output += kPanel) {
     const std::int64_t own = std::min<std::int64_t>(kPanel, outputs.end - output);
     pack_panel<Product>(work.args, output, own, num_steps, panel);
-    // The next panel's weights, which the first blocks of rows fetch while they pass by this one.
+    // The next panel's weights; the first blocks of rows fetch them while they are multiplied with this panel.
     const char* weights = static_cast<const char*>(work.args.weight);
     const char* next = weights + (output + kPanel) * row_bytes;
     const char* end = weights + std::min(outputs.end, output + 2 * kPanel) * row_bytes;

@@ -1,24 +1,24 @@
-// Few rows pass by the weights where these are, with lanes along the inputs: included by linear_kernel.h, once per
+// Few rows, multiplied with the weights in place, with lanes along the inputs. linear_kernel.h includes this file, once per
 // instruction set.
 //
-// Up to kMostRows rows pass at once. Where there are more, a group of outputs' weights stay in the second-level cache while
-// all blocks of rows pass by them.
+// Up to kMostRows rows are one block. If there are several blocks, the weights of a group of outputs stay in the
+// second-level cache while all blocks are multiplied with them.
 
 constexpr int kMostRows = SPECDEC_LANES == 16 ? 8 : 2;
-constexpr std::int64_t kGranule = 12;          // outputs: whole blocks of every height
-constexpr std::int64_t kGroupBytes = 1 << 18;  // of weights: a quarter of a second-level cache
-constexpr std::int64_t kDistance = 1 << 16;    // bytes between what is multiplied and what is fetched
+constexpr std::int64_t kGranule = 12;          // outputs; a multiple of outputs_of every number of rows
+constexpr std::int64_t kGroupBytes = 1 << 18;  // weights of a group: a quarter of a second-level cache
+constexpr std::int64_t kDistance = 1 << 16;    // bytes between the weights that are multiplied and those that are fetched
 
-// Rows that pass at once: more than six only if their inputs, `row_bytes` each, hardly exceed the first-level cache.
+// Rows of a block: more than six only if their inputs, `row_bytes` each, hardly exceed the first-level cache.
 constexpr int most_rows(std::int64_t row_bytes) { return kMostRows * row_bytes <= 48 * 1024 ? kMostRows : std::min(6, kMostRows); }
 
-// Outputs of a block of kR rows: as many sums as there are registers.
+// Outputs that a block of `rows` rows computes at once: as many sums as there are registers.
 constexpr int outputs_of(int rows) { return rows <= 6 ? 4 : 3; }
 
 typedef float Quad __attribute__((vector_size(4 * sizeof(float))));
 typedef std::int32_t QuadIndex __attribute__((vector_size(4 * sizeof(std::int32_t))));
 
-// Adds the upper half of the lanes to the lower, until four are left.
+// Adds the upper half of the lanes to the lower half, until four lanes are left.
 SPECDEC_INLINE Quad fold(Vector lanes) {
 #if SPECDEC_LANES == 16
   typedef float Eight __attribute__((vector_size(8 * sizeof(float))));
@@ -45,15 +45,15 @@ SPECDEC_INLINE Quad sums_of(Quad a, Quad b, Quad c, Quad d) {
   return __builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high);
 }
 
-// The weights that a block of outputs fetches for later ones, into the second-level cache: the first waits for only a few
-// lines at a time. Several blocks of rows share the outputs.
+// The weights of later outputs that a block of outputs fetches into the second-level cache, because the first-level cache
+// can have only a few lines outstanding. Several blocks of rows fetch different outputs.
 struct Fetch {
   std::int64_t distance;  // outputs ahead
-  int first, every;       // of a block's outputs
+  int first, every;       // outputs first, first + every, ... of a block are fetched
 };
 
-// sums[r][o] += steps [first, last) of row r times those of output o; the last step's weights are at `tail`, if that is
-// not null, a step for each output.
+// sums[r][o] += steps [first, last) of row r times those of output o. If `tail` is not null, it holds the weights of the
+// last step, one step for each output.
 template <int kR, int kO, typename Product>
 SPECDEC_INLINE void add_chunk(const float* inputs, std::int64_t input_stride, const typename Product::Storage* weights,
                               std::int64_t weight_stride, const typename Product::Storage* tail, std::int64_t first,
@@ -75,7 +75,7 @@ SPECDEC_INLINE void add_chunk(const float* inputs, std::int64_t input_stride, co
   if (tail != nullptr) add_step(tail, Product::kStep, whole);
 }
 
-// Adds the lanes and the bias, and writes outputs [output, output + kO) of rows [row, row + kR) of the prepared ones.
+// Adds the lanes and the bias, and writes outputs [output, output + kO) of prepared rows [row, row + kR).
 template <int kR, int kO, typename Format>
 SPECDEC_INLINE void store_block(const LinearWork& work, std::int64_t row, std::int64_t output, const Vector sums[kR][kO]) {
   using Storage = typename Format::Storage;
@@ -93,7 +93,7 @@ SPECDEC_INLINE void store_block(const LinearWork& work, std::int64_t row, std::i
   }
 }
 
-// Outputs [output, output + kO) of rows [row, row + kR) of the prepared ones.
+// Computes outputs [output, output + kO) of prepared rows [row, row + kR).
 template <int kR, int kO, typename Format, typename Product>
 SPECDEC_INLINE void block(const LinearWork& work, std::int64_t row, std::int64_t output, Fetch fetch) {
   using Storage = typename Format::Storage;
@@ -119,7 +119,7 @@ SPECDEC_INLINE void block(const LinearWork& work, std::int64_t row, std::int64_t
   store_block<kR, kO, Format>(work, row, output, sums);
 }
 
-// Outputs [outputs.begin, outputs.end) of one block of rows.
+// Computes outputs [outputs.begin, outputs.end) of one block of rows.
 template <int kR, typename Format, typename Product>
 void group(const LinearWork& work, std::int64_t row, Range outputs, Fetch fetch) {
   constexpr int kO = outputs_of(kR);
@@ -134,7 +134,7 @@ auto group_of(std::int64_t count, std::integer_sequence<int, kBelow...>) {
   return kGroups[count - 1];
 }
 
-// Inputs of a block of rows as vectors, row after row.
+// Prepares the inputs of a block of rows as vectors, row after row.
 template <typename Product>
 void prepare_rows(const LinearWork& work, std::int64_t index) {
   const LinearArgs& args = work.args;
@@ -160,7 +160,7 @@ void row_outputs(const LinearWork& work, Range blocks, Range outputs, void*) {
   const std::int64_t distance = num_blocks == 1 ? std::max<std::int64_t>(kGranule, kDistance / row_bytes) : size;
   for (std::int64_t begin = outputs.begin; begin < outputs.end; begin += size) {
     const Range own = {begin, std::min(outputs.end, begin + size)};
-    const bool is_last = own.end == outputs.end;  // nothing comes after it that is this thread's
+    const bool is_last = own.end == outputs.end;  // this thread computes no outputs after these
     for (std::int64_t index = blocks.begin; index < blocks.end; ++index) {
       const int turn = static_cast<int>(index - blocks.begin);
       const Fetch fetch = {distance, is_last ? kMostRows : turn, static_cast<int>(num_blocks)};

@@ -1,28 +1,31 @@
-// linear in bf16 on tiles (amx_tiles.h), for any number of rows: included by linear_kernel.h where SPECDEC_TILES names them.
+// linear in bf16 on tiles (amx_tiles.h), for any number of rows. linear_kernel.h includes this file where SPECDEC_TILES
+// names the class of tiles.
 //
-// An output takes 32 inputs per instruction, one after the other. Weights are the left operand, 16 outputs x 32 inputs, as
-// they lie in memory; the right one is 16 pairs of inputs of up to 16 rows. Two tiles of each make four of sums. How many
-// rows there are changes the number of columns and of tiles, none of which enters another's sums, so no bit changes.
+// An output adds 32 inputs per instruction, one instruction after the other. The left operand is weights, 16 outputs x 32
+// inputs, as they lie in memory; the right one is 16 pairs of inputs of up to 16 rows. Two tiles of each make four tiles of
+// sums. The number of rows changes the number of columns and of tiles only. No column enters another one's sums, so no bit
+// changes.
 //
-// Few rows pass by the weights where these are. For many, a group of outputs is packed in tiles, as many inputs at a time as
-// keep two tiles' rows of inputs in the first-level cache, and sums wait in memory meanwhile.
+// Few rows are multiplied with the weights in place. For many rows, the weights of a group of outputs are packed in tiles,
+// for so many inputs at a time that two tiles' rows of inputs stay in the first-level cache. Sums are kept in memory
+// meanwhile.
 
 constexpr std::int64_t kTileInputs = 2 * kTilePairs;
 constexpr std::int64_t kTileBytes = kTileHeight * kTileRowBytes;
-constexpr std::int64_t kPairOutputs = 2 * kTileHeight;  // of two tiles of weights
+constexpr std::int64_t kPairOutputs = 2 * kTileHeight;  // outputs of two tiles of weights
 constexpr std::int64_t kSumsBytes = 4 * kTileBytes;
 constexpr std::int64_t kGroupPairs = 8;    // 256 outputs: with kGroupSteps a quarter of the second-level cache
 constexpr std::int64_t kGroupSteps = 16;   // 512 inputs
 constexpr std::int64_t kMostTileRows = 512;
 
-// Pairs of bf16 as units that are only moved.
+// Pairs of bf16 as units that are moved but not multiplied.
 struct MovedPairs {
   using Storage = std::uint16_t;
   static constexpr int kStep = 2 * kLanes;
   SPECDEC_INLINE static Vector load(const Storage* from) { return load_vector(from); }
 };
 
-// One call's way: how many outputs' weights are packed at a time, and of how many inputs.
+// The blocking of one call: for how many outputs and inputs weights are packed at a time.
 struct TileGroups {
   std::int64_t pairs, steps, row_pairs;
 
@@ -33,7 +36,7 @@ struct TileGroups {
   std::int64_t bytes() const { return weight_bytes() + pairs * row_pairs * kSumsBytes; }
 };
 
-// A block of rows: unit (step, pair, row), zeros after the last input.
+// Prepares a block of rows: unit (step, pair, row), zeros after the last input.
 inline void prepare_tiles(const LinearWork& work, std::int64_t block) {
   const LinearArgs& args = work.args;
   const std::int64_t columns = work.plan.height, count = work.rows_of(block);
@@ -58,7 +61,8 @@ inline void prepare_tiles(const LinearWork& work, std::int64_t block) {
   }
 }
 
-// Steps [first, last) of up to two tiles of outputs: tile (step, which), zeros where there is no output or input.
+// Packs the weights of steps [first, last) of up to two tiles of outputs: tile (step, which), zeros where there is no
+// output or input.
 inline void pack_tiles(const LinearArgs& args, std::int64_t output, std::int64_t count, std::int64_t first,
                        std::int64_t last, char* packed) {
   const auto* weights = static_cast<const std::uint16_t*>(args.weight) + output * args.in_features;
@@ -77,14 +81,14 @@ inline void pack_tiles(const LinearArgs& args, std::int64_t output, std::int64_t
   }
 }
 
-// Where the tiles of two operands are.
+// The addresses of the tiles of two operands.
 struct TileWeights {
   const char* first;
-  std::int64_t stride;  // bytes, of a tile's rows; then of steps, and from one tile to the other
+  std::int64_t stride;  // bytes between rows of a tile; then between steps, and between the two tiles
   std::int64_t step, other;
 };
 
-// Adds `num_steps` steps to the sums in `sums`, or to nothing if these are the first.
+// Adds `num_steps` steps to the sums in `sums`, or to zero if these are the first steps.
 template <int kB, typename Tiles>
 void add_tiles(Tiles& tiles, const TileWeights& weights, bool fetches, const char* inputs, std::int64_t columns,
                std::int64_t block_bytes, std::int64_t num_steps, bool is_first, char* sums) {
@@ -103,7 +107,7 @@ void add_tiles(Tiles& tiles, const TileWeights& weights, bool fetches, const cha
     tiles.template load<6>(inputs, row_bytes);
     tiles.template load<4>(own, weights.stride);
     tiles.template load<5>(own + weights.other, weights.stride);
-    // The next outputs' weights: hardware follows a few streams, and these are as many as there are outputs.
+    // Fetches the next outputs' weights: they are as many streams as outputs, and hardware follows a few only.
     for (std::int64_t o = 0; fetches && o < kPairOutputs; ++o) __builtin_prefetch(own + (kPairOutputs + o) * weights.stride);
     tiles.template multiply_add<0, 4, 6>();
     tiles.template multiply_add<1, 5, 6>();
@@ -119,7 +123,7 @@ void add_tiles(Tiles& tiles, const TileWeights& weights, bool fetches, const cha
   }
 }
 
-// Adds the bias to one block's sums, an output per row of their tiles, and writes them.
+// Adds the bias to the sums of one block, whose tiles have an output per row, and writes them.
 inline void store_sums(const LinearWork& work, const char* sums, std::int64_t block, std::int64_t output,
                        std::int64_t num_outputs) {
   const LinearArgs& args = work.args;
@@ -195,7 +199,7 @@ LinearPlan tile_plan(const LinearArgs& args) {
   const std::int64_t columns = even_height(args.num_rows, kTileHeight);
   const std::int64_t block_bytes = (num_steps * kTilePairs * columns * 4 + 63) / 64 * 64;
   const std::int64_t most_blocks = kMostTileRows / kTileHeight;
-  const TileGroups few(num_steps, 1), many(num_steps, most_blocks);  // a thread may have few blocks of many
+  const TileGroups few(num_steps, 1), many(num_steps, most_blocks);  // of many blocks, one thread may have few
   const std::int64_t buffer_bytes = args.num_rows <= 2 * kTileHeight ? few.bytes() : std::max(few.bytes(), many.bytes());
   return {prepare_tiles, tile_outputs<Tiles>, num_steps, columns, block_bytes, most_blocks, kPairOutputs, buffer_bytes,
           kWeightRows};

@@ -1,21 +1,21 @@
-// The arithmetic of linear_transposed, included once per instruction set (see attention_kernel.h for why): SPECDEC_ISA
-// names the namespace, SPECDEC_LANES the floats of its vectors; SPECDEC_DOT_BF16 is defined where products of bf16 pairs are
-// one instruction.
+// The arithmetic of linear_transposed, included once per instruction set (attention_kernel.h explains why). SPECDEC_ISA
+// names the namespace, SPECDEC_LANES the number of floats in its vectors. SPECDEC_DOT_BF16 is defined where one instruction
+// adds the products of bf16 pairs.
 //
-// A unit is an input, widened to fp32, or a pair of them in bf16 where pairs are multiplied at once. A vector holds the
-// weights of one unit for neighbouring outputs. An output's products are added unit by unit within a chunk of inputs, in
-// order, and the chunks' sums one after the other. So how rows and outputs are blocked, whether weights are packed, and
-// which thread computes what changes no bit.
+// A unit is one input, widened to fp32, or a pair of inputs in bf16 where pairs are multiplied at once. A vector holds the
+// weights of one unit for neighbouring outputs. An output adds its products unit by unit within a chunk of inputs, in
+// order, and the sums of the chunks one after the other. So no bit depends on how rows and outputs are divided into blocks,
+// on whether weights are packed, or on the thread.
 
 namespace specdec {
 namespace SPECDEC_ISA {
 
 #include "kernels/vectors.h"
 
-constexpr int kRows = SPECDEC_LANES == 16 ? 6 : 2;  // of a block, with four vectors each: as many sums as registers hold
-constexpr std::int64_t kChunk = 256;                // inputs: their weights for a block of outputs stay in a cache
-constexpr std::int64_t kTogether = 384;             // rows that pass by a chunk's weights before the next chunk
-constexpr std::int64_t kAhead = 8;                  // units whose weights are asked for early: lines lie far apart
+constexpr int kRows = SPECDEC_LANES == 16 ? 6 : 2;  // rows of a block, of four vectors each: as many sums as registers hold
+constexpr std::int64_t kChunk = 256;                // inputs whose weights for a block of outputs stay in a cache
+constexpr std::int64_t kTogether = 384;             // rows that are multiplied with a chunk's weights before the next chunk
+constexpr std::int64_t kAhead = 8;                  // units whose weights are fetched early: their cache lines lie far apart
 
 SPECDEC_INLINE Vector widened(const float* from, Float32) { return load_as<Vector>(from); }
 SPECDEC_INLINE Vector widened(const std::uint16_t* from, BFloat16) {
@@ -33,15 +33,16 @@ template <typename Format>
 struct Single {
   using Storage = typename Format::Storage;
   static constexpr std::int64_t kInputs = 1;
-  // The weights of one unit for kVectors * kLanes outputs; `stride` lies between inputs.
+  // The weights of one unit for kVectors * kLanes outputs; those of the next input are `stride` numbers on.
   template <int kVectors>
   SPECDEC_INLINE static void load(const Storage* from, std::int64_t, Vector vectors[kVectors]) {
     for (int v = 0; v < kVectors; ++v) vectors[v] = widened(from + v * kLanes, Format{});
   }
-  // Vectors in the order that load gives them, in that of their outputs.
+  // Brings vectors from the order in which `load` returns them to the order of their outputs.
   template <int kVectors>
   SPECDEC_INLINE static void sort(Vector*) {}
-  SPECDEC_INLINE static Vector broadcast(const float* unit) { return *unit - Vector{}; }  // less nothing is what keeps -0
+  // Subtracting 0 keeps -0; adding it would not.
+  SPECDEC_INLINE static Vector broadcast(const float* unit) { return *unit - Vector{}; }
   SPECDEC_INLINE static Vector add(Vector sum, Vector input, Vector weight) { return sum + input * weight; }
 };
 
@@ -50,7 +51,7 @@ struct Single {
 struct Paired {
   using Storage = std::uint16_t;
   static constexpr std::int64_t kInputs = 2;
-  // Two vectors are interleaved within quarters, which takes the fewest instructions; `sort` undoes it for their sums.
+  // Interleaves two vectors within quarters, which takes the fewest instructions. `sort` undoes this for their sums.
   template <int kVectors>
   SPECDEC_INLINE static void load(const Storage* from, std::int64_t stride, Vector vectors[kVectors]) {
     if constexpr (kVectors == 1) {
@@ -93,7 +94,7 @@ constexpr std::int64_t num_units(std::int64_t in_features) {
   return (in_features + Units::kInputs - 1) / Units::kInputs;
 }
 
-// All rows' units, row after row; zeros after the last input.
+// Writes all rows' units, row after row, with zeros after the last input.
 template <typename Format, typename Units>
 void prepare(const LinearArgs& args, float* units) {
   const auto* rows = static_cast<const typename Format::Storage*>(args.rows);
@@ -108,14 +109,15 @@ void prepare(const LinearArgs& args, float* units) {
   }
 }
 
-// Weights of one block of outputs for inputs [first, last): unit after unit, kVectors vectors each.
+// The weights of one block of outputs, unit after unit, of kVectors vectors each.
 template <typename Units>
 struct Weights {
-  const typename Units::Storage* from;  // of the block's first output
-  std::int64_t stride;                  // from one input's to the next's
-  std::int64_t num_outputs;             // the block's, which may end within a vector
+  const typename Units::Storage* from;  // the weights of the block's first output
+  std::int64_t stride;                  // numbers between one input's weights and the next one's
+  std::int64_t num_outputs;             // outputs of the block, which may end within a vector
 
-  // Of the unit that begins with input k, of which `inputs` are there; zeros where there is no output or input.
+  // Loads the weights of the unit that begins with input k and has `inputs` inputs; zeros where there is no output or
+  // input.
   template <int kVectors>
   SPECDEC_INLINE void load(std::int64_t k, std::int64_t inputs, Vector vectors[kVectors]) const {
     constexpr std::int64_t kWidth = kVectors * kLanes;
@@ -169,8 +171,8 @@ SPECDEC_INLINE void add_rows(std::int64_t count, const float* units, std::int64_
   }
 }
 
-// Outputs [begin, begin + num_outputs) of all rows, of at most kVectors vectors. Weights that several blocks of rows pass by
-// and that have to be widened or paired are packed first.
+// Computes outputs [begin, begin + num_outputs) of all rows, at most kVectors vectors. Weights that have to be widened or
+// paired are packed first if several blocks of rows are multiplied with them.
 template <typename Format, typename Units, int kVectors, int kMost = kRows>
 void block(const LinearArgs& args, const float* units, std::int64_t begin, std::int64_t num_outputs) {
   using Storage = typename Format::Storage;
@@ -204,7 +206,7 @@ void block(const LinearArgs& args, const float* units, std::int64_t begin, std::
   }
 }
 
-// Outputs [begin, end) of all rows, whose units are prepared. Few rows leave registers for more outputs.
+// Computes outputs [begin, end) of all rows, whose units are prepared. Few rows leave registers for more outputs.
 template <typename Format, typename Units>
 void outputs(const LinearArgs& args, const float* units, std::int64_t begin, std::int64_t end) {
   constexpr int kWide = SPECDEC_LANES == 16 ? 16 : 8;

@@ -8,15 +8,15 @@
 
 namespace specdec {
 
-// One instruction set.
+// The kernel for one instruction set.
 struct TransposedKernel {
   struct Format {
-    std::int64_t (*num_units)(std::int64_t in_features);  // floats that a row is prepared in
+    std::int64_t (*num_units)(std::int64_t in_features);  // floats of a prepared row
     void (*prepare)(const LinearArgs&, float* units);
     void (*outputs)(const LinearArgs&, const float* units, std::int64_t begin, std::int64_t end);
   };
   Format formats[3];  // by DType
-  std::int64_t step;  // outputs of a block; threads share them out by whole ones
+  std::int64_t step;  // outputs of a block; every thread computes whole blocks
 };
 
 namespace transposed_portable {

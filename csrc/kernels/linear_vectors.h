@@ -1,18 +1,18 @@
 // Vectors of one instruction set, and what linear does with them: included by linear_kernel.h, once per instruction set.
 //
-// A product takes kStep inputs and as many weights: a unit of each, four bytes, in every lane. A unit is one number in
-// fp32, or a pair of bf16 where pairs are multiplied in one instruction.
+// A product multiplies kStep inputs with as many weights: in every lane a unit of each, four bytes. A unit is one number
+// in fp32, or a pair of bf16 where one instruction multiplies pairs.
 
 #include "kernels/vectors.h"
 
 // Units of one fp32 number.
 struct Single {
   SPECDEC_INLINE static Vector add(Vector sum, Vector input, Vector weight) { return sum + input * weight; }
-  // A loop over lanes would be as many instructions; less nothing is what keeps -0.
+  // A loop over lanes would take an instruction per lane. Subtracting 0 keeps -0; adding it would not.
   SPECDEC_INLINE static Vector broadcast(const float* unit) { return *unit - Vector{}; }
 };
 
-// Numbers widened to fp32.
+// Units of numbers that are widened to fp32.
 template <typename Format>
 struct Widened {
   using Storage = typename Format::Storage;
@@ -48,7 +48,7 @@ SPECDEC_INLINE Vector Widened<Float16>::load(const std::uint16_t* from) {
 #endif
 
 #ifdef SPECDEC_DOT_BF16
-// Units of two bf16, whose products are added to a lane by one instruction.
+// Units of two bf16; one instruction adds both products to a lane.
 struct Paired {
   using Storage = std::uint16_t;
   using Units = Paired;
@@ -69,7 +69,7 @@ using ProductBFloat16 = Paired;
 using ProductBFloat16 = Widened<BFloat16>;
 #endif
 
-// One step of kStep numbers, of which only the first `count` are there; zeros are taken for the others.
+// One step of kStep numbers, of which `count` are read and the others are zero.
 template <typename Product>
 SPECDEC_INLINE Vector load_some(const typename Product::Storage* from, std::int64_t count) {
   typename Product::Storage step[Product::kStep] = {};
@@ -78,7 +78,7 @@ SPECDEC_INLINE Vector load_some(const typename Product::Storage* from, std::int6
 }
 
 #if SPECDEC_LANES == 16
-// Four neighbouring rows, of each quarter: unit 4 q + k of the four is quarter q of columns[k].
+// Transposes four neighbouring rows within quarters: quarter q of columns[k] holds unit 4 q + k of the four rows.
 SPECDEC_INLINE void transpose_quarters(const __m512 rows[4], __m512 columns[4]) {
   const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[0], rows[1]));
   const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[2], rows[3]));
@@ -90,7 +90,7 @@ SPECDEC_INLINE void transpose_quarters(const __m512 rows[4], __m512 columns[4]) 
   columns[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high01, high23));
 }
 
-// 16 rows of 16 units, transposed, by loads of quarters: loads are cheaper than moving quarters between registers.
+// Loads 16 rows of 16 units, transposed. It loads quarters, because that is cheaper than moving quarters between registers.
 SPECDEC_INLINE void load_by_quarters(const float* const rows[kLanes], Vector square[kLanes]) {
   for (int q = 0; q < 4; ++q) {
     const auto quarter = [&](int row) { return _mm_loadu_ps(rows[row] + 4 * q); };
@@ -106,7 +106,7 @@ SPECDEC_INLINE void load_by_quarters(const float* const rows[kLanes], Vector squ
   }
 }
 
-// Such rows after one load each.
+// Transposes 16 rows of 16 units that are in registers.
 SPECDEC_INLINE void transpose(Vector square[kLanes]) {
   __m512 rows[kLanes], columns[kLanes];
   std::memcpy(rows, square, sizeof(rows));
@@ -125,7 +125,7 @@ SPECDEC_INLINE void transpose(Vector square[kLanes]) {
 #else
 typedef std::int32_t LaneIndex __attribute__((vector_size(kLanes * sizeof(std::int32_t))));
 
-// Lane j of one vector, or of the other the lane kHalf before or after: a step of a transposition.
+// A step of a transposition: exchanges lanes of two vectors that are kHalf apart.
 template <int kHalf>
 SPECDEC_INLINE void exchange(Vector& a, Vector& b) {
   LaneIndex low, high;
@@ -149,12 +149,13 @@ SPECDEC_INLINE void transpose(Vector square[kLanes]) {
 }
 #endif
 
-// kLanes rows of kStep numbers, `stride` apart, transposed: a lane in every vector.
+// Loads kLanes rows of kStep numbers, `stride` apart, transposed: each vector holds one lane of all rows.
 template <typename Product>
 SPECDEC_INLINE void load_transposed(const typename Product::Storage* const rows[kLanes],
                                     [[maybe_unused]] std::int64_t stride, Vector square[kLanes]) {
 #if SPECDEC_LANES == 16
-  // Rows so far apart share one set of the first-level cache, which forgets them from one quarter to the next.
+  // Rows at multiples of this distance share one set of the first-level cache, which evicts them from one quarter to the
+  // next.
   constexpr std::int64_t kSetsBytes = 4096;
   constexpr bool kUnits = Product::kStep * sizeof(**rows) == sizeof(Vector);
   if (kUnits && stride * static_cast<std::int64_t>(sizeof(**rows)) % kSetsBytes != 0) {
@@ -165,7 +166,8 @@ SPECDEC_INLINE void load_transposed(const typename Product::Storage* const rows[
   transpose(square);
 }
 
-// Format::store (dtype.h) of every lane, in the lower halves: a loop over lanes is unrolled before it is vectorised.
+// Format::store (dtype.h) of every lane, in the lower halves. It is written for vectors, because GCC unrolls a loop over
+// lanes before it could vectorise it.
 template <typename Format>
 SPECDEC_INLINE Words stored(Words bits);
 
@@ -190,7 +192,7 @@ SPECDEC_INLINE Words stored<Float16>(Words bits) {
 template <typename Format>
 SPECDEC_INLINE void store_lanes(Vector values, typename Format::Storage* out) {
 #ifdef SPECDEC_DOT_BF16
-  if constexpr (std::is_same_v<Format, BFloat16>) {  // one instruction, which takes subnormal numbers for zeros
+  if constexpr (std::is_same_v<Format, BFloat16>) {  // one instruction, which treats subnormal numbers as zeros
     constexpr int kSubnormal = 0x20;
     if (_mm512_fpclass_ps_mask(reinterpret_cast<__m512>(values), kSubnormal) == 0) {
       const auto halves = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(values));

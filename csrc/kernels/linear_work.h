@@ -1,4 +1,4 @@
-// One call of linear as its kernels see it: who prepares which rows, and who computes which outputs; and the kernels, one
+// One call of linear as its kernels see it: which rows they prepare, and which outputs they compute. The kernels have one
 // source file per instruction set (linear_portable.cpp and its neighbours).
 #pragma once
 
@@ -18,20 +18,21 @@ struct Range {
 
 struct LinearWork;
 
-// How one kernel goes about one call. Prepared inputs are blocks of rows; threads share blocks and granules of outputs.
+// How one kernel computes one call. Inputs are prepared in blocks of rows; blocks and granules of outputs are divided among
+// threads.
 struct LinearPlan {
   void (*prepare)(const LinearWork&, std::int64_t block);
   void (*outputs)(const LinearWork&, Range blocks, Range outputs, void* buffer);
-  std::int64_t num_steps;     // of a row, a vector or tile of inputs each
-  std::int64_t height;        // rows of a block, the last one's may be fewer
-  std::int64_t block_bytes;   // a multiple of a vector's
-  std::int64_t most_blocks;   // that are prepared at a time
-  std::int64_t granule;       // outputs
-  std::int64_t buffer_bytes;  // of each thread, for weights
-  std::int64_t weight_rows;   // reading a granule's weights takes about as long as multiplying by so many rows
+  std::int64_t num_steps;     // steps of a row; a step is a vector or a tile of inputs
+  std::int64_t height;        // rows of a block; the last block may have fewer
+  std::int64_t block_bytes;   // bytes of a prepared block, a multiple of a vector's
+  std::int64_t most_blocks;   // blocks that are prepared at a time
+  std::int64_t granule;       // a thread's outputs are a multiple of it
+  std::int64_t buffer_bytes;  // memory of each thread for weights
+  std::int64_t weight_rows;   // reading a granule's weights takes about as long as multiplying them with so many rows
 };
 
-// As many blocks as stay in a cache.
+// The number of blocks that stay in a cache.
 inline std::int64_t most_blocks(std::int64_t block_bytes) {
   constexpr std::int64_t kPreparedBytes = 1 << 23;
   return std::max<std::int64_t>(1, kPreparedBytes / block_bytes);
@@ -40,7 +41,7 @@ inline std::int64_t most_blocks(std::int64_t block_bytes) {
 struct LinearWork {
   const LinearArgs& args;
   const LinearPlan& plan;
-  char* inputs;  // prepared: blocks [0, num_blocks())
+  char* inputs;  // the prepared blocks [0, num_blocks())
   std::int64_t first_row, num_rows;
 
   std::int64_t num_blocks() const { return (num_rows + plan.height - 1) / plan.height; }
@@ -49,7 +50,8 @@ struct LinearWork {
   char* prepared(std::int64_t block) const { return inputs + block * plan.block_bytes; }
 };
 
-// Rows of a block, at most `most`: of equal height, because a last one of a row or two keeps no multiplier busy.
+// Rows of a block, at most `most`. Blocks get about equal heights, because a last block of a row or two would leave
+// multipliers idle.
 inline std::int64_t even_height(std::int64_t num_rows, std::int64_t most) {
   const std::int64_t blocks = (num_rows + most - 1) / most;
   return (num_rows + blocks - 1) / std::max<std::int64_t>(1, blocks);

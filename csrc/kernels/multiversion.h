@@ -1,5 +1,5 @@
-// One source, several instruction sets: the loader picks the best clone for the machine it runs on, so a wheel
-// needs no -march. Elsewhere (another processor, a C library or compiler without ifunc) the plain version is built.
+// One source, several instruction sets: the loader picks the best clone for the machine on which it runs, so a wheel needs
+// no -march. For another processor, or with a C library or compiler without ifunc, only the plain version is built.
 #pragma once
 
 #include <cstdlib>  // defines __GLIBC__ where it is the C library
@@ -10,8 +10,8 @@
     defined(SPECDEC_NO_MULTIVERSION)
 #define SPECDEC_MULTIVERSION
 #elif __GNUC__ >= 12
-#define SPECDEC_X86_64_LEVELS  // __builtin_cpu_supports and target know them too
+#define SPECDEC_X86_64_LEVELS  // __builtin_cpu_supports and target accept these levels, too
 #define SPECDEC_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else  // older compilers know no micro-architecture levels here, and of AVX-512 only the part without 16-bit lanes
+#else  // older compilers accept no micro-architecture levels here, and AVX-512 only without 16-bit lanes
 #define SPECDEC_MULTIVERSION __attribute__((target_clones("avx2", "default")))
 #endif

@@ -11,7 +11,7 @@ struct PhiloxKey {
   std::uint32_t high;
 };
 
-// Four 32-bit words, in place. Plain arithmetic without a branch, so that a loop over counters vectorises.
+// Replaces the four 32-bit words of a counter by random ones. There is no branch, so that a loop over counters vectorises.
 inline __attribute__((always_inline)) void philox4x32(std::uint32_t& c0, std::uint32_t& c1, std::uint32_t& c2,
                                                       std::uint32_t& c3, PhiloxKey key) {
   for (int round = 0; round < 10; ++round) {

@@ -1,5 +1,5 @@
-// The vectors of one instruction set, and their way from and to memory: every kernel includes this in its own namespace,
-// once per instruction set, with SPECDEC_LANES, the floats of a vector.
+// The vector types of one instruction set, and their loads and stores. Every kernel includes this file in its own
+// namespace, once per instruction set; SPECDEC_LANES is the number of floats in a vector.
 
 constexpr int kLanes = SPECDEC_LANES;
 
@@ -19,8 +19,8 @@ SPECDEC_INLINE void store_as(void* to, Type value) {
   std::memcpy(to, &value, sizeof(value));
 }
 
-// What load_as<Vector> does. With that template GCC 12 allocates the registers of linear's one-row kernels (AVX2, AVX-512)
-// otherwise, and they take up to a half longer.
+// The same as load_as<Vector>. With that template, GCC 12 allocates the registers of linear's one-row kernels (AVX2,
+// AVX-512) differently, and these kernels take up to a half longer.
 SPECDEC_INLINE Vector load_vector(const void* from) {
   Vector vector;
   std::memcpy(&vector, from, sizeof(vector));

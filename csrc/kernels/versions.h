@@ -1,4 +1,4 @@
-// The versions of a kernel, one per instruction set: which of them this machine can run, and which one is in use.
+// The versions of a kernel, one per instruction set: those that this machine can run, and the one in use.
 #pragma once
 
 #include <stdexcept>
@@ -8,7 +8,7 @@
 
 namespace specdec {
 
-// `Code` is what a version is made of: pointers to its functions.
+// `Code` is a version's code: pointers to its functions.
 template <typename Code>
 class Versions {
  public:
@@ -17,7 +17,7 @@ class Versions {
     Code code;
   };
 
-  // `usable` is what this machine can run, the best last; that one is taken.
+  // `usable` lists the versions that this machine can run, the best last. The best is chosen.
   Versions(const char* kernel, std::vector<Version> usable)
       : kernel_(kernel), usable_(std::move(usable)), chosen_(usable_.back().code) {}
 

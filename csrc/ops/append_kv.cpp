@@ -26,7 +26,7 @@ void append_kv(const AppendKVArgs& args) {
                               std::to_string(args.num_slots) + " slots");
     }
   }
-  // Waking threads costs about what moving 64 KiB does. Slots differ, but for those of the scratch page, which nobody
+  // Waking threads takes about as long as moving 64 KiB. Slots differ, except those of the scratch page, which nothing
   // reads.
   const std::int64_t row_bytes = args.num_kv_heads * (args.key.head_bytes + args.value.head_bytes);
   const bool worth_threads = args.num_rows * row_bytes > (1 << 16);

@@ -1,11 +1,11 @@
-// append_kv_: write new K/V rows into pages. The contract stands in specdec_fast/oracle/ops/append_kv.py.
+// append_kv_: write new K/V rows into pages. specdec_fast/oracle/ops/append_kv.py states the contract.
 #pragma once
 
 #include <cstdint>
 
 namespace specdec {
 
-// Rows of one forward, [num_rows, num_kv_heads, head size]; strides in bytes, the last axis is contiguous.
+// Rows of one forward, [num_rows, num_kv_heads, head size]. Strides are in bytes; the last axis is contiguous.
 struct NewRows {
   const char* data;
   std::int64_t stride_row;
@@ -15,7 +15,7 @@ struct NewRows {
 
 struct AppendKVArgs {
   char* key_cache;  // [num_slots, num_kv_heads, head size of the key], contiguous
-  char* value_cache;  // the same with the value's
+  char* value_cache;  // [num_slots, num_kv_heads, head size of the value], contiguous
   std::int64_t num_slots;
   NewRows key;
   NewRows value;
@@ -25,7 +25,7 @@ struct AppendKVArgs {
   int num_threads;
 };
 
-// Throws std::out_of_range, with nothing written, if a slot lies outside the cache.
+// Throws std::out_of_range, before it writes anything, if a slot lies outside the cache.
 void append_kv(const AppendKVArgs& args);
 
 }  // namespace specdec

@@ -1,4 +1,4 @@
-// Messages of the checks that keep a kernel inside its buffers.
+// Checks that keep a kernel inside its buffers, with their messages.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,7 @@ void check(const CompactKVArgs& args) {
   for (std::int64_t b = 0; b < args.batch_size; ++b) {
     const std::int32_t first = args.cu_moves[b], stop = args.cu_moves[b + 1];
     if (first == stop) continue;
-    // Positions rise, so the first and the last bound the others.
+    // Positions rise, so the first and the last ones bound all others.
     const std::int64_t lowest = std::min(args.sources[first], args.destinations[first]);
     const std::int64_t highest = std::max(args.sources[stop - 1], args.destinations[stop - 1]);
     if (lowest < 0 || highest >= room) {
@@ -27,7 +27,7 @@ void check(const CompactKVArgs& args) {
   }
 }
 
-// All moves of one sequence in one plane.
+// Makes all moves of one sequence in one plane.
 void move_entries(const CompactKVArgs& args, std::int64_t sequence, std::int64_t plane) {
   char* entries = args.kv_cache + plane * args.num_pages * args.page_size * args.entry_bytes;
   const std::int32_t* pages = args.block_table + sequence * args.max_pages;
@@ -53,7 +53,7 @@ void compact_kv(const CompactKVArgs& args) {
   check(args);
   const std::int64_t num_moves = args.batch_size > 0 ? args.cu_moves[args.batch_size] : 0;
   const std::int64_t num_tasks = args.batch_size * args.num_planes;
-  // Waking threads costs about what moving 64 KiB does.
+  // Waking threads takes about as long as moving 64 KiB.
   const bool worth_threads = num_moves * args.num_planes * args.entry_bytes > (1 << 16);
 #pragma omp parallel for num_threads(args.num_threads) if (worth_threads) schedule(dynamic)
   for (std::int64_t task = 0; task < num_tasks; ++task) {

@@ -13,7 +13,7 @@
 namespace specdec {
 namespace {
 
-// Products sorted by expert: those of expert e are members[starts[e]] to members[starts[e + 1] - 1], in their own order.
+// Products sorted by expert: those of expert e are members[starts[e]] to members[starts[e + 1] - 1], in row order.
 struct Groups {
   std::vector<std::int64_t> starts, members;
 };

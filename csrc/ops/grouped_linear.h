@@ -1,5 +1,5 @@
-// grouped_linear: every row times the weights of the experts that it has chosen.
-// The contract stands in specdec_fast/oracle/ops/grouped_linear.py.
+// grouped_linear: every row times the weights of the experts chosen for it.
+// specdec_fast/oracle/ops/grouped_linear.py states the contract.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +19,14 @@ struct GroupedLinearArgs {
   const void* rows;          // [num_rows, num_lines, in_features], rows `row_stride` elements apart
   std::int64_t row_stride;
   const std::int64_t* expert_ids;  // [num_rows, num_choices]
-  const void* weight;        // [num_experts, out_features, in_features], or the last two the other way round
+  const void* weight;        // [num_experts, out_features, in_features], or with the last two axes exchanged
   bool transposed;
   const void* bias;          // [num_experts, out_features], or null
   void* out;                 // [num_rows, num_choices, out_features], contiguous
   int num_threads;
 };
 
-// Throws std::out_of_range if there is no such expert.
+// Throws std::out_of_range if an expert id lies outside the experts.
 void grouped_linear(const GroupedLinearArgs& args);
 
 }  // namespace specdec

@@ -42,7 +42,8 @@ class Buffer {
 
 std::int64_t quotient(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// In how many parts the rows go, of as many as there are threads; each part's outputs are shared by an equal number.
+// Into how many parts the rows are divided, at most one per thread. Equal numbers of threads divide the outputs of each
+// part.
 int parts_of_rows(const LinearPlan& plan, std::int64_t num_blocks, std::int64_t out_features, int num_threads) {
   const std::int64_t granules = quotient(out_features, plan.granule);
   int best = 1;
@@ -70,7 +71,7 @@ void linear(const LinearArgs& args) {
   const std::int64_t passes = quotient(num_blocks, plan.most_blocks), pass_blocks = quotient(num_blocks, passes);
   const std::int64_t buffer_bytes = quotient(plan.buffer_bytes, kAlignment) * kAlignment;
   const Buffer inputs(pass_blocks * plan.block_bytes), buffers(buffer_bytes * args.num_threads);
-  // Waking a thread costs some microseconds, about what a core multiplies 64K numbers in.
+  // Waking a thread takes some microseconds, in which a core multiplies about 64K numbers.
   const bool worth_threads = args.num_rows * args.in_features * args.out_features > (1 << 18);
   const int num_threads = worth_threads ? args.num_threads : 1;
   const int row_parts = parts_of_rows(plan, pass_blocks, args.out_features, num_threads);

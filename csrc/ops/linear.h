@@ -1,5 +1,5 @@
-// linear: rows times a weight matrix, every sum in one order whatever the number of rows.
-// The contract stands in specdec_fast/oracle/ops/linear.py.
+// linear: rows times a weight matrix. Every sum has one order, whatever the number of rows.
+// specdec_fast/oracle/ops/linear.py states the contract.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct LinearArgs {
 
 void linear(const LinearArgs& args);
 
-// Instruction sets that this machine can run, the best, which is chosen, last; tests choose others.
+// The instruction sets that this machine can run, the best last. The best is chosen; tests choose others.
 std::vector<std::string> linear_versions();
 void choose_linear_version(const std::string& name);
 

@@ -33,7 +33,7 @@ void linear_transposed(const LinearArgs& args) {
   const std::unique_ptr<float[]> units(new float[static_cast<std::size_t>(args.num_rows * format.num_units(args.in_features))]);
   format.prepare(args, units.get());
   const std::int64_t blocks = (args.out_features + kernel.step - 1) / kernel.step;
-  // Waking a thread costs some microseconds, about what a core multiplies 64K numbers in.
+  // Waking a thread takes some microseconds, in which a core multiplies about 64K numbers.
   const bool worth_threads = args.num_rows * args.in_features * args.out_features > (1 << 18);
 #pragma omp parallel for num_threads(args.num_threads) if (worth_threads) schedule(static)
   for (int part = 0; part < args.num_threads; ++part) {

@@ -1,7 +1,7 @@
-// linear with weights that lie as [in_features, out_features]: GPT-2's Conv1D, experts that keep theirs transposed.
+// linear with weights stored as [in_features, out_features], as in GPT-2's Conv1D and in some mixtures of experts.
 //
-// They are read where they are: a copy would take their memory twice and miss what is changed in place. The contract is
-// that of linear (linear.h), `weight` but for its layout; an output's products are added in an order of its own.
+// The weights are read where they are: a copy would double their memory and would not follow changes in place. The
+// contract is that of linear (linear.h), except for the layout of `weight`. Products are added in another order than there.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace specdec {
 
 void linear_transposed(const LinearArgs& args);
 
-// Instruction sets that this machine can run, the best, which is chosen, last; tests choose others.
+// The instruction sets that this machine can run, the best last. The best is chosen; tests choose others.
 std::vector<std::string> linear_transposed_versions();
 void choose_linear_transposed_version(const std::string& name);
 

@@ -46,7 +46,7 @@ void check(const PagedAttentionArgs& args) {
   }
 }
 
-// Rows of a task: many share what is loaded of a tile, but every thread should get several tasks.
+// Rows of a task: the more rows share a loaded tile the better, but every thread should get several tasks.
 std::int64_t rows_per_task(const PagedAttentionArgs& args) {
   const std::int64_t fair = args.num_rows * args.num_kv_heads / (4 * args.num_threads);
   const std::int64_t most = kMostVectors / (args.num_heads / args.num_kv_heads);
@@ -57,7 +57,7 @@ std::vector<Task> make_tasks(const PagedAttentionArgs& args, std::int64_t rows_p
   std::vector<Task> tasks;
   for (std::int64_t b = 0; b < args.batch_size; ++b) {
     const std::int64_t rows = args.cu_seqlens_q[b + 1] - args.cu_seqlens_q[b];
-    // Last rows first: they see most, and no thread should be left with one of them at the end.
+    // Last rows first: they see most positions, and none of these long tasks should be the last to begin.
     for (std::int64_t row = (rows - 1) / rows_per_task * rows_per_task; rows > 0 && row >= 0; row -= rows_per_task) {
       for (std::int64_t head = 0; head < args.num_kv_heads; ++head) {
         tasks.push_back({b, row, std::min(rows_per_task, rows - row), head});

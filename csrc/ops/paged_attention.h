@@ -1,9 +1,9 @@
 // paged_attention: causal attention of ragged query rows over a paged KV cache.
-// The contract stands in specdec_fast/oracle/ops/paged_attention.py.
+// specdec_fast/oracle/ops/paged_attention.py states the contract.
 //
-// A query row is reduced over absolute tiles of kTile positions in ascending order, from its own first visible
-// position to its own. So its bits depend on its own context alone: not on how many rows are computed beside it, nor
-// on the batch, the thread or whether it is prefill or verification.
+// A query row is reduced over absolute tiles of kTile positions in ascending order, from the first position that it sees
+// to its own. So its bits depend on its own context alone: not on the number of rows beside it, the batch, the thread, or
+// whether the forward is a prefill or a verification.
 #pragma once
 
 #include <cstdint>
@@ -44,11 +44,12 @@ struct PagedAttentionArgs {
   int num_threads;
 };
 
-// Throws std::out_of_range, with nothing written, if a sequence reaches outside its rows, its block table or the cache.
+// Throws std::out_of_range, before it writes anything, if a sequence reaches outside its rows, its block table or the
+// cache.
 void paged_attention(const PagedAttentionArgs& args);
 
-// The instruction sets it was compiled for and this machine has, the best last; that one runs unless another is chosen.
-// Choosing is for tests: each must give the right result, wherever the tests happen to run.
+// The instruction sets that this machine can run, the best last. The best is chosen; tests choose others, because each must
+// give the right result.
 std::vector<std::string> attention_versions();
 void choose_attention_version(const std::string& name);
 

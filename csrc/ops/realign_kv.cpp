@@ -19,12 +19,12 @@ void check(const RealignKVArgs& args) {
   }
 }
 
-// The columns of one row and head.
+// Moves the columns of one row and head.
 void shift_columns(const RealignKVArgs& args, char* columns, std::int64_t row) {
   const std::int64_t length = args.lengths[row], shift = args.shifts[row];
   char* source = columns + args.starts[row] * args.stride_column;
   char* destination = source + shift * args.stride_column;
-  if (args.stride_column == args.column_bytes) {  // one block, and memmove minds the overlap
+  if (args.stride_column == args.column_bytes) {  // one block; memmove allows the overlap
     std::memmove(destination, source, length * args.column_bytes);
     return;
   }
@@ -47,7 +47,7 @@ void realign_kv(const RealignKVArgs& args) {
   }
   const std::int64_t per_plane = static_cast<std::int64_t>(moving.size()) * args.num_heads;
   const std::int64_t num_tasks = per_plane * static_cast<std::int64_t>(args.planes.size());
-  // Waking threads costs about what moving 64 KiB does.
+  // Waking threads takes about as long as moving 64 KiB.
 #pragma omp parallel for num_threads(args.num_threads) if (bytes > (1 << 16)) schedule(dynamic, 8)
   for (std::int64_t task = 0; task < num_tasks; ++task) {
     const std::int64_t row = moving[task % per_plane / args.num_heads];

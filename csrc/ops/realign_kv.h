@@ -1,5 +1,5 @@
 // realign_kv_: shift every row of a dense, right-aligned KV cache by its own amount, in place, in all layers.
-// The contract stands in specdec_fast/oracle/ops/realign_kv.py.
+// specdec_fast/oracle/ops/realign_kv.py states the contract.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct RealignKVArgs {
   std::int64_t num_heads;
   std::int64_t num_columns;
   std::int64_t column_bytes;  // head_dim * element size, contiguous
-  std::int64_t stride_row;    // in bytes, as the following
+  std::int64_t stride_row;    // strides are in bytes
   std::int64_t stride_head;
   std::int64_t stride_column;
   const std::int32_t* starts;   // [batch_size]
@@ -22,7 +22,7 @@ struct RealignKVArgs {
   int num_threads;
 };
 
-// Throws std::out_of_range, with nothing moved, if a row would leave its columns.
+// Throws std::out_of_range, before it moves anything, if a row would leave the columns of the cache.
 void realign_kv(const RealignKVArgs& args);
 
 }  // namespace specdec

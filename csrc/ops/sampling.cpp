@@ -15,10 +15,10 @@ namespace {
 #define SPECDEC_INLINE inline __attribute__((always_inline))
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int kBlock = 256;  // tokens that share one bound on the noise they would need to win
+constexpr int kBlock = 256;  // tokens that share one bound on the noise that they would need to win
 constexpr int kCounters = kBlock / 4;
 
-// Scores at most 32 below the best get a bucket per 1/32, all others the last one.
+// Scores at most 32 below the best are divided into buckets of width 1/32; all others share the last bucket.
 constexpr int kBuckets = 1024;
 constexpr double kBucketsPerUnit = 32.0;
 
@@ -46,10 +46,10 @@ double logit(const SampledRow& row, std::int64_t id) {
   return 0.0;
 }
 
-// Always from the raw logit, so that an id seen twice is penalised once.
+// Penalises raw logits, so that an id that was seen twice is penalised once.
 void penalise(const SampledRow& row, const std::int64_t* ids, std::int64_t count, double* logits) {
   for (std::int64_t i = 0; i < count; ++i) {
-    if (ids[i] < 0 || ids[i] >= row.vocab_size) continue;  // fed by a model of a larger vocabulary
+    if (ids[i] < 0 || ids[i] >= row.vocab_size) continue;  // an id of a model with a larger vocabulary
     const double raw = logit(row, ids[i]);
     logits[ids[i]] = raw < 0 ? raw * row.repetition_penalty : raw / row.repetition_penalty;
   }
@@ -109,7 +109,7 @@ void buckets_of(const double* scores, int count, std::int32_t* out) {
   }
 }
 
-// The scores of one bucket that are kept so far, largest first.
+// The scores of one bucket, largest first.
 std::vector<double> falling(const double* scores, std::int64_t size, int bucket, double threshold) {
   std::vector<double> members;
   for (std::int64_t i = 0; i < size; ++i) {
@@ -133,7 +133,7 @@ double kth_largest(const double* scores, std::int64_t size, std::int64_t k) {
   return falling(scores, size, bucket, -kInfinity)[static_cast<std::size_t>(k - 1)];
 }
 
-// The lowest score of the smallest set of the likeliest tokens that has a share `top_p` of the mass of those from
+// The lowest score in the smallest set of the likeliest tokens whose mass is a share `top_p` of the mass of all tokens from
 // `threshold` on.
 double nucleus(const double* scores, std::int64_t size, double threshold, double top_p) {
   double masses[kBuckets] = {};
@@ -168,7 +168,7 @@ double threshold_of(const SampledRow& row, const double* scores) {
   return threshold;
 }
 
-// Noise of one position, four tokens per counter.
+// The noise of one position; every counter gives the words of four tokens.
 struct Noise {
   std::uint32_t position_low;
   std::uint32_t position_high;
@@ -201,14 +201,15 @@ double noise_at(const Noise& noise, std::int64_t id) {
   return gumbel(words[id % 4]);
 }
 
-// The smallest word whose noise reaches `wanted`, or one a little smaller: -log(-log(u)) >= wanted solved for u.
+// The smallest word whose noise reaches `wanted`, or a slightly smaller one: -log(-log(u)) >= wanted, solved for u.
 std::uint32_t smallest_word(double wanted) {
   const double word = std::exp(-std::exp(-wanted)) * 0x1p32 - 2.0;
   return word > 0.0 ? static_cast<std::uint32_t>(std::min(word, 0x1.fffffffcp31)) : 0u;
 }
 
-// The likeliest token is drawn first. After that a token needs so much noise to win that few are looked at: none of
-// a block that could not win with the largest noise, and of the others those whose random word is large enough.
+// The likeliest token gets its noise first. After that, another token needs so much noise to win that few are examined. A
+// block is skipped if none of its tokens could win with the largest noise. In other blocks, a token is examined if its
+// random word is large enough.
 std::int64_t draw(const SampledRow& row, const double* scores, std::int64_t likeliest, double threshold) {
   const Noise noise = noise_of(row);
   std::int64_t winner = likeliest;

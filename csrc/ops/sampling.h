@@ -1,5 +1,5 @@
-// One row's draw: the token with the largest sum of score and keyed noise. The rule stands in
-// specdec_fast/oracle/ops/verify_chain.py and specdec_fast/oracle/sampling.py.
+// Sampling of one row: the token with the largest sum of score and keyed noise. specdec_fast/oracle/ops/verify_chain.py and
+// specdec_fast/oracle/sampling.py state the rule.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace specdec {
 
-// How each of `batch_size` sequences chooses, one element per sequence.
+// How each of `batch_size` sequences chooses its tokens; one element per sequence.
 struct Sampling {
   const double* temperatures;
   const std::int32_t* top_k;
@@ -17,12 +17,12 @@ struct Sampling {
   const double* min_p;
   const double* repetition_penalties;
   const std::int64_t* seeds;
-  const std::int64_t* positions;  // of the token that a sequence's first row chooses
+  const std::int64_t* positions;  // position of the token that a sequence's first row chooses
   const std::int64_t* seen_ids;
   const std::int32_t* cu_seen;  // [batch_size + 1]
 };
 
-// Ids that a repetition penalty applies to: committed ones and what was fed.
+// The ids to which a repetition penalty applies: committed tokens, and the input tokens of the rows so far.
 struct SeenTokens {
   const std::int64_t* committed;
   std::int64_t num_committed;
@@ -30,7 +30,7 @@ struct SeenTokens {
   std::int64_t num_fed;
 };
 
-// One row's logits and how its token is chosen.
+// One row's logits, and how its token is chosen.
 struct SampledRow {
   const void* logits;  // [vocab_size]
   DType dtype;
@@ -45,7 +45,7 @@ struct SampledRow {
   SeenTokens seen;
 };
 
-// Returns the token, -1 if a logit is NaN. `scratch` is memory that successive rows share.
+// Returns the token, or -1 if a logit is NaN. Successive rows share the memory of `scratch`.
 std::int64_t sample_row(const SampledRow& row, std::vector<double>& scratch);
 
 }  // namespace specdec

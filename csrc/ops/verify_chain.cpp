@@ -13,9 +13,9 @@ namespace {
 constexpr std::int64_t kInvalidToken = -1;
 constexpr std::int64_t kBlock = 4096;  // logits per block: small enough to be rescanned from the first-level cache
 
-// A float's bits as an integer of the same order. Integers, because a compiler may reorder an integer maximum and
-// so vectorise it without -ffast-math; and one body then serves fp32, fp16 and bf16. `kInfinity` is the bit
-// pattern of +inf: a magnitude above it is a NaN.
+// A float's bits as an integer of the same order. A compiler may reorder an integer maximum, so it vectorises it without
+// -ffast-math, and one function serves fp32, fp16 and bf16. `kInfinity` is the bit pattern of +inf: a magnitude above it
+// is a NaN.
 template <typename Int, Int kInfinity>
 struct Ordered {
   using Bits = Int;
@@ -23,7 +23,7 @@ struct Ordered {
   static constexpr Int infinity = kInfinity;
   static inline Int magnitude(Int bits) { return static_cast<Int>(bits & kMagnitude); }
   static inline Int key(Int bits) {
-    // Negative floats are ordered backwards; flipping their magnitude puts them right. -0 must equal +0.
+    // The bits of negative floats are ordered backwards, so their magnitude is flipped. -0 must equal +0.
     const Int flipped = static_cast<Int>(bits ^ ((bits >> (8 * sizeof(Int) - 1)) & kMagnitude));
     return magnitude(bits) == 0 ? Int{0} : flipped;
   }
@@ -47,7 +47,7 @@ inline __attribute__((always_inline)) std::int64_t argmax(const typename Format:
       block_magnitude = std::max(block_magnitude, Format::magnitude(row[i]));
     }
     largest_magnitude = std::max(largest_magnitude, block_magnitude);
-    if (block_best > best) {  // strictly: the first block of equal maxima stays
+    if (block_best > best) {  // strictly greater: of equal maxima, the first block wins
       best = block_best;
       best_block = start;
     }
@@ -114,12 +114,12 @@ void accept(const VerifyChainArgs& args, const VerifyChainResult& result, std::i
 }  // namespace
 
 void verify_chain(const VerifyChainArgs& args, const VerifyChainResult& result) {
-  // Waking a thread costs some microseconds, about what one reads 64K logits in.
+  // Waking a thread takes some microseconds, in which a core reads about 64K logits.
   const bool worth_threads = args.num_rows > 1 && args.num_rows * args.vocab_size > (1 << 16);
 #pragma omp parallel num_threads(args.num_threads) if (worth_threads)
   {
     std::vector<double> scratch;
-    // Dynamic, because a row that is drawn takes many times as long as one that is not.
+    // Dynamic, because a sampled row takes many times as long as a greedy one.
 #pragma omp for schedule(dynamic)
     for (std::int64_t row = 0; row < args.num_rows; ++row) result.target_tokens[row] = choose(args, row, scratch);
   }

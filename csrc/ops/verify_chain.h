@@ -1,5 +1,5 @@
 // verify_chain: which draft tokens the target itself would have emitted.
-// The contract, and what a NaN means, stand in specdec_fast/oracle/ops/verify_chain.py.
+// specdec_fast/oracle/ops/verify_chain.py states the contract, and what a NaN means.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ struct VerifyChainArgs {
   std::int64_t num_rows;
   std::int64_t vocab_size;
   std::int64_t row_stride;
-  const std::int64_t* token_ids;   // [num_rows] what was fed
+  const std::int64_t* token_ids;   // [num_rows] the input tokens of the forward
   const std::int32_t* cu_seqlens;  // [batch_size + 1]
   std::int64_t batch_size;
-  const Sampling* sampling;  // null: all are greedy
+  const Sampling* sampling;  // null: all sequences are greedy
   int num_threads;
 };
 

@@ -12,7 +12,7 @@ namespace specdec {
 
 namespace {
 
-// The rules of those sequences that are still drafting, as arrays of their own.
+// The sampling parameters of the sequences that are still drafting, as arrays of their own.
 class Rules {
  public:
   Rules(const Sampling& all, const std::vector<std::size_t>& members, std::int64_t ahead) : cu_seen_(members.size() + 1) {
@@ -61,7 +61,7 @@ void draft(Program& program, const Pages& pages, const DraftRequest& request, co
   const std::size_t num_sequences = counts.size();
   const std::unique_ptr<char[]> logits(
       new char[num_sequences * static_cast<std::size_t>(choice.width * item_size(choice.dtype))]);
-  std::vector<std::int64_t> first(num_sequences + 1);  // of each sequence's tokens
+  std::vector<std::int64_t> first(num_sequences + 1);  // index of each sequence's first token
   std::partial_sum(counts.begin(), counts.end(), first.begin() + 1);
   std::vector<std::int32_t> one_each(num_sequences + 1), accepted(num_sequences);
   std::iota(one_each.begin(), one_each.end(), 0);
@@ -81,7 +81,7 @@ void draft(Program& program, const Pages& pages, const DraftRequest& request, co
       sampling = rules->sampling();
     }
     const auto num_members = static_cast<std::int64_t>(members.size());
-    // What was fed decides nothing here but penalties, of which there are none.
+    // The input tokens matter for penalties only, and there are none.
     verify_chain({logits.get(), choice.dtype, num_members, choice.vocab_size, choice.width, token_ids, one_each.data(),
                   num_members, rules ? &sampling : nullptr, num_threads},
                  {tokens.data(), accepted.data(), next.data()});

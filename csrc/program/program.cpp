@@ -33,7 +33,7 @@ std::size_t thread_number() {
 #endif
 }
 
-// The first aligned byte.
+// The first aligned byte of `memory`.
 char* aligned(std::vector<char>& memory) {
   return memory.data() + (-reinterpret_cast<std::intptr_t>(memory.data()) & (kAlignment - 1));
 }
@@ -43,14 +43,14 @@ char* aligned(std::vector<char>& memory) {
 struct RowOps {
   Domain domain;
   std::vector<RowOp> ops;
-  std::int64_t size = 0;  // numbers that they compute per row
+  std::int64_t size = 0;  // numbers that these operations compute per row
 };
 
 struct Program::Step {
   std::variant<RowOps, LinearStep, GroupedLinearStep, AppendStep, AttendStep, GatherStep> what;
 };
 
-// Where this forward's buffers are.
+// One forward, and the addresses of its buffers.
 struct Program::Run {
   const Forward& forward;
   std::vector<Location> buffers;
@@ -131,9 +131,9 @@ void Program::run_row_ops(const Step& step, Run& run) {
   const RowOps& group = std::get<RowOps>(step.what);
   const Forward& forward = run.forward;
   const std::int64_t num_rows = run.num_rows(group.domain);
-  // Waking a thread costs some microseconds, in which a core computes some ten thousand numbers.
+  // Waking a thread takes some microseconds, in which a core computes some ten thousand numbers.
   const bool worth_threads = num_rows > 1 && num_rows * group.size > (1 << 15);
-  std::exception_ptr fault;  // none may leave a parallel region
+  std::exception_ptr fault;  // no exception may leave a parallel region
 #pragma omp parallel num_threads(forward.num_threads) if (worth_threads)
   {
     const std::size_t thread = thread_number();

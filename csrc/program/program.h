@@ -1,9 +1,9 @@
 // A forward program: a model's whole forward over a ragged batch as a list of steps, run in one call.
 //
-// It is written down by specdec_fast/program/ from one run of the model in PyTorch. Steps between linear layers and
-// attention are row operations (rowwise.h); those that follow one another are run row by row, so that what they hand on
-// stays in the first-level cache. Every step computes a row from that row alone (attention: and from its KV entries), so
-// no bit hangs on the rows beside it.
+// specdec_fast/program/ makes it from a run of the model in PyTorch. The steps between linear layers and attention are row
+// operations (rowwise.h). Consecutive row operations run row by row, so that their intermediate results stay in the
+// first-level cache. Every step computes a row from that row alone (attention also from its KV entries), so no bit depends
+// on the rows beside it.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace specdec {
 
-// What a buffer has rows of: the batch's rows, or those of them whose logits are wanted.
+// The rows of a buffer: all rows of the batch, or those whose logits are wanted.
 enum class Domain : int { kRows = 0, kLogitRows = 1 };
 
 struct Buffer {
@@ -26,7 +26,7 @@ struct Buffer {
   std::int64_t row_bytes;
 };
 
-// Part of a buffer's rows: axes [heads, head_dim], the last one contiguous.
+// A part of a buffer's rows with axes [heads, head_dim], of which the last one is contiguous.
 struct HeadsView {
   int buffer;
   std::int64_t offset;       // bytes
@@ -67,22 +67,22 @@ struct AttendStep {
   DType sinks_dtype;
 };
 
-struct GatherStep {  // rows whose logits are wanted
+struct GatherStep {  // takes the rows whose logits are wanted
   int in, out;
 };
 
-// What one layer keeps per position: num_kv_heads keys of key_dim numbers, and as many values of value_dim.
+// The KV entry of one layer: num_kv_heads keys of key_dim numbers, and as many values of value_dim numbers.
 struct KVShape {
   std::int64_t num_kv_heads, key_dim, value_dim;
 };
 
-// Where the pages of a pool are. Page ids mean the same in every layer.
+// The addresses of a pool's pages. Page ids are the same in every layer.
 struct KVPages {
   char* const* layers;  // [num_layers, 2]: keys and values, each [num_pages, page_size, num_kv_heads, its head size]
   std::int64_t num_pages, page_size;
 };
 
-// One forward: addresses on this machine.
+// The arguments of one forward, as addresses.
 struct Forward {
   std::int64_t num_rows, num_logit_rows;
   const std::int64_t* token_ids;     // [num_rows]
@@ -102,12 +102,12 @@ struct Forward {
 
 class Program {
  public:
-  // `layers`: of the KV cache, by number.
+  // `layers`: the layers of the KV cache, in order.
   Program(DType dtype, std::vector<KVShape> layers, std::int64_t arena_bytes, std::int64_t logit_arena_bytes,
           std::int64_t scratch_bytes);
   ~Program();
 
-  // Buffers are numbered, and steps run, in the order in which they are added.
+  // The order of these calls numbers the buffers, and is the order in which steps run.
   void add(const Buffer& buffer) { buffers_.push_back(buffer); }
   void add(const RowOp& op, Domain domain);
   void add(const LinearStep& step);
@@ -116,10 +116,10 @@ class Program {
   void add(const AttendStep& step);
   void add(const GatherStep& step);
 
-  // One call at a time. Throws std::out_of_range if an index lies outside what it points into.
+  // Runs one forward; one call at a time. Throws std::out_of_range if an index lies outside its array or table.
   void run(const Forward& forward);
 
-  // What all runs have taken together.
+  // The time of all runs so far.
   double seconds() const { return seconds_; }
 
  private:

@@ -12,9 +12,10 @@
 namespace specdec {
 namespace {
 
-// exp(x) within 2 units in the last place, 2^n in two factors so that no exponent overflows. A NaN stays one.
+// exp(x) within 2 units in the last place. 2^n is multiplied in two factors, so that no exponent overflows. A NaN stays a
+// NaN.
 SPECDEC_INLINE float exp_of(float x) {
-  float bounded = x < -104.0f ? -104.0f : x;  // beyond these: 0 and infinity, in fp32
+  float bounded = x < -104.0f ? -104.0f : x;  // beyond these bounds exp is 0 or infinity in fp32
   bounded = bounded > 89.0f ? 89.0f : bounded;
   float shifted;
   const float e = exp_remainder(bounded, shifted);
@@ -25,8 +26,8 @@ SPECDEC_INLINE float exp_of(float x) {
   return e * first * second;
 }
 
-// Within 2 units in the last place: near 0 by a polynomial (least squares on [0, 0.625^2], reweighted to equal errors),
-// else by exp.
+// tanh(x) within 2 units in the last place: near 0 by a polynomial (least squares on [0, 0.625^2], reweighted to equal
+// errors), elsewhere by exp.
 SPECDEC_INLINE float tanh_of(float x) {
   const float magnitude = x < 0.0f ? -x : x;
   const float z = x * x;
@@ -90,7 +91,7 @@ constexpr Function kFunctions[] = {copy, neg,  absolute,      square, square_roo
                                    less_or_equal, greater, greater_or_equal, where};
 static_assert(sizeof(kFunctions) / sizeof(Function) == static_cast<int>(RowCode::kMean), "one per code");
 
-constexpr int kLanes = 16;  // of a sum: the same on every instruction set, so that they agree
+constexpr int kLanes = 16;  // lanes of a sum: the same on every instruction set, so that all give the same bits
 
 // Lane l adds numbers l, l + 16, ...; the lanes are then added in pairs.
 template <typename Term>
@@ -112,7 +113,7 @@ float squared_distance(const float* a, float from, std::int64_t size) {
   return sum_of(size, [a, from](std::int64_t i) { return (a[i] - from) * (a[i] - from); });
 }
 
-// weight and bias are laid out like a.
+// weight and bias have the layout of a.
 SPECDEC_MULTIVERSION
 void scale_and_shift(const float* __restrict a, const float* __restrict weight, const float* __restrict bias,
                      float mean, float scale, float* __restrict out, std::int64_t size) {

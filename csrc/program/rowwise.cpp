@@ -26,7 +26,7 @@ float widen_one(DType dtype, const char* from) {
 
 using Shape = std::array<std::int64_t, kMaxRank>;
 
-// The operand's own: the operation's, but for the last axis.
+// The shape of an operand: that of the operation, except for the last axis.
 Shape shape_of(const Operand& operand, const RowOp& op) { return {op.shape[0], op.shape[1], op.shape[2], operand.length}; }
 
 bool is_dense(const Operand& operand, const Shape& shape) {
@@ -38,7 +38,7 @@ bool is_dense(const Operand& operand, const Shape& shape) {
   return true;
 }
 
-// Calls visit(line, offset in elements) for every line along the last axis.
+// Calls visit(line, offset in elements) for every line, a vector along the last axis.
 template <typename Visit>
 void for_each_line(const Shape& shape, const Shape& strides, Visit visit) {
   std::int64_t line = 0;
@@ -57,7 +57,7 @@ char* address(const Operand& operand, const RowPlace& place) {
   return place.address(operand.buffer) + bytes;
 }
 
-// Returns the operand's numbers side by side: where they are, or gathered in `memory`.
+// Returns the operand's numbers contiguously: in place, or gathered in `memory`.
 const float* load(const Operand& operand, const Shape& shape, const RowPlace& place, float* memory) {
   const std::int64_t size = shape[0] * shape[1] * shape[2] * shape[3];
   if (operand.place == Operand::Place::kImmediate) {
@@ -104,7 +104,7 @@ void store(const Operand& operand, const Shape& shape, const float* result, cons
   });
 }
 
-// Along the last axis, line by line.
+// Runs an operation over the last axis, line by line.
 void run_over_lines(const RowOp& op, const float* const* in, float* result) {
   const std::int64_t length = op.in[0].length, others = op.in.size() > 1 ? op.in[1].length : 0;
   for (std::int64_t line = 0; line < op.lines(); ++line, result += op.out.length) {

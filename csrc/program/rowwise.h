@@ -1,8 +1,8 @@
-// What a forward program does to one row at a time: elementwise functions, reductions over the last axis, tables.
+// The operations of a forward program on one row: elementwise functions, reductions over the last axis, and tables.
 //
-// A row's numbers are widened to fp32, computed one by one in a fixed order, and rounded to the dtype of the result after
-// every operation, as PyTorch does. No other row is looked at, so its bits depend on it alone. Truth values are 0 and 1;
-// places along an axis, which topk finds, are whole numbers below 2^24, so fp32 has them exactly.
+// An operation widens a row's numbers to fp32, computes in a fixed order, and rounds to the dtype of the result, as PyTorch
+// does. It reads no other row, so a row's bits depend on that row alone. Truth values are 0 and 1. Places along an axis, as
+// topk returns them, are whole numbers below 2^24, which fp32 represents exactly.
 #pragma once
 
 #include <array>
@@ -15,23 +15,23 @@ namespace specdec {
 
 enum class RowCode : int {
   kCopy, kNeg, kAbs, kSquare, kSqrt, kRsqrt, kReciprocal, kExp, kSin, kCos, kSigmoid, kSilu, kTanh, kRelu, kGelu,
-  kGeluTanh,                 // functions of one number; order as in specdec_fast/program/ir.py
-  kAdd, kSub, kMul, kDiv, kMaximum, kMinimum,  // of two
-  kEq, kNe, kLt, kLe, kGt, kGe,                // of two: 1 where it holds, else 0
-  kWhere,                    // the second where the first is not 0, else the third
-  kMean, kSum, kLayerNorm,   // over the last axis; the last takes weight, bias and epsilon (`scalar`)
+  kGeluTanh,                 // functions of one number; specdec_fast/program/ir.py has the same order
+  kAdd, kSub, kMul, kDiv, kMaximum, kMinimum,  // functions of two numbers
+  kEq, kNe, kLt, kLe, kGt, kGe,                // comparisons of two numbers: 1 or 0
+  kWhere,                    // the second operand where the first is not 0, else the third
+  kMean, kSum, kLayerNorm,   // over the last axis; kLayerNorm takes weight, bias and epsilon (`scalar`)
   kSoftmax,                  // over the last axis
-  kTopK,                     // along the last axis: where its largest numbers stand, in order if `scalar` is not 0
-  kGather,                   // the numbers of the first at the places that the second tells
-  kScatter,                  // the first, but at the places that the second tells the third
+  kTopK,                     // places of the largest numbers along the last axis, sorted if `scalar` is not 0
+  kGather,                   // the first operand's numbers at the places in the second
+  kScatter,                  // the first operand, with the third at the places in the second
   kPosition,                 // the row's position plus `scalar`
-  kEmbedding,                // the table row of the row's token (or position plus `scalar`); in[0] is the table
+  kEmbedding,                // a row of the table in[0]: that of the token, or of the position plus `scalar`
 };
 
 constexpr int kMaxRank = 4;
 
-// Where the numbers of a row are: `strides` in elements, one per axis of the operation, 0 where they are repeated.
-// `length`: of the last axis, which need not be the operation's.
+// The numbers of a row. `strides` are in elements, one per axis of the operation, and 0 where numbers are repeated.
+// `length` is that of the last axis, which may differ from the operation's.
 struct Operand {
   enum class Place : int { kBuffer, kConstant, kImmediate };
   Place place;
@@ -39,23 +39,23 @@ struct Operand {
   int buffer;              // kBuffer
   const char* constant;    // kConstant
   float immediate;         // kImmediate
-  std::int64_t offset;     // elements from the beginning of the row, or of the constant
+  std::int64_t offset;     // elements from the beginning of the row or of the constant
   std::array<std::int64_t, kMaxRank> strides;
   std::int64_t length;
-  bool is_dense = false;   // side by side in the operation's order; set by `prepared`
+  bool is_dense = false;   // contiguous in the operation's order; `prepared` sets it
 };
 
 struct RowOp {
   RowCode code;
-  std::array<std::int64_t, kMaxRank> shape;  // per row; leading axes of 1 where there are fewer
-  std::vector<Operand> in;                   // one to three
+  std::array<std::int64_t, kMaxRank> shape;  // of a row; if there are fewer axes, the leading ones are 1
+  std::vector<Operand> in;                   // one to three operands
   Operand out;
   float scalar;
   bool by_position;         // kEmbedding
   std::int64_t table_rows;  // kEmbedding
 
-  std::int64_t lines() const { return shape[0] * shape[1] * shape[2]; }  // along the last axis
-  std::int64_t size() const;                                             // numbers of the largest operand
+  std::int64_t lines() const { return shape[0] * shape[1] * shape[2]; }  // vectors along the last axis
+  std::int64_t size() const;                                             // numbers in the largest operand
 };
 
 // fp32 working memory of one thread, for operations of up to `size` numbers.
@@ -65,16 +65,16 @@ struct RowScratch {
   std::int64_t size;
 };
 
-// Where a buffer is: rows in memory that all threads see, or one row at `offset` in each thread's own.
+// The address of a buffer: rows in memory that all threads share, or one row at `offset` in each thread's own memory.
 struct Location {
-  char* base;  // null: a thread's own
+  char* base;  // null: the thread's own memory
   std::int64_t row_stride, offset;  // bytes
 };
 
-// Which row is computed, and with which buffers.
+// The row to compute, and the buffers.
 struct RowPlace {
   const Location* buffers;
-  char* own;  // the thread's
+  char* own;  // the thread's own memory
   std::int64_t row, token_id, position;
 
   char* address(int buffer) const {
@@ -85,7 +85,7 @@ struct RowPlace {
 
 RowOp prepared(RowOp op);
 
-// Takes a prepared operation. Throws std::out_of_range if a table or an axis has no such place.
+// Runs a prepared operation on one row. Throws std::out_of_range if an index lies outside a table or an axis.
 void run_row_op(const RowOp& op, const RowPlace& place, RowScratch& scratch);
 
 }  // namespace specdec

@@ -1,4 +1,4 @@
-// From spans of positions to what a forward reads: a step of the engine lays nothing out in Python.
+// From spans of positions to the arrays that a forward reads, so that Python lays nothing out in a step of the engine.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace specdec {
 
-// A page pool: every sequence has a place in its tables.
+// A page pool; every sequence has a place in its tables.
 struct Pages {
   const std::int32_t* tables;  // [num_places, max_pages]
   std::int64_t num_places, max_pages;
@@ -24,18 +24,18 @@ struct Span {
 // tables.
 class SpanLayout {
  public:
-  enum class Logits { kAllRows, kLastRows };  // of which rows they are wanted: all, or the last of each span
+  enum class Logits { kAllRows, kLastRows };  // the logits of all rows, or of the last row of each span
 
   SpanLayout(const Pages& pages, const std::vector<Span>& spans, Logits wanted);
 
   std::int64_t num_rows() const { return static_cast<std::int64_t>(positions_.size()); }
   const std::int32_t* cu_seqlens() const { return cu_seqlens_.data(); }
-  // The arrays are this object's: it must outlive the forward.
+  // This object owns the arrays, so it must outlive the forward.
   Forward forward(const std::int64_t* token_ids, void* logits, int num_threads) const;
 
  private:
   Pages pages_;
-  std::int64_t width_ = 0;  // of the block table: no wider than these spans need
+  std::int64_t width_ = 0;  // pages per row of the block table, as many as these spans need
   std::vector<std::int64_t> positions_, logit_rows_;
   std::vector<std::int32_t> slot_mapping_, block_table_, cu_seqlens_, seqused_k_;
 };

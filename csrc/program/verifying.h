@@ -1,4 +1,5 @@
-// A step's verification: the target's forward over every sequence's last token and draft, and what it accepts of them.
+// The verification of one step: the target's forward over the last committed token and the draft tokens of every sequence,
+// and which draft tokens it accepts.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +11,18 @@
 
 namespace specdec {
 
-// Per sequence: a span of `count` rows, fed its last committed token and its next `count - 1` draft tokens.
+// Per sequence a span of `count` rows: its last committed token and its `count - 1` draft tokens.
 struct VerifyRequest {
   std::vector<Span> spans;
   std::vector<std::int64_t> last_tokens;
-  const std::int64_t* draft_tokens;  // sequence after sequence; one that is no word is fed as the nearest one
+  const std::int64_t* draft_tokens;  // sequence after sequence; ids outside the vocabulary are clamped
   std::int64_t num_draft_tokens;
 };
 
 struct Verified {
-  // Of each sequence: its accepted draft tokens and the target's own next token, -1 where its logits have a NaN.
+  // Per sequence: its accepted draft tokens and the target's own next token, or -1 where the logits have a NaN.
   std::vector<std::vector<std::int64_t>> emissions;
-  double seconds;  // that choosing them took, once the logits were there
+  double seconds;  // time to choose the tokens, after the forward
 };
 
 // Writes the logits of all rows, [rows, width]. Throws std::invalid_argument if the request's parts do not fit together.
