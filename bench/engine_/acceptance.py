@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bench.common.measurement import Tokens
+
 _REPEATS = 200  # simulated runs of rejection sampling over every text
-Tokens = list[list[int]]
 
 
 def compare_acceptance(

@@ -113,7 +113,7 @@ class Bench:
     def __init__(self, workload: Workload, deterministic: bool = True, peer_models: Path | None = None) -> None:
         self.workload, self.deterministic = workload, deterministic
         self.target, self.draft, self.prompts = workload.target, workload.draft, workload.prompts
-        self.limits = oracle.Limits(workload.max_new_tokens, eos_token_ids(self.target))
+        self.limits = oracle.StopRule(workload.max_new_tokens, eos_token_ids(self.target))
         self.engine = cache(self._engine)
         self.peer = cache(lambda name: PEERS[name].make(workload, peer_models))
 
@@ -135,7 +135,7 @@ class Bench:
         """Return what outputs are held against: ``transformers`` at batch 1, in half precision the engine's own.
 
         In half precision two logits are often equal but for rounding, so two right programs part; the engine's
-        settings must then be equal to its plain decoding all the same, and the others' share is only told.
+        settings must then equal its plain decoding; of the other settings the share of equal outputs is reported.
         """
         method = TRANSFORMERS if self.target.dtype == torch.float32 else PLAIN
         measured = (c for c in settings if (c.name, c.batch_size) == (method, 1))

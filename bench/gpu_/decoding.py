@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bench.common.device import ForwardMeter, free_memory, full_precision, synchronize
+from bench.common.measurement import Tokens
 from bench.common.pairs import (
     QWEN3_06B,
     QWEN3_8B,
@@ -45,8 +46,6 @@ from specdec_fast.ops import resolve
 
 PLAIN = "plain"
 PAGE_SIZE = 16
-
-Tokens = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def run(settings: Settings, progress: Progress) -> None:
     prompts: Tokens = random_prompts(count, sizes.prompt_tokens, sizes.vocab_size, SEED)
     bench = Bench(target, draft, prompts, sizes)
     largest = max(sizes.prompts)
-    bench.transcripts = bench.engine(MethodSetting(PLAIN, largest)).decode(sizes.new_tokens)
+    bench.transcripts = bench.engine(DecodingSetting(PLAIN, largest)).decode(sizes.new_tokens)
     progress.note(transcript_seconds=monotonic() - began)
     texts = [p + t for p, t in zip(prompts, bench.transcripts, strict=True)][: min(8, count)]
     progress.attempt("logits of a verification", partial(_check_logits, bench, texts, progress))
@@ -113,7 +112,7 @@ def run(settings: Settings, progress: Progress) -> None:
 
 
 @dataclass(frozen=True)
-class MethodSetting:
+class DecodingSetting:
     """One way to decode.
 
     Attributes:
@@ -161,7 +160,7 @@ class Bench:
         self.draft.use_graphs(Limits(max(sizes.prompts), ROWS_EACH, sizes.num_draft_tokens))
         self.transcripts: Tokens = []
 
-    def engine(self, setting: MethodSetting) -> Run:
+    def engine(self, setting: DecodingSetting) -> Run:
         """Make an engine."""
         drafter, batch_size = None, setting.batch_size
         if setting.acceptance is not None:
@@ -183,7 +182,7 @@ class Bench:
         return Run(engine, models, self.prompts[: self.sizes.prompts[batch_size]])
 
 
-def method_settings(sizes: Sizes) -> Iterator[MethodSetting]:
+def decoding_settings(sizes: Sizes) -> Iterator[DecodingSetting]:
     """Yield what is measured; what matters most comes first, should time run out.
 
     ``deterministic=False`` has the costs of the forwards as they are (ties are rare in these models); the default pads
@@ -192,27 +191,27 @@ def method_settings(sizes: Sizes) -> Iterator[MethodSetting]:
     first, *others = sizes.acceptance
     for batch_size in sizes.prompts:
         for deterministic in (False, True):
-            yield MethodSetting(PLAIN, batch_size, None, deterministic)
-            yield MethodSetting("eqspec", batch_size, first, deterministic)
+            yield DecodingSetting(PLAIN, batch_size, None, deterministic)
+            yield DecodingSetting("eqspec", batch_size, first, deterministic)
     for batch_size in sizes.prompts:
-        yield MethodSetting("exspec", batch_size, first)
+        yield DecodingSetting("exspec", batch_size, first)
         for acceptance in others:
-            yield MethodSetting("eqspec", batch_size, acceptance)
-            yield MethodSetting("exspec", batch_size, acceptance)
+            yield DecodingSetting("eqspec", batch_size, acceptance)
+            yield DecodingSetting("exspec", batch_size, acceptance)
 
 
 def measure_all(bench: Bench, progress: Progress) -> None:
     """Time every setting once, after a run of it in which shapes are recorded; a row each."""
     plain: dict[tuple[int, bool], float] = {}
     longest = 0.0  # of a setting so far, all that comes before its timing included: what the next may take
-    for setting in method_settings(bench.sizes):
+    for setting in decoding_settings(bench.sizes):
         began = monotonic()
         progress.attempt(str(setting), partial(_measure, bench, setting, plain, progress), longest)
         longest = max(longest, monotonic() - began)
         free_memory(bench.target.device)
 
 
-def _measure(bench: Bench, setting: MethodSetting, plain: dict[tuple[int, bool], float], progress: Progress) -> None:
+def _measure(bench: Bench, setting: DecodingSetting, plain: dict[tuple[int, bool], float], progress: Progress) -> None:
     began, speed_of = monotonic(), (setting.batch_size, setting.deterministic)
     run = bench.engine(setting)
     made = monotonic()
@@ -251,7 +250,9 @@ def _check_logits(bench: Bench, texts: Tokens, progress: Progress) -> None:
     The bound is the one that models are admitted by: the square root of the dtype's rounding unit.
     """
     num_rows = bench.sizes.num_draft_tokens + 1
-    ragged = ragged_logits(bench.engine(MethodSetting(PLAIN, max(bench.sizes.prompts))).engine.target, texts, num_rows)
+    ragged = ragged_logits(
+        bench.engine(DecodingSetting(PLAIN, max(bench.sizes.prompts))).engine.target, texts, num_rows
+    )
     with torch.inference_mode():
         token_ids = torch.tensor(texts, device=bench.target.device)
         dense = bench.target(token_ids, logits_to_keep=num_rows).logits.flatten(0, 1).float()

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from bench.common.device import full_precision
+from bench.common.measurement import Tokens
 from bench.gpu_.isolated_tasks import Progress, Settings
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.assets import demo_pair
@@ -32,8 +33,6 @@ from specdec_fast.request.detokenizer import load_tokenizer
 
 FP32_NOISE = 1e-4  # of the largest logit: some hundred times what fp32 sums of these lengths are off by
 PLAIN = "plain"
-
-Tokens = list[list[int]]
 
 
 @dataclass(frozen=True)

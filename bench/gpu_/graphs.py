@@ -68,8 +68,8 @@ def _check(name: str, method: str, pair: Pair, progress: Progress) -> None:
     _tokens(graphed, pair, params)  # a shape is recorded when it comes for the second time
     expected, outputs = _tokens(eager, pair, params), _tokens(graphed, pair, params)
     equal = sum(a == b for a, b in zip(outputs, expected, strict=True))
-    told = graphed.describe()
-    for model, of in (("target", told), ("draft", told["draft"])):
+    description = graphed.describe()
+    for model, of in (("target", description), ("draft", description["draft"])):
         if pair.target.device.type in CAPTURES and not of["graphs_captured"]:
             progress.fail(name, f"the {model} has no graphs: {of['why_no_graphs']}")
     if equal < len(outputs):
@@ -79,7 +79,10 @@ def _check(name: str, method: str, pair: Pair, progress: Progress) -> None:
             _tokens(graphed, pair, params)
     except RuntimeError as error:
         progress.fail(name, f"a step waits for the device: {error}")
-    captured = {"target_graphs": told["graphs_captured"], "draft_graphs": told["draft"]["graphs_captured"]}
+    captured = {
+        "target_graphs": description["graphs_captured"],
+        "draft_graphs": description["draft"]["graphs_captured"],
+    }
     progress.row(what=name, outputs=len(outputs), equal=equal, **captured)
 
 

@@ -79,7 +79,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every task is told.
+    """What every task receives.
 
     Attributes:
         device: name of a ``torch.device``.

@@ -22,13 +22,13 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from bench.common.attention_shapes import AttentionShape
+from bench.common.timing import Call
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import Op, all_ops
 from specdec_fast.triton_kernels.variant import Variant
 
 CPU = torch.device("cpu")
 DIVISIBLE = [["tt.divisibility", 16]]
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)

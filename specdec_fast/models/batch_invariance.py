@@ -33,8 +33,6 @@ _LARGEST_OF_PROGRAM = 512  # rows of a prefill forward
 _TEXT = 80  # tokens of the text that the whole model computes in several ways
 _OTHER, _NUM_OTHERS = 32, 3  # tokens of a neighbour, and how many there are
 
-Spans = list[tuple[str, int, int]]  # owner, start, count
-
 
 def make_deterministic(model: RaggedModel) -> None:
     """Find the cheapest RowPadding under which each row's bits depend on nothing but its own sequence, and set it.
@@ -98,20 +96,17 @@ def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
 def _reproduces(model: RaggedModel, row_padding: RowPadding) -> bool:
     """Tell whether the whole model gives one text the same logits in every way of computing it."""
     length, other = (min(n, model.max_positions or n) for n in (_TEXT, _OTHER))
-    crowd = [(f"other {i}", 0, other) for i in range(_NUM_OTHERS)]
-    begun = [("other 0", 0, 5), ("text", 0, length // 2)]
-    pieces: list[Spans] = [begun]
+    crowd = [Rows(f"other {i}", 0, other) for i in range(_NUM_OTHERS)]
+    pieces = [[Rows("other 0", 0, 5), Rows("text", 0, length // 2)]]
     start, beside = length // 2, 5
     for wanted in (1, 6, 1, 2, 9, 1, 4, length):  # of plain decoding, of verifications, of prefill
         if count := min(wanted, length - start):
-            pieces.append([("text", start, count), *([("other 0", beside, 1)] if beside < other else [])])
+            pieces.append([Rows("text", start, count), *([Rows("other 0", beside, 1)] if beside < other else [])])
         start, beside = start + count, beside + 1
-    ways: list[list[Spans]] = [
-        [[("text", i, 1)] for i in range(min(4, length))] + [[("text", i, length - i)] for i in (4,) if i < length],
-        pieces,
-        [[*crowd, ("text", 0, length)]],
-    ]
-    expected = _logits(model, row_padding, [[("text", 0, length)]])
+    whole, decoded = Rows("text", 0, length), [[Rows("text", i, 1)] for i in range(min(4, length))]
+    after = [[Rows("text", 4, length - 4)]] if length > 4 else []
+    ways = [[*decoded, *after], pieces, [[*crowd, whole]]]
+    expected = _logits(model, row_padding, [[whole]])
     return all(_same(_logits(model, row_padding, way), expected) for way in ways)
 
 
@@ -120,7 +115,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
-def _logits(model: RaggedModel, row_padding: RowPadding, forwards: list[Spans]) -> Tensor:
+def _logits(model: RaggedModel, row_padding: RowPadding, forwards: list[list[Rows]]) -> Tensor:
     """Compute the forwards one after the other; return the logits of the owner called text, ``[n, vocab_size]``."""
     owners = {owner: 0 for spans in forwards for owner, _, _ in spans}
     pool = PagePool(model.layout, len(owners) * (_TEXT + model.page_size), model.page_size, row_padding)
@@ -131,7 +126,7 @@ def _logits(model: RaggedModel, row_padding: RowPadding, forwards: list[Spans]) 
     for spans in forwards:
         ids = [_tokens(owners[owner], model.vocab_size)[start : start + count] for owner, start, count in spans]
         token_ids = torch.cat(ids).to(model.layout.device)
-        logits = model.forward(lay_out(pool, [Rows(*span) for span in spans], token_ids), pool)
+        logits = model.forward(lay_out(pool, spans, token_ids), pool)
         pieces = logits.split([count for _, _, count in spans])
         found += [piece for piece, (owner, _, _) in zip(pieces, spans, strict=True) if owner == "text"]
     return torch.cat(found)

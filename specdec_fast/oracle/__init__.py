@@ -8,6 +8,6 @@ benchmark. It imports nothing of the engine.
 from specdec_fast.oracle.autoregressive import autoregressive
 from specdec_fast.oracle.eqspec import eqspec
 from specdec_fast.oracle.exspec import exspec
-from specdec_fast.oracle.step import Limits, OracleRun, StepRecord
+from specdec_fast.oracle.step import OracleRun, StepRecord, StopRule
 
-__all__ = ["Limits", "OracleRun", "StepRecord", "autoregressive", "eqspec", "exspec"]
+__all__ = ["OracleRun", "StepRecord", "StopRule", "autoregressive", "eqspec", "exspec"]

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from specdec_fast.oracle.dense import DenseModel, Repad, repad_in_python
 from specdec_fast.oracle.drafting import make_dense_drafter
-from specdec_fast.oracle.step import Limits, OracleRun, StepRecord, make_rows, paddings, prefill, speculative_step
+from specdec_fast.oracle.step import OracleRun, StepRecord, StopRule, make_rows, paddings, prefill, speculative_step
 
 
 def eqspec(
     target: PreTrainedModel,
     draft: PreTrainedModel | None,
     prompts: list[list[int]],
-    limits: Limits,
+    limits: StopRule,
     num_draft_tokens: int = 5,
     repad: Repad = repad_in_python,
 ) -> OracleRun:

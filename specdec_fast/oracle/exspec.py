@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from specdec_fast.oracle.dense import DenseModel, LayerKV, Repad, repad_in_python
 from specdec_fast.oracle.drafting import make_dense_drafter
 from specdec_fast.oracle.step import (
-    Limits,
     OracleRun,
     Row,
     StepRecord,
+    StopRule,
     make_rows,
     paddings,
     prefill,
@@ -35,7 +35,7 @@ def exspec(
     target: PreTrainedModel,
     draft: PreTrainedModel | None,
     prompts: list[list[int]],
-    limits: Limits,
+    limits: StopRule,
     num_draft_tokens: int = 5,
     batch_size: int = 8,
     window_size: int | None = None,

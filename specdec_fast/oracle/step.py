@@ -14,7 +14,7 @@ from specdec_fast.results import DecodingStats, StageTimer
 
 
 @dataclass(frozen=True)
-class Limits:
+class StopRule:
     """Where every request of a run ends: after ``max_new_tokens``, or at one of ``stop_ids``."""
 
     max_new_tokens: int
@@ -27,7 +27,7 @@ class Row:
 
     token_ids: list[int]
     prompt_length: int
-    limits: Limits
+    limits: StopRule
     finished: bool = False
 
     @property
@@ -85,7 +85,7 @@ class OracleRun:
         return sum(step.moved_bytes for step in self.steps)
 
 
-def make_rows(prompts: list[list[int]], limits: Limits) -> list[Row]:
+def make_rows(prompts: list[list[int]], limits: StopRule) -> list[Row]:
     """Make one row per prompt."""
     return [Row(list(prompt), len(prompt), limits) for prompt in prompts]
 
