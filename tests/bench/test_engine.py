@@ -308,8 +308,8 @@ def test_speedups_are_medians_of_ratios_within_a_repeat():
         method_setting("autoregressive", 4): [measurement(4.0), measurement(2.0), measurement(4.0)],
         method_setting("oracle-eqspec", 4, 5): [measurement(3.0), measurement(3.0), measurement(3.0)],
         method_setting("oracle-eqspec", 4, 3): [measurement(9.0), measurement(9.0), measurement(9.0)],
-        method_setting("transformers", 4): [measurement(5.0, [(0,) * 5])]
-        * 3,  # half of the tokens: they count, not the run
+        # half of the tokens: they count, not the run
+        method_setting("transformers", 4): [measurement(5.0, [(0,) * 5])] * 3,
         method_setting("eqspec", 4, 5): [measurement(1.0), measurement(1.0), measurement(2.0)],
         method_setting("eqspec", 4, 5, 0.8): [measurement(1.0)] * 3,
         method_setting("eqspec", 8, 5): [measurement(1.0)] * 3,

@@ -114,8 +114,8 @@ def test_decoding_measures_what_was_asked(smoke):
     assert found["logit_distance"] <= found["logit_distance_bound"]
     assert found["median_relative_gap"] > 0.1, "ties must be rare"
     names = ("method", "batch", "acceptance", "deterministic")
-    measured = [gpu_decoding.MethodSetting(*(row[name] for name in names)) for row in found["rows"]]
-    assert measured == list(gpu_decoding.method_settings(sizes))
+    measured = [gpu_decoding.DecodingSetting(*(row[name] for name in names)) for row in found["rows"]]
+    assert measured == list(gpu_decoding.decoding_settings(sizes))
     assert {(row["batch"], row["deterministic"]) for row in found["rows"]} == {
         (batch, deterministic) for batch in sizes.prompts for deterministic in (False, True)
     }
@@ -294,7 +294,7 @@ def test_an_exception_ends_its_check_only(monkeypatch):
     result = result_of("decoding")
     assert [failure["why"] for failure in result["failures"]] == ["RuntimeError: no kernel image"]
     assert any("in raises" in line for line in result["failures"][0]["traceback"])
-    assert len(result["rows"]) == len(list(gpu_decoding.method_settings(gpu_decoding.SMOKE)))
+    assert len(result["rows"]) == len(list(gpu_decoding.decoding_settings(gpu_decoding.SMOKE)))
     monkeypatch.setattr(gpu_decoding, "ragged_logits", ragged)
     generate = Engine.generate
     calls = []
@@ -308,7 +308,7 @@ def test_an_exception_ends_its_check_only(monkeypatch):
     monkeypatch.setattr(Engine, "generate", fails_once)
     result = result_of("decoding")
     assert [failure["what"] for failure in result["failures"]] == ["eqspec at batch 2, acceptance 0.8"]
-    assert len(result["rows"]) == len(list(gpu_decoding.method_settings(gpu_decoding.SMOKE))) - 1
+    assert len(result["rows"]) == len(list(gpu_decoding.decoding_settings(gpu_decoding.SMOKE))) - 1
 
 
 def test_time_for_engines_and_recording_counts(monkeypatch):

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from support.source_tree import ROOT
+
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
 # A process with nothing in it of an installation but its dependencies.
 BARE = """
 import sys

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from pair_report import walk_rounds
 
 from bench.common.replay import ReplayDrafter

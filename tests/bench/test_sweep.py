@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from bench import sweep
 from bench.common.tiny_models import ARCHITECTURES
+from support.source_tree import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOZEN = (
     "llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "olmo2", "phi3", "starcoder2", "cohere", "bloom",
     "mamba", "falcon_h1",

@@ -28,7 +28,7 @@ from specdec_fast import errors
 from specdec_fast.assets import demo_pair
 from specdec_fast.models.loading import load_model
 from specdec_fast.ops import BACKENDS
-from support.models import tiny_model
+from support.models import TINY, TINY_GROUPED, tiny_model
 
 
 def test_unknown_method_lists_the_known(target):
@@ -322,17 +322,7 @@ def test_unsupported_model(make, message):
 
 def test_window_that_only_the_mask_knows_is_refused():
     """PhiMoE slides through its mask; on pages it would see too much, and its short probe would not show it."""
-    config = PhimoeConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=2,
-        sliding_window=20,
-        max_position_embeddings=128,
-    )
+    config = PhimoeConfig(**TINY_GROUPED, num_local_experts=2, sliding_window=20)
     with pytest.raises(sd.UnsupportedModelError, match="window through the mask alone"):
         sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
 
@@ -355,11 +345,8 @@ def test_whatever_a_model_raises_is_typed_and_names_the_layer(rows):
 
 
 def test_model_without_a_head():
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
-    )
     with pytest.raises(sd.UnsupportedModelError, match="LlamaModel cannot run"):
-        sd.Engine(AutoModel.from_config(config).eval(), None)
+        sd.Engine(AutoModel.from_config(LlamaConfig(**TINY)).eval(), None)
 
 
 def test_field_of_a_request_among_the_engines(target):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfi
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from support.demo import MAX_NEW_TOKENS
-from support.models import tiny_model
+from support.models import TINY, TINY_GROUPED, tiny_model
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
@@ -236,16 +236,7 @@ def test_padded_vocabularies_of_one_family(target, draft, prompt_ids, expected):
 
 def test_rope_that_depends_on_the_longest_sequence_is_held_to_its_original_length():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        rope_parameters=rope,
-        eos_token_id=None,
-    )
+    config = LlamaConfig(**TINY, rope_parameters=rope)
     engine = sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
     assert engine.target.max_positions == 32
     assert isinstance(engine.generate([[5] * 40])[0].error, sd.PromptTooLongError)
@@ -254,21 +245,14 @@ def test_rope_that_depends_on_the_longest_sequence_is_held_to_its_original_lengt
 def test_rope_of_each_layer_type_is_looked_into():
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
     config = Gemma3TextConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **TINY_GROUPED,
         head_dim=8,
-        max_position_embeddings=128,
-        layer_types=["sliding_attention", "full_attention"],
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
         sliding_window=16,
         rope_parameters={
             "full_attention": {"rope_type": "longrope", "rope_theta": 1e6, "factor": 4.0, **factors},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
-        eos_token_id=None,
     )
     engine = sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
     assert engine.target.max_positions == 32

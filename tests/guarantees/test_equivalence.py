@@ -16,7 +16,7 @@ from support.models import CONFIGS, VOCAB_SIZE, tiny_model, torch, truncated_cop
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 NUM_DRAFT_TOKENS = (1, 3, 5, 8)
-LIMITS = oracle.Limits(MAX_NEW_TOKENS, frozenset([1]))
+LIMITS = oracle.StopRule(MAX_NEW_TOKENS, frozenset([1]))
 
 
 def run_engine(target, draft, prompts, **config):
@@ -41,17 +41,25 @@ def test_reference_is_not_trivial(expected):
     assert any(len(tokens) == MAX_NEW_TOKENS for tokens in expected), "some by length"
 
 
+@pytest.fixture
+def demo(target, draft, prompt_ids, expected):
+    """The bundled pair, prompts, and the reference, as ``pair`` below."""
+    return target, draft, prompt_ids, expected
+
+
 @pytest.mark.parametrize("num_draft_tokens", NUM_DRAFT_TOKENS)
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 class TestDemoPair:
-    def test_engine(self, target, draft, prompt_ids, expected, method, drafter, batch_size, num_draft_tokens):
+    def test_engine(self, demo, method, drafter, batch_size, num_draft_tokens):
+        target, draft, prompt_ids, expected = demo
         source = draft if drafter == "model" else "ngram"
         config = {"method": method, "max_batch_size": batch_size, "num_draft_tokens": num_draft_tokens}
         assert run_engine(target, source, prompt_ids, **config) == expected
 
-    def test_oracle(self, target, draft, prompt_ids, expected, method, drafter, batch_size, num_draft_tokens):
+    def test_oracle(self, demo, method, drafter, batch_size, num_draft_tokens):
+        target, draft, prompt_ids, expected = demo
         source = draft if drafter == "model" else None
         assert run_oracle(method, target, source, prompt_ids, batch_size, num_draft_tokens) == expected
 
@@ -102,7 +110,7 @@ class TestArchitectures:
     def test_oracle(self, pair, method, drafter):
         target, draft, prompts, expected = pair
         source = draft if drafter == "model" else None
-        assert run_oracle(method, target, source, prompts, 3, 5, oracle.Limits(MAX_NEW_TOKENS)) == expected
+        assert run_oracle(method, target, source, prompts, 3, 5, oracle.StopRule(MAX_NEW_TOKENS)) == expected
 
 
 def test_architectures_vary_enough():

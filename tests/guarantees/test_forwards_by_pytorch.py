@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.models import CONFIGS, tiny_model
 from support.row_bits import SPECULATIONS, Alone, RecordedEngine, assert_same_bits, assert_same_bits_of_pair, pair
+from support.source_tree import ROOT
 
 CPU = torch.device("cpu")
 PROMPTS = [torch.randint(97, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 9, 17, 30, 5)]
@@ -46,8 +46,7 @@ print("the same")
 
 def test_demo_pair_has_the_same_bits_on_several_threads():
     """In a process whose threads sleep while they wait: those that spin take minutes on a busy machine."""
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root / "tests"), str(root), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": paths}
     found = subprocess.run(
         [sys.executable, "-c", ON_THREADS], env=environment, capture_output=True, text=True, check=False

@@ -15,6 +15,7 @@ from specdec_fast.errors import KVCacheTooSmallError
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
+from support.fuzzing import fuzz
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=3, head_dim=4, dtype=torch.float16, device=torch.device("cpu"))
 
@@ -144,7 +145,7 @@ def assert_laid_out(batch: RaggedBatch, wanted: dict[str, list]) -> None:
 spans = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), max_size=6)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@fuzz(200)
 @given(page_size=st.integers(1, 9), forwards=st.lists(spans, min_size=1, max_size=3))
 def test_batch_against_its_definition(page_size, forwards):
     pool = PagePool(LAYOUT, 6 * 40, page_size)
@@ -172,7 +173,7 @@ def test_definition_rejects_another_layout(name):
         assert_laid_out(batch, layout_by_hand(pool, rows))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@fuzz(200)
 @given(page_size=st.integers(1, 9), spans=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 4)), min_size=1),
        num_forwards=st.integers(1, 6))  # fmt: skip
 def test_successive_forwards_are_those_laid_out_one_by_one(page_size, spans, num_forwards):

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +18,10 @@ from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import all_ops
 from specdec_fast.triton_kernels import kernel_modules
 from support.op_cases import make
+from support.source_tree import ROOT
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(3600)  # the first test waits for the compiler
 # One target in ``make test``, because each takes minutes; ``make test-all`` compiles for all of them.
 EVERY_TARGET = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -20,7 +20,7 @@ from specdec_fast.ops import all_ops
 from support.fuzzing import fuzz, memory
 from support.op_cases import CPU, attention_by_hand, changed, each_case, make, positions_seen
 from support.op_checks import device_for, largest_of, same_bits
-from support.strategies import CPP, TRITON, Limits, generator
+from support.strategies import CPP, TRITON, CallSizes, generator
 from support.strategies_attention import AttentionCall, attention_calls
 
 OP = all_ops()["paged_attention"]
@@ -238,7 +238,7 @@ def assert_nan_spoils_who_sees_it(attention: Attention, call: AttentionCall, dev
     assert (of_head if which == 0 else of_head[..., d]).isnan().all()  # a broken key spoils the weights of all columns
 
 
-def any_calls(limits: Limits) -> st.SearchStrategy[AttentionCall]:
+def any_calls(limits: CallSizes) -> st.SearchStrategy[AttentionCall]:
     return (attention_calls(limits) | attention_calls(limits, trees=True)).filter(AttentionCall.has_rows)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from support.source_tree import ROOT
+
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
 COMMON = """
 import torch
 from triton.backends.compiler import GPUTarget

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from specdec_fast.ops.paged_attention import _make, _Shape
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.triton_kernels import attention_tile
 from specdec_fast.triton_kernels import paged_attention as module
+from support.source_tree import ROOT
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.gpu; this is about the interpreter")
 OP = all_ops()["paged_attention"]
@@ -336,8 +336,7 @@ def test_sums_over_a_tile_have_one_order():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     names = ("fp16_dim128_group4", "fp16_dim128_group8_softcap_tree")
     command = [sys.executable, "-c", LAYOUTS, *names]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert len(lines) == 4, done.stderr
     for _, _, *layouts in lines:

@@ -8,10 +8,10 @@ import torch
 from specdec_fast import oracle
 from specdec_fast.ops import all_ops
 from specdec_fast.oracle.dense import DenseModel, RowMove, repad_in_place, repad_in_python
-from specdec_fast.oracle.step import Limits
+from specdec_fast.oracle.step import StopRule
 from support.demo import MAX_NEW_TOKENS
 
-LIMITS = Limits(MAX_NEW_TOKENS, frozenset([1]))
+LIMITS = StopRule(MAX_NEW_TOKENS, frozenset([1]))
 OP = all_ops()["realign_kv_"]
 
 

@@ -10,12 +10,12 @@ import torch
 from specdec_fast import oracle
 from specdec_fast.oracle.dense import DenseModel, RowMove, repad_in_python
 from specdec_fast.oracle.exspec import choose_group
-from specdec_fast.oracle.step import Limits, Row
+from specdec_fast.oracle.step import Row, StopRule
 from support.demo import MAX_NEW_TOKENS
 from support.invariants import TOLERANCE, dense_kv
 
 eqspec_module = sys.modules["specdec_fast.oracle.eqspec"]  # the package exports the function of that name
-LIMITS = Limits(MAX_NEW_TOKENS, frozenset([1]))
+LIMITS = StopRule(MAX_NEW_TOKENS, frozenset([1]))
 LAYERS, KV_HEADS, HEAD_DIM = 4, 2, 32  # the demo target
 DRAFT_LAYERS, DRAFT_KV_HEADS = 1, 1
 
@@ -46,7 +46,7 @@ def test_repad_moves_every_entry(shifts):
 def test_nothing_moves_when_all_emit_the_same_number(target, draft, prompt_ids):
     """Target as its own draft, prompts of one length: every row emits K + 1 tokens in every step."""
     prompts = [ids[:9] for ids in prompt_ids[:3]]
-    run = oracle.eqspec(target, target, prompts, Limits(12), num_draft_tokens=3)
+    run = oracle.eqspec(target, target, prompts, StopRule(12), num_draft_tokens=3)
     assert [step.num_emitted for step in run.steps] == [[4, 4, 4]] * 3
     assert run.moved_bytes == 0
     assert all(step.equal_length for step in run.steps)
@@ -106,7 +106,7 @@ def test_alignment_holds_after_every_step(target, draft, prompt_ids, monkeypatch
 
     monkeypatch.setattr(eqspec_module, "speculative_step", step)
     monkeypatch.setattr(DenseModel, "realign", realign)
-    run = oracle.eqspec(target, draft if with_draft else None, prompt_ids[1:5], Limits(12, frozenset([1])))
+    run = oracle.eqspec(target, draft if with_draft else None, prompt_ids[1:5], StopRule(12, frozenset([1])))
     assert len(checked) > 3 * len(run.steps)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support.source_tree import ROOT
+
 FILES = {
     "specdec_fast/__init__.py": "",
     "csrc/bindings.cpp": """

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parents[2] / "csrc"
+from support.source_tree import ROOT
+
+CSRC = ROOT / "csrc"
 FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".cpp", ".h"})
 # What a room may include; kernels need the arguments of their ops. The bindings may include all.
 ROOMS = {"kernels": {"kernels", "ops"}, "ops": {"kernels", "ops"}, "program": {"kernels", "ops", "program"}}

@@ -10,8 +10,8 @@ import pytest
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
+from support.source_tree import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 SOURCES = ("specdec_fast", "csrc", "triton_kernels", "bench", "tests", "tools", "docs", "examples", ".ci")

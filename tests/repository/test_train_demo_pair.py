@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from pair_corpus import choose_prompts, hold_out, split_documents, token_stream, train_tokenizer
+from pair_report import walk_rounds
+from train_demo_pair import main
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-TOOLS = Path(__file__).parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))
-
-from pair_corpus import choose_prompts, hold_out, split_documents, token_stream, train_tokenizer  # noqa: E402
-from pair_report import walk_rounds  # noqa: E402
-from train_demo_pair import main  # noqa: E402
+from support.source_tree import ROOT
 
 TINY = ["--target-size", "32", "2", "2", "1", "64", "--draft-size", "16", "1", "1", "1", "32"]
 BRIEF = ["--minutes-target", "0.07", "--minutes-draft", "0.04", "--prompts", "6", "--max-new-tokens", "24"]
@@ -61,7 +59,7 @@ MEASURED_KEYS = {
 def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     return subprocess.run(
-        [sys.executable, str(TOOLS / "train_demo_pair.py"), *arguments],
+        [sys.executable, str(ROOT / "tools/train_demo_pair.py"), *arguments],
         check=False,
         capture_output=True,
         text=True,

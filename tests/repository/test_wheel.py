@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support.source_tree import ROOT
 
 
 def build_wheel(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:

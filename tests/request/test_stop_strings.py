@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
@@ -15,6 +15,7 @@ import specdec_fast as sd
 from specdec_fast.request.detokenizer import Detokenizer
 from specdec_fast.request.stopping import StopStrings
 from support.demo import MAX_NEW_TOKENS
+from support.fuzzing import fuzz
 from support.models import tiny_model
 from support.scripted import ByteTokenizer, scripted_model
 
@@ -183,6 +184,17 @@ def test_what_is_held_back(play, name, texts):
     assert [chunk.text for chunk in chunks] == texts
 
 
+def arguments_of_check(alphabet, most_characters, most_cuts, longest_stop):
+    """Strategies for a text, the places where its bytes are cut into tokens, stop strings, and lengths of blocks."""
+    stop_strings = st.text(alphabet, min_size=1, max_size=longest_stop)
+    return {
+        "text": st.text(alphabet, max_size=most_characters),
+        "cuts": st.lists(st.integers(0, 100), max_size=most_cuts),
+        "stop": st.lists(stop_strings, min_size=1, max_size=3).map(tuple),
+        "blocks": st.lists(st.integers(1, 6), max_size=12),
+    }
+
+
 class TestAgainstTheDefinition:
     """Random texts in random tokens and random blocks."""
 
@@ -221,23 +233,13 @@ class TestAgainstTheDefinition:
         taken += watched.take(last=True)
         assert (len(emitted), taken) == (num_tokens, text)
 
-    @settings(max_examples=500, deadline=None, derandomize=True)
-    @given(
-        text=st.text("ab", max_size=25),
-        cuts=st.lists(st.integers(0, 100), max_size=25),
-        stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple),
-        blocks=st.lists(st.integers(1, 6), max_size=12),
-    )
+    @fuzz(500)
+    @given(**arguments_of_check("ab", most_characters=25, most_cuts=25, longest_stop=5))
     def test_two_letters(self, text, cuts, stop, blocks):
         self.check(text, cuts, stop, blocks)
 
-    @settings(max_examples=300, deadline=None, derandomize=True)
-    @given(
-        text=st.text("aü€🚀", max_size=12),
-        cuts=st.lists(st.integers(0, 100), max_size=40),
-        stop=st.lists(st.text("aü€🚀", min_size=1, max_size=3), min_size=1, max_size=3).map(tuple),
-        blocks=st.lists(st.integers(1, 6), max_size=12),
-    )
+    @fuzz(300)
+    @given(**arguments_of_check("aü€🚀", most_characters=12, most_cuts=40, longest_stop=3))
     def test_characters_of_many_bytes(self, text, cuts, stop, blocks):
         self.check(text, cuts, stop, blocks)
 

@@ -58,7 +58,7 @@ def test_stop_anywhere_in_a_block(target, prompt, plain, method, remainder):
 @pytest.mark.parametrize("remainder", range(K + 1))
 def test_oracle_stops_anywhere_in_a_block(target, prompt, plain, prompt_ids, remainder):
     at = first_new_token_at(plain, remainder)
-    limits = oracle.Limits(MAX_NEW_TOKENS, frozenset([plain[at]]))
+    limits = oracle.StopRule(MAX_NEW_TOKENS, frozenset([plain[at]]))
     for run in (
         oracle.eqspec(target, target, [prompt, prompt_ids[7]], limits, K),
         oracle.exspec(target, target, [prompt, prompt_ids[7]], limits, K),
@@ -110,7 +110,7 @@ def test_no_eos_in_the_generation_config_never_stops(target, draft, prompt_ids, 
 def test_max_new_tokens_around_a_block(target, draft, prompt_ids, expected, max_new_tokens):
     outputs = decode(target, draft, prompt_ids, max_new_tokens=max_new_tokens)
     assert [o.token_ids for o in outputs] == [tokens[:max_new_tokens] for tokens in expected]
-    limits = oracle.Limits(max_new_tokens, frozenset([1]))
+    limits = oracle.StopRule(max_new_tokens, frozenset([1]))
     assert oracle.eqspec(target, draft, prompt_ids, limits, K).outputs == [o.token_ids for o in outputs]
 
 
@@ -149,7 +149,7 @@ class TestSpecialTokensAreNotRecognisedByValue:
         assert [o.token_ids for o in outputs] == expected
 
     def test_oracle(self, model, draft, prompt_ids, expected):
-        limits = oracle.Limits(MAX_NEW_TOKENS, frozenset([1]))
+        limits = oracle.StopRule(MAX_NEW_TOKENS, frozenset([1]))
         assert oracle.eqspec(model, draft, prompt_ids, limits, K).outputs == expected
         assert oracle.exspec(model, draft, prompt_ids, limits, K, batch_size=4).outputs == expected
 
@@ -161,7 +161,7 @@ def test_special_tokens_inside_the_prompt(target, draft, prompt_ids, special):
     prompts = [[*base, special, *base[:5]], [special, special, *base], [*base, special], [special]]
     want = [transformers_greedy(target, prompt, MAX_NEW_TOKENS) for prompt in prompts]
     assert [o.token_ids for o in decode(target, draft, prompts)] == want
-    limits = oracle.Limits(MAX_NEW_TOKENS, frozenset([1]))
+    limits = oracle.StopRule(MAX_NEW_TOKENS, frozenset([1]))
     assert oracle.eqspec(target, draft, prompts, limits, K).outputs == want
 
 

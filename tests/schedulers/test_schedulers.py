@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec_fast.config import EngineConfig
@@ -17,6 +17,7 @@ from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.schedulers import SCHEDULERS, make_scheduler
 from specdec_fast.schedulers.base import Scheduler
 from specdec_fast.schedulers.exspec import ExspecScheduler
+from support.fuzzing import fuzz
 
 
 def sequence_of(length: int, index: int = 0) -> Sequence:
@@ -79,7 +80,7 @@ schedule = {
 }
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@fuzz(150)
 @given(config=configs("exspec"), **schedule)
 def test_exspec_passes_nobody_over_too_often(config, seed, most_emitted, leaving):
     simulation = Simulation(make_scheduler(config), random.Random(seed))
@@ -88,7 +89,7 @@ def test_exspec_passes_nobody_over_too_often(config, seed, most_emitted, leaving
         assert simulation.longest_wait <= config.max_wait_steps
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@fuzz(50)
 @given(config=configs("eqspec"), **schedule)
 def test_eqspec_steps_everybody_until_the_batch_has_ended(config, seed, most_emitted, leaving):
     simulation = Simulation(make_scheduler(config), random.Random(seed))
@@ -117,7 +118,7 @@ def test_wait_bound_is_due_to_num_due():
     assert waits[ExspecScheduler] <= 3 < waits[GreedyExspec]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@fuzz(150)
 @given(batch=st.integers(1, 5), wait=st.integers(1, 4), data=st.data())
 def test_exspec_takes_as_few_lengths_as_it_can(batch, wait, data):
     # batch * wait residents that have not waited: none is due yet, so lengths alone decide

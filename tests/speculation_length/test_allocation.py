@@ -6,10 +6,11 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec_fast.speculation_length.allocation import Costs, allocate, tail_weights
+from support.fuzzing import fuzz
 
 
 def expected_speed(lengths, probabilities, costs, share=1.0):
@@ -34,7 +35,7 @@ def choices(draw, most_sequences=3, most=4):
     return probabilities, caps, Costs(verify, draft, entry, float(rng.random() * draw(st.sampled_from([0, 0.5]))))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@fuzz(150)
 @given(choices())
 def test_choice_is_close_to_the_best_of_all_vectors(choice):
     """Never worse than any uniform K; within 5% of the best vector of K (which costs and ties decide, no greedy)."""
@@ -51,7 +52,7 @@ def test_choice_is_close_to_the_best_of_all_vectors(choice):
     assert got >= 0.95 * best
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@fuzz(60)
 @given(choices(most_sequences=4, most=3))
 def test_choice_is_the_best_where_rows_cost_the_same(choice):
     """Verification in proportion to its rows, a forward of the draft at one price: then greedy is exact."""
@@ -81,7 +82,7 @@ def test_the_likelier_sequence_gets_more():
     assert poor < fair < good
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@fuzz(60)
 @given(choices())
 def test_the_rule_behind_a_choice_gives_as_much_to_others_alike(choice):
     """What comes between two choices is not given less than the choice gave it, nor anything beyond its depth."""

@@ -89,23 +89,23 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
 
 
 @pytest.mark.parametrize(("method", "window"), [("eqspec", None), ("exspec", 2), ("exspec", 4)])
-def test_lengths_are_told_when_nobody_takes_a_place(target, prompt_ids, method, window, monkeypatch):
+def test_limits_know_when_no_sequence_takes_the_place_of_an_ended_one(target, prompt_ids, method, window, monkeypatch):
     """Of a fixed batch always; of a window once nobody waits and all that are left take part in every step."""
     engine = sd.Engine(target, "ngram", method=method, max_batch_size=2, window_size=window)
-    limits, told = engine.length_policy.limits, []
+    limits, seen = engine.length_policy.limits, []
     ended = []
     monkeypatch.setattr(engine.length_policy, "forget", ended.append)
 
     def watched(batch, no_refill):
         if len(batch) > 1:  # whoever is alone has no others
-            told.append((no_refill, len(prompt_ids) - len(ended)))
+            seen.append((no_refill, len(prompt_ids) - len(ended)))
         return limits(batch, no_refill)
 
     monkeypatch.setattr(engine.length_policy, "limits", watched)
     unequal = [sd.SamplingParams(max_new_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(prompt_ids))]
     engine.generate(prompt_ids, unequal)
-    assert any(no_refill for no_refill, _ in told)
-    assert all(no_refill == (method == "eqspec" or num_left <= 2) for no_refill, num_left in told)
+    assert any(no_refill for no_refill, _ in seen)
+    assert all(no_refill == (method == "eqspec" or num_left <= 2) for no_refill, num_left in seen)
 
 
 def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, prompt_ids, expected, monkeypatch):

@@ -23,7 +23,7 @@ VOCAB_SIZE = 97
 MAX_POSITIONS = 160
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 # Wide weights, so that texts vary and the best logit leads by far more than rounding.
-_COMMON = {
+TINY = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -34,7 +34,7 @@ _COMMON = {
     "tie_word_embeddings": False,
     **_NO_SPECIAL,
 }
-_GROUPED = {**_COMMON, "num_key_value_heads": 2}
+TINY_GROUPED = {**TINY, "num_key_value_heads": 2}
 _GPT2 = {
     "vocab_size": VOCAB_SIZE,
     "n_embd": 32,
@@ -47,15 +47,17 @@ _GPT2 = {
 }
 
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**_GROUPED),
-    "qwen3": Qwen3Config(**_GROUPED, head_dim=16),
-    "glm4": Glm4Config(**_GROUPED, head_dim=16),
-    "mistral-window": MistralConfig(**_GROUPED, sliding_window=7, head_dim=8),
-    "gemma2": Gemma2Config(**_GROUPED, sliding_window=5, head_dim=16, attn_logit_softcapping=5.0),
-    "phi3": Phi3Config(**_GROUPED),
-    "granite-swa": GraniteSWAConfig(**_GROUPED, sliding_window=7, layer_rope_theta=[1e4] * 3, attention_multiplier=0.3),
+    "llama": LlamaConfig(**TINY_GROUPED),
+    "qwen3": Qwen3Config(**TINY_GROUPED, head_dim=16),
+    "glm4": Glm4Config(**TINY_GROUPED, head_dim=16),
+    "mistral-window": MistralConfig(**TINY_GROUPED, sliding_window=7, head_dim=8),
+    "gemma2": Gemma2Config(**TINY_GROUPED, sliding_window=5, head_dim=16, attn_logit_softcapping=5.0),
+    "phi3": Phi3Config(**TINY_GROUPED),
+    "granite-swa": GraniteSWAConfig(
+        **TINY_GROUPED, sliding_window=7, layer_rope_theta=[1e4] * 3, attention_multiplier=0.3
+    ),
     "gpt2": GPT2Config(**_GPT2),
-    "gpt-neox": GPTNeoXConfig(**_COMMON),
+    "gpt-neox": GPTNeoXConfig(**TINY),
 }
 
 

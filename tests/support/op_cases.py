@@ -15,14 +15,8 @@ from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import all_ops
 
 CPU = torch.device("cpu")
-
-
 CASES = {(op.name, case.name): case for op in all_ops().values() for case in op.cases()}
-
-
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 
 

@@ -14,9 +14,8 @@ from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import BACKENDS, Op, registry
 from support.op_cases import attention_by_hand
 
-INTERPRETED = (
-    {"triton"} if registry.INTERPRETING else set()
-)  # backends whose kernels run as NumPy, a hundred times slower
+# Backends whose kernels run as NumPy, a hundred times slower.
+INTERPRETED = {"triton"} if registry.INTERPRETING else set()
 
 
 def device_for(op: Op, backend: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""A drafter that proposes what it is told."""
+"""A drafter that proposes the tokens of a script."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ HEAD_DIMS = st.sampled_from((16, 20, 64, 80, 96, 128, 256)) | st.integers(16, 25
 
 
 @dataclass(frozen=True)
-class Limits:
+class CallSizes:
     """How large the calls get for one backend."""
 
     dtypes: tuple[torch.dtype, ...]
@@ -32,9 +32,9 @@ class Limits:
     heads: int
 
 
-CPP = Limits((torch.float32, torch.float16, torch.bfloat16), batch=5, rows=9, prefill=40, context=200, heads=24)
+CPP = CallSizes((torch.float32, torch.float16, torch.bfloat16), batch=5, rows=9, prefill=40, context=200, heads=24)
 # Interpreted, a Triton program costs milliseconds, and bf16 is wrong in its tl.dot.
-TRITON = Limits((torch.float32, torch.float16), batch=3, rows=4, prefill=20, context=70, heads=6)
+TRITON = CallSizes((torch.float32, torch.float16), batch=3, rows=4, prefill=20, context=70, heads=6)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -100,7 +100,7 @@ class VerifyCall:
         }
 
 
-def verify_calls(limits: Limits, vocab_sizes: st.SearchStrategy[int], batch: int) -> st.SearchStrategy[VerifyCall]:
+def verify_calls(limits: CallSizes, vocab_sizes: st.SearchStrategy[int], batch: int) -> st.SearchStrategy[VerifyCall]:
     specials = st.sampled_from((math.nan, -math.nan, math.inf, -math.inf, -0.0))
     return st.builds(
         VerifyCall,
@@ -144,7 +144,7 @@ class AppendCall:
         }
 
 
-def append_calls(limits: Limits) -> st.SearchStrategy[AppendCall]:
+def append_calls(limits: CallSizes) -> st.SearchStrategy[AppendCall]:
     return st.builds(
         AppendCall,
         rows=st.integers(0, limits.prefill),
@@ -187,7 +187,7 @@ class CompactCall:
         }
 
 
-def compact_calls(limits: Limits) -> st.SearchStrategy[CompactCall]:
+def compact_calls(limits: CallSizes) -> st.SearchStrategy[CompactCall]:
     return st.builds(
         CompactCall,
         moves=st.lists(st.tuples(st.integers(0, limits.prefill), st.integers(0, 9)), max_size=limits.batch).map(tuple),
@@ -230,7 +230,7 @@ class RealignCall:
 
 
 @st.composite
-def realign_calls(draw: st.DrawFn, limits: Limits) -> RealignCall:
+def realign_calls(draw: st.DrawFn, limits: CallSizes) -> RealignCall:
     columns = draw(st.integers(1, limits.context))
     moves = []
     for _ in range(draw(st.integers(0, limits.batch))):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
-from support.strategies import HEAD_DIMS, LAYOUTS, SEEDS, Limits, block_table_of, generator, laid_out
+from support.strategies import HEAD_DIMS, LAYOUTS, SEEDS, CallSizes, block_table_of, generator, laid_out
 
 
 def tree_mask(rows: list[int], reach: int, spare: int, g: torch.Generator) -> Tensor:
@@ -80,7 +80,7 @@ class AttentionCall:
 
 
 @st.composite
-def attention_calls(draw: st.DrawFn, limits: Limits, trees: bool = False) -> AttentionCall:
+def attention_calls(draw: st.DrawFn, limits: CallSizes, trees: bool = False) -> AttentionCall:
     page_size = draw(st.sampled_from((1, 2, 7, 16, 64)))
     # contexts around the ends of pages, and of the 64 positions that a kernel likes to take at once
     ends = st.sampled_from((page_size, 64)).flatmap(

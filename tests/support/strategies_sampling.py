@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from specdec_fast.batch.sampling_batch import Sampling
-from support.strategies import SEEDS, Limits, VerifyCall, generator, verify_calls
+from support.strategies import SEEDS, CallSizes, VerifyCall, generator, verify_calls
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,6 @@ RULES = st.builds(
 )
 
 
-def sampled_calls(limits: Limits, vocab_sizes: st.SearchStrategy[int], batch: int) -> st.SearchStrategy[SampledCall]:
+def sampled_calls(limits: CallSizes, vocab_sizes: st.SearchStrategy[int], batch: int) -> st.SearchStrategy[SampledCall]:
     rules = st.lists(RULES, min_size=1, max_size=3).map(tuple)
     return st.builds(SampledCall, verify_calls(limits, vocab_sizes, batch), rules, SEEDS)
