@@ -119,7 +119,7 @@ def _logits(model: RaggedModel, row_padding: RowPadding, forwards: list[list[Row
     """Compute the forwards one after the other; return the logits of the owner called text, ``[n, vocab_size]``."""
     owners = {owner: 0 for spans in forwards for owner, _, _ in spans}
     pool = PagePool(model.layout, len(owners) * (_TEXT + model.page_size), model.page_size, row_padding)
-    for number, owner in enumerate(sorted(owners, reverse=True)):  # the text is number 0 in every way
+    for number, owner in enumerate(sorted(owners, key=str, reverse=True)):  # the text is number 0 in every way
         pool.reserve(owner, _TEXT)
         owners[owner] = number
     found = []
