@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def kernel_modules() -> list[ModuleType]:
-    """Import every file that lists the compilations its launchers ask for; the others are shared parts."""
+    """Import every file that has a function ``variants()``; the other files are parts that these share."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return [module for module in modules if hasattr(module, "variants")]

@@ -1,8 +1,7 @@
 """``append_kv_``: write new K/V rows into pages, keys and values in one launch.
 
-Bytes: every new row is read and written once, ``2 * T * num_kv_heads * (head_dim + value_dim) * itemsize`` in all, and
-4 bytes of slot per row. Grid: (rows, blocks of heads); a program moves keys and values of some heads of one
-row.
+Bytes: every new row is read and written once, in all ``2 * T * num_kv_heads * (head_dim + value_dim) * itemsize``, and
+4 bytes of slot per row. Grid: (rows, blocks of heads); a program moves the keys and values of some heads of one row.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
-_TILE = 2048  # numbers of keys, and as many of values, that one program holds
+_TILE = 2048  # numbers of keys that one program holds, and as many numbers of values
 
 
-@triton.jit(do_not_specialize=["slot_mapping"])  # it begins anywhere
+@triton.jit(do_not_specialize=["slot_mapping"])  # its address has any alignment
 def _append_kernel(
     key_cache,  # [num_pages * page_size, NUM_HEADS, HEAD_DIM], contiguous
     value_cache,  # [num_pages * page_size, NUM_HEADS, VALUE_DIM], contiguous
@@ -42,7 +41,7 @@ def _append_kernel(
     inside_key = (heads < NUM_HEADS) & (dims < HEAD_DIM)
     inside_value = (heads < NUM_HEADS) & (dims < VALUE_DIM)
     slot = tl.load(slot_mapping + row).to(tl.int64)
-    # both loads before the first store: their latencies overlap
+    # both loads before the first store, so that their latencies overlap
     new_key = tl.load(key + row * stride_key_row + heads * stride_key_head + dims, mask=inside_key)
     new_value = tl.load(value + row * stride_value_row + heads * stride_value_head + dims, mask=inside_value)
     head = slot * NUM_HEADS + heads
@@ -81,7 +80,7 @@ def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tenso
 
 
 def variants() -> Iterator[Variant]:
-    """Yield what is launched for usual models, and for heads that fill no vector."""
+    """Yield the compilations for usual models, and for heads whose size is no multiple of a vector."""
     strides = ("stride_key_row", "stride_key_head", "stride_value_row", "stride_value_head")
     tensors = ("key_cache", "value_cache", "key", "value")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -91,8 +90,8 @@ def variants() -> Iterator[Variant]:
             aligned = (*tensors, *(strides if head_dim % 16 == 0 else ()))
             name = f"{TYPE_NAMES[dtype]}_{num_heads}x{head_dim}" + (f"_{value_dim}" if value_dim != head_dim else "")
             yield _launch(num_heads, head_dim, value_dim).variant(name, _append_kernel, signature, aligned)
-        within = ("key_cache", "value_cache", "key")  # values that begin within a fused projection's row
-        fused = (*tensors, "stride_value_row")  # values of rows that happen to be multiples of 16
+        within = ("key_cache", "value_cache", "key")  # the values begin within the row of a fused projection
+        fused = (*tensors, "stride_value_row")  # the stride of such rows is a multiple of 16
         for place, aligned in (("within", within), ("fused", fused)):
             name = f"{TYPE_NAMES[dtype]}_{place}_3x20"
             yield _launch(3, 20, 20).variant(name, _append_kernel, signature, aligned)

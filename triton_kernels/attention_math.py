@@ -1,7 +1,7 @@
-"""The arithmetic of ``paged_attention``: small functions that its kernels share, so that they agree to the bit.
+"""The arithmetic of ``paged_attention``: small functions that its kernels share, so that their bits are equal.
 
-Every product that is then added goes through ``tl.fma``: a compiler that is free to fuse ``a * b + c`` may do so in one
-kernel and not in another, and the two would round differently.
+Every product that is then added uses ``tl.fma``. A compiler that may fuse ``a * b + c`` could do so in one kernel and
+not in another, and the two would round differently.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def finite(x):
-    """Say of each number whether it is one: neither NaN nor infinite."""
+    """Return for each number whether it is finite: neither NaN nor infinite."""
     return tl.abs(x) < float("inf")
 
 
 @triton.jit
 def empty_state(ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """Return (sums [ROWS, DIMS], maximum [ROWS], total [ROWS]) of a softmax that has seen nothing."""
+    """Return (sums [ROWS, DIMS], maximum [ROWS], total [ROWS]) of a softmax over no entries."""
     sums = tl.zeros([ROWS, DIMS], tl.float32)
     return sums, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
 
 
 @triton.jit
 def shift_of(maximum):
-    """What to subtract before exp2: the maximum, or 0 where nothing has been seen (-inf - -inf would be NaN)."""
+    """Return what to subtract before exp2: the maximum, or 0 for an empty state (-inf - -inf would be NaN)."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
 def merge(sums, maximum, total, later_sums, later_maximum, later_total):
-    """Combine two softmax states; an empty one leaves the other as it is."""
+    """Combine two softmax states; an empty state does not change the other one."""
     both = tl.maximum(maximum, later_maximum)
     weight, later_weight = tl.exp2(maximum - shift_of(both)), tl.exp2(later_maximum - shift_of(both))
     total = tl.fma(total, weight, later_total * later_weight)
@@ -43,7 +43,7 @@ def merge(sums, maximum, total, later_sums, later_maximum, later_total):
 
 @triton.jit
 def with_sink(sums, maximum, total, sink):
-    """Combine a softmax state with scores [ROWS] in units of log 2 that no value belongs to."""
+    """Combine a softmax state with sink scores [ROWS], in units of log 2, which have no values."""
     both = tl.maximum(maximum, sink)
     weight = tl.exp2(maximum - shift_of(both))
     total = tl.fma(total, weight, tl.exp2(sink - shift_of(both)))
@@ -52,10 +52,11 @@ def with_sink(sums, maximum, total, sink):
 
 @triton.jit
 def normalised(sums, total):
-    """Divide by the total, [ROWS, DIMS]; a row that saw anything not finite becomes NaN throughout.
+    """Divide by the total, [ROWS, DIMS]; if a row has seen an entry that is not finite, all its columns become NaN.
 
-    The kernels reach a NaN in one column or in all, by whether the entry's tile is hidden from a neighbouring row; the
-    result must not tell. Adding +0 makes zeros positive, whose sign would tell of the tiles passed over.
+    The sums may have a NaN in one column or in all columns, depending on whether the entry's tile is hidden from a
+    neighbouring row. The result must not depend on that. Adding +0 makes zeros positive, because their sign depends on
+    the tiles that were skipped.
     """
     inverse = 1.0 / total
     out = tl.fma(sums, inverse[:, None], 0.0)
@@ -65,9 +66,10 @@ def normalised(sums, total):
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent in fp32 within a few units in the last place, on every device by the same operations.
+    """Return the hyperbolic tangent in fp32 within a few units in the last place, by the same operations on every
+    device.
 
-    Near 0 an odd polynomial (coefficients of the Cephes library, tanhf), where 1 - 2 / (e^2x + 1) would cancel.
+    Near 0, where 1 - 2 / (e^2x + 1) would cancel, it is an odd polynomial (coefficients of the Cephes library, tanhf).
     """
     square = x * x
     series = tl.fma(square, -5.70498872745e-3, 2.06390887954e-2)

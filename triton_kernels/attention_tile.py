@@ -1,7 +1,7 @@
-"""The inner part of ``paged_attention``: what a tile of query rows sees, how its softmax takes in tiles of KV, and
-where its result goes.
+"""The inner part of ``paged_attention``: which entries a tile of query rows sees, how its softmax folds tiles of KV,
+and where its result is stored.
 
-A *pair* is a query row and one head of a KV head's group; pairs of a sequence are numbered row by row.
+A *pair* is a query row and one head of a KV head's group. The pairs of a sequence are numbered row by row.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ def tile_of(
     sequence, first_pair, window,
     GROUP: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Return a sequence's first query, rows and prefix, and of ``PAIRS`` pairs: first and last row, positions seen."""
+    """Return a sequence's first query, rows and prefix; and for ``PAIRS`` pairs the first and last row, and the
+    positions that they see.
+    """
     first_query = tl.load(cu_seqlens_q + sequence)
     num_rows = tl.load(cu_seqlens_q + sequence + 1) - first_query
     prefix = tl.load(seqused_k + sequence) - num_rows
     first_row = first_pair // GROUP
     last_row = tl.minimum((first_pair + PAIRS - 1) // GROUP, num_rows - 1)
-    lowest = prefix if TREE else prefix + first_row  # in a tree the rows' depths are not in order
+    lowest = prefix if TREE else prefix + first_row  # in a tree the rows are not sorted by depth
     begin = tl.maximum(lowest - window + 1, 0)
     return first_query, num_rows, prefix, first_row, last_row, begin, prefix + last_row + 1
 
 
 @triton.jit
 def depth_of(tree_mask, tree_row, tree_words):
-    """Return [BLOCK_M] int32: how many ancestors each row has."""
-    depth = tl.zeros_like(tree_row) - 1  # its own bit is no ancestor
+    """Return the number of ancestors of each row, [BLOCK_M] int32."""
+    depth = tl.zeros_like(tree_row) - 1  # the row's own bit counts no ancestor
     for word in range(tree_words):
         depth += popcount(tl.load(tree_mask + tree_row + word))
     return depth
@@ -51,7 +53,7 @@ def depth_of(tree_mask, tree_row, tree_words):
 
 @triton.jit
 def _tree_word(tree_mask, tree_row, tree_words, word):
-    """Return word ``word`` of each row's tree mask; entries before the sequence's rows are everybody's ancestors."""
+    """Return word ``word`` of each row's tree mask; entries before the sequence's rows are ancestors of every row."""
     word = tl.zeros_like(tree_row) + word
     bits = tl.load(tree_mask + tree_row + word, mask=(word >= 0) & (word < tree_words), other=0)
     return tl.where(word < 0, -1, bits)
@@ -63,7 +65,7 @@ def _ancestors(tree_mask, tree_row, tree_words, first):
     low = _tree_word(tree_mask, tree_row, tree_words, first >> 5).to(tl.uint32, bitcast=True)
     high = _tree_word(tree_mask, tree_row, tree_words, (first >> 5) + 1)
     shift = first & 31
-    # to the left in two steps: one by 32 would be undefined
+    # shifted to the left in two steps, because a shift by 32 would be undefined
     return (low >> shift.to(tl.uint32)).to(tl.int32, bitcast=True) | ((high << (31 - shift)) << 1)
 
 
@@ -71,7 +73,7 @@ def _ancestors(tree_mask, tree_row, tree_words, first):
 def _visible(
     tree_mask, tree_row, tree_words, tile, row_position, prefix, window, BLOCK_N: tl.constexpr, TREE: tl.constexpr
 ):
-    """Return the [BLOCK_M, BLOCK_N] mask of what each row sees of a tile of KV."""
+    """Return the mask [BLOCK_M, BLOCK_N] of the entries of a tile of KV that each row sees."""
     column = tl.arange(0, BLOCK_N)[None, :]
     within = column > (row_position - window - tile)[:, None]
     if TREE:
@@ -84,7 +86,7 @@ def _visible(
 
 @triton.jit
 def _load_entries(entries, inside, dims, SIZE: tl.constexpr, PARTIAL: tl.constexpr):
-    """Load [BLOCK_N, BLOCK] numbers of a tile of KV; 0 where they are not to be read."""
+    """Load [BLOCK_N, BLOCK] numbers of a tile of KV; 0 outside of ``inside``."""
     if PARTIAL:
         return tl.load(entries, mask=inside[:, None] & (dims < SIZE)[None, :], other=0.0)
     if dims.shape[0] > SIZE:
@@ -98,7 +100,7 @@ def _fold(
     start, stop,  # positions; start is a multiple of BLOCK_N
     queries,  # [BLOCK_M, BLOCK_D]
     row_position,  # [BLOCK_M]
-    tree_row,  # [BLOCK_M] where each row's words begin
+    tree_row,  # [BLOCK_M] index of each row's first word in tree_mask
     key_cache,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM], from the KV head on
     value_cache,  # [num_pages, PAGE_SIZE, num_kv_heads, VALUE_DIM], from the KV head on
     pages,  # [max_pages] int32
@@ -109,7 +111,7 @@ def _fold(
 ):  # fmt: skip
     """Fold tiles of KV into a softmax state (arXiv 2205.14135, algorithm 1).
 
-    PARTIAL: some rows may not see some of the entries; otherwise every row sees all of them, and nothing is masked.
+    PARTIAL: some rows may not see some of the entries. Otherwise every row sees all entries, and nothing is masked.
     """
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for tile in tl.range(start, stop, BLOCK_N, num_stages=1 if PARTIAL else None, disable_licm=True):
@@ -126,8 +128,8 @@ def _fold(
         scores = products * score_scale  # in units of log 2
         usable = inside
         if PARTIAL:
-            # A value that is not finite must not reach the rows that do not see it, as 0 * NaN; so it is not loaded
-            # again, and the rows that do see it get a score that spoils them.
+            # A value that is not finite must not reach the rows that do not see it, as 0 * NaN would. So the value is
+            # loaded as 0, and the rows that see it get a score that makes them NaN.
             values = _load_entries(value_at, inside, value_dims, VALUE_DIM, PARTIAL)
             usable = inside & (tl.max(tl.where(finite(values), 0, 1), axis=1) == 0)
             products = tl.where((inside != usable)[None, :], float("nan"), products)
@@ -148,18 +150,18 @@ def _fold(
 
 @triton.jit
 def reduce_piece(
-    start, stop,  # the part of the piece that any row sees; start is a multiple of BLOCK_N
+    start, stop,  # positions of the piece that at least one row sees; start is a multiple of BLOCK_N
     all_begin, all_end,  # positions that every row sees
     queries, row_position, tree_row, key_cache, value_cache, pages, tree_mask,
     tree_words, num_kv_heads, prefix, end, window, inner_scale, score_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax state of one piece of the context, reduced from scratch; the arguments are those of _fold."""
+    """Return the softmax state of one piece of the context, which begins empty; the arguments are those of _fold."""
     full_stop = tl.maximum(tl.minimum(stop, all_end // BLOCK_N * BLOCK_N), start)
     full_start = tl.minimum(tl.maximum(start, tl.cdiv(all_begin, BLOCK_N) * BLOCK_N), full_stop)
     sums, maximum, total = empty_state(BLOCK_M, BLOCK_V)
-    for phase in range(2):  # the edge of the window and what every row sees; then the newest entries
+    for phase in range(2):  # first the edge of the window and the entries that every row sees; then the newest entries
         for part in tl.static_range(2):
             if part == 0:
                 first, last = tl.where(phase == 0, start, full_stop), tl.where(phase == 0, full_start, stop)
@@ -191,14 +193,14 @@ def store_tile(
     SINKS: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's result, or its state if the context is split."""
-    # Once more from memory: what would stay in registers throughout the loops would spill.
+    # Loaded again from memory: values kept in registers throughout the loops would spill.
     first_query, num_rows, _, first_row, last_row, _, _ = tile_of(
         cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE
     )
     pair, dims = first_pair + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_V)
     inside = pair < num_rows * GROUP
     mask = inside[:, None] & (dims < VALUE_DIM)[None, :]
-    # Where the tile's first row is written; the others lie near, so that their distances fit int32.
+    # The address of the tile's first row; the other rows are near, so that their distances fit int32.
     at = (first_query + first_row).to(tl.int64) * num_heads + kv_head * GROUP
     distance = (tl.minimum(pair // GROUP, last_row) - first_row) * num_heads + pair % GROUP
     if num_splits > 0:

@@ -1,14 +1,14 @@
 """``compact_kv_``: move kept KV entries inside each sequence, in place, all layers in one launch.
 
-Bytes: every moved entry is read and written once in each layer, keys and values; moves to where an entry already
-stands cost their two positions. Grid: (sequences, planes, slices of an entry), where a plane is the keys or the values
-of one layer. A program owns its slice of one sequence's entries in one plane and makes all its moves.
+Bytes: every moved entry is read and written once in each layer, keys and values. A move of an entry to its own position
+reads two positions only. Grid: (sequences, planes, slices of an entry), where a plane is the keys or the values of one
+layer. A program makes all moves of one sequence for its slice of the entries in one plane.
 
-Why tiles of moves are safe: both lists rise strictly, so a move down (destination < source) can only overwrite the
-source of an *earlier* move down, a move up only that of a *later* move up, and neither ever a source of the other
-kind. Moves down are taken in rising order, moves up in falling order. Within a tile all sources are loaded before
-anything is stored, with a barrier between: a thread's store cannot overtake another thread's load. No barrier is
-needed after the stores: what the next tile loads, no earlier tile has written.
+Why tiles of moves are safe: both lists rise strictly. So a move down (destination < source) can overwrite the source of
+an *earlier* move down only, a move up that of a *later* move up only, and neither the source of a move of the other
+kind. The kernel makes moves down in rising order and moves up in falling order. Within a tile it loads all sources
+before it stores anything, with a barrier between, so that no thread's store overtakes another thread's load. It needs
+no barrier after the stores, because no earlier tile has written what the next tile loads.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
-_SLICE_BYTES = 512  # of an entry that one program owns at most: one warp's widest access
-_TILE_BYTES = 16384  # what a program holds in registers between loading and storing
+_SLICE_BYTES = 512  # bytes of an entry that one program moves at most: one warp's widest access
+_TILE_BYTES = 16384  # bytes that a program holds in registers between loading and storing
 _ARRAYS = ("block_table", "cu_moves", "sources", "destinations")
-_UNSPECIALISED = (*_ARRAYS, "num_pages", "max_pages")  # they change with the batch, and with the contexts
+_UNSPECIALISED = (*_ARRAYS, "num_pages", "max_pages")  # these change with the batch and with the contexts
 
 
 @triton.jit
 def _slots(pages, positions, wanted, PAGE_SIZE: tl.constexpr):
-    """Look up where positions of a sequence stand in a plane; ``pages`` is its row of the block table."""
+    """Return the slots of positions of a sequence in a plane; ``pages`` is its row of the block table."""
     page = tl.load(pages + positions // PAGE_SIZE, mask=wanted, other=0).to(tl.int64)
     return page * PAGE_SIZE + positions % PAGE_SIZE
 
@@ -60,7 +60,7 @@ def _compact_kernel(
         tile = tl.where(falling, 2 * num_tiles - 1 - i, i)
         moves = start + tile * BLOCK_MOVES + tl.arange(0, BLOCK_MOVES)[:, None]  # [BLOCK_MOVES, 1]
         source = tl.load(sources + moves, mask=moves < stop, other=0)
-        destination = tl.load(destinations + moves, mask=moves < stop, other=0)  # other=0: equal, so no move
+        destination = tl.load(destinations + moves, mask=moves < stop, other=0)  # other=0 for both: equal, so no move
         wanted = tl.where(falling, destination > source, destination < source)
         inside = wanted & (numbers < ENTRY)
         read = _slots(pages, source, wanted, PAGE_SIZE) * ENTRY  # [BLOCK_MOVES, 1]
@@ -96,7 +96,7 @@ def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources
 
 
 def variants() -> Iterator[Variant]:
-    """Yield what is launched for usual models, and for entries that fill no vector."""
+    """Yield the compilations for usual models, and for entries whose size is no multiple of a vector."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         signature = {"kv_cache": f"*{TYPE_NAMES[dtype]}"} | dict.fromkeys(_ARRAYS, "*i32")
         signature |= {"num_pages": "i32", "max_pages": "i32"}

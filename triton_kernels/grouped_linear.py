@@ -1,11 +1,12 @@
-"""``grouped_linear``: every row times the weights of the experts that it has chosen.
+"""``grouped_linear``: every row times the weights of the experts chosen for it.
 
-Bytes: ``out_features * in_features * itemsize`` of weights of each expert that a row has chosen. A program computes a
-tile of outputs of one product; products of one expert run next to each other, so that all but the first find the
-tile's weights in the cache. Meant for the few rows of a verification: a prompt's would want a tile of rows as well.
+Bytes: ``out_features * in_features * itemsize`` of weights for each expert that is chosen for a row. A program computes
+a tile of outputs of one product. Products of one expert run next to each other, so that all but the first find the
+tile's weights in the cache. The kernel is meant for the few rows of a verification; the rows of a prompt would need a
+tile of rows as well.
 
-A row's bits depend on that row and the weights alone: a program sees one row, and its tiles go by nothing else's count.
-Ids of experts are not checked; they come from a ``topk``.
+A row's bits depend on that row and the weights alone: a program computes one row, and its tiles do not depend on the
+number of rows. The kernel does not check expert ids; they come from a ``topk``.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from torch import Tensor
 
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
-_TILE = 2048  # weights that a program of four warps has under way
+_TILE = 2048  # weights that a program of four warps loads at a time
 
 
 @triton.jit(do_not_specialize=["num_products"])
 def _grouped_linear_kernel(
-    rows,  # [lines, IN_FEATURES], contiguous: a line per product, or one for NUM_CHOICES of them
+    rows,  # [num_lines, IN_FEATURES], contiguous: a line per product, or one per NUM_CHOICES products
     expert_ids,  # [num_products]
-    order,  # [num_products], so that those of one expert follow one another
-    weight,  # [experts, out_features, IN_FEATURES], or the last two the other way round
+    order,  # [num_products], sorts the products by expert
+    weight,  # [experts, out_features, IN_FEATURES], or with the last two axes exchanged
     bias,  # [experts, out_features]; read if HAS_BIAS
     out,  # [num_products, out_features]
     num_products,
@@ -78,7 +79,7 @@ def _launch(dtype: torch.dtype, in_features: int, num_choices: int, is_transpose
 
 
 def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Launch the kernel; the contract is the oracle's, but for ids of experts, which are not checked."""
+    """Launch the kernel; the contract is the oracle's, except that expert ids are not checked."""
     (_, num_lines, in_features), num_choices, out_features = rows.shape, expert_ids.shape[1], weight.shape[1]
     out = torch.empty(*expert_ids.shape, out_features, dtype=rows.dtype, device=rows.device)
     if out.numel() == 0:
@@ -102,7 +103,7 @@ def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tenso
 
 
 def variants() -> Iterator[Variant]:
-    """Yield what is launched of each type: gate and up, down, weights the other way round with a bias, odd sizes."""
+    """Yield the compilations for each type: gate and up, down, exchanged axes with a bias, odd sizes."""
     pointers = ("rows", "expert_ids", "order", "weight", "bias", "out")
     for dtype, kind in TYPE_NAMES.items():
         signature = dict.fromkeys(pointers, f"*{kind}") | {"expert_ids": "*i64", "order": "*i64"}
@@ -118,7 +119,7 @@ def variants() -> Iterator[Variant]:
             launch = _launch(dtype, in_features, per_line, is_transposed, has_bias)
             divisible = (*pointers, "out_features") if is_aligned else pointers
             yield launch.variant(f"{kind}_{name}", _grouped_linear_kernel, signature, divisible)
-        launch = _launch(dtype, 67, 1, False, False)  # Triton takes a number that is 1 for known when compiling
+        launch = _launch(dtype, 67, 1, False, False)  # Triton treats an integer that is 1 as a constant
         launch = replace(launch, constexprs={**launch.constexprs, "out_features": 1})
         one = {name: kind for name, kind in signature.items() if name != "out_features"}
         yield launch.variant(f"{kind}_one_output_unaligned", _grouped_linear_kernel, one, pointers)

@@ -1,13 +1,13 @@
-"""``linear``: few rows times a weight matrix, so that a row has the same bits alone and among others.
+"""``linear``: few rows times a weight matrix; a row has the same bits alone and among others.
 
-Bytes: ``out_features * in_features * itemsize`` of weights, read from memory once: programs that share them run
-together, and all but the first find them in the cache. A program reads ``in_features * itemsize`` for each of its rows,
-from the cache as a rule; outputs are written once. Grid: (tiles of outputs x tiles of rows), tiles of rows fastest.
+Bytes: ``out_features * in_features * itemsize`` of weights, read from memory once, because programs that share weights
+run together, and all but the first find them in the cache. A program reads ``in_features * itemsize`` for each of its
+rows, usually from the cache; outputs are written once. Grid: (tiles of outputs x tiles of rows), tiles of rows fastest.
 
-A row's bits depend on that row and the weights alone. Whole sums are added up by one program, in order of the features,
-and rounded once. Tiles have one height, filled up with zeros; their other sizes go by the type and the features, and
-nothing of the rows is specialised. So the same compiled kernel serves any number of rows, and all that differs is where
-in its tile a row stands.
+A row's bits depend on that row and the weights alone. One program adds up a whole sum, in the order of the features,
+and rounds once. All tiles have the same height, padded with zeros. Their other sizes depend on the type and the
+features, and no argument of the rows is specialised. So the same compiled kernel computes any number of rows, and only
+the place of a row in its tile differs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
-_BLOCK_ROWS = 16  # what a tensor core takes; most verify steps have not many more
-_ENOUGH_PROGRAMS = 96  # each has 24 KiB or more of weights under way: what a large device moves while one load waits
-_UNSPECIALISED = ("num_rows", "stride_rows_row")  # a kernel specialised by them would be another for other rows
+_BLOCK_ROWS = 16  # the height of a tensor core's operand; most verify steps have few more rows
+_ENOUGH_PROGRAMS = 96  # each loads at least 24 KiB of weights at a time, so many saturate a large device
+_UNSPECIALISED = ("num_rows", "stride_rows_row")  # specialised by them, other rows would get another kernel
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -67,10 +67,10 @@ def _linear_kernel(
 
 
 def _launch(dtype: torch.dtype, in_features: int, out_features: int, has_bias: bool) -> Launch:
-    """Choose tiles and warps: by nothing of the rows, for they define a row's bits.
+    """Choose tiles and warps. They define a row's bits, so the choice does not depend on the rows.
 
-    Few outputs are cut into narrow tiles, so that there are programs enough to draw on the whole bandwidth. Of 16-bit
-    numbers a warp takes 8 outputs at least, so a narrow tile has work for two; fp32 goes without tensor cores.
+    Few outputs get narrow tiles, so that enough programs run to use the whole bandwidth. With 16-bit numbers a warp
+    computes at least 8 outputs, so a narrow tile has work for two warps. fp32 uses no tensor cores.
     """
     block_out = next((size for size in (64, 32) if size * _ENOUGH_PROGRAMS <= out_features), 16)
     narrow = block_out == 16
@@ -83,17 +83,17 @@ def _launch(dtype: torch.dtype, in_features: int, out_features: int, has_bias: b
         "BLOCK_IN": (512 if narrow else 256) // dtype.itemsize,
     }
     num_warps = 2 if narrow and dtype != torch.float32 else 4
-    # Four stages keep three tiles of weights under way; the shared memory of an AMD device has room for fewer.
+    # Four stages load three tiles of weights ahead; the shared memory of an AMD device has room for fewer.
     return Launch(constexprs, num_warps, num_stages=4 if torch.version.hip is None else 2)
 
 
 def _alignment(dtype: torch.dtype, in_features: int) -> int:
-    """Return how many numbers make 16 bytes, if a row of weights is a whole multiple of that, else 1."""
+    """Return how many numbers are 16 bytes if a row of weights is a multiple of 16 bytes, else 1."""
     return 16 // dtype.itemsize if in_features * dtype.itemsize % 16 == 0 else 1
 
 
 def _aligned(rows: Tensor, alignment: int) -> Tensor:
-    """Return the rows so that, whichever they are, the kernel may read them in the same way."""
+    """Return the rows with the alignment that the compiled kernel assumes, as a copy if necessary."""
     fits = rows.stride(1) == 1 and rows.stride(0) % alignment == 0 and rows.data_ptr() % 16 == 0
     return rows if fits else rows.clone(memory_format=torch.contiguous_format)
 
@@ -121,7 +121,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def variants() -> Iterator[Variant]:
-    """Yield what is launched of each type: every width of tile, a tail of features, a bias, rows off 16 bytes."""
+    """Yield the compilations for each type: every width of tile, a tail of features, a bias, unaligned rows."""
     pointers = ("rows", "weight", "bias", "out")
     for dtype, kind in TYPE_NAMES.items():
         signature = dict.fromkeys(pointers, f"*{kind}")
@@ -139,7 +139,7 @@ def variants() -> Iterator[Variant]:
             yield launch.variant(name, _linear_kernel, signature, aligned)
         launch = _launch(dtype, 67, 33, has_bias=True)
         yield launch.variant(f"{kind}_unaligned", _linear_kernel, signature, pointers)
-        launch = _launch(dtype, 67, 1, has_bias=True)  # Triton takes a number that is 1 for known when compiling
+        launch = _launch(dtype, 67, 1, has_bias=True)  # Triton treats an integer that is 1 as a constant
         launch = replace(launch, constexprs={**launch.constexprs, "out_features": 1})
         one = {name: kind for name, kind in signature.items() if name != "out_features"}
         yield launch.variant(f"{kind}_one_output_unaligned", _linear_kernel, one, pointers)

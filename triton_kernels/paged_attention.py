@@ -1,15 +1,16 @@
-"""``paged_attention``: causal attention of ragged query rows over a paged KV cache, the verify step's heart.
+"""``paged_attention``: causal attention of ragged query rows over a paged KV cache.
 
-A tile of (query row, head of the group) pairs shares what it reads of one KV head: all pairs of a verify step are one
-tile, or few. Bytes: every KV entry that a tile's rows see is read once, ``num_kv_heads * (head_dim + value_dim) *
-itemsize`` for all heads; queries and output once; if contexts are split, ``8 * value_dim`` and 16 more per pair and
-piece.
+The (query row, head of the group) pairs of a tile share what they read of one KV head. All pairs of a verify step make
+one tile, or few. Bytes: every KV entry that a tile's rows see is read once, ``num_kv_heads * (head_dim + value_dim) *
+itemsize`` for all heads; queries and output once. If contexts are split, ``8 * value_dim`` and 16 bytes more per pair
+and piece.
 Grid: (sequences x tiles x KV heads, pieces of the context or 1); and if split (sequences x groups of pairs x KV heads).
 
-A row's bits depend on its own context alone. Tiles of KV stand at absolute positions and are reduced from scratch in
-pieces of a fixed number of positions, which are merged in order: by the same program where there are tiles enough to
-fill the device, else each piece by a program of its own, through a buffer and a second kernel. That choice, and how
-many rows share a tile, changes no bit: it is the same compiled kernel, and nothing of the batch is specialised.
+A row's bits depend on its own context alone. Tiles of KV begin at absolute positions. A piece is a fixed number of
+positions; its softmax begins empty, and the pieces are merged in order. If there are enough tiles to fill the device,
+one program computes and merges all pieces of a tile. Otherwise each piece gets a program of its own, and a second
+kernel merges them from a buffer. Neither that choice nor the number of rows in a tile changes a bit: the compiled
+kernel is the same, and no argument of the batch is specialised.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from specdec_fast.triton_kernels.attention_math import empty_state, merge
 from specdec_fast.triton_kernels.attention_tile import depth_of, reduce_piece, result_of, store_tile, tile_of
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
-PIECE = 512  # positions; like the tiles' sizes it defines a row's bits
+PIECE = 512  # positions; it defines a row's bits, as the sizes of tiles do
 _MERGED_PAIRS = 8  # per program of the second kernel; divides every BLOCK_M
-_NO_WINDOW = 1 << 30  # more positions than anybody has, and far from the ends of int32
-_ENOUGH_PROGRAMS = 512  # about two for each place on a large device
-_LARGEST_BUFFER = 1 << 28  # bytes of partial results, so that their numbers count in int32
+_NO_WINDOW = 1 << 30  # more positions than any context has, and far from the limits of int32
+_ENOUGH_PROGRAMS = 512  # about two per program that a large device runs at a time
+_LARGEST_BUFFER = 1 << 28  # bytes of partial results, so that int32 can index them
 _LOG2_E = 1.4426950408889634
 
-# What may change with the batch: a kernel specialised by it would be another kernel for another batch.
+# Arguments that change with the batch. If they were specialised, another batch would get another kernel.
 _BATCH_TENSORS = ("block_table", "cu_seqlens_q", "seqused_k", "tree_mask")
 _BATCH_NUMBERS = (
     *("stride_query_row", "stride_query_head", "num_kv_heads", "max_pages"),
     *("max_tiles", "num_splits", "tree_words", "window"),
 )
-_UNSPECIALISED = (*_BATCH_TENSORS, *_BATCH_NUMBERS, "sinks")  # sinks: one number each, wherever they stand
+_UNSPECIALISED = (*_BATCH_TENSORS, *_BATCH_NUMBERS, "sinks")  # sinks are read one by one, whatever their alignment
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -57,15 +58,15 @@ def _attention_kernel(
     partial_sums,  # [T, num_heads, num_splits, VALUE_DIM] fp32; written if split
     partial_states,  # [T, num_heads, num_splits, 2] fp32, maximum and total; written if split
     stride_query_row, stride_query_head, num_kv_heads, max_pages,
-    max_tiles, num_splits,  # tiles of the sequence that has most; pieces of the tile that has most, 0: not split
-    tree_words, window, inner_scale, score_scale,  # fp32: products to soft cap, what then enters the softmax to log 2
+    max_tiles, num_splits,  # most tiles of a sequence; most pieces of a tile, 0: not split
+    tree_words, window, inner_scale, score_scale,  # fp32 scales: of products before the soft cap; of scores to log 2
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr,
     ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     kv_head, place = (tl.program_id(0) % num_kv_heads).to(tl.int64), tl.program_id(0) // num_kv_heads
     sequence = (place // max_tiles).to(tl.int64)
-    first_pair = (max_tiles - 1 - place % max_tiles) * BLOCK_M  # last tiles first: they see most
+    first_pair = (max_tiles - 1 - place % max_tiles) * BLOCK_M  # last tiles first: they see most positions
     first_query, num_rows, prefix, first_row, last_row, begin, end = tile_of(
         cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE
     )
@@ -116,7 +117,7 @@ def _merge_kernel(
 ):  # fmt: skip
     kv_head, place = (tl.program_id(0) % num_kv_heads).to(tl.int64), tl.program_id(0) // num_kv_heads
     sequence, first_pair = (place // max_tiles).to(tl.int64), place % max_tiles * PAIRS
-    # Which pieces there are goes by the tile of the first kernel that these pairs were in.
+    # The pieces of these pairs are those of their tile in the first kernel.
     first_query, num_rows, _, _, _, begin, end = tile_of(
         cu_seqlens_q, seqused_k, sequence, first_pair // BLOCK_M * BLOCK_M, window, GROUP, BLOCK_M, TREE
     )
@@ -139,10 +140,11 @@ def _merge_kernel(
 
 
 def launch_config(dtype: torch.dtype, head_dim: int, value_dim: int, group: int) -> Launch:
-    """Choose tiles and warps: by nothing of the batch, for they define a row's bits.
+    """Choose tiles and warps. They define a row's bits, so the choice does not depend on the batch.
 
-    Found by compiling: larger tiles spill registers. Five stages keep a tile of KV under way while another is worked
-    on, and the page numbers of a third; the 64 KiB of shared memory of an AMD device have room for two.
+    Compilation shows that larger tiles spill registers. With five stages the kernel computes one tile of KV, loads
+    another, and loads the page numbers of a third. The 64 KiB of shared memory of an AMD device have room for two
+    stages.
     """
     block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     larger = max(block_d, block_v)
@@ -167,7 +169,7 @@ def launch_config(dtype: torch.dtype, head_dim: int, value_dim: int, group: int)
 
 
 def _alignment(dtype: torch.dtype, head_dim: int) -> int:
-    """Return how many numbers make 16 bytes, if a head is a whole multiple of that, else 1."""
+    """Return how many numbers are 16 bytes if a head is a multiple of 16 bytes, else 1."""
     return 16 // dtype.itemsize if head_dim * dtype.itemsize % 16 == 0 else 1
 
 
@@ -176,23 +178,23 @@ def _with(launch: Launch, **flags: int) -> Launch:
 
 
 def _merge_launch(launch: Launch) -> Launch:
-    """Return the launch of the second kernel that goes with one of the first, flags included."""
+    """Return the launch of the second kernel for one of the first kernel, with the same flags."""
     shared = ("VALUE_DIM", "GROUP", "BLOCK_M", "BLOCK_V", "PIECE", "TREE", "SINKS")
     constexprs = {name: launch.constexprs[name] for name in shared}
     return Launch({**constexprs, "PAIRS": _MERGED_PAIRS}, num_warps=4, num_stages=2)
 
 
 def _aligned(query: Tensor) -> Tensor:
-    """Return the query so that, whatever the batch, the kernel may read it in the same way."""
+    """Return the query with the alignment that the compiled kernel assumes, as a copy if necessary."""
     alignment = _alignment(query.dtype, query.shape[2])
     strides_fit = query.stride(2) == 1 and all(stride % alignment == 0 for stride in query.stride()[:2])
     return query if strides_fit and query.data_ptr() % 16 == 0 else query.clone(memory_format=torch.contiguous_format)
 
 
 def _num_splits(batch: PagedBatch, window: int, num_tiles: int, rows_of_tile: int, bytes_per_split: int) -> int:
-    """Return the most pieces that a tile's rows see, or 0 if its program had better go through them by itself."""
+    """Return the most pieces that a tile's rows see, or 0 if one program should compute all pieces of a tile."""
     rows = min(batch.max_seqlen_q, rows_of_tile) if batch.tree_mask is None else batch.max_seqlen_q
-    in_window = triton.cdiv(window + rows - 2, PIECE) + 1  # wherever in its piece the first position stands
+    in_window = triton.cdiv(window + rows - 2, PIECE) + 1  # wherever the first position lies in its piece
     num_splits = min(in_window, triton.cdiv(batch.max_seqlen_k, PIECE))
     pays = num_splits > 1 and num_tiles < _ENOUGH_PROGRAMS and num_splits * bytes_per_split <= _LARGEST_BUFFER
     return num_splits if pays else 0
@@ -249,8 +251,8 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     return out
 
 
-# Head size of keys and of values, group, page size, flags. Not trees with sinks, which spill 8 bytes on sm_90: no model
-# is launched with a tree yet.
+# Head size of keys and of values, group, page size, flags. Trees with sinks are missing because they spill 8 bytes on
+# sm_90; no model is launched with a tree yet.
 _USUAL = (
     (64, 64, 1, 16, {}),
     (64, 64, 8, 16, {"TREE": True}),
@@ -265,7 +267,7 @@ _USUAL = (
 
 
 def variants() -> Iterator[Variant]:
-    """Yield what is launched for usual models: each head size, group, flag and kernel at least once per type."""
+    """Yield the compilations for usual models: each head size, group, flag and kernel at least once per type."""
     numbers = dict.fromkeys(_BATCH_NUMBERS, "i32") | dict.fromkeys(("inner_scale", "score_scale"), "fp32")
     lengths, partials = ("block_table", "cu_seqlens_q", "seqused_k", "tree_mask"), ("partial_sums", "partial_states")
     for dtype, kind in TYPE_NAMES.items():
@@ -280,7 +282,7 @@ def variants() -> Iterator[Variant]:
             name = "_".join((kind, f"dim{dims}", f"group{group}", *(flag.lower() for flag in flags)))
             paged, divisible = _with(launch, PAGE_SIZE=page_size), (*pointers, *partials)
             yield paged.variant(name, _attention_kernel, types, divisible)
-            if kind != "fp32" and list(flags) == ["SINKS"]:  # which a model may keep in fp32
+            if kind != "fp32" and list(flags) == ["SINKS"]:  # a model may keep sinks in fp32
                 yield paged.variant(f"{name}_fp32", _attention_kernel, types | {"sinks": "*fp32"}, divisible)
             if name in (f"{kind}_dim128_group4", f"{kind}_dim64_group8_sinks"):
                 yield _merge_launch(launch).variant(f"{name}_merge", _merge_kernel, merging, (*partials, "out"))

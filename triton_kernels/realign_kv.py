@@ -1,13 +1,14 @@
 """``realign_kv_``: shift the rows of a dense cache, each by its own amount, in place, all layers in one launch.
 
-Bytes: every column of a row that moves is read and written once in each layer, keys and values; rows that stay cost
+Bytes: every column of a row that moves is read and written once in each layer, keys and values; rows with shift 0 cost
 nothing. Grid: (rows, heads, planes), where a plane is the keys or the values of one layer. Each plane is an allocation
-of its own, so the kernel gets a list of addresses. A program moves the columns of one head, row and plane.
+of its own, so the kernel receives a list of addresses. A program moves the columns of one head, row and plane.
 
-Why tiles of columns are safe: a shift to the left only overwrites columns of the same or of *earlier* tiles when tiles
-are taken from the left, a shift to the right only of the same or of *later* tiles when taken from the right. Within a
-tile everything is loaded before anything is stored, with a barrier between: a thread's store cannot overtake another
-thread's load. No barrier is needed after the stores: what the next tile loads, no tile before it has written.
+Why tiles of columns are safe: a shift to the left takes tiles from the left, so it overwrites columns of the same or of
+*earlier* tiles only. A shift to the right takes tiles from the right, so it overwrites columns of the same or of
+*later* tiles only. Within a tile the kernel loads all columns before it stores any, with a barrier between, so that no
+thread's store overtakes another thread's load. It needs no barrier after the stores, because no earlier tile has
+written what the next tile loads.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from torch import Tensor
 
 from specdec_fast.triton_kernels.variant import Launch, Variant
 
-_TILE_BYTES = 16384  # what a program holds in registers between loading and storing
-_NARROW_TILE_BYTES = 4096  # the same where each number is an access of its own, with an address in two registers
+_TILE_BYTES = 16384  # bytes that a program holds in registers between loading and storing
+_NARROW_TILE_BYTES = 4096  # the same if every number is loaded by itself, with an address in two registers
 _STRIDES = ("stride_plane_row", "stride_plane_head", "stride_plane_column")
-_UNSPECIALISED = ("addresses", "starts", "lengths", "shifts", *_STRIDES)  # a cache grows, a column at a time
-_INTEGERS = {2: tl.int16, 4: tl.int32}  # a copy is blind to what the bits mean
+_UNSPECIALISED = ("addresses", "starts", "lengths", "shifts", *_STRIDES)  # a cache's strides change as it grows
+_INTEGERS = {2: tl.int16, 4: tl.int32}  # a copy needs no floating-point type
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -49,7 +50,7 @@ def _realign_kernel(
         return
     start, length = tl.load(starts + row), tl.load(lengths + row)
     plane = tl.load(addresses + tl.program_id(2)).to(tl.pointer_type(ELEMENT))
-    if ALIGNMENT > 1:  # an address that was loaded tells the compiler nothing; without this, no vectors
+    if ALIGNMENT > 1:  # the compiler cannot know the alignment of a loaded address, and would use no vectors
         plane = tl.multiple_of(plane, 16)
     dims = tl.arange(0, BLOCK_DIM)[None, :]  # [1, BLOCK_DIM]
     source = plane + tl.multiple_of(row * stride_plane_row + head * stride_plane_head, ALIGNMENT) + dims
@@ -73,7 +74,7 @@ def _launch(head_dim: int, itemsize: int, aligned: bool) -> Launch:
         "HEAD_DIM": head_dim,
         "BLOCK_COLUMNS": max(1, min(128, tile_bytes // (block_dim * itemsize))),
         "BLOCK_DIM": block_dim,
-        "ALIGNMENT": 16 // itemsize if aligned else 1,  # numbers: of every column's address
+        "ALIGNMENT": 16 // itemsize if aligned else 1,  # in numbers, of every column's address
     }
     return Launch(constexprs, num_warps=4)
 
@@ -94,17 +95,17 @@ def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths
 
 
 def _on_device(pointers: list[int], device: torch.device) -> Tensor:
-    """Copy addresses to the device without waiting for it; not kept, because caches that grow move every step."""
+    """Copy addresses to the device without waiting. The copy is not kept, because growing caches move every step."""
     addresses = torch.tensor(pointers, dtype=torch.int64, device="cpu")
     if device.type != "cpu":
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("realign_kv_ copies addresses from the host, so a graph cannot hold it")
+            raise RuntimeError("realign_kv_ copies addresses from the host, so a CUDA graph cannot contain it")
         addresses = addresses.pin_memory()
     return addresses.to(device, non_blocking=True)
 
 
 def variants() -> Iterator[Variant]:
-    """Yield what is launched for usual models, for columns that fill no vector, and for addresses off 16 bytes."""
+    """Yield the compilations for usual models, for columns that fill no vector, and for unaligned addresses."""
     signature = {"addresses": "*i64"} | dict.fromkeys(("starts", "lengths", "shifts"), "*i32")
     signature |= dict.fromkeys(_STRIDES, "i32")
     for itemsize in (2, 4):

@@ -1,10 +1,10 @@
-"""The sampled path of ``verify_chain``: each row's token by the rule of ``oracle/sampling.py``, row by row alike.
+"""The sampled path of ``verify_chain``: it chooses the token of each row by the rule of ``oracle/sampling.py``.
 
-Bytes: logits are read once to find the best and, in rows with ``top_k`` or ``top_p``, a few times more, of which the L2
-cache serves most; once more to draw, except where no token could win. 32 bytes are written per row and tile, one bit
-per token, and 16 KiB of scratch per row.
-Grids: (rows,) marks seen tokens; (rows, tiles) finds each tile's best; (rows,) combines them and finds what the filters
-keep; (rows, tiles) draws; (rows,) combines. Sums have a fixed order, whatever stands beside a row.
+Bytes: logits are read once to find the best token; in rows with ``top_k`` or ``top_p`` a few times more, mostly from
+the L2 cache; and once more to draw, except in tiles where no token could win. 32 bytes are written per row and tile,
+one bit per token, and 16 KiB of scratch per row.
+Grids: (rows,) marks seen tokens; (rows, tiles) finds the best token of each tile; (rows,) combines these and finds what
+the filters keep; (rows, tiles) draws; (rows,) combines. Sums have a fixed order, whatever the other rows.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from specdec_fast.triton_kernels.sampling_noise import philox_kernel
 from specdec_fast.triton_kernels.sampling_threshold import threshold_kernel
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
-_TILE = 1024  # tokens that share a best, and a bound on the noise they would need to win
+_TILE = 1024  # tokens of a tile; they share a best token, and a bound on the noise that they need to win
 _TILES = 2  # tiles that a search reads at a time
 _CANDIDATES = 2048  # gaps that a search holds in registers
-_BLOCK = 1024  # seen tokens, or counters, at a time
-_SEQUENCES = 128  # sequences looked at at a time to find a row's
+_BLOCK = 1024  # seen tokens or counters that a program processes at a time
+_SEQUENCES = 128  # sequences that a program compares at a time to find that of a row
 
-# Every tensor of a launch but the logits.
+# Every tensor of a launch except the logits.
 _TENSORS = {
     "fp64": (
         *("temperatures", "top_p", "min_p", "penalties", "candidates"),
@@ -55,7 +55,7 @@ def _tile_launch() -> Launch:
 def _threshold_launch(num_tiles: int) -> Launch:
     block_tiles = triton.next_power_of_2(num_tiles)
     constexprs = {"TILE": _TILE, "TILES": _TILES, "CANDIDATES": _CANDIDATES, "BLOCK_TILES": block_tiles}
-    return Launch(constexprs, num_warps=8)  # eight tokens a thread; more would not fit into registers
+    return Launch(constexprs, num_warps=8)  # eight tokens per thread; more would not fit into registers
 
 
 def _pick_launch(num_tiles: int) -> Launch:
@@ -125,7 +125,7 @@ def choose_tokens(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, samplin
 
 
 def _variant(launch: Launch, name: str, kernel: Any, dtype: torch.dtype | None, aligned: bool) -> Variant:
-    """Name a compilation by the kernel's own arguments: all are tensors above, sizes, or compile-time choices."""
+    """Describe a compilation. Every argument of a kernel is a tensor above, a size, or a compile-time choice."""
     tensors = {name: f"*{kind}" for kind, names in _TENSORS.items() for name in names}
     if dtype is not None:
         tensors["logits"] = f"*{TYPE_NAMES[dtype]}"
@@ -136,7 +136,7 @@ def _variant(launch: Launch, name: str, kernel: Any, dtype: torch.dtype | None, 
 
 
 def variants() -> Iterator[Variant]:
-    """Yield what is launched: logits of every type, rows on 16 bytes or not, small to large vocabularies."""
+    """Yield the compilations: logits of every type, aligned rows or not, small to large vocabularies."""
     yield _variant(_philox_launch(), "philox", philox_kernel, None, False)
     yield _variant(_row_launch(), "rows", row_kernel, None, False)
     for num_tiles in (32, 50, 149, 256):  # 32,000, 50,257, 151,936 and 262,144 tokens

@@ -8,8 +8,8 @@ import triton.language as tl
 from specdec_fast.triton_kernels.sampling_noise import gumbel, tile_words
 from specdec_fast.triton_kernels.sampling_threshold import NO_ID, UNSPECIALISED, load_logits
 
-_INVALID = tl.constexpr(0x7FFFFFFF)  # what verify_chain's second kernel takes for a row that holds a NaN
-_LARGEST_NOISE = tl.constexpr(22.88)  # above that of the largest word, log(2^33) = 22.87
+_INVALID = tl.constexpr(0x7FFFFFFF)  # verify_chain's second kernel recognises by it a row that holds a NaN
+_LARGEST_NOISE = tl.constexpr(22.88)  # above the noise of the largest word, log(2^33) = 22.87
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def row_kernel(
     SEQUENCES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the sequence of a row, and mark the tokens that its penalty is for."""
+    """Find the sequence of a row, and mark the tokens to which its penalty applies."""
     row = tl.program_id(0).to(tl.int64)
     sequence = 0
     for first in range(0, batch_size, SEQUENCES):
@@ -76,7 +76,7 @@ def best_kernel(
     vocab_size,
     TILE: tl.constexpr,
 ):
-    """Find the best of a tile, and with ``top_p`` its mass."""
+    """Find the best token of a tile, and with ``top_p`` the tile's mass."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = tl.load(row_sequences + row)
     ids = tile * TILE + tl.arange(0, TILE)
@@ -88,7 +88,7 @@ def best_kernel(
     largest = tl.max(values, axis=0)
     place = row * tl.num_programs(1) + tile
     tl.store(tile_best + place, tl.where(holds_nan, float("nan"), largest))
-    # A place outside may equal -inf, but its id is above those inside and so never the lowest.
+    # A masked place may equal -inf, too, but its id is above those inside, so it is never the lowest.
     tl.store(tile_ids + place, tl.min(tl.where(values == largest, ids, NO_ID), axis=0))
     temperature = tl.load(temperatures + sequence)
     if (tl.load(top_p + sequence) < 1) & (temperature > 0):
@@ -98,7 +98,7 @@ def best_kernel(
 
 @triton.jit
 def _smallest_word(wanted):
-    """Return, as fp64, the smallest word whose noise reaches ``wanted``, or a little less; solved for the word."""
+    """Return, as fp64, the smallest word whose noise reaches ``wanted``, or a slightly smaller word."""
     return tl.exp(-tl.exp(-wanted)) * 4294967296.0 - 2.0
 
 
@@ -122,7 +122,7 @@ def draw_kernel(
     vocab_size,
     TILE: tl.constexpr,
 ):
-    """Draw from a tile. A tile is passed over if the likeliest token's sum is beyond the reach of its own."""
+    """Draw from a tile. A tile is skipped if none of its tokens can reach the sum of the likeliest token."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = row * tl.num_programs(1) + tile
     to_beat = tl.load(row_drawn + row)
@@ -134,7 +134,7 @@ def draw_kernel(
         nearest = (best - tl.load(tile_best + place)) / temperature
         if (nearest <= limit) & (_LARGEST_NOISE - nearest >= to_beat):
             words = tile_words(tl.load(seeds + sequence), tl.load(row_positions + row), tile, TILE)
-            # Mostly no token has the noise that even the tile's best would need; then no logarithm is taken.
+            # Usually no token has the noise that even the tile's best token needs; then no logarithm is computed.
             if tl.max(words, axis=0).to(tl.float64) >= _smallest_word(to_beat + nearest):
                 ids = tile * TILE + tl.arange(0, TILE)
                 inside = ids < vocab_size
@@ -159,7 +159,7 @@ def pick_kernel(
     num_tiles,
     BLOCK_TILES: tl.constexpr,
 ):
-    """Combine a row's tiles and its likeliest token: the largest sum, the lowest id among equals."""
+    """Combine a row's tiles and its likeliest token: the largest sum wins, and among equals the lowest id."""
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, BLOCK_TILES)
     drawn = tl.load(tile_drawn + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf"))

@@ -1,4 +1,4 @@
-"""The random numbers of ``sampling``: Philox4x32-10 words, keyed by seed, position and token id, made Gumbel noise."""
+"""The random numbers of ``sampling``: Gumbel noise of Philox4x32-10 words, keyed by seed, position and token id."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def philox_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
-    """Write the random words of any counters, to compare them with published ones."""
+    """Write the random words of given counters, so that a test can compare them with published ones."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     c0 = tl.load(counters + places, mask=inside, other=0).to(tl.uint32)

@@ -1,9 +1,9 @@
 """The inner part of ``sampling``: which scores of a row its filters keep.
 
-A *gap* is how far a score lies below the row's best, ``(best - logit) / temperature``: never negative, infinite for a
-masked token. Gaps of one row order its tokens, and filters become limits on them. A limit is searched between two
-bounds that close in on it, at first by reading the vocabulary, then among the candidates between the bounds, once those
-fit into registers. Blocks of the vocabulary that have nothing so near to the best are not read.
+A *gap* is the distance of a score from the row's best, ``(best - logit) / temperature``: never negative, and infinite
+for a masked token. The gaps of a row sort its tokens, so every filter is a limit on the gap. The search for a limit
+narrows two bounds: first it reads the vocabulary; once the candidates between the bounds fit into registers, it
+searches these. It does not read blocks of the vocabulary whose tokens are all too far from the best.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from specdec_fast.triton_kernels.sampling_noise import gumbel, tile_words
 
-# Where they begin and how many they are changes with the batch; a sum's order would change with it, too.
+# Addresses and sizes that change with the batch. If they were specialised, the order of sums could change, too.
 UNSPECIALISED = (
     *("token_ids", "cu_seqlens", "penalties", "positions", "seen_ids", "cu_seen", "temperatures", "top_k", "top_p"),
     *("min_p", "seeds", "seen", "row_sequences", "row_positions", "row_best", "row_limit", "row_drawn", "row_token"),
@@ -29,11 +29,11 @@ def load_logits(
     seen,  # [ceil(vocab_size / 32)] int32, of the same row: bit i % 32 of word i // 32 is set if token i was seen
     ids, inside, penalty,
 ):  # fmt: skip
-    """Return the penalised logits of some tokens in fp64; -inf outside."""
+    """Return the penalised logits of some tokens in fp64; -inf outside the vocabulary."""
     values = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float64)
     if penalty != 1.0:
         word = tl.load(seen + (ids >> 5), mask=inside, other=0)
-        # The product must be rounded before a difference is taken of it: fma leaves nothing to fuse.
+        # The product must be rounded before it is subtracted; after an fma, the compiler has nothing to fuse.
         less = tl.where(values < 0, tl.fma(values, penalty, 0.0), values / penalty)
         values = tl.where((word >> (ids & 31)) & 1 == 1, less, values)
     return values
@@ -41,10 +41,10 @@ def load_logits(
 
 @triton.jit
 def _middle(lowest, highest, step):
-    """Return a number to try, at least lowest and less than highest; gaps double first, as most limits are small."""
+    """Return a number to try, at least lowest and less than highest. Most limits are small, so gaps double at first."""
     if step < 32:
         middle = tl.minimum(2 * lowest + 1, lowest + (highest - lowest) * 0.5)
-    else:  # Bounds of whatever magnitudes meet within 64 further steps: bits of such numbers are in their order.
+    else:  # The bits of such numbers sort as the numbers do, so any bounds meet within 64 more steps.
         low, high = lowest.to(tl.int64, bitcast=True), highest.to(tl.int64, bitcast=True)
         middle = (low + ((high - low) >> 1)).to(tl.float64, bitcast=True)
     return tl.where(middle < highest, middle, lowest)
@@ -56,7 +56,7 @@ def _narrow(
     weights,  # [N] fp64
     lowest, highest, wanted,
 ):  # fmt: skip
-    """Return the smallest gap from lowest to highest up to which the weights sum to ``wanted``; highest if none."""
+    """Return the smallest gap from lowest to highest up to which the weights sum to ``wanted``, or highest."""
     step = 0
     while lowest < highest:
         middle = _middle(lowest, highest, step)
@@ -74,7 +74,7 @@ def _narrow(
 def _load_gaps(
     logits, seen, first_tile, penalty, best, temperature, vocab_size, TILES: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the gaps of ``TILES`` tiles, and which of them are of tokens."""
+    """Return the gaps of ``TILES`` tiles, and which of them belong to tokens."""
     ids = first_tile * TILE + tl.arange(0, TILES * TILE)
     inside = ids < vocab_size
     return (best - load_logits(logits, seen, ids, inside, penalty)) / temperature, inside
@@ -82,7 +82,7 @@ def _load_gaps(
 
 @triton.jit
 def _nearest(tile_best, first_tile, num_tiles, best, temperature, TILES: tl.constexpr):
-    """Return the smallest gap of ``TILES`` tiles."""
+    """Return the smallest gap in ``TILES`` tiles."""
     tiles = first_tile + tl.arange(0, TILES)
     return (
         best - tl.max(tl.load(tile_best + tiles, mask=tiles < num_tiles, other=float("-inf")), axis=0)
@@ -94,7 +94,8 @@ def _measure(
     logits, seen, tile_best, limit, penalty, best, temperature, vocab_size, num_tiles,
     TILES: tl.constexpr, TILE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Read the vocabulary: weight and number of the gaps up to a finite limit, the largest of them, the next one.
+    """Read the vocabulary; return weight and number of the gaps up to a finite limit, the largest one, and the next
+    one.
 
     A weight is ``exp(score)`` with MASS, else 1.
     """
@@ -127,7 +128,7 @@ def _gather(
 ):  # fmt: skip
     """Return the gaps from lowest to highest, [CANDIDATES]; infinity after the last one."""
     count = 0
-    tl.debug_barrier()  # an earlier search's candidates have been read
+    tl.debug_barrier()  # all threads have read the candidates of an earlier search
     for first_tile in range(0, num_tiles, TILES):
         if _nearest(tile_best, first_tile, num_tiles, best, temperature, TILES) <= highest:
             gaps, inside = _load_gaps(logits, seen, first_tile, penalty, best, temperature, vocab_size, TILES, TILE)
@@ -135,7 +136,7 @@ def _gather(
             places = count + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
             tl.store(candidates + places, gaps, mask=chosen & (places < CANDIDATES))
             count += tl.sum(chosen.to(tl.int32), axis=0)
-    tl.debug_barrier()  # other threads read what one has stored
+    tl.debug_barrier()  # other threads read what each thread has stored
     places = tl.arange(0, CANDIDATES)
     return tl.load(candidates + places, mask=places < count, other=float("inf"))
 
@@ -145,7 +146,7 @@ def _search(
     candidates, logits, seen, tile_best, highest, below_highest, wanted, penalty, best, temperature, vocab_size,
     num_tiles, TILES: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Return the smallest gap up to which the weights sum to ``wanted``, given that it is not above highest.
+    """Return the smallest gap up to which the weights sum to ``wanted``; it must not be above highest.
 
     ``below_highest`` gaps are at most ``highest``; ``below`` are less than ``lowest``, and weigh ``weight_below``.
     """
@@ -183,14 +184,14 @@ def _largest_kept_gap(
     top_k, top_p, min_p, penalty, best, temperature, vocab_size, num_tiles,
     TILES: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Return the limit that a row's filters set to its gaps; infinite if they keep all tokens."""
+    """Return the limit of a row's filters on its gaps; infinite if they keep all tokens."""
     tiles = tl.arange(0, BLOCK_TILES)
     tile_gaps = (best - tl.load(tile_best + tiles, mask=tiles < num_tiles, other=float("-inf"))) / temperature
     nothing = tl.full((), 0.0, tl.float64)
     limit = tl.full((), float("inf"), tl.float64)
     count = tl.full((), vocab_size, tl.int32)
     if (top_k > 0) & (top_k < vocab_size):
-        # So many tiles have a token each that is as near.
+        # As many tiles as that have at least one token with such a gap.
         limit = _narrow(tile_gaps, tl.full([BLOCK_TILES], 1.0, tl.float64), nothing, limit, top_k)
         if limit < float("inf"):
             _, count, _, _ = _measure(
@@ -235,8 +236,8 @@ def threshold_kernel(
     tile_mass,  # [T, num_tiles] fp64
     candidates,  # [T, CANDIDATES] fp64, scratch
     row_best,  # [T] fp64, out: the largest penalised logit
-    row_limit,  # [T] fp64, out: the largest gap that is kept
-    row_drawn,  # [T] fp64, out: score and noise of the likeliest token; infinite if there is nothing to draw
+    row_limit,  # [T] fp64, out: the largest gap that the filters keep
+    row_drawn,  # [T] fp64, out: sum of score and noise of the likeliest token; infinite if nothing is drawn
     row_token,  # [T] int32, out: the likeliest token, -1 if the row holds a NaN
     stride_logits_row,
     stride_seen_row,
@@ -247,7 +248,7 @@ def threshold_kernel(
     CANDIDATES: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    """Combine a row's tiles, and find what its filters keep and what a token must reach to be drawn."""
+    """Combine a row's tiles, and find what its filters keep and what sum a token must reach to win."""
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.load(row_sequences + row)
     tiles = tl.arange(0, BLOCK_TILES)

@@ -1,4 +1,4 @@
-"""What a launcher asks of a kernel, written down so that it can also be compiled ahead of time, without a GPU."""
+"""The compilations that launchers request, as values, so that they can also be made ahead of time, without a GPU."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from typing import Any
 
 import torch
 
-# torch's element types as Triton spells them in a signature.
+# torch's element types, as written in a signature of Triton.
 TYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of a kernel that a launcher may ask for.
+    """One compilation of a kernel that a launcher may request.
 
     Attributes:
-        name: what the resource report calls it; unique within its file.
+        name: the name in the resource report; unique within its file.
         kernel: the function decorated with ``triton.jit``.
         signature: run-time argument to Triton type, such as ``"*bf16"``, ``"i32"`` or ``"i64"``.
         constexprs: compile-time argument to value.
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
         divisible: run-time arguments specialised as multiples of 16 (addresses of tensors, most strides), as
-            Triton's just-in-time compiler does by itself.
-        max_registers: per thread on NVIDIA; None leaves it to the assembler, which may spill for more occupancy.
+            Triton's just-in-time compiler does.
+        max_registers: registers per thread on NVIDIA; None leaves the number to the assembler, which may spill for more
+            occupancy.
 
     """
 
@@ -40,13 +41,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Launch:
-    """The compile-time choices of one launch: a launcher and ``variants()`` share the function that makes them.
+    """The compile-time choices of one launch. A launcher and ``variants()`` use the same function to make them.
 
     Attributes:
         constexprs: compile-time argument to value.
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
-        max_registers: per thread on NVIDIA; None leaves it to the assembler, which may spill for more occupancy.
+        max_registers: registers per thread on NVIDIA; None leaves the number to the assembler, which may spill for more
+            occupancy.
 
     """
 
@@ -57,11 +59,11 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords of a launch, ``kernel[grid](..., **options)``."""
+        """The keyword arguments of a launch, ``kernel[grid](..., **options)``."""
         limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
         return {**self.constexprs, "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
     def variant(self, name: str, kernel: Any, signature: dict[str, str], divisible: tuple[str, ...]) -> Variant:
-        """Name the compilation that this launch asks for."""
+        """Return the compilation that this launch requests."""
         shape = (self.num_warps, self.num_stages)
         return Variant(name, kernel, signature, self.constexprs, *shape, divisible, self.max_registers)

@@ -1,9 +1,9 @@
-"""``verify_chain``: batched acceptance, every logit read exactly once and nothing else of their size written.
+"""``verify_chain``: batched acceptance, which reads every logit once and writes nothing of their size.
 
 Bytes: ``T * vocab_size * itemsize`` read; 16 bytes per row and chunk of the vocabulary between the two kernels.
 Grids: (rows, chunks) finds the largest logit of each chunk; (sequences,) combines the chunks of each row and walks the
-sequence's rows. Chunks have a fixed size, and the result does not depend on it: a maximum has no rounding. If sequences
-draw their tokens, ``sampling`` has each row's token chosen in the first kernel's place.
+sequence's rows. Chunks have a fixed size, on which the result does not depend, because a maximum has no rounding. If
+sequences sample, ``sampling`` chooses the token of each row instead of the first kernel.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 _CHUNK = 8192  # logits per program of the first kernel
 _TILE = 2048  # chunks that a program of the second kernel holds, of one row or of several
-# Where they begin and how many they are changes with the batch, or with whether sequences draw their tokens.
+# Addresses and sizes that change with the batch, or with whether sequences sample.
 _UNSPECIALISED = (
     *("chunk_keys", "chunk_ids", "token_ids", "cu_seqlens", "target_tokens", "num_accepted", "next_tokens"),
     "num_chunks",
 )
 _INFINITY_BITS = tl.constexpr(0x7F800000)
-_LARGEST = tl.constexpr(0x7FFFFFFF)  # the key of a NaN; as a token id or a row, none
+_LARGEST = tl.constexpr(0x7FFFFFFF)  # the key of a NaN; as a token id or a row: none
 _SMALLEST = tl.constexpr(-0x80000000)  # below the key of any logit
 
 
 @triton.jit
 def _key(logits):
-    """Map floats to int32 in the same order: -0 and +0 alike, NaN above all. Integers have no flushed denormals."""
+    """Map floats to int32 in the same order: -0 and +0 are equal, NaN is largest. Integers avoid flushed denormals."""
     bits = logits.to(tl.float32).to(tl.int32, bitcast=True)  # exact: every 16-bit float is an fp32
     magnitude = bits & 0x7FFFFFFF
     key = tl.where(bits < 0, -magnitude, magnitude)
@@ -54,7 +54,7 @@ def _chunk_kernel(
     inside = ids < vocab_size
     keys = _key(tl.load(logits + row * stride_logits_row + ids, mask=inside, other=float("-inf")))
     largest = tl.max(keys, axis=0)
-    # A masked place may equal -inf, but its id is above those inside and so never the lowest.
+    # A masked place may equal -inf, too, but its id is above those inside, so it is never the lowest.
     lowest = tl.min(tl.where(keys == largest, ids, _LARGEST), axis=0)
     place = row * tl.num_programs(1) + chunk
     tl.store(chunk_keys + place, largest)
@@ -77,7 +77,7 @@ def _accept_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     start, stop = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
     chunks = tl.arange(0, BLOCK_CHUNKS)[None, :]  # [1, BLOCK_CHUNKS]
-    last = stop  # the row after the accepted ones; `stop` as long as none was found
+    last = stop  # the row after the accepted ones; `stop` until it is found
     following = start.to(tl.int64)  # its token
     for first in range(start, stop, BLOCK_ROWS):
         rows = first + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
@@ -90,7 +90,7 @@ def _accept_kernel(
         tokens = tl.where(largest == _LARGEST, -1, lowest).to(tl.int64)
         tl.store(target_tokens + rows, tokens, mask=rows < stop)
         fed_next = tl.load(token_ids + rows + 1, mask=rows + 1 < stop, other=0)
-        # The sequence's last row judges no draft token, so one row always ends the chain.
+        # No draft token follows the sequence's last row, so one row always ends the chain.
         ends = (rows < stop) & ((rows + 1 == stop) | (fed_next != tokens))
         end = tl.min(tl.where(ends, rows, _LARGEST), axis=0)
         token = tl.sum(tl.where(rows == end, tokens, 0), axis=0)
@@ -102,7 +102,7 @@ def _accept_kernel(
 
 
 def _chunk_launch() -> Launch:
-    return Launch({"CHUNK": _CHUNK}, num_warps=8)  # 32 logits a thread: four loads of 16 bytes in bf16
+    return Launch({"CHUNK": _CHUNK}, num_warps=8)  # 32 logits per thread: four loads of 16 bytes in bf16
 
 
 def _accept_launch(num_chunks: int) -> Launch:
@@ -114,7 +114,7 @@ def _accept_launch(num_chunks: int) -> Launch:
 def verify_chain(
     logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch both kernels, or those of ``sampling`` and the second; the contract is the oracle's."""
+    """Launch both kernels, or those of ``sampling`` and the second kernel; the contract is the oracle's."""
     (num_rows, vocab_size), batch_size, device = logits.shape, cu_seqlens.numel() - 1, logits.device
     target_tokens = torch.empty_like(token_ids)
     num_accepted = torch.empty(batch_size, dtype=torch.int32, device=device)
@@ -130,7 +130,7 @@ def verify_chain(
             logits, chunk_keys, chunk_ids, logits.stride(0), vocab_size, **_chunk_launch().options
         )
     else:
-        num_chunks = 1  # the row's choice has been made
+        num_chunks = 1  # ``sampling`` has chosen each row's token
         chunk_keys, chunk_ids = choose_tokens(logits, token_ids, cu_seqlens, sampling)
     _accept_kernel[(batch_size,)](
         chunk_keys,
@@ -147,7 +147,7 @@ def verify_chain(
 
 
 def variants() -> Iterator[Variant]:
-    """Yield what is launched: logits of every type, rows on 16 bytes or not, small to large vocabularies."""
+    """Yield the compilations: logits of every type, aligned rows or not, small to large vocabularies."""
     chunks = {"chunk_keys": "*i32", "chunk_ids": "*i32"}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         signature = {"logits": f"*{TYPE_NAMES[dtype]}", **chunks, "stride_logits_row": "i32", "vocab_size": "i32"}
