@@ -11,9 +11,9 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -122,35 +122,36 @@ class Op:
 
 @dataclass(frozen=True)
 class Ops:
-    """The implementations chosen for one device.
+    """The implementations chosen for one device; each is an attribute under its op's name, such as ``ops.linear``.
 
     Attributes:
-        chosen: op name to backend name.
-        append_kv_: write new K/V rows into pages; see ``oracle/ops/append_kv.py``.
-        paged_attention: causal ragged attention over pages; see ``oracle/ops/paged_attention.py``.
-        verify_chain: batched acceptance; see ``oracle/ops/verify_chain.py``.
-        linear: rows times weights; see ``oracle/ops/linear.py``.
-        grouped_linear: rows times the weights of their experts; see ``oracle/ops/grouped_linear.py``.
-        compact_kv_: move kept entries inside each sequence; see ``oracle/ops/compact_kv.py``.
-        realign_kv_: shift the rows of a dense cache; see ``oracle/ops/realign_kv.py``.
+        chosen: op name to backend name, for every op that is served.
+        functions: op name to the chosen implementation; see ``oracle/ops/`` for what each computes. One that is not
+            served raises a BackendError when it is called.
         unchecked: the same ops without the argument check, for a caller that repeats a checked call on tensors of
             the same shapes (the layers of one forward).
 
     """
 
     chosen: Mapping[str, str]
-    append_kv_: Callable[..., None] = field(repr=False)
-    paged_attention: Callable[..., Tensor] = field(repr=False)
-    verify_chain: Callable[..., tuple[Tensor, Tensor, Tensor]] = field(repr=False)
-    linear: Callable[..., Tensor] = field(repr=False)
-    grouped_linear: Callable[..., Tensor] = field(repr=False)
-    compact_kv_: Callable[..., None] = field(repr=False)
-    realign_kv_: Callable[..., None] = field(repr=False)
+    functions: Mapping[str, Callable[..., Any]] = field(repr=False)
     unchecked: Ops | None = field(repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        for name, function in self.functions.items():
+            object.__setattr__(self, name, function)  # read as fast as a field, at every layer of every forward
+
+    if TYPE_CHECKING:  # a real one would slow down every other attribute
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+    def replaced(self, **functions: Callable[..., Any]) -> Ops:
+        """Return the same ops with other functions for some."""
+        return replace(self, functions={**self.functions, **functions})
 
     def is_invariant(self, op: str) -> bool:
         """Return whether the implementation of ``op`` gives a row the same bits whatever rows are beside it."""
-        return self.chosen[op] in all_ops()[op].invariant
+        return self.chosen.get(op) in all_ops()[op].invariant
 
 
 def _on_device_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +206,7 @@ BACKENDS: dict[str, Backend] = {
 
 @lru_cache(maxsize=1)
 def all_ops() -> dict[str, Op]:
-    """Return every declared op by name."""
+    """Return every op by name: the registry itself, so engines made after an op was entered here know it."""
     modules = (importlib.import_module(f"specdec_fast.ops.{name}") for name in _DECLARATIONS)
     return {module.OP.name: module.OP for module in modules}
 
@@ -215,30 +216,49 @@ def resolve(device: torch.device, backend: str = AUTO) -> Ops:
 
     Args:
         device: where the tensors live.
-        backend: ``"auto"`` takes per op the best that runs here; a name takes that one for all ops.
+        backend: ``"auto"`` takes per op the best that runs here; a name takes that one for all ops that it has. The
+            other ops raise a BackendError when they are called, not before: a model may need none of them.
 
     Raises:
         ConfigError: no such backend.
-        BackendError: the named backend cannot run here, or lacks an op; the message says why.
+        BackendError: the named backend cannot run here; the message says why.
 
     """
     if backend != AUTO and backend not in BACKENDS:
         raise ConfigError(f"backend={backend!r}: expected one of {', '.join([AUTO, *BACKENDS])}.")
-    chosen = {}
+    chosen, missing = {}, {}
     for op in all_ops().values():
         fills_in = backend != AUTO and BACKENDS[backend].partial and backend not in op.implementations
-        chosen[op.name] = _best(op, device) if backend == AUTO or fills_in else backend
-        served = BACKENDS[chosen[op.name]].device_types
+        choice = _best(op, device) if backend == AUTO or fills_in else backend
+        if choice not in op.implementations:
+            missing[op.name] = _not_served(op, device, backend)
+            continue
+        chosen[op.name] = choice
+        served = BACKENDS[choice].device_types
         if device.type not in served:
             raise BackendError(
                 f"backend {backend!r} serves {', '.join(served)}, not {device.type}; pass backend='{AUTO}'."
             )
-    return _load(chosen, check=True, unchecked=_load(chosen, check=False, unchecked=None))
+    unchecked = Ops(chosen, _load(chosen, check=False) | missing)
+    return Ops(chosen, _load(chosen, check=True) | missing, unchecked)
 
 
-def _load(chosen: Mapping[str, str], check: bool, unchecked: Ops | None) -> Ops:
-    functions: dict[str, Any] = {name: all_ops()[name].load(choice, check) for name, choice in chosen.items()}
-    return Ops(chosen, unchecked=unchecked, **functions)
+def _load(chosen: Mapping[str, str], check: bool) -> dict[str, Callable[..., Any]]:
+    return {name: all_ops()[name].load(choice, check) for name, choice in chosen.items()}
+
+
+def _not_served(op: Op, device: torch.device, backend: str) -> Callable[..., Any]:
+    """Return what stands for an op that ``backend`` lacks."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        there_are = f"there are: {', '.join(op.implementations)}"
+        if backend == AUTO:
+            raise BackendError(f"no implementation of {op.name} runs on {device.type} here ({there_are}).")
+        raise BackendError(
+            f"backend {backend!r} has no implementation of {op.name} ({there_are}); pass backend='{AUTO}'."
+        )
+
+    return fail
 
 
 def _imported(path: str) -> Any:

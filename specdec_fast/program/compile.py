@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ class _RecordingCache(PagedCache):
     def __init__(self, recorder: Recorder, *args: Any) -> None:
         super().__init__(*args)
         self._recorder = recorder
-        self._grouped_linear = self.ops.grouped_linear
-        self.ops = replace(self.ops, grouped_linear=self._choose_experts)
+        self._own_ops = self.ops
+        self.ops = self.ops.replaced(grouped_linear=self._choose_experts)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: AttentionParams) -> Tensor:
         with self._recorder.paused():
@@ -59,7 +59,7 @@ class _RecordingCache(PagedCache):
 
     def _choose_experts(self, rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         with self._recorder.paused():
-            result = self._grouped_linear(rows, expert_ids, weight, bias)
+            result = self._own_ops.grouped_linear(rows, expert_ids, weight, bias)
         self._recorder.tape.grouped_linear(rows, expert_ids, weight, bias, result)
         return result
 

@@ -190,7 +190,7 @@ def test_a_varlen_attn_without_pages_is_refused(monkeypatch):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_model_is_probed_with_the_pages_it_will_have(deterministic, monkeypatch):
     """FlashAttention takes pages of 256; probes of a loaded model must not ask for others."""
-    ops = replace(resolve(CPU, "torch"), paged_attention=flash.paged_attention)
+    ops = resolve(CPU, "torch").replaced(paged_attention=flash.paged_attention)
     ops = replace(ops, unchecked=replace(ops, unchecked=None))
     monkeypatch.setattr("specdec_fast.engine.engine.resolve", lambda device, backend: ops)
     settings = {"max_batch_size": 2, "num_draft_tokens": 2, "deterministic": deterministic}
