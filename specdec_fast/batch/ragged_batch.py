@@ -1,4 +1,4 @@
-"""The rows of one forward: which belong to whom, where their pages are, and how they are padded."""
+"""The rows of one forward: their sequences, their pages, and their padding."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ TREE_MASK_BITS = 32  # rows per word of a tree mask
 class PagedBatch:
     """The query rows of one forward and the KV pages they attend over; ``B`` sequences, ``T`` rows.
 
-    The rows of a sequence are its *last* ones: row j of n stands in KV entry ``seqused_k[b] - n + j``.
+    The rows of a sequence are its *last* ones: row j of n has KV entry ``seqused_k[b] - n + j``.
 
     Attributes:
-        cu_seqlens_q: ``[B + 1]`` int32, where each sequence's rows begin.
-        seqused_k: ``[B]`` int32, KV entries of each sequence, the rows of this forward included.
+        cu_seqlens_q: ``[B + 1]`` int32, the first row of each sequence, and the number of rows.
+        seqused_k: ``[B]`` int32, KV entries of each sequence, including those of this forward's rows.
         block_table: ``[B, max_pages]`` int32, pages in order of position; unused places hold the scratch page.
-        max_seqlen_q: rows of the sequence that has most; a launch must know it without waiting for the device.
-        max_seqlen_k: KV entries of the sequence that has most.
-        tree_mask: ``[T, num_words]`` int32, or None for a chain. Bit ``i % 32`` of word ``i // 32`` of a row says
-            whether it descends from row i of its own sequence. A row always has its own bit and none after it:
-            parents stand before their children.
+        max_seqlen_q: largest number of rows of a sequence; a launch must know it without waiting for the device.
+        max_seqlen_k: largest number of KV entries of a sequence.
+        tree_mask: ``[T, num_words]`` int32, or None for a chain. Bit ``i % 32`` of word ``i // 32`` of a row is set if
+            the row descends from row i of its own sequence. A row's own bit is always set, and no later bit: parents
+            precede their children.
 
     """
 
@@ -40,14 +40,14 @@ class PagedBatch:
 
 @dataclass(frozen=True, eq=False)
 class AttentionParams:
-    """How one layer makes weights of queries and keys.
+    """How one layer computes attention weights from queries and keys.
 
     Attributes:
         scale: factor on the products, ``head_dim ** -0.5`` for most models.
-        sliding_window: a row sees the last so many positions, itself included; None sees all.
+        sliding_window: number of positions that a row sees, its own included; None: all.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma-2, arXiv 2408.00118, section 2).
-        sinks: ``[num_heads]``, in fp32 or the dtype of the queries: one more score per head, neither scaled nor capped,
-            which counts in the softmax's denominator and weighs no value (gpt-oss, arXiv 2508.10925, section 2.1).
+        sinks: ``[num_heads]``, in fp32 or the dtype of the queries: one more score per head, neither scaled nor capped.
+            It is part of the softmax's denominator and weighs no value (gpt-oss, arXiv 2508.10925, section 2.1).
 
     """
 
@@ -67,14 +67,15 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowPadding:
-    """How rows are computed, so that every row gets the same bits whatever rows are beside it.
+    """How rows are computed, so that a row has the same bits whatever the other rows.
 
     Attributes:
-        multiple: PyTorch computes so many rows or a multiple of it, and linears in chunks of them; 1 pads nothing.
-        largest: rows of one prefill forward at most.
-        attend_per_row: attention gets each row as a sequence of its own, for an implementation whose bits otherwise
-            depend on the rows beside it.
-        one_by_one: a forward of PyTorch's has one row, and a batch takes as many as it has rows.
+        multiple: number of rows to a multiple of which PyTorch's forwards are padded, and in chunks of which linears
+            are computed; 1 pads nothing.
+        largest: largest number of rows of a prefill forward.
+        attend_per_row: whether attention gets each row as a sequence of its own, for an implementation whose bits
+            otherwise depend on the other rows.
+        one_by_one: whether each forward of PyTorch has one row, so that a batch takes as many forwards as rows.
 
     """
 
@@ -95,11 +96,11 @@ class RaggedBatch(PagedBatch):
     Attributes:
         token_ids: ``[T]`` int64.
         positions: ``[T]`` int64, each token's index in its own sequence (I1).
-        slot_mapping: ``[T]`` int32, where each row's KV entry goes.
-        cu_seqlens: ``[B + 1]`` int32, where each sequence's rows begin; the same as ``cu_seqlens_q`` unless a graph's
-            bucket adds sequences of its own.
+        slot_mapping: ``[T]`` int32, the slot of each row's KV entry.
+        cu_seqlens: ``[B + 1]`` int32, the first row of each sequence, and the number of rows; the same as
+            ``cu_seqlens_q`` unless a graph's bucket adds sequences of its own.
         last_rows: ``[B]`` int64, the last row of each sequence.
-        most_rows: rows of the sequence that has most.
+        most_rows: largest number of rows of a sequence.
 
     """
 
@@ -123,7 +124,7 @@ class RaggedBatch(PagedBatch):
         )
 
     def one_by_one(self) -> list[RaggedBatch]:
-        """Return a batch of each row, in order: it attends to the KV entries of those before it."""
+        """Return a batch for each row, in order; a row attends to the KV entries of the rows before it."""
         owners, one = self._owners(), self.cu_seqlens.new_tensor([0, 1])
         tables, used = self.block_table[owners], (self.positions + 1).int()
         return [
@@ -144,6 +145,6 @@ class RaggedBatch(PagedBatch):
         ]
 
     def _owners(self) -> Tensor:
-        """Return the place of each row's sequence: ``[T]`` int64."""
+        """Return the index of each row's sequence: ``[T]`` int64."""
         counts = self.cu_seqlens_q.diff().long()
         return torch.repeat_interleave(counts, output_size=self.positions.shape[0])

@@ -1,4 +1,4 @@
-"""How each sequence of a batch chooses its tokens: ``Sampling``, which ``verify_chain`` reads, made from requests."""
+"""How each sequence of a batch chooses its tokens: ``Sampling``, made from requests and read by ``verify_chain``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Sampling:
     Attributes:
         temperatures: ``[B]`` float64; 0 is greedy, and the filters then have no effect.
         top_k: ``[B]`` int32; 0 keeps all tokens.
-        top_p: ``[B]`` float64 in (0, 1]; 1 keeps all.
-        min_p: ``[B]`` float64 in [0, 1]; 0 keeps all.
-        repetition_penalties: ``[B]`` float64; 1 leaves the logits as they are.
+        top_p: ``[B]`` float64 in (0, 1]; 1 keeps all tokens.
+        min_p: ``[B]`` float64 in [0, 1]; 0 keeps all tokens.
+        repetition_penalties: ``[B]`` float64; 1 does not change the logits.
         seeds: ``[B]`` int64, the key of each sequence's noise.
-        positions: ``[B]`` int64, the position in its own sequence of the token that a sequence's first row chooses;
-            its row j chooses the one at ``positions[b] + j``.
-        seen_ids: ``[N]`` int64, committed tokens of the sequences that have a repetition penalty, one sequence after
-            the other; a sequence without one needs none.
-        cu_seen: ``[B + 1]`` int32, where each sequence's ``seen_ids`` begin.
+        positions: ``[B]`` int64, the position of the token that a sequence's first row chooses; row j chooses the
+            token at ``positions[b] + j``.
+        seen_ids: ``[N]`` int64, committed tokens of the sequences that have a repetition penalty, sequence after
+            sequence; sequences without a penalty may have none.
+        cu_seen: ``[B + 1]`` int32, the index of each sequence's first ``seen_ids``, and their number.
 
     """
 
@@ -44,7 +44,7 @@ class Sampling:
 
 
 def sampling_of(batch: Many[Sequence], device: torch.device, ahead: int = 0) -> Sampling | None:
-    """Describe how each of ``B`` sequences chooses the token ``ahead`` of its next; None if all are greedy."""
+    """Describe how each of ``B`` sequences chooses the token ``ahead`` positions after its next; None: all greedily."""
     if not any(sequence.samples for sequence in batch):
         return None
     params = [sequence.params for sequence in batch]
@@ -67,7 +67,7 @@ def sampling_of(batch: Many[Sequence], device: torch.device, ahead: int = 0) -> 
 
 
 def after(sampling: Sampling, token_ids: Tensor) -> Sampling:
-    """Return ``sampling`` one position on, every sequence having been fed one of ``token_ids`` ``[B]``."""
+    """Return ``sampling`` for the next position, after one of ``token_ids`` ``[B]`` was appended to each sequence."""
     positions = sampling.positions + 1
     if not sampling.seen_ids.numel():
         return replace(sampling, positions=positions)

@@ -1,7 +1,7 @@
-"""The shapes of a model's graphs, and the tensors that these read: a batch is rounded up to a bucket and copied in.
+"""The shapes of a model's graphs, and the tensors that graphs read: a batch is rounded up to a bucket and copied in.
 
-Sequences, rows and pages are rounded up. What a batch does not fill is rows of further sequences on the scratch page,
-as the padding of a RowPadding is; all of a bucket is written every time, so nothing is left of an earlier batch.
+Sequences, rows and pages are rounded up. The rest of a bucket is rows of additional sequences on the scratch page, like
+the padding of a RowPadding. Every batch writes the whole bucket, so nothing is left of an earlier batch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Bucket:
     """The shapes of a graph.
 
     Attributes:
-        num_rows: rows of its (first) forward.
-        num_sequences: places for sequences, those of padding rows included.
-        max_seqlen_q: rows of one sequence at most.
-        num_pages: of one sequence, width of the block table.
-        one_each: rows of a forward in which every sequence has one; ``num_sequences`` is never less.
+        num_rows: rows of the (first) forward.
+        num_sequences: places for sequences, including those of padding rows; at least ``one_each``.
+        max_seqlen_q: largest number of rows of a sequence.
+        num_pages: pages per sequence, the width of the block table.
+        one_each: rows of a forward in which every sequence has one row.
 
     """
 
@@ -42,13 +42,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the largest buckets serve.
+    """The sizes of the largest buckets.
 
     Attributes:
-        sequences: of one forward.
-        rows_each: of one sequence: K + 1 of a target, 2 of a draft model.
-        num_forwards: that a draft model's graph runs one after the other, each on what the one before it chose: K.
-            Fewer, as at the end of a text, run one by one, or there would be a graph for each number.
+        sequences: sequences of one forward.
+        rows_each: rows of one sequence: K + 1 for a target, 2 for a draft model.
+        num_forwards: forwards in one graph of a draft model, each on the tokens that the one before it chose: K. Fewer
+            forwards, as at the end of a text, run one by one, because every number would need a graph of its own.
 
     """
 
@@ -59,10 +59,10 @@ class Limits:
     def bucket(
         self, batch: RaggedBatch, page_size: int, row_padding: RowPadding, num_forwards: int = 1
     ) -> Bucket | None:
-        """Return the smallest bucket that serves a batch, and one row more of each sequence per further forward.
+        """Return the smallest bucket for a batch, with one more row of each sequence per further forward.
 
-        Sequences are rounded up to a power of two; rows to a power of two times these, at a multiple that
-        ``row_padding`` has proved; pages to a power of two of the smallest context. None: there is no bucket so large.
+        Sequences are rounded up to a power of two; rows to a power of two times the sequences, padded by
+        ``row_padding``; pages to a power of two times the shortest context. None if no bucket is large enough.
         """
         num_rows, batch_size = batch.token_ids.shape[0], batch.cu_seqlens.shape[0] - 1
         if not 0 < batch_size <= min(self.sequences, num_rows) or batch.most_rows > self.rows_each:
@@ -77,7 +77,7 @@ class Limits:
             below, rows = rows, min(2 * rows, most)
         if rows > row_padding.largest:
             return None
-        # Sequences of padding rows come on top: the largest number of such rows, of which a sequence has `each`.
+        # Places for the sequences of padding rows are added: a sequence has `each` of the most possible padding rows.
         more = -(-(rows - below - 1) // each) if each > 1 else 0
         pages, needed = -(-_SHORTEST_CONTEXT // page_size), -(-(each + num_forwards) // page_size)
         while pages < max(needed, batch.block_table.shape[1]):
@@ -86,7 +86,7 @@ class Limits:
 
 
 class _Padding(NamedTuple):
-    """What fills a bucket up behind a batch."""
+    """The rows and sequences that fill a bucket after those of a batch."""
 
     token_ids: Tensor  # [bucket.num_rows - T] int64; any token will do
     positions: Tensor  # [bucket.num_rows - T] int64
@@ -97,7 +97,7 @@ class _Padding(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _padding(bucket: Bucket, num_rows: int, batch_size: int, page_size: int, device: torch.device) -> _Padding:
-    """Make it once: a run asks for the same few again and again. It is copied, so it may be forgotten at any time."""
+    """Make the padding once, because a run needs the same few again and again. Batches copy it."""
     missing, places = bucket.num_rows - num_rows, bucket.num_sequences - batch_size
     ends = np.minimum(bucket.max_seqlen_q * np.arange(1, places + 1), missing)
     positions = np.arange(missing) % bucket.max_seqlen_q
@@ -114,7 +114,7 @@ class Inputs:
     """The tensors that a bucket's graphs read.
 
     Attributes:
-        batch: made of them; none is ever exchanged for another.
+        batch: the batch made of these tensors, which are never replaced by others.
 
     """
 
@@ -132,14 +132,14 @@ class Inputs:
             cu_seqlens=cu_seqlens,
             seqused_k=zeros(bucket.num_sequences),
             block_table=zeros(bucket.num_sequences, bucket.num_pages),
-            last_rows=zeros(0, dtype=torch.int64),  # of batches that change, what runs must find it by itself
+            last_rows=zeros(0, dtype=torch.int64),  # they change, so the recorded code must compute them
             most_rows=bucket.max_seqlen_q,
             max_seqlen_q=bucket.max_seqlen_q,
             max_seqlen_k=bucket.num_pages * page_size,
         )
 
     def fill(self, batch: RaggedBatch) -> None:
-        """Copy a batch in, without its own padding, and fill up."""
+        """Copy a batch, without its own padding, and fill the rest of the bucket."""
         own, num_rows, batch_size = self.batch, batch.token_ids.shape[0], batch.cu_seqlens.shape[0] - 1
         padding = _padding(self._bucket, num_rows, batch_size, self._page_size, own.token_ids.device)
         torch.cat((batch.token_ids, padding.token_ids), out=own.token_ids)

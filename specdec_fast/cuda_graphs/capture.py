@@ -15,8 +15,8 @@ class Captured(NamedTuple):
     """Recorded work.
 
     Attributes:
-        replay: runs it again, on the tensors that it was recorded with; nothing waits for it.
-        output: what it computes, in the same memory every time.
+        replay: runs the work again, on the tensors with which it was recorded, without waiting for the device.
+        output: the result, in the same memory every time.
 
     """
 
@@ -28,15 +28,15 @@ Capture = Callable[[Callable[[], Tensor]], Captured]
 
 
 class CudaCapture:
-    """Records calls as CUDA graphs that share one memory pool, for graphs of which never two run at once.
+    """Records calls as CUDA graphs that share one memory pool; no two of these graphs may run at once.
 
-    They overwrite one another's intermediate results, and a result may lie where another graph computes: it is to be
-    read before any other of them runs.
+    The graphs overwrite one another's intermediate results, and another graph may overwrite a result. So the caller
+    reads a result before it runs another graph.
 
-    All of them are warmed up and recorded on one stream, which is this object's own. cuBLAS keeps a workspace per
-    stream, whose address a graph contains, and destroying a graph frees the workspace of its stream (torch 2.13, issue
-    193402 of PyTorch): on the stream that ``torch.cuda.graph`` shares between all its users, any of them would take
-    it from these graphs. For the same reason graphs of one object are to be destroyed together.
+    The object warms up and records all its graphs on one stream of its own. cuBLAS keeps a workspace per stream, and a
+    graph contains its address. Destroying a graph frees the workspace of its stream (torch 2.13, issue 193402 of
+    PyTorch). On the stream that all users of ``torch.cuda.graph`` share, another user's graph could free the workspace
+    of these graphs. For the same reason the graphs of one object must be destroyed together.
 
     Args:
         device: a CUDA device.
@@ -50,7 +50,7 @@ class CudaCapture:
             self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], Tensor]) -> Captured:
-        """Record what ``run`` launches; it is called three times, and must do the same each time.
+        """Record what ``run`` launches. ``run`` is called three times, and must launch the same each time.
 
         Raises:
             RuntimeError: ``run`` waits for the device, or does something else that cannot be recorded.
@@ -59,15 +59,15 @@ class CudaCapture:
         with torch.cuda.device(self._device), _nothing_collected():
             self._warm_up(run)
             graph = torch.cuda.CUDAGraph()
-            # Other threads of the process may go on allocating meanwhile: "thread_local".
+            # "thread_local": other threads of the process may allocate meanwhile.
             with torch.cuda.graph(graph, self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 output = run()
         return Captured(graph.replay, output)
 
     def _warm_up(self, run: Callable[[], Tensor]) -> None:
-        """Run twice: once to compile kernels and make handles, then to see that nothing waits.
+        """Run twice: first to compile kernels and make handles, then to check that nothing waits for the device.
 
-        A wait would break the recording as well, but says here where it is.
+        A wait would also break the recording, but only here does the error show where it is.
         """
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
@@ -82,7 +82,7 @@ class CudaCapture:
             current.wait_stream(self._stream)
 
 
-# By device type; CPUs have programs instead.
+# Recorders of graphs by device type. CPUs have programs instead.
 CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
 
 
@@ -94,7 +94,7 @@ def capture_for(device: torch.device) -> Capture | None:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Keep the garbage collector from destroying graphs or events meanwhile, which would break a recording."""
+    """Disable the garbage collector: if it destroyed a graph or an event meanwhile, the recording would break."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

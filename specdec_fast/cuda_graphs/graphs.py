@@ -1,13 +1,13 @@
 """A model's forwards as graphs: recorded once per bucket of shapes, then launched in one piece.
 
-A forward of few rows is a thousand small kernels, and launching each takes the host longer than running it takes the
-device. A graph is launched as one, but on the very shapes and addresses it was recorded with. So rows, sequences and
-pages are rounded up to a *bucket*, and every bucket has *inputs* of its own into which a batch is copied; what it does
-not fill is rows of further sequences on the scratch page, as a RowPadding's padding is.
+A forward of few rows is a thousand small kernels, and the host takes longer to launch each than the device to run it. A
+graph is launched in one piece, but only on the shapes and addresses with which it was recorded. So rows, sequences and
+pages are rounded up to a *bucket*, and every bucket has *inputs* of its own, into which a batch is copied. The rest of
+a bucket is rows of additional sequences on the scratch page, like the padding of a RowPadding.
 
-What a launch is told of a batch in numbers (``max_seqlen_q``, ``max_seqlen_k``) are the bucket's bounds: grids grow by
-programs that find nothing to do, and no row's bits depend on either. What is larger than any bucket is left to the
-caller. Not yet run on a GPU: the tests have calls that are repeated in the place of graphs.
+The numbers that a launch takes from a batch (``max_seqlen_q``, ``max_seqlen_k``) are the bucket's bounds. They add
+programs to a grid that find nothing to do; no row's bits depend on them. If a batch is larger than any bucket, the
+caller runs it without a graph. Not yet run on a GPU: in the tests, repeated calls take the place of graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specdec_fast.cuda_graphs.capture import Capture, Captured
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch, hooked_class
 
-MOST_GRAPHS = 64  # per model; a graph of a large one holds some megabytes besides its logits
+MOST_GRAPHS = 64  # per model; a graph of a large model holds some megabytes besides its logits
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None], Tensor]
 Choose = Callable[[Tensor], Tensor]
@@ -39,20 +39,20 @@ class _Graph(NamedTuple):
 
 
 class Graphs:
-    """The graphs of one model, each recorded when its bucket is asked for the second time.
+    """The graphs of one model. Each is recorded when a batch needs its bucket for the second time.
 
-    The first time, a batch is left to the caller: shapes that come once, as at the end of a run, are not worth it.
-    Graphs belong to one page pool, whose addresses they read and write, and to the memory that the weights lie in; with
-    another they are recorded anew. All are given up together, never one of them: see ``CudaCapture``.
+    The first time, the caller runs the batch without a graph, because shapes that occur once, as at the end of a run,
+    are not worth recording. Graphs contain the addresses of one page pool and of the weights. For another pool, or if
+    weights move, they are recorded again. All graphs are destroyed together: see ``CudaCapture``.
 
     Args:
-        model: whose forwards are recorded.
-        forward: runs one, operation by operation.
+        model: the model whose forwards are recorded.
+        forward: runs one forward, operation by operation.
         capture: records what a call does.
-        limits: of the largest buckets.
+        limits: the sizes of the largest buckets.
 
     Attributes:
-        why_not: why there are none, if there are none for good.
+        why_not: the reason why the model cannot have graphs; None if it can.
 
     """
 
@@ -60,25 +60,25 @@ class Graphs:
         self._model, self._forward, self._capture, self._limits = model, forward, capture, limits
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
         self._asked: set[tuple[Bucket, int]] = set()
-        # Not the pool itself: its memory is wanted back before there is another.
+        # No reference to the pool itself, so that its memory is free before another pool is allocated.
         self._pool: Callable[[], PagePool | None] = lambda: None
         self._watch, self.why_not = Watch(model, ()), _why_not(model)
 
     @property
     def num_captured(self) -> int:
-        """How many graphs there are now."""
+        """The number of graphs now."""
         return len(self._graphs)
 
     def expect_same_weights(self) -> None:
-        """Give the graphs up if the model has changed since they were recorded in a way that they do not see."""
+        """Destroy the graphs if the model has changed since they were recorded in a way that they do not see."""
         if self._watch.change() is not None:
             self._graphs.clear()
             self._watch, self.why_not = Watch(self._model, ()), _why_not(self._model)
 
     def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor | None:
-        """Do what ``RaggedModel.forward`` does, or return None where no graph serves.
+        """Do what ``RaggedModel.forward`` does, or return None if there is no graph for the batch.
 
-        The logits are to be read before the model's next forward: it may overwrite them.
+        The caller must read the logits before the model's next forward, which may overwrite them.
         """
         graph = self._graph(batch, pool, 1, None)
         if graph is None:
@@ -87,16 +87,17 @@ class Graphs:
         return logits[: batch.token_ids.shape[0]] if logit_rows is None else logits[logit_rows]
 
     def draft(self, batch: RaggedBatch, num_forwards: int, pool: PagePool, choose: Choose) -> Tensor | None:
-        """Compute a batch, then one row more of each of its sequences at a time, on the token chosen before.
+        """Compute a batch, then one more row of each sequence per forward, on the token chosen before.
 
         Args:
-            batch: ``B`` sequences, whose pages reach to the last row of all.
-            num_forwards: forwards in all, ``K``.
-            pool: their pages.
-            choose: from logits ``[N, vocab_size]`` to tokens ``[N]`` that can be fed, without waiting for the device.
+            batch: ``B`` sequences, whose pages suffice for the rows of all forwards.
+            num_forwards: number of forwards, ``K``.
+            pool: the pool of these pages.
+            choose: chooses tokens ``[N]`` in the vocabulary from logits ``[N, vocab_size]``, without waiting for the
+                device.
 
         Returns:
-            ``[K, B]`` int64, what was chosen after each forward; None where no graph serves.
+            ``[K, B]`` int64, the tokens chosen after each forward; None if there is no graph for the batch.
 
         """
         graph = self._graph(batch, pool, num_forwards, choose) if num_forwards == self._limits.num_forwards else None
@@ -124,7 +125,7 @@ class Graphs:
     def _recorded(
         self, bucket: Bucket, num_forwards: int, choose: Choose | None, batch: RaggedBatch, pool: PagePool
     ) -> _Graph | None:
-        """Record a graph, on a batch that it is to serve: what that computes more than once is the same each time."""
+        """Record a graph on the batch that needs it; computing the batch several times gives the same result each time."""
         if len(self._graphs) == MOST_GRAPHS:
             self._graphs.clear()
         inputs = Inputs(bucket, pool.page_size, batch.token_ids.device)
@@ -137,7 +138,7 @@ class Graphs:
 
         try:
             captured = self._capture(run)
-        except Exception as error:  # a model's own code may do anything; PyTorch runs it as before
+        except Exception as error:  # a model's own code may raise anything; PyTorch then runs its forwards
             self._graphs.clear()
             self.why_not = f"{type(error).__name__}: {error}"
             return None
@@ -156,18 +157,18 @@ class Graphs:
 
 def _why_not(model: nn.Module) -> str | None:
     hooked = hooked_class(model)
-    return None if hooked is None else f"a {hooked} has forward hooks, which none would call"
+    return None if hooked is None else f"a {hooked} has forward hooks, which a graph would not call"
 
 
 def _weak(choose: Choose) -> weakref.ref[Any]:
-    """Return what names a function without keeping it alive; as a method it would keep a drafter and its pool."""
+    """Return a weak reference to a function; a strong one to a method would keep a drafter and its pool alive."""
     return weakref.WeakMethod(choose) if isinstance(choose, MethodType) else weakref.ref(choose)
 
 
 def _one_row_each(first: RaggedBatch, token_ids: Tensor, ahead: int, page_size: int) -> RaggedBatch:
-    """Lay out the rows that come ``ahead`` of the next after a batch's own, one per sequence: ``token_ids [N]``.
+    """Lay out one row per sequence, ``ahead`` positions after the next one of the batch: ``token_ids [N]``.
 
-    As ``forward_layout.decode_batches`` does, but on the device. Sequences of padding rows go on in the scratch page.
+    As ``forward_layout.decode_batches`` does, but on the device. Sequences of padding rows stay in the scratch page.
     """
     num_rows = token_ids.shape[0]
     positions, table = first.seqused_k[:num_rows] + ahead, first.block_table[:num_rows]
@@ -195,7 +196,7 @@ def _run(graph: _Graph, batch: RaggedBatch) -> Tensor:
 
 
 def described(graphs: Graphs | None) -> dict[str, Any]:
-    """Return what ``describe()`` tells of a model's graphs."""
+    """Return the entries of ``describe()`` about a model's graphs."""
     return {
         "graphs": graphs is not None and graphs.why_not is None,
         "graphs_captured": 0 if graphs is None else graphs.num_captured,

@@ -1,1 +1,1 @@
-"""Outputs held against ``transformers`` and against plain decoding."""
+"""Comparison of outputs with ``transformers`` and with plain decoding."""

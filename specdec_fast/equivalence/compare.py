@@ -1,4 +1,4 @@
-"""Is every token the one plain decoding gives? Reference runs, comparison, and where texts part."""
+"""Is every token that of plain decoding? Reference runs, comparisons, and the places where texts diverge."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class Divergence:
     """The first difference of one output.
 
     Attributes:
-        index: the prompt.
-        position: of the first differing emitted token, 0-based; the shorter length if one is a prefix of the other.
-        best_logits: the reference's two best logits there. Where the first leads by near to nothing, rounding chose;
-            where it leads by far, something is wrong (sampled texts are chosen by noise as well).
+        index: index of the prompt.
+        position: 0-based index of the first differing emitted token; the shorter length if one is a prefix of the
+            other.
+        best_logits: the reference's two best logits there. If they are nearly equal, rounding decided; if they are far
+            apart, something is wrong (in sampled texts noise decides, too).
 
     """
 
@@ -30,7 +31,7 @@ class Divergence:
 
     @property
     def gap(self) -> float:
-        """By how much the best logit leads."""
+        """The difference of the two best logits."""
         return self.best_logits[0] - self.best_logits[1]
 
 
@@ -39,14 +40,14 @@ class Setting:
     """How outputs were made.
 
     Attributes:
-        method: a scheduler, "autoregressive" (the engine without a draft) or "transformers".
+        method: name of a scheduler, "autoregressive" (the engine without a draft) or "transformers".
         batch_size: sequences decoded together.
-        num_draft_tokens: K, or the name of a length policy; None where nothing is drafted.
+        num_draft_tokens: K, or the name of a length policy; None if nothing is drafted.
         drafter: name of the draft model or of the drafter, or "none".
-        dtype: of both models.
+        dtype: dtype of both models.
         sampling: "greedy", or the sampling parameters.
         deterministic: whether forwards were padded to row counts at which bits do not depend on the batch.
-        enforce_eager: whether PyTorch ran the forwards where there are programs or graphs for them.
+        enforce_eager: whether PyTorch ran the forwards instead of programs or graphs.
 
     """
 
@@ -65,12 +66,12 @@ class Comparison:
     """How the outputs of one setting compare with the reference.
 
     Attributes:
-        setting: what produced them.
-        exact_match: fraction of outputs that are identical, every token.
-        partial_match: fraction of the reference's tokens that stand before the first difference of their output.
-        divergences: of the outputs that differ.
-        equal_logprobs: fraction of those tokens whose log-probability has the very bits of the reference's; what is
-            below 1 is a rounding that may flip a token elsewhere. None where log-probabilities are not known.
+        setting: how the outputs were made.
+        exact_match: fraction of outputs with the same tokens as the reference.
+        partial_match: fraction of the reference's tokens before the first difference of their output.
+        divergences: the first difference of every output that differs.
+        equal_logprobs: fraction of those tokens whose log-probability has the same bits as the reference's. Below 1,
+            rounding differs and may change a token elsewhere. None if log-probabilities are not known.
 
     """
 
@@ -87,7 +88,7 @@ class Comparison:
 
 @torch.inference_mode()
 def transformers_greedy(model: PreTrainedModel, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
-    """Decode one prompt with ``transformers``' own ``generate()``, greedily; return the emitted ids."""
+    """Decode one prompt greedily with ``generate()`` of ``transformers``; return the emitted ids."""
     return transformers_greedy_batch(model, [prompt_ids], max_new_tokens)[0]
 
 
@@ -95,9 +96,9 @@ def transformers_greedy(model: PreTrainedModel, prompt_ids: list[int], max_new_t
 def transformers_greedy_batch(
     model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """Decode prompts together with ``generate()``, left-padded as its users do; return each one's emitted ids.
+    """Decode prompts together with ``generate()``, left-padded as its users do; return the emitted ids of each prompt.
 
-    ``options`` are handed on to ``generate()``.
+    ``options`` are passed to ``generate()``.
     """
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
@@ -105,7 +106,7 @@ def transformers_greedy_batch(
     pad = next(iter(stop_ids), 0)
     token_ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    # The model's own sampling defaults are overridden: what is compared is the argmax of the logits.
+    # Overrides the model's own sampling defaults, because the comparison is of the argmax of the logits.
     sequences = model.generate(
         token_ids,
         attention_mask=mask,
@@ -131,15 +132,15 @@ def compare(
     expected: list[list[int]],
     logprobs: tuple[list[list[float]], list[list[float]]] | None = None,
 ) -> Comparison:
-    """Compare outputs with the reference; look up the two best logits where they part.
+    """Compare outputs with the reference; compute the two best logits where they diverge.
 
     Args:
         setting: how the outputs were made, for the report.
         model: the stock model that made the reference.
         prompts: token ids of each prompt.
-        outputs: emitted ids to judge.
+        outputs: emitted ids to compare.
         expected: the reference's emitted ids.
-        logprobs: of the outputs and of the reference, one per token, where they are known.
+        logprobs: log-probabilities of the outputs and of the reference, one per token; None if not known.
 
     """
     divergences, equal_tokens, equal_logprobs = [], 0, 0
@@ -160,7 +161,7 @@ def compare(
 
 @torch.inference_mode()
 def best_logits(model: PreTrainedModel, token_ids: list[int]) -> tuple[float, float]:
-    """Return the two best logits after ``token_ids``, as one dense forward computes them."""
+    """Return the two best logits after ``token_ids``, computed by one dense forward."""
     logits = model(torch.tensor([token_ids], device=next(model.parameters()).device)).logits[0, -1].float()
     best, second = logits.topk(2).values.tolist()
     return best, second

@@ -1,10 +1,10 @@
 """The equivalence report: every combination of dtype, sampling, method, drafter, K and batch against plain decoding.
 
-The reference is the engine's own plain decoding, one prompt at a time; that is in turn compared with ``transformers``'
-``generate()`` at batch 1. Beside the promise stand two figures that show what it is worth: how far plain *batched*
+The reference is the engine's own plain decoding, one prompt at a time. The report also compares the reference with
+``generate()`` of ``transformers`` at batch 1. Two more figures show what the promise is worth: how far plain *batched*
 decoding in ``transformers`` is from its own batch 1 (the noise floor), and the engine with determinism off (the
-negative control). A forward program computes row by row, so its bits are the same without; the control and its own
-reference run in PyTorch.
+negative control). A forward program computes row by row, so its bits are the same with determinism off. So the control
+and its own reference run in PyTorch.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Matrix:
     """What to compare: all combinations.
 
     Attributes:
-        target: name or folder.
+        target: name or folder of the target.
         drafts: names or folders of draft models, names of drafters.
-        config: device and backend; the rest is set per combination.
+        config: device and backend; every combination sets the rest.
         dtypes: names of dtypes.
-        samplings: name to the parameters of the first prompt; prompt i (from 0) has the seed plus i.
-        methods: schedulers, and "autoregressive".
+        samplings: sampling parameters of the first prompt, by name; prompt i (from 0) has the seed plus i.
+        methods: names of schedulers, and "autoregressive".
         batch_sizes: sequences per step.
-        num_draft_tokens: K of the schedulers, or the name of a length policy; 0 is plain decoding by that scheduler.
-        rounds: a setting gets so many batches of prompts at most, because small batches take long; None: all prompts.
+        num_draft_tokens: K of the schedulers, or the name of a length policy; 0: plain decoding by that scheduler.
+        rounds: largest number of batches that a setting decodes, because small batches take long; None: all prompts.
 
     """
 
@@ -78,13 +78,13 @@ class Matrix:
 
 @dataclass
 class Report:
-    """What was found.
+    """The results.
 
     Attributes:
-        comparisons: every combination against the engine's plain decoding at batch 1.
-        against_transformers: that plain decoding, greedy, against ``generate()`` at batch 1.
-        noise_floor: plain batched ``generate()`` against its own batch 1.
-        control: the engine with ``deterministic=False`` against plain decoding, both with ``enforce_eager``.
+        comparisons: every combination, compared with the engine's plain decoding at batch 1.
+        against_transformers: greedy plain decoding at batch 1, compared with ``generate()`` at batch 1.
+        noise_floor: plain batched ``generate()``, compared with its own batch 1.
+        control: the engine with ``deterministic=False``, compared with plain decoding, both with ``enforce_eager``.
 
     """
 
@@ -95,7 +95,7 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Whether all tokens and log-probabilities are the reference's, and in fp32 ``transformers`` agrees on it."""
+        """Whether every combination equals the reference, and in fp32 the reference equals ``transformers``."""
         proofs = [c for c in self.against_transformers if c.setting.dtype == "float32"]
         same_bits = all(c.equal_logprobs == 1 for c in self.comparisons)
         return same_bits and all(c.exact_match == 1 for c in self.comparisons + proofs)
@@ -137,7 +137,7 @@ class Models:
         draft = self.drafts.get(setting.drafter)
         engine = Engine(self.target, draft, config, tokenizer=self.alone.tokenizer)
         for name in self.matrix.samplings:
-            # a folder's own name: where it lies on this machine is nobody's business
+            # the name of the folder, without its path on this machine
             found = replace(setting, dtype=self.dtype, sampling=name, drafter=Path(setting.drafter).name)
             rounds = self.matrix.rounds
             limit = None if rounds is None else rounds * setting.batch_size
@@ -155,14 +155,14 @@ class Models:
     def noise_floor(self, batch_size: int) -> Comparison:
         """Compare plain batched decoding in ``transformers`` with its own batch 1."""
         outputs, stop_ids = self._transformers(batch_size), eos_token_ids(self.target)
-        # generate() has one limit per batch, which the prompt that leaves least room sets: texts are compared up to it
+        # generate() has one limit per batch, set by the longest prompt, so texts are compared up to that limit
         pairs = zip(self._transformers(1), outputs, strict=True)
         expected = [want if got[-1] in stop_ids else want[: len(got)] for want, got in pairs]
         setting = Setting("transformers", batch_size, dtype=self.dtype)
         return compare(setting, self.target, self.prompts, outputs, expected)
 
     def _reference(self, sampling: str, enforce_eager: bool) -> list[GenerationOutput]:
-        """Return plain decoding alone, by PyTorch's own forwards if they are wanted."""
+        """Return plain decoding one prompt at a time, with PyTorch's forwards if ``enforce_eager``."""
         if not enforce_eager or self.alone.target.program is None:
             return self.expected[sampling]
         if sampling not in self._expected_eagerly:
@@ -201,9 +201,9 @@ def run(matrix: Matrix, prompts: list[list[int]], progress: Callable[[str], None
     """Compare everything.
 
     Args:
-        matrix: what.
-        prompts: token ids.
-        progress: told what comes next.
+        matrix: the combinations to compare.
+        prompts: token ids of each prompt.
+        progress: called with a line of text before each part.
 
     """
     report = Report()
@@ -222,7 +222,7 @@ def run(matrix: Matrix, prompts: list[list[int]], progress: Callable[[str], None
             report.noise_floor += [models.noise_floor(b) for b in matrix.batch_sizes if b > 1]
         del models
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the next dtype's models need the room
+            torch.cuda.empty_cache()  # frees memory for the models of the next dtype
     return report
 
 
@@ -235,7 +235,7 @@ def _logprobs(outputs: list[GenerationOutput]) -> list[list[float]]:
 
 
 def _controls(matrix: Matrix) -> list[Setting]:
-    """Return the settings that change a forward's rows most: per batch size the last method's at the largest K."""
+    """Return the settings whose forwards have most rows: for every batch size, the last method at the largest K."""
     chosen: dict[int, Setting] = {}
     for setting in matrix.settings():
         kept = chosen.get(setting.batch_size)

@@ -22,10 +22,10 @@ from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.program.tape import Index, Tape
 from specdec_fast.program.tracer import Recorder
 
-# Rows, and rows whose logits are wanted: numbers that are unlikely to be a size of a model, odd and even; two pairs, so
-# that what is mistaken for the number of rows once is not so twice.
+# Numbers of rows, and of rows whose logits are wanted: odd and even, and unlikely to be a size of a model. There are two
+# pairs, so that a size that is mistaken for the number of rows in one recording is not in the other.
 _COUNTS = ((37, 23), (44, 29))
-_SPAN = 8  # rows of a sequence, within the positions of any model
+_SPAN = 8  # rows of a sequence; every model has so many positions
 _PAGE_SIZE = 16
 
 Forward = Callable[[Tensor, Tensor, PagedCache, Tensor], Tensor]
@@ -35,13 +35,13 @@ Forward = Callable[[Tensor, Tensor, PagedCache, Tensor], Tensor]
 class _Recorded:
     tape: Tape
     instructions: list[Instruction]
-    logits: int  # a buffer
+    logits: int  # the buffer of the logits
     vocab_size: int
-    baked: set[int]  # storages, by address, of which numbers are kept
+    baked: set[int]  # addresses of storages of which the program keeps numbers
 
 
 class _RecordingCache(PagedCache):
-    """Writes and attends as ever, and tells the tape."""
+    """A cache that writes and attends as a PagedCache does, and records both on the tape."""
 
     def __init__(self, recorder: Recorder, *args: Any) -> None:
         super().__init__(*args)
@@ -66,17 +66,17 @@ class _RecordingCache(PagedCache):
 
 @torch.inference_mode()
 def compile_forward(model: nn.Module, forward: Forward, layout: KVLayout, ops: Ops, sliding: frozenset[int]) -> Plan:
-    """Write down a model's forward.
+    """Record a model's forward, and plan its program.
 
     Args:
-        model: in eval mode.
-        forward: runs it: from ``[T]`` token ids and positions, a cache and ``[R]`` rows to their logits.
-        layout: of its KV cache.
-        ops: that the recorded runs use.
-        sliding: layers that must tell their window.
+        model: the model, in eval mode.
+        forward: runs the model: from ``[T]`` token ids and positions, a cache and ``[R]`` rows to their logits.
+        layout: the layout of its KV cache.
+        ops: the ops that the recorded runs use.
+        sliding: layers that must pass their window to attention.
 
     Returns:
-        What a program class of ``ops`` is built from.
+        The plan from which an executor builds the program.
 
     Raises:
         NotLowerableError: the model does something that a program cannot express.
@@ -131,14 +131,14 @@ def _record(
 
 
 def _constants(instruction: Instruction) -> list[Tensor]:
-    """Return what an instruction reads where it is."""
+    """Return the constants that an instruction reads in place."""
     if isinstance(instruction, RowOp):
         return [operand.source for operand in instruction.inputs if isinstance(operand.source, Tensor)]
     return [value for value in vars(instruction).values() if isinstance(value, Tensor)]
 
 
 def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:
-    """Make a batch of several sequences, the last one shorter."""
+    """Make a batch of several sequences, of which the last one may be shorter."""
     pool = PagePool(layout, (num_rows // _SPAN + 1) * _PAGE_SIZE, _PAGE_SIZE)
     starts = range(0, num_rows, _SPAN)
     for owner in starts:
@@ -148,7 +148,7 @@ def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:
 
 
 def _signature(recorded: _Recorded, own: set[int]) -> list[tuple[Any, ...]]:
-    """Return what must be the same of every recording of a model, constants by their values."""
+    """Return what must be equal in every recording of a model; constants are compared by value."""
     return [(type(instruction).__name__, *_comparable(instruction, own)) for instruction in recorded.instructions]
 
 

@@ -32,7 +32,8 @@ class Program:
     """A model's forward as one call.
 
     Args:
-        plan: what to run. Its constants, the model's weights among them, are kept alive and read where they are.
+        plan: the plan of the program. The program keeps its constants alive, including the model's weights, and reads
+            them in place.
 
     """
 
@@ -52,14 +53,14 @@ class Program:
         Args:
             token_ids: ``[T]`` int64, padding included.
             batch: ``T`` rows, laid out by the pool that ``pages`` belong to.
-            pages: of a pool of the layout that the program was made for.
-            logit_rows: ``[R]`` int64 rows whose logits are wanted; None wants all.
+            pages: pages of a pool that has the layout for which the program was made.
+            logit_rows: ``[R]`` int64 rows whose logits are wanted; None: all rows.
 
         Returns:
             Logits ``[R, vocab_size]``.
 
         Raises:
-            IndexError: the batch points outside its rows or pages, or has a token that is not in the vocabulary.
+            IndexError: an index of the batch lies outside its rows or pages, or a token outside the vocabulary.
 
         """
         if logit_rows is None:
@@ -70,7 +71,7 @@ class Program:
 
     @property
     def seconds(self) -> float:
-        """What all forwards have taken so far, without what choosing tokens takes."""
+        """The time of all forwards so far, without the choice of tokens."""
         return float(self._program.seconds)
 
     def draft(
@@ -80,20 +81,21 @@ class Program:
         num_draft_tokens: list[int],
         choice: tuple[int, Sampling | None],
     ) -> Tensor:
-        """Run a draft model's forwards, each on the tokens that the one before it chose.
+        """Run a draft model's forwards, each on the tokens chosen after the one before it.
 
         Args:
-            spans: the rows of the first forward, of ``B`` sequences; the pages of those that follow are allocated.
-            token_ids: of the first forward's rows.
-            num_draft_tokens: of each sequence, at least 1; forward i has a row of each that gets more than i.
-            choice: how many ids may be chosen, and how the first forward chooses: None is greedy; there may be no
+            spans: the rows of the first forward, of ``B`` sequences; pages of later rows are allocated.
+            token_ids: tokens of the first forward's rows.
+            num_draft_tokens: number of draft tokens per sequence, at least 1. Forward i has one row for every sequence
+                that gets more than i.
+            choice: number of ids that may be chosen, and how the first forward chooses; None: greedy. There may be no
                 penalties. Logits with a NaN choose token 0.
 
         Returns:
             ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
 
         Raises:
-            IndexError: as ``__call__``.
+            IndexError: for the reasons of ``__call__``.
 
         """
         vocab_size, sampling = choice
@@ -113,21 +115,21 @@ class Program:
     def verify(
         self, spans: Spans, last_tokens: list[int], draft_tokens: Tensor, sampling: Sampling | None
     ) -> tuple[Tensor, list[list[int]], float]:
-        """Run the target's forward over every sequence's last token and draft, and let it choose at each row.
+        """Run the target's forward over every sequence's last token and draft tokens, and choose a token at each row.
 
         Args:
-            spans: of ``B`` sequences, ``T`` rows.
-            last_tokens: the first token of each.
-            draft_tokens: ``[T - B]`` int64, the others, sequence after sequence. One that is no word is as wrong as any
-                other, and is fed as the nearest one.
-            sampling: how tokens are chosen; None is greedy.
+            spans: the rows of ``B`` sequences, ``T`` in all.
+            last_tokens: the last committed token of each sequence, for its first row.
+            draft_tokens: ``[T - B]`` int64, for the other rows, sequence after sequence. Ids outside the vocabulary are
+                clamped: they are rejected anyway, but would index past the embedding.
+            sampling: how tokens are chosen; None: greedily.
 
         Returns:
-            Logits ``[T, vocab_size]``; of each sequence its accepted draft tokens and the next token, which is
-            ``INVALID_TOKEN`` after NaN logits; the seconds of that choice.
+            Logits ``[T, vocab_size]``; the accepted draft tokens and the next token of each sequence, which is
+            ``INVALID_TOKEN`` after NaN logits; the seconds that choosing took.
 
         Raises:
-            IndexError: as ``__call__``.
+            IndexError: for the reasons of ``__call__``.
 
         """
         width = self._plan.vocab_size
@@ -213,7 +215,7 @@ class Program:
 def _forward(
     token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor, logits: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return addresses and sizes, as csrc/bindings.cpp takes them."""
+    """Return addresses and sizes, in the order of csrc/bindings.cpp."""
     tree_mask, table = batch.tree_mask, batch.block_table
     addresses = (
         token_ids.data_ptr(),
@@ -233,13 +235,13 @@ def _forward(
 
 
 def _pages(spans: Spans) -> tuple[int, ...]:
-    """Return addresses and sizes, as csrc/bindings.cpp takes them."""
+    """Return addresses and sizes, in the order of csrc/bindings.cpp."""
     tables, pages = spans.tables, spans.pages
     return tables.data_ptr(), *tables.shape, pages.addresses.data_ptr(), pages.num_pages, pages.page_size
 
 
 def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...], int]:
-    """Return place, dtype, buffer, address, immediate, offset, strides and length, as csrc/bindings.cpp takes them."""
+    """Return place, dtype, buffer, address, immediate, offset, strides, length, in the order of csrc/bindings.cpp."""
     strides = (0,) * (MAX_RANK - len(operand.strides)) + operand.strides
     code, source = DTYPE_CODES[operand.dtype], operand.source
     if isinstance(source, Tensor):

@@ -1,4 +1,4 @@
-"""The steps of a forward program: what one run of a model boils down to, row by row (see ``specdec_fast/program/``).
+"""The instructions of a forward program: what a model's forward computes for each row (see ``specdec_fast/program/``).
 
 Sizes and strides count numbers of one row of the ragged batch; the row index is implicit.
 """
@@ -26,7 +26,7 @@ UNARY = (
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")  # 1 where it holds, else 0
 REDUCTIONS = ("mean", "sum")
-# Along the last axis, of which every operand has its own length. topk finds places, gather and scatter take them.
+# Along the last axis, of which every operand has its own length. topk returns places, gather and scatter take them.
 OVER_LINES = (*REDUCTIONS, "layer_norm", "softmax", "topk", "gather", "scatter")
 ROW_CODES = (*UNARY, *BINARY, *COMPARISONS, "where", *OVER_LINES, "position", "embedding")
 MAX_RANK = 4
@@ -45,14 +45,14 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """Numbers of a buffer (by its number), of a constant, or one number again and again.
+    """Numbers of a buffer, of a constant, or one number repeated.
 
     Attributes:
-        source: a buffer's number, a constant, or a float.
-        dtype: of the numbers.
-        offset: of the first from the beginning of the row.
-        strides: one per axis of the operation.
-        length: of the last axis.
+        source: the index of a buffer, a constant, or a float.
+        dtype: type of the numbers.
+        offset: offset of the first number from the beginning of the row.
+        strides: one stride per axis of the operation.
+        length: length of the last axis.
 
     """
 
@@ -69,11 +69,11 @@ class RowOp:
 
     Attributes:
         code: one of ``ROW_CODES``.
-        shape: at most ``MAX_RANK`` axes; of the last one every operand has its own length.
-        inputs: of an embedding, its table.
-        out: where the result goes.
-        scalar: epsilon of a norm; what is added to a position; 1 if topk sorts what it finds.
-        by_position: an embedding that is looked up by position, not by token id.
+        shape: at most ``MAX_RANK`` axes; every operand has its own length of the last one.
+        inputs: operands; for an embedding, its table.
+        out: the operand for the result.
+        scalar: epsilon of a norm; the number added to a position; 1 if topk sorts its result.
+        by_position: whether an embedding is looked up by position instead of token id.
 
     """
 
@@ -86,19 +86,19 @@ class RowOp:
 
     @property
     def reads(self) -> list[int]:
-        """Buffers."""
+        """Indices of buffers."""
         return [operand.source for operand in self.inputs if isinstance(operand.source, int)]
 
     @property
     def writes(self) -> list[int]:
-        """Buffers."""
+        """Indices of buffers."""
         assert isinstance(self.out.source, int)
         return [self.out.source]
 
 
 @dataclass(frozen=True)
 class Heads:
-    """``[heads, head_dim]`` numbers of a buffer's row, each head's side by side, ``stride`` from head to head."""
+    """``[heads, head_dim]`` numbers in a buffer's row; those of a head are contiguous, heads are ``stride`` apart."""
 
     buffer: int
     offset: int
@@ -107,7 +107,8 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """``num_vectors`` products per row of ``in_features`` numbers with ``weight`` ``[out_features, in_features]``.
+    """Products of ``num_vectors`` vectors of ``in_features`` numbers per row with ``weight [out_features,
+    in_features]``.
 
     The weights are contiguous, or the transpose of a contiguous matrix.
     """
@@ -121,12 +122,12 @@ class Linear:
 
     @property
     def reads(self) -> list[int]:
-        """Buffers."""
+        """Indices of buffers."""
         return [self.source]
 
     @property
     def writes(self) -> list[int]:
-        """Buffers."""
+        """Indices of buffers."""
         return [self.out]
 
 
@@ -135,9 +136,10 @@ class GroupedLinear:
     """``choices`` products per row, each with the weights of another expert; see ``oracle/ops/grouped_linear.py``.
 
     Attributes:
-        source, offset: ``num_vectors`` inputs of ``in_features`` numbers, one for all choices or one for each.
-        experts, experts_offset: ``choices`` whole numbers in fp32.
-        weight: ``[num_experts, out_features, in_features]``, contiguous, or its ``mT`` is.
+        source, offset: buffer and offset of ``num_vectors`` inputs of ``in_features`` numbers: one for all choices, or
+            one for each.
+        experts, experts_offset: buffer and offset of ``choices`` expert ids, whole numbers in fp32.
+        weight: ``[num_experts, out_features, in_features]``; it or its ``mT`` is contiguous.
         bias: ``[num_experts, out_features]``, or None.
 
     """
@@ -154,18 +156,18 @@ class GroupedLinear:
 
     @property
     def reads(self) -> list[int]:
-        """Buffers."""
+        """Indices of buffers."""
         return [self.source, self.experts]
 
     @property
     def writes(self) -> list[int]:
-        """Buffers."""
+        """Indices of buffers."""
         return [self.out]
 
 
 @dataclass(frozen=True)
 class Append:
-    """Write keys and values of a layer into their pages."""
+    """Write a layer's keys and values into pages."""
 
     layer: int
     key: Heads
@@ -173,12 +175,12 @@ class Append:
 
     @property
     def reads(self) -> list[int]:
-        """Buffers."""
+        """Indices of buffers."""
         return [self.key.buffer, self.value.buffer]
 
     @property
     def writes(self) -> list[int]:
-        """Buffers: none, but pages."""
+        """No buffers: it writes pages."""
         return []
 
 
@@ -193,16 +195,16 @@ class Attend:
     scale: float
     sliding_window: int | None
     softcap: float | None
-    sinks: Tensor | None  # [num_heads], read where they are
+    sinks: Tensor | None  # [num_heads], read in place
 
     @property
     def reads(self) -> list[int]:
-        """Buffers."""
+        """Indices of buffers."""
         return [self.query.buffer]
 
     @property
     def writes(self) -> list[int]:
-        """Buffers."""
+        """Indices of buffers."""
         return [self.out]
 
 
@@ -215,12 +217,12 @@ class Gather:
 
     @property
     def reads(self) -> list[int]:
-        """Buffers."""
+        """Indices of buffers."""
         return [self.source]
 
     @property
     def writes(self) -> list[int]:
-        """Buffers."""
+        """Indices of buffers."""
         return [self.out]
 
 
@@ -228,14 +230,14 @@ Instruction = RowOp | Linear | GroupedLinear | Append | Attend | Gather
 
 
 class ForwardProgram(Protocol):
-    """What a backend builds from a ``Plan``; see ``program/cpp_executor.py``."""
+    """What an executor builds from a ``Plan``; see ``program/cpp_executor.py``."""
 
     def __call__(self, token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor | None) -> Tensor:
         """Compute one batch; return its logits."""
 
     @property
     def seconds(self) -> float:
-        """What all forwards have taken so far."""
+        """The time of all forwards so far."""
 
     def draft(
         self,
@@ -244,17 +246,17 @@ class ForwardProgram(Protocol):
         num_draft_tokens: list[int],
         choice: tuple[int, Sampling | None],
     ) -> Tensor:
-        """Compute spans, then row after row on the tokens chosen before; return them all."""
+        """Compute spans, then row after row on the tokens chosen before; return all chosen tokens."""
 
     def verify(
         self, spans: Spans, last_tokens: list[int], draft_tokens: Tensor, sampling: Sampling | None
     ) -> tuple[Tensor, list[list[int]], float]:
-        """Compute every sequence's last token and draft; return logits, emissions and what choosing them took."""
+        """Compute the last token and draft tokens of every sequence; return logits, emissions, seconds of choosing."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a buffer is while a program runs: ``place`` 0 is shared memory, 1 a thread's own, 2 the logits."""
+    """The memory of a buffer while a program runs: ``place`` 0 is shared memory, 1 a thread's own, 2 the logits."""
 
     place: int
     domain: int
@@ -267,15 +269,15 @@ class Plan:
     """A program ready to be built.
 
     Attributes:
-        dtype: of weights, keys and values.
-        kv_shapes: of the KV cache, by layer.
-        buffers: by number.
-        instructions: in the order in which they run.
-        arena_bytes: of shared memory, per row of each domain.
-        scratch_bytes: of a thread's own.
-        vocab_size: width of the logits.
-        logits_dtype: of the logits.
-        baked: parameters and buffers of which the instructions keep numbers instead of reading them where they are.
+        dtype: dtype of weights, keys and values.
+        kv_shapes: shapes of the KV cache, by layer.
+        buffers: memory of every buffer, by its index.
+        instructions: the instructions in the order in which they run.
+        arena_bytes: bytes of shared memory per row of each domain.
+        scratch_bytes: bytes of a thread's own memory.
+        vocab_size: number of logits per row.
+        logits_dtype: dtype of the logits.
+        baked: parameters and buffers of the model of which the instructions keep numbers instead of reading them.
 
     """
 

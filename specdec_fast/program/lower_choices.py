@@ -1,4 +1,4 @@
-"""What is written down for operations that compare and choose: what a router of experts is made of."""
+"""The instructions for operations that compare and choose, as routers of experts use them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _topk(
     largest: bool = True,
     is_sorted: bool = True,
 ) -> None:
-    """Of equal numbers, which random routers and those of 16 bits have, the same are taken as by PyTorch on a CPU."""
+    """Among equal numbers, as 16-bit routers have them, choose the same ones as PyTorch on a CPU."""
     view = lines_of(tape, "topk", source, axis)
     if not largest:
         raise NotLowerableError("topk of the smallest")

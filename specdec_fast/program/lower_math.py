@@ -1,4 +1,4 @@
-"""What is written down for operations that compute: functions, sums over the last axis, linear layers."""
+"""The instructions for operations that compute: functions, sums over the last axis, linear layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _linear(tape: Tape, result: Tensor, rows: Tensor, weight: Tensor, bias: Tens
 
 @LOWERED.entry("matmul.default", "mm.default", "bmm.default")
 def _product(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
-    """A linear layer; or frequencies times positions, which rotary embeddings write as a product over one number."""
+    """Lower a linear layer, or the product of frequencies and positions in rotary embeddings."""
     if left.shape[-1] == 1:
         _binary(tape, result, left, right, code="mul")
     elif tape.value(right) is None and right.dim() == 2:
@@ -40,7 +40,7 @@ def _product(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
 def _addmm(
     tape: Tape, result: Tensor, bias: Tensor, rows: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> None:
-    """GPT-2's ``Conv1D``, a linear layer whose weights are ``[in_features, out_features]``."""
+    """Lower GPT-2's ``Conv1D``, a linear layer whose weights are ``[in_features, out_features]``."""
     if (beta, alpha) != (1, 1) or tape.value(weight) is not None or tape.value(bias) is not None:
         raise NotLowerableError("addmm with a factor, or with weights that depend on the rows")
     tape.linear(tape.row_view(rows), weight.t(), bias, result)
@@ -97,7 +97,7 @@ def _binary(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1,
 
 
 def elementwise(tape: Tape, result: Tensor, code: str, *operands: Any) -> None:
-    """Write down a function of several tensors or numbers that are broadcast to each other."""
+    """Record a function of several tensors or numbers that are broadcast to each other."""
     values = [_as_operand(tape, each) for each in operands]
     views = [each for each in values if isinstance(each, RowView)]
     if not views or (result.dtype in WHOLE and code in ARITHMETIC):
@@ -119,7 +119,7 @@ def _as_operand(tape: Tape, value: Any) -> RowView | Tensor | float:
 
 
 def _shift(tape: Tape, result: Tensor, source: Tensor, added: Any) -> None:
-    """Positions of some architectures begin at 2."""
+    """Lower additions to positions: those of some architectures begin at 2."""
     value = tape.value(source)
     if not isinstance(value, Index) or not isinstance(added, int):
         raise NotLowerableError("arithmetic on integers of the batch")
@@ -132,7 +132,7 @@ def _rsub(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1) -
 
 
 def lines_of(tape: Tape, code: str, source: Tensor, *axes: int) -> RowView:
-    """Return the numbers of a tensor that something is done to along ``axes``, which must be the last one alone."""
+    """Return a tensor's numbers for an operation along ``axes``, which must be the last axis alone."""
     view = tape.row_view(source)
     if [axis % source.dim() for axis in axes] != [source.dim() - 1] or view.axis == source.dim() - 1:
         raise NotLowerableError(f"{code} over anything but the last axis")
@@ -183,7 +183,7 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> None:
-    """Write ``x / sqrt(mean(x^2) + eps) * weight`` as its parts, in fp32, rounded once."""
+    """Record ``x / sqrt(mean(x^2) + eps) * weight`` as its parts, in fp32, rounded once."""
     if len(shape) != 1:
         raise NotLowerableError("an RMS norm over several axes")
     view = tape.row_view(source)

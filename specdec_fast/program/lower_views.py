@@ -1,4 +1,4 @@
-"""What is written down for operations that only look at numbers in another way, put them together or look them up."""
+"""The instructions for operations that view numbers in another shape, concatenate them or look them up."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _empty(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any
 
 @LOWERED.entry("copy_.default")
 def _copy(tape: Tape, result: Tensor, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Write into the buffer of a tensor, often part of what ``_empty`` has made: every view of it follows."""
+    """Lower a copy into a tensor, often a part of one that ``_empty`` has made; all its views share the buffer."""
     view = tape.writable(target)
     if not target.is_floating_point():
         raise NotLowerableError(f"numbers are written into a tensor of {target.dtype}")

@@ -1,10 +1,10 @@
-"""A table from ATen operations to what is written down for them."""
+"""A table from ATen operations to the functions that record their instructions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Takes the tape, the result that PyTorch computed, and then the operation's own arguments.
+# Its arguments are the tape, the result that PyTorch computed, and the operation's own arguments.
 Handler = Callable[..., None]
 
 
@@ -12,7 +12,7 @@ class Lowerings(dict[str, Handler]):
     """Handlers by the name of the operation, overload included, as in ``"mul.Tensor"``."""
 
     def entry(self, *names: str) -> Callable[[Handler], Handler]:
-        """Enter the decorated function under these names."""
+        """Register the decorated function under these names."""
 
         def enter(handler: Handler) -> Handler:
             self.update(dict.fromkeys(names, handler))

@@ -1,4 +1,4 @@
-"""From a tape to a plan: what is not needed is dropped, linears are moved up, buffers get their places."""
+"""From a tape to a plan: drop what is not needed, move linears up, give buffers their memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ARENA, _SCRATCH, _LOGITS = range(3)
 
 
 class Life(NamedTuple):
-    """From when to when a buffer is needed, both included."""
+    """The first and the last time at which a buffer is needed."""
 
     first: int
     last: int
 
 
 def without_unread(instructions: Sequence[Instruction], logits: int) -> list[Instruction]:
-    """Drop what nobody reads: ``logits`` and the KV entries are what a forward is for."""
+    """Drop instructions whose results are not read; the results of a forward are ``logits`` and the KV entries."""
     needed, kept = {logits}, []
     for instruction in reversed(instructions):
         if isinstance(instruction, Append) or not needed.isdisjoint(instruction.writes):
@@ -29,7 +29,7 @@ def without_unread(instructions: Sequence[Instruction], logits: int) -> list[Ins
 
 
 def linears_first(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Move every linear up to where its input is there, so that fewer and longer runs of row operations are left."""
+    """Move every linear to directly after its input, so that row operations form fewer and longer runs."""
     ordered: list[Instruction] = []
     for instruction in instructions:
         place = len(ordered)
@@ -45,13 +45,14 @@ def linears_first(instructions: Sequence[Instruction]) -> list[Instruction]:
 def placed(
     instructions: Sequence[Instruction], buffers: Sequence[Buffer], logits: int
 ) -> tuple[list[Placed], tuple[int, int], int]:
-    """Give every buffer its place.
+    """Give every buffer its memory.
 
-    Rows of one group of row operations are computed one after the other by several threads, so shared memory may be
-    used again from the next step on, a thread's own from the next operation on.
+    Several threads compute the rows of one group of row operations, each row after row. So shared memory can be reused
+    from the next step on, and a thread's own memory from the next operation on.
 
     Returns:
-        The places, by number; bytes of shared memory per row of each domain; bytes of a thread's own.
+        The memory of every buffer, by its index; bytes of shared memory per row of each domain; bytes of a thread's
+        own memory.
 
     """
     steps = _steps(instructions, buffers)
@@ -71,7 +72,7 @@ def placed(
 
 
 def _steps(instructions: Sequence[Instruction], buffers: Sequence[Buffer]) -> list[int]:
-    """Number the steps: row operations of one domain that follow one another are one."""
+    """Number the steps: consecutive row operations of one domain are one step."""
     steps: list[int] = []
     before: tuple[bool, int] | None = None
     for instruction in instructions:
@@ -91,14 +92,14 @@ def _lives(instructions: Sequence[Instruction], time_of: Callable[[int], int]) -
 
 
 class _Space:
-    """Memory in which buffers that do not live at the same time may lie at the same place."""
+    """Memory in which buffers share a place if they are not needed at the same time."""
 
     def __init__(self) -> None:
         self.size = 0
         self._taken: list[tuple[int, int, int]] = []  # begin, end, last use
 
     def take(self, num_bytes: int, life: Life) -> int:
-        """Return where ``num_bytes`` fit; lives come in the order in which they begin."""
+        """Return the offset of ``num_bytes`` free bytes; calls come in the order in which lives begin."""
         self._taken = sorted(taken for taken in self._taken if taken[2] >= life.first)
         num_bytes += -num_bytes % _ALIGNMENT
         offset = 0

@@ -1,7 +1,7 @@
 """Views of a row: what PyTorch's views of a ``[1, T, ...]`` tensor mean for one of its ``T`` rows.
 
-A tensor of a forward has one axis that counts the rows, wherever transposes have brought it. The others are the row's
-own; a view that leaves the rows apart from each other is a view of every row by itself.
+One axis of a tensor of a forward counts the rows, wherever transposes have moved it. The other axes belong to the row.
+A view that does not mix rows is the same view of every row.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class NotLowerableError(Exception):
 
 @dataclass(frozen=True)
 class RowView:
-    """Where the numbers of a tensor are in a buffer's row.
+    """The places of a tensor's numbers in a buffer's row.
 
     Attributes:
-        buffer: its number.
-        domain: what the rows are.
-        axis: of the tensor that counts the rows.
-        sizes: of all axes, with 1 at ``axis``.
-        strides: in numbers, with 0 at ``axis``.
-        offset: of the first number from the beginning of the row.
-        dtype: of the numbers.
+        buffer: index of the buffer.
+        domain: which rows the buffer has.
+        axis: the axis of the tensor that counts the rows.
+        sizes: sizes of all axes, with 1 at ``axis``.
+        strides: strides of all axes in numbers, with 0 at ``axis``.
+        offset: offset of the first number from the beginning of the row.
+        dtype: type of the numbers.
 
     """
 
@@ -47,7 +47,7 @@ class RowView:
 
     @property
     def is_dense(self) -> bool:
-        """Whether a row's numbers stand side by side in their order."""
+        """Whether a row's numbers are contiguous in their order."""
         return all(s == 1 or a == b for s, a, b in zip(self.sizes, self.strides, dense(self.sizes), strict=True))
 
     def permuted(self, order: Sequence[int]) -> RowView:
@@ -57,7 +57,7 @@ class RowView:
         return replace(self, axis=order.index(self.axis), sizes=sizes, strides=strides)
 
     def narrowed(self, axis: int, start: int, size: int, step: int = 1) -> RowView:
-        """Return every ``step``-th of an axis' numbers from ``start`` on, ``size`` of them."""
+        """Return ``size`` numbers of an axis, every ``step``-th from ``start`` on."""
         axis %= len(self.sizes)
         sizes, strides = list(self.sizes), list(self.strides)
         sizes[axis], strides[axis] = size, strides[axis] * step
@@ -82,7 +82,7 @@ class RowView:
         return replace(self, axis=axis, sizes=sizes, strides=strides)
 
     def viewed(self, axis: int, sizes: tuple[int, ...]) -> RowView | None:
-        """Return ``tensor.view(...)``, None if numbers would have to be moved for it."""
+        """Return ``tensor.view(...)``, or None if numbers would have to be moved."""
         pieces = []
         own = (slice(0, self.axis), slice(self.axis + 1, None))
         for mine, other in zip(own, (slice(0, axis), slice(axis + 1, None)), strict=True):
@@ -94,7 +94,7 @@ class RowView:
 
 
 def dense(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of numbers that stand side by side."""
+    """Return the strides of contiguous numbers."""
     strides, step = [], 1
     for size in reversed(sizes):
         strides.append(step)
@@ -103,10 +103,11 @@ def dense(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def row_axis(shape: Sequence[int], before: int, after: int, num_rows: int) -> int:
-    """Return which axis of ``shape`` counts the rows, ``before`` numbers standing in front of it, ``after`` behind.
+    """Return the axis of ``shape`` that counts the rows, with ``before`` numbers before it and ``after`` numbers after
+    it.
 
     Raises:
-        NotLowerableError: none does; rows have been merged with something else.
+        NotLowerableError: no axis counts the rows, because they have been merged with another axis.
 
     """
     for axis, size in enumerate(shape):
@@ -118,7 +119,7 @@ def row_axis(shape: Sequence[int], before: int, after: int, num_rows: int) -> in
 def _view_strides(
     sizes: tuple[int, ...], strides: tuple[int, ...], new_sizes: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the strides of the same numbers in another shape, None if there are none."""
+    """Return the strides of the same numbers in another shape, or None if it has no strides."""
     kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
     merged: list[list[int]] = []  # runs of numbers at equal distances: [count, distance]
     for size, stride in kept:
@@ -141,14 +142,14 @@ def _view_strides(
 
 
 def collapsed(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Drop axes of 1 and merge neighbours that all operands step through alike.
+    """Drop axes of size 1, and merge neighbouring axes if every operand's strides allow it.
 
     Args:
-        shape: of an operation.
-        strides: of each operand.
+        shape: shape of an operation.
+        strides: strides of each operand.
 
     Returns:
-        The same with as few axes as possible, at least one.
+        Shape and strides with as few axes as possible, at least one.
 
     """
     axes: list[tuple[int, tuple[int, ...]]] = []

@@ -1,4 +1,4 @@
-"""What a run of a model does to the rows of its batch, as instructions: the tape that ``tracer.py`` writes on."""
+"""The tape on which ``tracer.py`` records, as instructions, what a run of a model does to the rows of its batch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from specdec_fast.program.ir import (
 from specdec_fast.program.row_views import NotLowerableError, RowView, collapsed, dense, row_axis
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-# Truth values and places along an axis, kept as fp32: whole numbers below 2^24, with which no arithmetic is done.
+# Truth values and places along an axis. They are kept as fp32: whole numbers below 2^24, used in no arithmetic.
 WHOLE = (torch.bool, torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)
 class Index:
-    """A tensor of the batch's own integers: one per row, whatever its shape, plus ``added``."""
+    """A tensor of integers of the batch, whatever its shape: one per row, plus ``added``."""
 
     kind: str  # "token_ids", "positions" or "logit_rows"
     added: int = 0
@@ -50,16 +50,16 @@ Value = RowView | Index | Overwritten
 
 
 class Tape:
-    """Instructions so far, and what every tensor of the run is.
+    """The instructions so far, and the value of every tensor of the run.
 
     Args:
-        num_rows: of the batch, a number that is no size of the model.
-        num_logit_rows: the same for those whose logits are wanted.
-        kv_dtype: of the pages.
+        num_rows: rows of the batch, a number that is no size of the model.
+        num_logit_rows: rows whose logits are wanted, also a number that is no size of the model.
+        kv_dtype: dtype of the pages.
 
     Attributes:
-        instructions: so far.
-        buffers: what they read and write.
+        instructions: the instructions so far.
+        buffers: the buffers that they read and write.
 
     """
 
@@ -68,29 +68,30 @@ class Tape:
         self.counts = {ROWS: num_rows, LOGIT_ROWS: num_logit_rows}
         self.instructions: list[Instruction] = []
         self.buffers: list[Buffer] = []
-        self._values: dict[int, tuple[Tensor, Value]] = {}  # by id; the tensor is kept, so that its id stays its own
+        self._values: dict[int, tuple[Tensor, Value]] = {}  # by id; a kept tensor keeps its id
 
     def value(self, tensor: Any) -> Value | None:
-        """Return what a tensor is; None for a constant and for what is no tensor."""
+        """Return the value of a tensor; None for a constant or an object that is no tensor."""
         known = self._values.get(id(tensor))
         return None if known is None else known[1]
 
     def bind(self, tensor: Tensor, value: Value) -> None:
-        """Note what a tensor is."""
+        """Record the value of a tensor."""
         self._values[id(tensor)] = (tensor, value)
 
     def changed_in_place(self, tensor: Tensor) -> None:
-        """Note that an operation has changed ``tensor``, whose new value is known: its views have not followed."""
+        """Record that an operation has changed ``tensor`` in place: other tensors of its memory are outdated."""
         memory = tensor.untyped_storage().data_ptr()
         for other, _ in list(self._values.values()):
             if other is not tensor and other.untyped_storage().data_ptr() == memory:
                 self.bind(other, Overwritten())
 
     def row_view(self, tensor: Tensor) -> RowView:
-        """Return where a tensor's numbers are.
+        """Return the places of a tensor's numbers.
 
         Raises:
-            NotLowerableError: they are the batch's integers, or a constant, or were changed through another tensor.
+            NotLowerableError: the tensor is integers of the batch or a constant, or it was changed through another
+                tensor.
 
         """
         value = self.value(tensor)
@@ -101,7 +102,7 @@ class Tape:
         return value
 
     def fresh(self, domain: int, axis: int, sizes: tuple[int, ...], dtype: torch.dtype) -> RowView:
-        """Return a view of a new buffer; ``sizes`` with 1 at ``axis``, the rows'."""
+        """Return a view of a new buffer; ``sizes`` has 1 at ``axis``, the axis of the rows."""
         if dtype not in (*_FLOATS, *WHOLE):
             raise NotLowerableError(f"numbers of {dtype}")
         strides = tuple(0 if size == 1 else stride for size, stride in zip(sizes, dense(sizes), strict=True))
@@ -118,11 +119,10 @@ class Tape:
         return self.fresh(domain, axis, sizes, tensor.dtype)
 
     def writable(self, tensor: Tensor) -> RowView:
-        """Return where a tensor's numbers are, for others to be written there.
+        """Return the places of a tensor's numbers, so that an operation can write there.
 
         Raises:
-            NotLowerableError: its memory and its buffer are not shared by the same tensors: a copy was taken for the
-                same numbers.
+            NotLowerableError: other tensors share its memory but not its buffer, or its buffer but not its memory.
 
         """
         view, storage = self.row_view(tensor), tensor.untyped_storage().data_ptr()
@@ -133,10 +133,10 @@ class Tape:
         return view
 
     def row_op(self, code: str, inputs: list[RowView | Tensor | float], out: RowView, **more: Any) -> None:
-        """Write down one operation whose inputs are broadcast to each other; ``out`` has their shape.
+        """Record one operation whose inputs are broadcast to each other; ``out`` has their shape.
 
-        Over lines only the axes before the last are broadcast; on that one every operand has its own length, a number
-        that of the operand before it.
+        For operations along the last axis, only the axes before it are broadcast. Every operand has its own length of
+        the last axis; a number has that of the operand before it.
         """
         rank = max(len(out.sizes), *(len(each.sizes) for each in inputs if isinstance(each, RowView)), 0)
         views = [*inputs, out]
@@ -164,13 +164,13 @@ class Tape:
         self.instructions.append(RowOp(code, head, tuple(operands[:-1]), operands[-1], **more))
 
     def copied(self, view: RowView, dtype: torch.dtype | None = None) -> RowView:
-        """Return the same numbers side by side in a buffer of their own."""
+        """Return a copy of the numbers, contiguous in a buffer of their own."""
         out = self.fresh(view.domain, view.axis, view.sizes, dtype or view.dtype)
         self.row_op("copy", [view], out)
         return out
 
     def linear(self, view: RowView, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
-        """Write down a linear layer over the last axis; ``weight`` ``[out, in]`` may be a transposed ``[in, out]``."""
+        """Record a linear layer over the last axis; ``weight`` ``[out, in]`` may be a transposed ``[in, out]``."""
         is_matrix = weight.is_contiguous() or weight.t().is_contiguous()
         is_plain = is_matrix and (bias is None or (bias.dim() == 1 and bias.is_contiguous()))
         dtypes = {view.dtype, weight.dtype, view.dtype if bias is None else bias.dtype}
@@ -187,7 +187,7 @@ class Tape:
     def grouped_linear(
         self, rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor
     ) -> None:
-        """Write down what ``oracle/ops/grouped_linear.py`` computes."""
+        """Record the op ``grouped_linear``."""
         view, chosen = self.row_view(rows), self.row_view(expert_ids)
         is_plain = (weight.is_contiguous() or weight.mT.is_contiguous()) and (bias is None or bias.is_contiguous())
         dtypes = {view.dtype, weight.dtype, view.dtype if bias is None else bias.dtype}
@@ -201,7 +201,7 @@ class Tape:
         self.bind(result, out)
 
     def gather(self, view: RowView, result: Tensor) -> None:
-        """Write down that only the rows are kept whose logits are wanted."""
+        """Record that only the rows whose logits are wanted are kept."""
         if view.domain != ROWS:
             raise NotLowerableError("rows are chosen twice")
         if not view.is_dense or view.size != self.buffers[view.buffer].size:
@@ -211,13 +211,13 @@ class Tape:
         self.bind(result, out)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write down that ``[1, num_kv_heads, T, head size]`` keys and values go into their pages."""
+        """Record that ``[1, num_kv_heads, T, head size]`` keys and values are written into pages."""
         self.instructions.append(Append(layer, self._heads(keys), self._heads(values)))
 
     def attend(self, layer: int, query: Tensor, scores: AttentionParams, result: Tensor) -> None:
-        """Write down the attention of ``[1, num_heads, T, key_head_dim]`` queries.
+        """Record the attention of ``[1, num_heads, T, key_head_dim]`` queries.
 
-        Its ``result`` is ``[1, T, num_heads, value_head_dim]``.
+        ``result`` is ``[1, T, num_heads, value_head_dim]``.
         """
         heads, out = self._heads(query), self.fresh_like(result, 1, ROWS)
         sinks = None if scores.sinks is None else self._constant(scores.sinks)
@@ -227,7 +227,7 @@ class Tape:
 
     def _constant(self, tensor: Tensor) -> Tensor:
         if self.value(tensor) is not None or not tensor.is_contiguous():
-            raise NotLowerableError("attention sinks that are computed from the batch, or not side by side in memory")
+            raise NotLowerableError("attention sinks that are computed from the batch, or not contiguous")
         return kept(tensor)
 
     def _heads(self, tensor: Tensor) -> Heads:
@@ -239,19 +239,19 @@ class Tape:
         return Heads(view.buffer, view.offset, view.strides[1])
 
     def reshaped(self, view: RowView, shape: tuple[int, ...]) -> RowView:
-        """Return the view in the shape of a PyTorch tensor, rows included; numbers are moved if they have to be."""
+        """Return the view in the shape of a PyTorch tensor, rows included; numbers are copied if necessary."""
         before, after = (prod(view.sizes[part]) for part in (slice(0, view.axis), slice(view.axis + 1, None)))
         axis = row_axis(shape, before, after, self.counts[view.domain])
         sizes = tuple(1 if d == axis else size for d, size in enumerate(shape))
         viewed = view.viewed(axis, sizes)
         if viewed is None:
             viewed = self.copied(view).viewed(axis, sizes)
-        assert viewed is not None, "numbers side by side have every shape"
+        assert viewed is not None, "contiguous numbers have a view of every shape"
         return viewed
 
 
 def kept(constant: Tensor) -> Tensor:
-    """Return the same numbers as a tensor that keeps their memory, even if the model's own is given other memory."""
+    """Return a tensor that keeps the constant's memory alive, even if the model's own tensor gets other memory."""
     return constant.detach()
 
 
@@ -261,7 +261,7 @@ def _sizes(value: RowView | Tensor | float, rank: int) -> tuple[int, ...]:
 
 
 def _lengths(values: list[RowView | Tensor | float], sizes: list[tuple[int, ...]]) -> list[int]:
-    """Return how long the last axis of each is."""
+    """Return the length of the last axis of each value."""
     lengths: list[int] = []
     for value, own in zip(values, sizes, strict=True):
         lengths.append(lengths[-1] if isinstance(value, float) else own[-1])

@@ -1,8 +1,8 @@
-"""One run of a model, written down as instructions while PyTorch computes it.
+"""One run of a model, recorded as instructions while PyTorch computes it.
 
-The recorder stands between the model and ATen (``TorchDispatchMode``). It follows every tensor that depends on the rows
-of the batch; what does not, PyTorch has computed by the end of the run, and is a constant. There is no code for any
-particular architecture: an operation without an entry in ``LOWERED`` ends the recording with ``NotLowerableError``.
+The recorder intercepts the calls of ATen operations (``TorchDispatchMode``). It follows every tensor that depends on
+the rows of the batch. PyTorch computes all other tensors during the run; they are constants. No code names an
+architecture: an operation without an entry in ``LOWERED`` ends the recording with ``NotLowerableError``.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ LOWERED = lower_views.LOWERED | lower_math.LOWERED | lower_choices.LOWERED
 
 
 class Recorder(TorchDispatchMode):
-    """Computes what the model asks for, and writes down on a tape what it does to the rows."""
+    """Computes every operation of the model, and records on a tape what it does to the rows."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
         self._is_paused = False
-        # Storages of constants, by address: those that met rows, and those whose numbers other constants came from.
+        # Addresses of storages of constants: those used together with rows, and those from which other constants were
+        # computed.
         self.met_rows: set[int] = set()
         self.computed_from: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute one ATen operation, and write it down if it depends on the rows."""
+        """Compute one ATen operation, and record it if it depends on the rows."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._is_paused:
             return result
         constants = [tensor for tensor in _tensors(args, kwargs) if self.tape.value(tensor) is None]
         if len(constants) == len(list(_tensors(args, kwargs))):
-            kept = {_address(each) for each in _tensors((result,), {})}  # of a view nothing is computed
+            kept = {_address(each) for each in _tensors((result,), {})}  # a view computes nothing
             self.computed_from.update(_address(tensor) for tensor in constants if kept != {_address(tensor)})
             return result
         self.met_rows.update(map(_address, constants))
@@ -54,13 +55,13 @@ class Recorder(TorchDispatchMode):
         if handler is None or (in_place and self.tape.value(args[0]) is None):
             raise NotLowerableError(f"{func} has no counterpart in a forward program")
         handler(self.tape, result, *args, **kwargs)
-        if in_place:  # `result` is the first argument, known by its new value from now on
+        if in_place:  # `result` is the first argument, which has a new value from now on
             self.tape.changed_in_place(args[0])
         return result
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let something be computed without being written down."""
+        """Compute without recording."""
         self._is_paused = True
         try:
             yield
