@@ -125,7 +125,7 @@ class Graphs:
     def _recorded(
         self, bucket: Bucket, num_forwards: int, choose: Choose | None, batch: RaggedBatch, pool: PagePool
     ) -> _Graph | None:
-        """Record a graph on the batch that needs it; computing the batch several times gives the same result each time."""
+        """Record a graph on the batch that needs it; computing it several times gives the same result each time."""
         if len(self._graphs) == MOST_GRAPHS:
             self._graphs.clear()
         inputs = Inputs(bucket, pool.page_size, batch.token_ids.device)

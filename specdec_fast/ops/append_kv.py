@@ -36,18 +36,19 @@ def _make(
     fused: bool = False,
     value_dim: int | None = None,
 ) -> dict[str, Any]:
-    """Random caches and rows; ``fused``: values are a slice of one projection's output, keys are not.
+    """Make random caches and rows.
 
-    ``value_dim`` numbers of a value's head are kept, all by default.
+    With ``fused``, values are a slice of one projection's output and keys are not. A value's head has ``value_dim``
+    numbers, by default as many as a key's.
     """
     page_size, heads, head_dim = shape
     num_pages = rows // page_size + 3
     caches = torch.randn(2, num_pages, page_size, heads, head_dim, generator=generator, device="cpu").to(dtype)
-    # as a model hands them over
+    # the strides with which a model passes them
     new = torch.randn(2, heads, rows, head_dim, generator=generator, device="cpu").to(dtype)
     value = new[1].transpose(0, 1)
     if fused:
-        value = torch.stack([value, value], dim=1).flatten(1, 2)[:, heads:]  # wider rows than the key's
+        value = torch.stack([value, value], dim=1).flatten(1, 2)[:, heads:]  # wider rows than those of the keys
     slots = torch.randperm((num_pages - 1) * page_size, generator=generator, device="cpu")[:rows]
     slots += page_size  # page 0 is scratch
     return {
@@ -64,7 +65,7 @@ def _cases() -> Iterator[Case]:
         ("one_row", "plain decoding of one sequence", 1, (16, 2, 32)),
         ("verify", "rows of several sequences, scattered pages", 48, (16, 2, 32)),
         ("prefill", "many pages, odd sizes", 301, (8, 3, 20)),
-        ("page_of_one", "every position its own page", 7, (1, 1, 16)),
+        ("page_of_one", "pages of one position", 7, (1, 1, 16)),
         ("no_rows", "an empty batch", 0, (16, 2, 32)),
     )
     for name, why, rows, shape in grid:
@@ -83,7 +84,7 @@ def _benchmarks() -> Iterator[Case]:
 
 
 def _bytes_moved(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> int:
-    return 2 * (key.numel() + value.numel()) * key.element_size()  # each row is read and written
+    return 2 * (key.numel() + value.numel()) * key.element_size()  # every row is read and written
 
 
 OP = Op(

@@ -1,6 +1,6 @@
 """Declarative argument checks, shared by the ops' declarations.
 
-An implementation receives bare addresses, so what is checked here is what keeps it inside its buffers.
+An implementation receives bare addresses, so these checks are what keeps it inside its buffers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def expect_tensor(
 ) -> None:
     """Check dtype, device and shape; None in ``shape`` matches any size."""
     if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device:
-        return  # nearly every call: microseconds count here
+        return  # the case of nearly every call, where microseconds count
     fits = len(shape) == tensor.dim() and all(w in (None, s) for w, s in zip(shape, tensor.shape, strict=False))
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
@@ -37,7 +37,7 @@ def expect_tensor(
 
 
 def expect_offsets(name: str, offsets: Tensor, num_rows: int, strictly: bool) -> None:
-    """Check that ``offsets`` rise from 0 to ``num_rows``; only on the CPU, reading them elsewhere would wait for it."""
+    """Check that ``offsets`` rise from 0 to ``num_rows``; only on the CPU, because on a device it would wait."""
     if offsets.device.type != "cpu":
         return
     bounds = offsets.tolist()
@@ -50,7 +50,7 @@ def expect_offsets(name: str, offsets: Tensor, num_rows: int, strictly: bool) ->
 
 
 def expect_maximum(name: str, maximum: int, values: Tensor) -> None:
-    """Check that no value lies above ``maximum``; only on the CPU, as above."""
+    """Check that no value is above ``maximum``; only on the CPU, for the same reason."""
     if values.device.type == "cpu" and values.numel():
         largest = int(values.max())
         expect(largest <= maximum, f"{name} is {maximum}; the largest is {largest}.")

@@ -26,9 +26,9 @@ def _check(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Ten
         "kv_cache, block_table, cu_moves, sources and destinations must be contiguous.",
     )
     expect_offsets("cu_moves", cu_moves, num_moves, strictly=False)
-    if num_moves and device.type == "cpu":  # reading them elsewhere would wait for the device
+    if num_moves and device.type == "cpu":  # on a device, reading them would wait
         later = torch.ones(num_moves, dtype=torch.bool, device="cpu")
-        later[cu_moves[:-1][cu_moves[:-1] < num_moves].long()] = False  # a sequence's first move follows none
+        later[cu_moves[:-1][cu_moves[:-1] < num_moves].long()] = False  # the first move of a sequence follows no other
         for name, positions in (("sources", sources), ("destinations", destinations)):
             rises = positions.diff(prepend=positions[:1] - 1) > 0
             expect(bool(rises[later].all()), f"{name} must rise strictly within a sequence; got {positions.tolist()}.")
@@ -45,7 +45,7 @@ class _Shape:
 
 def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     pages = [1 + max((max(move) for move in moves), default=0) // shape.page_size for moves in shape.moves]
-    num_pages = sum(pages) + 2  # one is scratch, one nobody's
+    num_pages = sum(pages) + 2  # one is the scratch page, one belongs to no sequence
     size = (shape.num_layers, 2, num_pages, shape.page_size, shape.heads, shape.head_dim)
     order = (torch.randperm(num_pages - 1, generator=generator, device="cpu") + 1).to(torch.int32)
     block_table = torch.zeros(len(pages), max(pages, default=1), dtype=torch.int32, device="cpu")
@@ -63,17 +63,17 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
 
 
 def _cases() -> Iterator[Case]:
-    path = ((10, 10), (13, 11), (14, 12), (21, 13))  # a tree's accepted path; its root stays
+    path = ((10, 10), (13, 11), (14, 12), (21, 13))  # a tree's accepted path; the root does not move
     down = tuple((i + 3, i) for i in range(80))
     up = tuple((i, i + 5) for i in range(150))
-    gather = ((0, 2), (1, 3), (2, 4), (9, 6), (10, 7), (11, 8), (30, 30), (31, 40))  # up, down, none, up
+    gather = ((0, 2), (1, 3), (2, 4), (9, 6), (10, 7), (11, 8), (30, 30), (31, 40))  # up, down, unmoved, up
     grid = (
-        ("accepted_path", "a tree's path becomes a chain", _Shape((path, (), path[1:]))),
+        ("accepted_path", "the accepted path of a tree becomes a chain", _Shape((path, (), path[1:]))),
         ("down", "every source is the destination of a later move", _Shape((down,))),
         ("up", "every source is the destination of an earlier move", _Shape((up, down))),
         ("both_directions", "moves up and down in one sequence", _Shape((gather, gather[3:]))),
-        ("page_of_one", "every position its own page", _Shape((gather, down[:5]), page_size=1)),
-        ("odd_entries", "entries that fill no vector", _Shape((gather, up[:33]), heads=3, head_dim=20)),
+        ("page_of_one", "pages of one position", _Shape((gather, down[:5]), page_size=1)),
+        ("odd_entries", "entries that are no multiple of a vector", _Shape((gather, up[:33]), heads=3, head_dim=20)),
         ("many_layers", "more layers than threads", _Shape((path,), num_layers=9)),
         ("no_moves", "sequences that keep everything", _Shape(((), ()))),
         ("empty", "no sequences", _Shape(())),
@@ -83,7 +83,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _benchmarks() -> Iterator[Case]:
-    kept = (0, 2, 5, 9, 14)  # of 16 tree entries behind 1024 of context; a root, and one entry of each depth
+    kept = (0, 2, 5, 9, 14)  # kept entries of a tree of 16 after 1024 of context: the root, and one entry of each depth
     path = tuple((1024 + entry, 1024 + depth) for depth, entry in enumerate(kept))
     shape = _Shape((path,) * 8, num_layers=8, heads=8, head_dim=128, page_size=16)
     yield Case("accepted_path", "batch 8, trees of 16, 8 layers of Qwen3-8B", partial(_make, shape))

@@ -1,7 +1,7 @@
-"""Launchers of FlashAttention: the flash-attn package's where it is installed, else the one that PyTorch ships.
+"""Launchers of FlashAttention: the flash-attn package if it is installed, else the one that PyTorch ships.
 
-The context is never split (``num_splits=1``), so that a batch's longest context changes no other sequence's bits; but
-neither promises the same bits for one query row as for several.
+The context is never split (``num_splits=1``), so that a batch's longest context does not change the bits of other
+sequences. But neither library promises the same bits for one query row as for several.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.nn import attention
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.errors import BackendError
 
-_PAGE_MULTIPLE = 256  # what FlashAttention 2 takes for the size of a page
+_PAGE_MULTIPLE = 256  # FlashAttention 2 accepts page sizes that are a multiple of this
 _PAGED_ARGUMENTS = ("seqused_k", "block_table", "num_splits", "enable_gqa", "window_size")  # of varlen_attn
 
 
 @cache
 def _package() -> Callable[..., Tensor] | None:
-    """Return the package's function, or None where it is not installed."""
+    """Return the package's function, or None if it is not installed."""
     try:
         return importlib.import_module("flash_attn").flash_attn_with_kvcache
     except ImportError:
@@ -32,12 +32,12 @@ def _package() -> Callable[..., Tensor] | None:
 
 
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
-    """Run FlashAttention; the contract is the oracle's, less what a BackendError names."""
+    """Run FlashAttention; the contract is the oracle's, except for what raises a BackendError."""
     package = _package()
     _expect_served(query, kv, batch, scores, package is not None)
     if query.numel() == 0:
         return torch.empty_like(query)
-    # Both ends count from a row's own position, which they include.
+    # Both bounds of a window count from a row's own position and include it.
     window = (-1 if scores.sliding_window is None else scores.sliding_window - 1, 0)
     if package is None:
         return _varlen(query, kv, batch, scores.scale, window)
@@ -92,7 +92,7 @@ def _varlen(
             f"varlen_attn of torch {torch.__version__} does not serve this ({error}); install flash-attn, or activate "
             "another implementation (torch.nn.attention.activate_flash_attention_impl), or pass backend='triton'."
         ) from error
-    assert isinstance(out, Tensor), "nothing beside the output was asked for"
+    assert isinstance(out, Tensor), "only the output was requested"
     return out
 
 
@@ -107,13 +107,13 @@ def _missing(varlen_attn: Callable[..., object]) -> tuple[str, ...]:
 
 
 def _right_aligned(batch: PagedBatch, num_rows: int) -> Tensor | None:
-    """Return where each row stands in ``[B * max_seqlen_q]``, the last of each sequence last; None if all places do."""
+    """Return each row's place in right-aligned ``[B * max_seqlen_q]``; None if the rows fill all places."""
     batch_size = batch.seqused_k.numel()
     if num_rows == batch_size * batch.max_seqlen_q:
         return None
     ends = torch.arange(1, batch_size + 1, device=batch.seqused_k.device) * batch.max_seqlen_q
     shift = ends - batch.cu_seqlens_q[1:]
-    # output_size: else the host would wait for the device to count
+    # With output_size, the host need not wait for the device to count.
     shifts = shift.repeat_interleave(batch.cu_seqlens_q.diff(), output_size=num_rows)
     return torch.arange(num_rows, device=shifts.device) + shifts
 
@@ -121,7 +121,7 @@ def _right_aligned(batch: PagedBatch, num_rows: int) -> Tensor | None:
 def _expect_served(
     query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams, package: bool
 ) -> None:
-    """Raise a BackendError for what FlashAttention has not got."""
+    """Raise a BackendError if FlashAttention does not have what is requested."""
     takes_any_page = not package and attention.current_flash_attention_impl() is not None
     head_dim, value_dim, page_size, limits = query.shape[2], kv[1].shape[3], kv[0].shape[1], []
     if query.dtype not in (torch.float16, torch.bfloat16):

@@ -38,7 +38,7 @@ def _make(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Normal numbers: ``shape`` is rows, in_features, out_features; ``choices`` those of a row, and the experts."""
+    """Make normal numbers; ``shape``: rows, in_features, out_features; ``choices``: choices per row, experts."""
     (num_rows, in_features, out_features), (num_choices, num_experts) = shape, choices
     rows = torch.randn(num_rows, num_choices if has_lines else 1, in_features, generator=generator, device="cpu").to(
         dtype
@@ -61,12 +61,12 @@ def _make(
 
 def _cases() -> Iterator[Case]:
     grid: tuple[tuple[str, str, tuple[int, int, int], tuple[int, int], bool, str], ...] = (
-        ("experts_one_row", "plain decoding: an expert has one row or none", (1, 96, 64), (4, 8), False, "plain"),
-        ("experts_rows", "several rows of an expert, in other places", (13, 64, 70), (3, 5), False, "plain bias"),
-        ("experts_lines", "an input per choice; odd sizes", (7, 67, 33), (2, 6), True, "plain bias"),
-        ("experts_transposed", "weights the other way round", (9, 50, 75), (2, 4), False, "transposed bias"),
+        ("experts_one_row", "plain decoding: every expert has at most one row", (1, 96, 64), (4, 8), False, "plain"),
+        ("experts_rows", "several rows per expert, in different places", (13, 64, 70), (3, 5), False, "plain bias"),
+        ("experts_lines", "one input per choice; odd sizes", (7, 67, 33), (2, 6), True, "plain bias"),
+        ("experts_transposed", "transposed weights", (9, 50, 75), (2, 4), False, "transposed bias"),
         ("experts_lines_transposed", "both", (1, 300, 530), (3, 4), True, "transposed"),
-        ("experts_all", "every row has every expert", (3, 16, 1), (3, 3), False, "plain"),
+        ("experts_all", "every row chooses every expert", (3, 16, 1), (3, 3), False, "plain"),
         ("experts_no_rows", "an empty batch", (0, 32, 16), (2, 4), False, "plain bias"),
     )  # fmt: skip
     for name, why, shape, choices, has_lines, layout in grid:

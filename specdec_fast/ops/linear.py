@@ -31,7 +31,7 @@ def _make(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Normal numbers: ``shape`` is rows, in_features, out_features."""
+    """Make normal numbers; ``shape``: rows, in_features, out_features."""
     num_rows, in_features, out_features = shape
     rows = torch.randn(num_rows, in_features + 3, generator=generator, device="cpu").to(dtype)
     rows = rows[:, 1 : in_features + 1] if layout == "sliced" else rows[:, :in_features].contiguous()
@@ -43,11 +43,11 @@ def _make(
 def _cases() -> Iterator[Case]:
     grid: tuple[tuple[str, str, tuple[int, int, int], bool, str], ...] = (
         ("linear_one_row", "plain decoding", (1, 96, 64), False, "contiguous"),
-        ("linear_rows", "more than blocks hold, the last block of outputs not full", (13, 160, 70), True, "contiguous"),
-        ("linear_odd", "features after the last full vector; rows that begin anywhere", (5, 67, 33), True, "sliced"),
+        ("linear_rows", "several blocks of rows, and a partial block of outputs", (13, 160, 70), True, "contiguous"),
+        ("linear_odd", "features after the last full vector; rows of any alignment", (5, 67, 33), True, "sliced"),
         ("linear_narrow", "less than one vector, a single output", (3, 7, 1), True, "contiguous"),
         ("linear_long", "sums of several chunks and a tail", (2, 2100, 20), False, "contiguous"),
-        ("linear_threads", "enough outputs that several threads share them", (6, 512, 515), True, "contiguous"),
+        ("linear_threads", "enough outputs for several threads", (6, 512, 515), True, "contiguous"),
         ("linear_no_rows", "an empty batch", (0, 32, 16), True, "contiguous"),
     )  # fmt: skip
     for name, why, shape, has_bias, layout in grid:
@@ -56,9 +56,9 @@ def _cases() -> Iterator[Case]:
 
 def _benchmarks() -> Iterator[Case]:
     shapes = (
-        ("", (4096, 12_288), "an MLP of Qwen3-8B, weights that no cache holds"),
-        ("_small", (1024, 3072), "an MLP of Qwen3-0.6B, weights that the last cache holds"),
-        ("_tiny", (128, 352), "an MLP of the bundled target, weights that the first caches hold"),
+        ("", (4096, 12_288), "an MLP of Qwen3-8B, whose weights fit into no cache"),
+        ("_small", (1024, 3072), "an MLP of Qwen3-0.6B, whose weights fit into the last cache"),
+        ("_tiny", (128, 352), "an MLP of the bundled target, whose weights fit into the first caches"),
     )
     counts = ((1, "plain decoding"), (8, "a batch"), (48, "batch 8, K 5"), (256, "a prompt"), (1024, "a long prompt"))
     for suffix, features, what in shapes:

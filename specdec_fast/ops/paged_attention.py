@@ -63,12 +63,12 @@ class _Shape:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    value_dim: int | None = None  # as head_dim
+    value_dim: int | None = None  # None: as head_dim
     page_size: int = 16
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    sinks_dtype: torch.dtype | None = None  # as the query
+    sinks_dtype: torch.dtype | None = None  # None: as the query
     tree: bool = False
 
 
@@ -77,7 +77,7 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
     num_pages = sum(pages_per_sequence) + 1
     value_dim = shape.value_dim or shape.head_dim
     size = (2, num_pages, shape.page_size, shape.kv_heads, max(shape.head_dim, value_dim))
-    kv = torch.full(size, float("nan"), dtype=dtype, device="cpu")  # what no sequence owns must not be read
+    kv = torch.full(size, float("nan"), dtype=dtype, device="cpu")  # entries that no sequence owns must not be read
     order = (torch.randperm(num_pages - 1, generator=generator, device="cpu") + 1).to(torch.int32)
     block_table = torch.zeros(len(shape.contexts), max(pages_per_sequence, default=1), dtype=torch.int32, device="cpu")
     used = 0
@@ -109,11 +109,11 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
 
 
 def _random_trees(rows: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Give every row but a sequence's first a random earlier row for its parent; return the tree mask."""
+    """Give every row except a sequence's first a random earlier row as its parent; return the tree mask."""
     num_words = -(-max(rows, default=1) // TREE_MASK_BITS)
     masks = []
     for count in rows:
-        ancestors: list[int] = []  # as one integer per row
+        ancestors: list[int] = []  # of each row, as bits of one integer
         for row in range(count):
             parent = int(torch.randint(row, (), generator=generator, device="cpu")) if row else None
             ancestors.append(1 << row | (0 if parent is None else ancestors[parent]))
@@ -129,21 +129,25 @@ def _cases() -> Iterator[Case]:
         ("prefill", "rows of a whole prompt, ragged", _Shape((1, 7, 33), (1, 7, 33))),
         ("verify", "K + 1 rows at unequal contexts", _Shape((6, 40, 129, 17), (6, 6, 3, 1))),
         ("decode", "one row each", _Shape((1, 16, 17, 90), (1, 1, 1, 1))),
-        ("page_boundary", "contexts that just fill a page", _Shape((16, 32, 15), (2, 5, 3))),
+        ("page_boundary", "contexts that end at a page boundary", _Shape((16, 32, 15), (2, 5, 3))),
         ("window", "a sliding window shorter than the context", _Shape((40, 9), (6, 6), sliding_window=8)),
         ("window_decode", "one row behind a sliding window", _Shape((40, 3), (1, 1), sliding_window=8)),
         ("softcap", "capped scores", _Shape((40, 9), (6, 1), softcap=2.0)),
-        ("window_softcap", "both, as Gemma-2", capped((40, 9), (6, 1))),
+        ("window_softcap", "a window and capped scores, as in Gemma-2", capped((40, 9), (6, 1))),
         ("multi_head", "as many KV heads as heads", _Shape((21, 5), (4, 4), heads=3, kv_heads=3, head_dim=20)),
-        ("multi_query", "one KV head for all", _Shape((21, 5), (4, 4), heads=8, kv_heads=1, head_dim=64)),
-        ("page_of_one", "every position its own page", _Shape((9, 4), (3, 3), page_size=1)),
+        ("multi_query", "one KV head for all heads", _Shape((21, 5), (4, 4), heads=8, kv_heads=1, head_dim=64)),
+        ("page_of_one", "pages of one position", _Shape((9, 4), (3, 3), page_size=1)),
         ("tree", "siblings do not see each other", _Shape((20, 9, 1), (8, 9, 1), tree=True)),
         ("wide_tree", "more rows than a word of the mask has bits", _Shape((90, 40), (70, 33), tree=True)),
         ("tree_window", "a window counts from a row's depth", _Shape((70, 99), (9, 7), sliding_window=32, tree=True)),
         ("sinks", "one more term in the denominator", _Shape((70, 9, 1), (6, 9, 1), sinks=True)),
         ("sinks_fp32", "kept in fp32", _Shape((33, 9), (3, 1), sinks=True, sinks_dtype=torch.float32)),
-        ("sinks_window_softcap", "neither capped nor out of sight", capped((40, 9), (6, 1), sinks=True)),
-        ("sinks_tree", "a sink is everybody's", _Shape((20, 9, 1), (8, 9, 1), tree=True, sinks=True)),
+        (
+            "sinks_window_softcap",
+            "sinks are neither capped nor outside the window",
+            capped((40, 9), (6, 1), sinks=True),
+        ),
+        ("sinks_tree", "every row of a tree has the sink", _Shape((20, 9, 1), (8, 9, 1), tree=True, sinks=True)),
         ("narrow_values", "keys of larger heads", _Shape((70, 9), (6, 9), head_dim=48, value_dim=32)),
         ("wide_values", "values of larger heads", _Shape((70, 9), (6, 9), head_dim=20, value_dim=72, sinks=True)),
         ("narrow_values_tree", "both sizes odd", _Shape((70, 9), (6, 9), head_dim=24, value_dim=7, tree=True)),

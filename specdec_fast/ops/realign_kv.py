@@ -21,7 +21,7 @@ def _check(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths: Ten
     shape, stride, dtype, device = first.shape, first.stride(), first.dtype, first.device
     for i, (keys, values) in enumerate(layers):
         for name, t in (("keys", keys), ("values", values)):
-            # A name for the message is made only where there is one to give: small caches move in ten microseconds.
+            # Names are made only for an error, because small caches move in ten microseconds.
             if t.shape != shape or t.stride() != stride or t.dtype is not dtype or t.device != device:
                 expect_tensor(f"{name} of layer {i}", t, tuple(shape), (dtype,), device)
                 raise ValueError(f"{name} of layer {i} has other strides than keys of layer 0.")
@@ -30,7 +30,7 @@ def _check(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths: Ten
     for name, array in (("starts", starts), ("lengths", lengths), ("shifts", shifts)):
         expect_tensor(name, array, rows, (torch.int32,), device)
         expect(array.is_contiguous(), "starts, lengths and shifts must be contiguous.")
-    if device.type == "cpu":  # reading them elsewhere would wait for the device
+    if device.type == "cpu":  # on a device, reading them would wait
         num_columns = shape[2]
         for start, length, shift in zip(starts.tolist(), lengths.tolist(), shifts.tolist(), strict=True):
             low, high = (start, start + shift) if shift > 0 else (start + shift, start)
@@ -51,7 +51,7 @@ class _Shape:
 
 
 def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    size = (len(shape.moves), shape.heads, shape.columns + 1, shape.head_dim)  # a column beyond the rows' end
+    size = (len(shape.moves), shape.heads, shape.columns + 1, shape.head_dim)  # one more column than the rows use
 
     def layer() -> Tensor:
         tensor = torch.randn(size, generator=generator, device="cpu").to(dtype).to(device)
@@ -72,8 +72,8 @@ def _cases() -> Iterator[Case]:
         ("no_overlap", "shifts longer than the content", _Shape(far, 100)),
         ("one_column", "the smallest shifts of long rows, both ways", _Shape(((1, 300, -1), (0, 300, 1)), 301)),
         ("unmoved", "nothing to do", _Shape(((3, 20, 0), (0, 23, 0)), 23)),
-        ("odd_entries", "columns that fill no vector", _Shape(step, 101, heads=3, head_dim=20)),
-        ("transposed", "heads inside columns in memory", _Shape(step, 101, transposed=True)),
+        ("odd_entries", "columns that are no multiple of a vector", _Shape(step, 101, heads=3, head_dim=20)),
+        ("transposed", "columns before heads in memory", _Shape(step, 101, transposed=True)),
         ("many_layers", "more layers than threads", _Shape(step[:2], 101, num_layers=9)),
         ("empty", "no rows", _Shape((), 4)),
     )
@@ -82,7 +82,10 @@ def _cases() -> Iterator[Case]:
 
 
 def _benchmarks() -> Iterator[Case]:
-    emitted, context = (1, 6, 3, 2, 1, 4, 6, 2), 1024  # a batch in line, one column of KV per emitted token
+    emitted, context = (
+        (1, 6, 3, 2, 1, 4, 6, 2),
+        1024,
+    )  # a batch of equal lengths; every emitted token adds a column of KV
     moves = tuple((0, context + e, max(emitted) - e) for e in emitted)
     shape = _Shape(moves, context + max(emitted), num_layers=8, heads=8, head_dim=128)
     yield Case("step", "batch 8, K 5, 8 layers of Qwen3-8B", partial(_make, shape))

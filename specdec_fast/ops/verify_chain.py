@@ -54,18 +54,18 @@ def _make(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Random logits whose rows partly agree with what is fed; ``special`` is scattered over one in 64."""
+    """Make random logits that accept some of the draft tokens; one in 64 logits is ``special``."""
     rows = sum(counts)
-    # few distinct values, so that ties at the maximum are the rule
+    # few distinct values, so that ties at the maximum are frequent
     logits = torch.randint(-40, 40, (rows, vocab_size), generator=generator, device="cpu").to(dtype) / 4
     if special == 0:
-        # so that a few zeros of both signs are the largest, and the first of them as often the one as the other
+        # so that a few zeros are the largest, and the first of them is as often positive as negative
         is_zero = torch.rand(rows, vocab_size, generator=generator, device="cpu") < 1 / 64
         logits = torch.where(is_zero, 0, -1 - logits.abs())
     if special is not None:
         hit = torch.rand(rows, vocab_size, generator=generator, device="cpu") < 1 / 64
         logits = logits.masked_fill(hit, special)
-    best = logits.argmax(dim=-1).roll(1)  # the token that accepts, for every row but a sequence's first
+    best = logits.argmax(dim=-1).roll(1)  # the token that is accepted in every row, except a sequence's first
     guess = torch.randint(0, vocab_size, (rows,), generator=generator, device="cpu")
     token_ids = torch.where(torch.rand(rows, generator=generator, device="cpu") < 0.7, best, guess)
     cu_seqlens = torch.tensor([0, *counts], dtype=torch.int32, device="cpu").cumsum(0).to(torch.int32)
@@ -87,7 +87,7 @@ _RULES: tuple[_Rule, ...] = (
     (1.0, 0, 1.0, 0.05, 1.0),
     (0.8, 40, 0.95, 0.01, 1.2),
     _GREEDY,
-    (0.0, 3, 0.5, 0.5, 1.3),  # greedy: the penalty counts, the filters do not
+    (0.0, 3, 0.5, 0.5, 1.3),  # greedy: the penalty has an effect, the filters have none
     (5.0, 0, 1.0, 0.0, 0.7),
     (1e-3, 1, 0.1, 1.0, 1.0),
 )
@@ -102,7 +102,7 @@ def _make_sampled(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Logits as above, sequence b drawing by rule ``b % len(rules)``; drafts are mostly what the oracle draws."""
+    """Make logits as above; sequence b samples by rule ``b % len(rules)``. Most drafts are what the oracle samples."""
     args = _make(counts, vocab_size, special, generator, dtype, device)
     batch_size = len(counts)
     chosen = [rules[b % len(rules)] for b in range(batch_size)]
@@ -115,7 +115,7 @@ def _make_sampled(
         },
         "seeds": torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator, device="cpu"),
         "positions": torch.randint(0, 2**34, (batch_size,), generator=generator, device="cpu"),
-        # some of them twice, and some of no token: a target may have a narrower vocabulary than what was fed
+        # some ids twice, and some outside the vocabulary, as with a draft model whose vocabulary is larger
         "seen_ids": torch.randint(vocab_size + vocab_size // 8, (int(seen.sum()),), generator=generator, device="cpu"),
         "cu_seen": torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), seen.cumsum(0)]).int(),
     }
@@ -133,7 +133,7 @@ def _make_normal(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Draft tokens of a model whose logits are spread as those of language models: ten tokens share the mass."""
+    """Make logits that are spread like those of language models: ten tokens share most of the mass."""
     args = _make_sampled(counts, 2, (rule,), None, generator, dtype, device)
     logits = 2.5 * torch.randn(sum(counts), vocab_size, generator=generator, device="cpu")
     logits[:, :10] += 12
@@ -142,11 +142,17 @@ def _make_normal(
 
 _SAMPLED_CASES: tuple[tuple[str, str, list[int], int, float | None], ...] = (
     ("sampled", "every filter and penalty, beside greedy sequences", [3, 1, 6, 2, 4, 1, 3, 2, 5], 1000, None),
-    ("sampled_tiny_vocabulary", "less than one counter of noise; filters that keep all or one", [2] * 9, 3, None),
-    ("sampled_odd_vocabulary", "a tail after the last full block, in it the last counter's words", [1] * 9, 4099, None),
-    ("sampled_nan", "NaN rows must be told, not drawn", [3] * 9, 97, float("nan")),
+    (
+        "sampled_tiny_vocabulary",
+        "fewer tokens than a noise counter has words; filters that keep all or one",
+        [2] * 9,
+        3,
+        None,
+    ),
+    ("sampled_odd_vocabulary", "a tail after the last full block, with the last counter's words", [1] * 9, 4099, None),
+    ("sampled_nan", "rows with a NaN must be reported, not sampled", [3] * 9, 97, float("nan")),
     ("sampled_positive_infinity", "the first infinity wins, whatever the noise", [3] * 9, 130, float("inf")),
-    ("sampled_negative_infinity", "masked tokens are never drawn", [3] * 9, 130, float("-inf")),
+    ("sampled_negative_infinity", "masked tokens are never sampled", [3] * 9, 130, float("-inf")),
     ("sampled_no_sequences", "an empty batch", [], 1024, None),
 )
 
@@ -158,8 +164,8 @@ def _cases() -> Iterator[Case]:
         ("no_sequences", "an empty batch", [], 1024, None),
         ("tiny_vocabulary", "less than one vector; ties everywhere", [4, 4], 2, None),
         ("odd_vocabulary", "a tail after the last full vector and block", [3, 3], 4097, None),
-        ("large_vocabulary", "several blocks, threads at work", [6] * 8, 151_936, None),
-        ("nan", "NaN rows must be told, not chosen", [5, 5, 5], 97, float("nan")),
+        ("large_vocabulary", "several blocks, and several threads", [6] * 8, 151_936, None),
+        ("nan", "rows with a NaN must be reported, not chosen", [5, 5, 5], 97, float("nan")),
         ("positive_infinity", "the first infinity wins", [5, 5], 130, float("inf")),
         ("negative_infinity", "masked tokens never win", [5, 5], 130, float("-inf")),
         ("negative_zero", "-0 and +0 are equal", [5, 5], 130, -0.0),

@@ -1,8 +1,8 @@
 """The oracle: the two published algorithms in plain PyTorch on stock Hugging Face models.
 
-Dense, right-aligned tensors and ``DynamicCache``; Python loops; written to be read beside the paper ("Batch
-Speculative Decoding Done Right"). It is the truth of the tests and the baseline without custom kernels of every
-benchmark. It imports nothing of the engine.
+It uses dense, right-aligned tensors, ``DynamicCache`` and Python loops, to be read beside the paper ("Batch Speculative
+Decoding Done Right"). It is the reference of the tests, and the baseline without custom kernels of every benchmark. It
+imports nothing from the engine.
 """
 
 from specdec_fast.oracle.autoregressive import autoregressive

@@ -1,4 +1,4 @@
-"""Plain greedy decoding, one prompt at a time: the definition of the right answer."""
+"""Plain greedy decoding, one prompt at a time: the definition of the correct output."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specdec_fast.request.stopping import cut_emission
 def autoregressive(
     target: PreTrainedModel, prompt_ids: list[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
-    """Emit the target's most likely token after token, the lowest id among equals.
+    """Emit the target's most likely token at every position; among equals the lowest id.
 
     Args:
         target: a stock Hugging Face causal model.
         prompt_ids: at least one token id.
         max_new_tokens: at least 1.
-        stop_ids: ids that end the text (and belong to it).
+        stop_ids: ids that end the text; the text includes the id that ends it.
 
     Returns:
         The emitted ids.

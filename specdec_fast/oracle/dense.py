@@ -1,13 +1,13 @@
-"""Dense, right-aligned batches on stock models: the layout whose realignment the engine does without.
+"""Dense, right-aligned batches on stock models: the layout that needs realignment, which the engine avoids.
 
 Every row ends in the same column. With ``L`` columns and ``content_i`` committed tokens, row i begins with
-``padding_i = L - content_i`` columns that hold nothing:
+``padding_i = L - content_i`` columns of padding:
 
     padding_i + content_i == L                      for every row
-    shift_i = (L_new - L_old) - emitted_i           columns that row i moves after a step; it can be negative
+    shift_i = (L_new - L_old) - emitted_i           columns by which row i moves after a step; it can be negative
 
-so no row moves when all emitted the same number of tokens. What is padding is known by counting, never by a token's
-value: the pad id may well be emitted as content.
+So no row moves if all rows emitted the same number of tokens. The code counts padding and never recognises it by a
+token's value, because the pad id may be emitted as content.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LayerKV = tuple[Tensor, Tensor]  # keys, values: each [B, num_kv_heads, columns,
 
 @dataclass(frozen=True)
 class RowMove:
-    """One row's KV entries: ``length`` columns from ``start`` on, to be found at ``start + shift`` afterwards."""
+    """The move of one row's KV entries: ``length`` columns from ``start`` on move to ``start + shift``."""
 
     start: int
     length: int
@@ -32,7 +32,7 @@ class RowMove:
 
 
 def row_moves(padding: list[int], shifts: list[int], num_columns: int) -> list[RowMove]:
-    """Return each row's move, for rows that begin after ``padding`` and shall then end with ``num_columns``."""
+    """Return each row's move: it begins after ``padding`` columns, and shall then end at ``num_columns``."""
     return [RowMove(p, max(0, num_columns - p - s), s) for p, s in zip(padding, shifts, strict=True)]
 
 
@@ -45,11 +45,11 @@ def repad_in_python(layers: list[LayerKV], moves: list[RowMove], num_columns: in
 
     Args:
         layers: keys and values of each layer, ``[B, num_kv_heads, columns, head_dim]``.
-        moves: per row, what to keep and where it goes.
+        moves: per row, the columns to keep and their shift.
         num_columns: columns of the result.
 
     Returns:
-        New tensors of ``num_columns`` columns, zero where a row holds nothing.
+        New tensors of ``num_columns`` columns, with zeros in the padding.
 
     """
 
@@ -64,28 +64,28 @@ def repad_in_python(layers: list[LayerKV], moves: list[RowMove], num_columns: in
 
 
 def as_tensors(moves: list[RowMove], device: torch.device) -> tuple[Tensor, ...]:
-    """Return the moves' starts, lengths and shifts, each ``[B]`` int32, as ``realign_kv_`` takes them."""
-    # A row that keeps nothing may stand outside the columns: there is no place to move it from or to.
+    """Return starts, lengths and shifts of the moves, each ``[B]`` int32, the arguments of ``realign_kv_``."""
+    # A row that keeps nothing may begin outside the columns; it has nothing to move.
     rows = [(m.start, m.length, m.shift) if m.length else (0, 0, 0) for m in moves]
     return torch.tensor(list(zip(*rows, strict=True)), dtype=torch.int32, device=device).unbind()
 
 
 def repad_in_place(realign_kv_: RealignKV) -> Repad:
-    """Make a ``Repad`` of the fused op: rows move inside the tensors they are in, nothing is allocated.
+    """Make a ``Repad`` from the fused op: rows move inside their tensors, and nothing is allocated.
 
-    Columns outside a row's content then hold what stood there before, where ``repad_in_python`` leaves zeros; the
-    attention mask hides them, so no output can tell.
+    Columns outside a row's content then keep their old numbers, where ``repad_in_python`` writes zeros. The attention
+    mask hides these columns, so they affect no output.
 
     Args:
         realign_kv_: the op, of any backend; see ``oracle/ops/realign_kv.py``.
 
     Returns:
-        A repad whose result are views of the given layers, cropped to ``num_columns``; the layers must have at
-        least as many.
+        A repad that returns views of the given layers, cropped to ``num_columns``. The layers must have at least so
+        many columns.
 
     """
 
-    @torch.inference_mode()  # the layers come out of a forward in that mode, and only there may be written to
+    @torch.inference_mode()  # a forward made the layers in this mode, and only in it may they be written
     def repad(layers: list[LayerKV], moves: list[RowMove], num_columns: int) -> list[LayerKV]:
         realign_kv_(layers, *as_tensors(moves, layers[0][0].device))
         return [(keys[:, :, :num_columns], values[:, :, :num_columns]) for keys, values in layers]
@@ -98,9 +98,10 @@ class DenseModel:
 
     Args:
         model: a Hugging Face causal model.
-        lag: columns at the end whose KV entries are not kept between steps. The target's is 1: the newest token is
-            fed with the next drafts. A draft model's is 2: after a full acceptance it has seen neither the last draft
-            token nor the bonus, and dense rows must all be fed the same columns.
+        lag: number of last columns whose KV entries are not kept between steps. It is 1 for the target, which computes
+            the newest token together with the next draft tokens. It is 2 for a draft model: after a full acceptance it
+            has computed neither the last draft token nor the bonus token, and all dense rows must compute the same
+            columns.
 
     """
 
@@ -115,7 +116,7 @@ class DenseModel:
         return [(layer.keys, layer.values) for layer in self._cache.layers]
 
     def load(self, layers: list[LayerKV]) -> None:
-        """Take ``layers`` for the cache, without copying them."""
+        """Use ``layers`` as the cache, without copying them."""
         if not layers or not self._cache.layers:
             self._cache = DynamicCache(layers or None)
             return
@@ -124,12 +125,12 @@ class DenseModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
     @property
     def num_columns(self) -> int:
-        """Columns that the cache covers."""
+        """The number of columns in the cache."""
         return self._cache.layers[0].keys.shape[2] if self._cache.layers else 0
 
     @torch.inference_mode()
@@ -138,14 +139,14 @@ class DenseModel:
 
         Args:
             token_ids: ``[B, n]``, columns ``num_columns`` to ``num_columns + n - 1``.
-            padding: ``[B]``, columns at the left that hold nothing.
+            padding: ``[B]``, columns of padding at the left.
 
         """
         first, stop = self.num_columns, self.num_columns + token_ids.shape[1]
         columns = torch.arange(stop, device=self.device)
         positions = (columns[first:] - padding[:, None]).clamp_min(0)
         if self._max_positions is not None:
-            # Only draft tokens past the last position a request may use: what they yield is cut off.
+            # Only draft tokens lie beyond the last position that a request may use; their results are cut off.
             positions = positions.clamp_max(self._max_positions - 1)
         return self.model(
             input_ids=token_ids,
@@ -163,13 +164,13 @@ class DenseModel:
         """Move every row's entries by its shift, and keep ``num_columns - lag`` columns.
 
         Args:
-            padding: per row, before the move.
-            shifts: per row.
+            padding: columns of padding per row, before the move.
+            shifts: shift per row.
             num_columns: L after the step.
-            repad: what moves the entries.
+            repad: the function that moves the entries.
 
         Returns:
-            Bytes of KV that moved: the entries of rows with a shift; 0 if no row has one.
+            Bytes of KV that moved: those of rows with a shift other than 0.
 
         """
         kept = max(0, num_columns - self.lag)

@@ -11,25 +11,25 @@ from transformers import PreTrainedModel
 from specdec_fast.oracle.dense import DenseModel
 from specdec_fast.oracle.prompt_lookup import prompt_lookup
 
-_FILLER = 0  # stands where a row proposes fewer tokens than its neighbours; known by counting, never by value
+_FILLER = 0  # fills a row that proposes fewer tokens than others; counted, never recognised by its value
 
 
 class DenseDrafter(Protocol):
-    """Proposes up to K tokens per row; keeps KV of its own in ``model``, or has none."""
+    """Proposes up to K tokens per row; its own KV, if it has any, is in ``model``."""
 
     @property
     def model(self) -> DenseModel | None:
         """The draft model's dense KV, if it has one."""
 
     def draft(self, rows: list[list[int]], padding: Tensor, num_draft_tokens: int) -> tuple[Tensor, list[int]]:
-        """Return draft tokens ``[B, K]`` and, per row, how many of them are proposals."""
+        """Return draft tokens ``[B, K]``, and the number of proposals in each row."""
 
 
 class DenseModelDrafter:
     """Greedy continuation by a draft model.
 
-    It is fed the last two columns of every row, then one column per further draft token. A row that consists of its
-    newest token alone has nothing in the first of the two columns, which the mask hides.
+    The model computes the last two columns of every row, then one column per further draft token. If a row has one
+    token only, the first of the two columns is padding, which the mask hides.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -47,17 +47,17 @@ class DenseModelDrafter:
 
 
 class DenseNgramDrafter:
-    """Prompt lookup: no model, so nothing of its own to realign."""
+    """Prompt lookup. It has no model, so it has no KV to realign."""
 
     model = None
 
     def draft(self, rows: list[list[int]], padding: Tensor, num_draft_tokens: int) -> tuple[Tensor, list[int]]:
-        """Look every row's ending up in the row itself."""
+        """Look up every row's last tokens in the row itself."""
         proposals = [prompt_lookup(row, num_draft_tokens) for row in rows]
         filled = [proposal + [_FILLER] * (num_draft_tokens - len(proposal)) for proposal in proposals]
         return torch.tensor(filled, device=padding.device), [len(proposal) for proposal in proposals]
 
 
 def make_dense_drafter(draft: PreTrainedModel | None) -> DenseDrafter:
-    """Draft with ``draft``, or by prompt lookup where it is None."""
+    """Make a drafter of the model ``draft``, or of prompt lookup if it is None."""
     return DenseNgramDrafter() if draft is None else DenseModelDrafter(draft)

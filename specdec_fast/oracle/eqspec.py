@@ -4,9 +4,9 @@ prefill all prompts, right-aligned
 until every row has ended:
     draft     K tokens per row
     verify    one forward over [newest token, K draft tokens] of every row
-    accept    per row, the drafts before the first that differs from the target's own token, and that token
-    realign   unpad, append, repad: tokens, positions, mask and KV of every row that emitted more or less
-              than the longest row grew by
+    accept    per row, the draft tokens before the first that differs from the target's own token, and that token
+    realign   unpad, append, repad: tokens, positions, mask and KV of every row whose number of emitted tokens
+              differs from the growth of the longest row
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def eqspec(
 ) -> OracleRun:
     """Decode all prompts as one batch until the last has ended.
 
-    Finished rows stay in the batch, as the algorithm has it: they are fed, and emit nothing.
+    As in the published algorithm, finished rows stay in the batch: the models compute them, and they emit nothing.
 
     Args:
         target: a stock Hugging Face causal model.
         draft: a draft model with the same vocabulary; None drafts by prompt lookup.
-        prompts: token ids; the batch is all of them.
+        prompts: token ids of the prompts, which are one batch.
         limits: where requests end.
         num_draft_tokens: K, at least 1.
-        repad: what moves KV entries when rows emitted unequally: Python loops, or a fused op.
+        repad: the function that moves KV entries if rows emitted unequally: Python loops, or a fused op.
 
     Returns:
         Outputs in input order, equal to ``autoregressive`` of every prompt, and per-step statistics.

@@ -1,11 +1,11 @@
-"""EXSPEC: a window of sequences, each with its own KV; equal lengths are stepped together.
+"""EXSPEC: a window of sequences, each with its own KV; sequences of equal length step together.
 
 until the queue and the window are empty:
     fill      the window with up to W sequences, each prefilled alone
     group     B sequences of equal length if the window has them (nothing to realign), else its first B
     assemble  stack the group's KV; realign it by eqspec's repad if the lengths differ
     step      draft, verify, accept, as eqspec does
-    split     every sequence takes its own KV back; finished ones leave
+    split     every sequence gets its own KV back; finished sequences leave
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def exspec(
     window_size: int | None = None,
     repad: Repad = repad_in_python,
 ) -> OracleRun:
-    """Decode all prompts through a sliding window; finished sequences leave at once and others take their place.
+    """Decode all prompts through a window; finished sequences leave at once, and others take their place.
 
     Args:
         target: a stock Hugging Face causal model.
         draft: a draft model with the same vocabulary; None drafts by prompt lookup.
         prompts, limits, num_draft_tokens: as in ``eqspec``, for any number of prompts.
-        batch_size: B, sequences per step at most.
-        window_size: W >= B, sequences that hold KV; None takes 2 B.
-        repad: what aligns a group of unequal lengths: Python loops, or a fused op.
+        batch_size: B, the largest number of sequences in a step.
+        window_size: W >= B, the number of sequences that hold KV; None: 2 B.
+        repad: the function that aligns a group of unequal lengths: Python loops, or a fused op.
 
     Returns:
         Outputs in input order, equal to ``autoregressive`` of every prompt, and per-step statistics.
@@ -93,7 +93,7 @@ def exspec(
 
 
 def choose_group(window: list[Row], batch_size: int) -> list[Row]:
-    """Take ``batch_size`` sequences of equal length if the window has them, else its first ``batch_size``."""
+    """Choose ``batch_size`` sequences of equal length if the window has them, else its first ``batch_size``."""
     by_length: dict[int, list[Row]] = defaultdict(list)
     for row in window:
         by_length[len(row.token_ids)].append(row)
@@ -103,9 +103,9 @@ def choose_group(window: list[Row], batch_size: int) -> list[Row]:
 
 
 def _stack(owned: list[list[LayerKV]]) -> list[LayerKV]:
-    """Stack the KV of several sequences, every row beginning in column 0, zeros behind the shorter ones."""
+    """Stack the KV of several sequences; every row begins in column 0, with zeros after the shorter ones."""
     filled = [layers for layers in owned if layers]
-    if not filled:  # nobody has an entry yet: prompts of a token or two
+    if not filled:  # no sequence has an entry yet: prompts of one or two tokens
         return []
     num_columns = max(layers[0][0].shape[2] for layers in filled)
 
@@ -122,7 +122,7 @@ def _stack(owned: list[list[LayerKV]]) -> list[LayerKV]:
 
 
 def _split(model: DenseModel, group: list[Row], padding: list[int]) -> OwnKV:
-    """Give every sequence back its own entries, those of rejected tokens left out."""
+    """Return every sequence's own entries, without those of rejected tokens."""
     own = {}
     for i, (row, start) in enumerate(zip(group, padding, strict=True)):
         stop = start + max(0, len(row.token_ids) - model.lag)

@@ -1,8 +1,8 @@
-"""The rule by which a token is chosen: keyed noise, so that one request has one answer however it is computed.
+"""The rule by which a token is sampled: keyed noise, so that a request has the same output however it is computed.
 
-The token at position t of a request is ``argmax(scores + noise(seed, t))``: Gumbel noise makes the argmax a draw from
-``softmax(scores)`` (Gumbel 1954; the "Gumbel-max trick"), and noise keyed by seed, position and token id is the same
-in plain decoding and in any verification.
+The token at position t of a request is ``argmax(scores + noise(seed, t))``: Gumbel noise makes the argmax a sample from
+``softmax(scores)`` (Gumbel 1954; the "Gumbel-max trick"). The noise is keyed by seed, position and token id, so it is
+the same in plain decoding and in every verification.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), any number at a time.
+    """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
     Args:
         counter: four tensors of int64 that hold 32-bit words.
@@ -37,7 +37,7 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # int64 wraps, but the shift and the mask leave the right bits of a 64-bit product
+        # int64 overflows, but the shift and the mask keep the correct bits of the 64-bit product
         high0, low0 = _halves(c0 * _MULTIPLIERS[0])
         high1, low1 = _halves(c2 * _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
@@ -48,8 +48,8 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
 def gumbel_noise(vocab_size: int, seed: int, position: int, device: torch.device) -> Tensor:
     """Return the noise of every token id at one position: ``[vocab_size]`` float64.
 
-    Token i takes word ``i % 4`` of counter ``(i // 4, position, position >> 32, 0)`` under the key ``seed``; a word x
-    becomes ``u = (x + 0.5) / 2**32``, which is never 0 or 1, and the noise ``-log(-log(u))``, at most 22.9.
+    Token i has word ``i % 4`` of counter ``(i // 4, position, position >> 32, 0)`` with the key ``seed``. A word x
+    gives ``u = (x + 0.5) / 2**32``, which is never 0 or 1, and the noise ``-log(-log(u))``, which is at most 22.9.
     """
     blocks = torch.arange(-(-vocab_size // 4), device=device)
     zero = torch.zeros_like(blocks)
@@ -81,8 +81,8 @@ def _halves(product: Tensor) -> tuple[Tensor, Tensor]:
 def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make seen tokens less likely, each once (Keskar et al., CTRL, arXiv 1909.05858, section 4.1).
 
-    As in transformers, a negative logit is multiplied. Ids beyond the vocabulary (a draft's may be smaller) are
-    nobody's.
+    As in transformers, a negative logit is multiplied. Ids outside the vocabulary are ignored: that of a draft model
+    may be smaller.
     """
     seen = seen[(seen >= 0) & (seen < len(logits))]
     before = logits[seen]
@@ -106,7 +106,7 @@ def _choose(logits: Tensor, sampling: Sampling, b: int, row: int) -> int:
 
 
 def _threshold(scores: Tensor, top_k: int, top_p: float, min_p: float) -> float:
-    """Return the lowest score that is kept; equal scores are kept or dropped together."""
+    """Return the lowest kept score; equal scores are kept or dropped together."""
     threshold = -math.inf
     falling = scores.sort(descending=True).values
     if 0 < top_k < len(scores):

@@ -1,4 +1,4 @@
-"""One speculative step on a dense batch, shared by both algorithms; and what a run reports."""
+"""One speculative step on a dense batch, which both algorithms use, and the statistics of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec_fast.results import DecodingStats, StageTimer
 
 @dataclass(frozen=True)
 class StopRule:
-    """Where every request of a run ends: after ``max_new_tokens``, or at one of ``stop_ids``."""
+    """The rule by which every request of a run ends: after ``max_new_tokens``, or at one of ``stop_ids``."""
 
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()
@@ -36,7 +36,7 @@ class Row:
         return self.token_ids[self.prompt_length :]
 
     def commit(self, emission: list[int]) -> int:
-        """Append one step's tokens, cut where the request ends; return how many. A finished row takes none."""
+        """Append one step's tokens, cut where the request ends; return their number. A finished row appends none."""
         if self.finished:
             return 0
         remaining = self.limits.max_new_tokens - len(self.emitted_ids)
@@ -48,14 +48,14 @@ class Row:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step did.
+    """The statistics of one step.
 
     Attributes:
         num_accepted: draft tokens accepted, per row.
         num_emitted: tokens emitted, per row; 0 for a row that had finished before.
-        moved_bytes: KV moved to realign rows.
+        moved_bytes: bytes of KV moved to realign rows.
         equal_length: whether all rows had the same length before the step.
-        seconds: per stage; the first step's include the prefill.
+        seconds: seconds per stage; those of the first step include the prefill.
 
     """
 
@@ -91,13 +91,13 @@ def make_rows(prompts: list[list[int]], limits: StopRule) -> list[Row]:
 
 
 def paddings(rows: list[Row]) -> list[int]:
-    """Return the columns that hold nothing, per row: ``padding_i = L - content_i``."""
+    """Return the columns of padding per row: ``padding_i = L - content_i``."""
     longest = max(len(row.token_ids) for row in rows)
     return [longest - len(row.token_ids) for row in rows]
 
 
 def prefill(model: DenseModel, rows: list[Row]) -> None:
-    """Compute the KV entries of all prompt columns but the last ``lag``."""
+    """Compute the KV entries of all prompt columns except the last ``lag``."""
     padding = paddings(rows)
     columns = [[0] * p + row.token_ids for p, row in zip(padding, rows, strict=True)]
     kept = len(columns[0]) - model.lag
@@ -109,10 +109,10 @@ def prefill(model: DenseModel, rows: list[Row]) -> None:
 def speculative_step(
     rows: list[Row], target: DenseModel, drafter: DenseDrafter, num_draft_tokens: int, run: OracleRun
 ) -> tuple[list[int], list[int]]:
-    """Draft, verify, accept and commit for every row; the caches are left to the caller to realign.
+    """Draft, verify, accept and commit for every row; the caller realigns the caches.
 
     Returns:
-        Accepted and emitted tokens per row (0 emitted by rows that had finished before).
+        Number of accepted and of emitted tokens per row; rows that had finished before emit 0.
 
     """
     padding = torch.tensor(paddings(rows), device=target.device)
@@ -136,7 +136,7 @@ def speculative_step(
 
 
 def _accept(wanted: Tensor, drafted: Tensor, num_proposed: list[int]) -> list[int]:
-    """Count, per row, the proposals that equal the target's own tokens before the first that does not."""
+    """Count, per row, the proposals before the first one that differs from the target's own token."""
     accepted = []
     for row, proposed in enumerate(num_proposed):
         count = 0

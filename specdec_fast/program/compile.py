@@ -22,8 +22,8 @@ from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.program.tape import Index, Tape
 from specdec_fast.program.tracer import Recorder
 
-# Numbers of rows, and of rows whose logits are wanted: odd and even, and unlikely to be a size of a model. There are two
-# pairs, so that a size that is mistaken for the number of rows in one recording is not in the other.
+# Numbers of rows, and of rows whose logits are wanted: odd and even, and unlikely to be a size of a model. There are
+# two pairs, so that a size that is mistaken for the number of rows in one recording is not in the other.
 _COUNTS = ((37, 23), (44, 29))
 _SPAN = 8  # rows of a sequence; every model has so many positions
 _PAGE_SIZE = 16

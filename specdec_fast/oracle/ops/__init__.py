@@ -1,1 +1,1 @@
-"""The ops in plain PyTorch: the truth every kernel is compared with, and a backend that runs anywhere."""
+"""The ops in plain PyTorch: the reference of every kernel, and a backend that runs anywhere."""

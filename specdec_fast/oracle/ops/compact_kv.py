@@ -10,17 +10,16 @@ from torch import Tensor
 def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Move entry ``sources[m]`` of a sequence to its position ``destinations[m]``, in place, in all layers.
 
-    Moves keep the order of entries: within a sequence both lists rise strictly, so no entry is written before it
-    is read if those that move down are taken in rising order and those that move up in falling order. That is how
-    a tree's accepted path becomes a chain, and how a block table of old and then new pages moves a sequence to the
-    new ones.
+    Moves keep the order of entries: within a sequence both lists rise strictly. So no entry is overwritten before it is
+    read if moves down are made in rising order and moves up in falling order. Two uses: the accepted path of a tree
+    becomes a chain; with a block table of old and then new pages, a sequence moves to the new pages.
 
     Args:
         kv_cache: ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``, contiguous.
         block_table: ``[B, max_pages]`` int32, the pages of each sequence in order of position.
-        cu_moves: ``[B + 1]`` int32, where each sequence's moves begin.
+        cu_moves: ``[B + 1]`` int32, the index of each sequence's first move, and the number of moves.
         sources: ``[M]`` int32, positions in the sequence.
-        destinations: ``[M]`` int32, positions in the sequence. What stood there is lost.
+        destinations: ``[M]`` int32, positions in the sequence, whose old entries are lost.
 
     """
     page_size = kv_cache.shape[3]

@@ -1,4 +1,4 @@
-"""Oracle of ``grouped_linear``: rows times the weights of the experts that they have chosen."""
+"""Oracle of ``grouped_linear``: rows times the weights of the experts chosen for them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from torch import Tensor
 def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply every row by the weights of each of its experts.
 
-    A product's bits depend on its row and its expert alone, in every implementation. Here each is computed by itself,
-    from a copy of the row: PyTorch's linears may sum in another order for other numbers of rows and other addresses.
+    In every implementation, a product's bits depend on its row and its expert alone. Here each product is computed by
+    itself, from a copy of the row, because PyTorch's linears may sum in another order for another number of rows or
+    another address.
 
     Args:
         rows: ``[T, 1, in_features]`` of fp32, fp16 or bf16, or ``[T, num_choices, in_features]``, one for each choice.
-        expert_ids: ``[T, num_choices]`` int64, which weights; contiguous.
-        weight: ``[num_experts, out_features, in_features]`` of the same dtype, contiguous, or its ``mT`` is.
+        expert_ids: ``[T, num_choices]`` int64, contiguous.
+        weight: ``[num_experts, out_features, in_features]`` of the same dtype; it or its ``mT`` is contiguous.
         bias: ``[num_experts, out_features]`` of the same dtype, or None.
 
     Returns:
         ``[T, num_choices, out_features]`` in that dtype; sums are in fp32 and rounded once.
 
     Raises:
-        IndexError: there is no such expert.
+        IndexError: an expert id lies outside the experts.
 
     """
     num_choices = expert_ids.shape[1]

@@ -9,8 +9,8 @@ from torch import Tensor
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply every row by the weights, as ``torch.nn.functional.linear`` does.
 
-    The C++ and Triton implementations add an output's products in one order whatever the number of rows, so a row has
-    the same bits alone and among others. PyTorch's own, which this is, does not promise that.
+    The C++ and Triton implementations add an output's products in one order, whatever the number of rows. So a row has
+    the same bits alone and among others. This implementation is PyTorch's own, which does not promise that.
 
     Args:
         rows: ``[T, in_features]`` of fp32, fp16 or bf16.

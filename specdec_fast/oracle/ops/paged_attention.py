@@ -10,22 +10,22 @@ from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, Pag
 
 
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
-    """Attend from every query row to its own sequence's KV entries up to and including itself.
+    """Attend from every query row to the KV entries of its own sequence, up to and including its own entry.
 
-    With a tree mask a row sees all entries before its sequence's rows, and of those rows its ancestors and itself. Its
-    position is then the number of entries before the rows plus its depth, and that is what a sliding window counts
-    from; the window must hold the whole tree.
+    With a tree mask, a row sees all entries before its sequence's rows, and among those rows its ancestors and itself.
+    Its position is then the number of entries before the rows plus its depth. A sliding window counts from that
+    position, and must contain the whole tree.
 
     Args:
         query: ``[T, num_heads, head_dim]``; ``num_heads`` is a multiple of ``num_kv_heads``.
         kv: key cache ``[num_pages, page_size, num_kv_heads, head_dim]`` and value cache
             ``[num_pages, page_size, num_kv_heads, value_head_dim]``.
-        batch: whose rows they are, and the pages of each sequence.
+        batch: the rows and the pages of each sequence.
         scores: scale, sliding window, soft cap and sinks.
 
     Returns:
-        ``[T, num_heads, value_head_dim]`` in the dtype of ``query``. An entry that is not finite spoils the rows that
-        see it and no others.
+        ``[T, num_heads, value_head_dim]`` in the dtype of ``query``. An entry that is not finite makes the rows that
+        see it NaN, and no others.
 
     """
     out = query.new_empty(*query.shape[:2], kv[1].shape[3])
@@ -38,17 +38,17 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         tree = None if batch.tree_mask is None else batch.tree_mask[starts[b] : starts[b + 1]]
         visible = _visible(num_rows, context, scores.sliding_window, tree, query.device)
         if num_rows:
-            # [H, rows, D], copied: a library may add in another order at another alignment.
+            # [H, rows, D], copied because a library may add in another order at another alignment.
             rows = query[starts[b] : starts[b + 1]].transpose(0, 1).clone()
             out[starts[b] : starts[b + 1]] = _attend_finite(rows, key, value, visible, scores).transpose(0, 1)
     return out
 
 
 def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: AttentionParams) -> Tensor:
-    """Attend over what is finite: ``[num_heads, rows, value_head_dim]``, NaN for whoever sees anything else.
+    """Attend over finite entries: ``[num_heads, rows, value_head_dim]``, NaN in rows that see other entries.
 
-    A weight of 0 would spread a NaN to rows that do not see it, and ``scaled_dot_product_attention`` takes a row whose
-    scores are all NaN for one that sees nothing.
+    A weight of 0 would spread a NaN to rows that do not see it, and ``scaled_dot_product_attention`` treats a row whose
+    scores are all NaN like a row that sees nothing.
     """
     group = query.shape[0] // key.shape[0]
     is_broken = tuple(~x.isfinite() for x in (query, key, value))
@@ -56,10 +56,13 @@ def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, s
         x.masked_fill(broken, 0) if bool(broken.any()) else x
         for x, broken in zip((query, key, value), is_broken, strict=True)
     )
-    seen = visible.any(dim=0)  # what none of the rows sees costs nothing
+    seen = visible.any(dim=0)  # entries that no row sees are left out
     mask = None if query.shape[1] == 1 else visible[:, seen]
     out = _attend(query[None], key[None, :, seen], value[None, :, seen], mask, scores)[0]
-    for broken in (is_broken[1].any(-1, keepdim=True), is_broken[2]):  # a key spoils the score, a value its own sum
+    for broken in (
+        is_broken[1].any(-1, keepdim=True),
+        is_broken[2],
+    ):  # a broken key affects the score, a broken value only its own sum
         if bool(broken.any()):
             spoiled = visible.float() @ broken.float() > 0  # [H_kv, rows, 1 or D]
             out = out.masked_fill(spoiled.repeat_interleave(group, dim=0), float("nan"))
@@ -69,7 +72,7 @@ def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, s
 def _visible(
     num_rows: int, context: int, sliding_window: int | None, tree_mask: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Return the ``[num_rows, context]`` mask of what each row sees."""
+    """Return the mask ``[num_rows, context]`` of the entries that each row sees."""
     prefix = context - num_rows
     column = torch.arange(context, device=device)[None, :]
     position = torch.arange(prefix, context, device=device)[:, None]
@@ -96,7 +99,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scor
         products = scores.softcap * torch.tanh(products / scores.softcap)
     if mask is not None:
         products = products.masked_fill(~mask, float("-inf"))
-    if scores.sinks is not None:  # one more column, whose weight meets no value
+    if scores.sinks is not None:  # one more column, whose weight has no value
         column = scores.sinks.float()[:, None, None].expand(*products.shape[:3], 1)
         products = torch.cat([products, column], dim=-1)
     return (products.softmax(dim=-1)[..., : key.shape[2]] @ value).to(query.dtype)

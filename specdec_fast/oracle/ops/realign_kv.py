@@ -10,15 +10,15 @@ from torch import Tensor
 def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths: Tensor, shifts: Tensor) -> None:
     """Move columns ``starts[b]`` to ``starts[b] + lengths[b] - 1`` of row b by ``shifts[b]``, in place, in all layers.
 
-    A shift may be negative (to the left), and the new place may overlap the old one. Rows with shift 0 are not
-    touched; columns that a row no longer holds keep what stood there.
+    A shift may be negative (to the left), and the new place may overlap the old one. Rows with shift 0 do not change.
+    Columns that a row leaves keep their old numbers.
 
     Args:
-        layers: keys and values of each layer, each ``[B, num_kv_heads, columns, head_dim]``; all of one shape and of
-            the same strides, the last axis contiguous.
-        starts: ``[B]`` int32, first column that row b holds.
-        lengths: ``[B]`` int32, columns it keeps.
-        shifts: ``[B]`` int32.
+        layers: keys and values of each layer, each ``[B, num_kv_heads, columns, head_dim]``; all with one shape and the
+            same strides; the last axis is contiguous.
+        starts: ``[B]`` int32, the first column of row b.
+        lengths: ``[B]`` int32, the number of columns of row b.
+        shifts: ``[B]`` int32, the shift of row b.
 
     """
     moves = zip(starts.tolist(), lengths.tolist(), shifts.tolist(), strict=True)

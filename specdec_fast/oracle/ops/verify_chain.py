@@ -18,29 +18,30 @@ def verify_chain(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compare every draft token with the target's own choice.
 
-    Sequence b was fed rows ``cu_seqlens[b]:cu_seqlens[b + 1]``: its last committed token, then its draft tokens.
-    Row j's logits say what the target emits after that row, so they judge the token fed in row j + 1.
+    Sequence b has rows ``cu_seqlens[b]:cu_seqlens[b + 1]``: its last committed token, then its draft tokens. The logits
+    of row j determine the target's token after that row, which is compared with the draft token in row j + 1.
 
-    The choice is the most likely token, the lowest id among equals, unless ``sampling`` says otherwise. It then is
-    made in float64, for each row by itself:
+    Without ``sampling``, the target's token is the most likely one, among equals the lowest id. With ``sampling``,
+    every row chooses in float64 by these rules:
 
-    1. logits of seen tokens are divided by the repetition penalty (negative ones multiplied), each token once; seen
-       are the sequence's ``seen_ids`` and what it was fed in rows 0 to j;
-    2. temperature 0: the largest logit wins. So it does if it is infinite;
+    1. the logits of seen tokens are divided by the repetition penalty (negative ones are multiplied), each token once;
+       seen tokens are the sequence's ``seen_ids`` and its tokens in rows 0 to j;
+    2. at temperature 0, or if the largest logit is infinite, the largest logit wins;
     3. scores are the differences to the largest logit, divided by the temperature;
-    4. ``top_k``, of these ``top_p``, of these ``min_p`` keep scores down to a threshold; equals stay together;
-    5. the largest sum of a kept score and its noise wins, the lowest id among equals; the noise is keyed by seed,
+    4. ``top_k``, then ``top_p``, then ``min_p`` keep scores down to a threshold; equal scores are kept or dropped
+       together;
+    5. the largest sum of a kept score and its noise wins, among equals the lowest id; the noise is keyed by seed,
        position and token id, see ``oracle/sampling.py``.
 
     Args:
         logits: ``[T, vocab_size]`` of fp32, fp16 or bf16.
-        token_ids: ``[T]`` int64, what was fed.
+        token_ids: ``[T]`` int64, the token of each row.
         cu_seqlens: ``[B + 1]`` int32; every sequence has at least one row.
-        sampling: how each sequence chooses; None: all are greedy.
+        sampling: how each sequence chooses its tokens; None: all greedily.
 
     Returns:
         ``target_tokens [T]`` int64: the choice of each row, -1 if the row holds a NaN;
-        ``num_accepted [B]`` int32: draft tokens equal to the target's, up to the first that is not;
+        ``num_accepted [B]`` int32: draft tokens equal to the target's, up to the first that differs;
         ``next_tokens [B]`` int64: the target's token after the accepted ones (correction or bonus; -1 if NaN).
 
     """
