@@ -51,7 +51,7 @@ def num_draft_tokens(text: str) -> int | str:
 
 
 def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
-    """Make the EngineConfig that ``add_engine_options`` asked for."""
+    """Make the EngineConfig from the options of ``add_engine_options``."""
     return EngineConfig(
         method=args.method,
         max_batch_size=args.batch_size,
@@ -66,7 +66,7 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
 
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
     """Add --device, --backend and --enforce-eager."""
-    parser.add_argument("--device", default=None, help="cpu, cuda, ... (default: CUDA where there is one)")
+    parser.add_argument("--device", default=None, help="cpu, cuda, ... (default: CUDA if there is a device)")
     parser.add_argument("--backend", choices=[AUTO, *BACKENDS], default=AUTO, help="implementation of the ops")
     parser.add_argument(
         "--enforce-eager", action="store_true", help="let PyTorch run every forward: no programs, no CUDA graphs"
@@ -86,10 +86,10 @@ def drafter_names() -> str:
 
 
 def expect_writable(path: Path) -> None:
-    """Find out before hours of decoding, not after, that a result cannot be written; leave no file behind.
+    """Check before hours of decoding that a result can be written; leave no file behind.
 
     Raises:
-        ConfigError: the folder is not there, or the file cannot be written.
+        ConfigError: the folder does not exist, or the file cannot be written.
 
     """
     existed = path.exists()
@@ -103,7 +103,7 @@ def expect_writable(path: Path) -> None:
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line of a prompt file: a prompt, or why it is none."""
+    """One line of a prompt file: a prompt, or the reason why it has none."""
 
     number: int
     prompt: str | list[int] | None
@@ -113,12 +113,12 @@ class PromptLine:
 def read_prompts(path: Path) -> list[PromptLine]:
     """Read ``{"prompt": TEXT}`` or ``{"prompt_ids": [IDS]}`` per line; blank lines at the end do not count.
 
-    A line without either is taken for one of Spec-Bench's question file: ``{"turns": [TEXT, ...]}``, of which the
-    first turn is the prompt, as it is, without a chat template. Other fields are left alone, but for those of
-    SamplingParams: dropping them would answer another request.
+    A line without either must be one of Spec-Bench's question file: ``{"turns": [TEXT, ...]}``. Its first turn is the
+    prompt, without a chat template. Other fields are ignored, except those of SamplingParams, which are errors: without
+    them the output would be that of another request.
 
     Raises:
-        ConfigError: the file is empty, or no text.
+        ConfigError: the file is empty, or is not text.
 
     """
     try:
@@ -146,7 +146,7 @@ def _parse_line(number: int, line: str) -> PromptLine:
 
 
 def _parse_prompt(value: Any) -> tuple[str | None, str | None]:
-    """Return the prompt, or what is wrong."""
+    """Return the prompt, or what is wrong with it."""
     if isinstance(value, str):
         return value, None
     return None, f'"prompt" is a {type(value).__name__}; expected a string'
@@ -172,7 +172,7 @@ _PARSERS: dict[str, Callable[[Any], tuple[Any, str | None]]] = {
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Lay out a table in plain text: the first column to the left, the others to the right."""
+    """Lay out a table in plain text: the first column is left-aligned, the others right-aligned."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
 

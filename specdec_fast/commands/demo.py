@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         (warmed, *_) = warm.generate(prompts[:2], SamplingParams(max_new_tokens=_WARM_UP_TOKENS), progress=False)
     transformers_greedy(engine.target.model, warmed.prompt_ids, _WARM_UP_TOKENS)
     seconds: dict[str, list[float]] = {"ours": [], "plain": [], "transformers": []}
-    for _ in range(_REPEATS):  # interleaved: whatever else the machine does meets all three
+    for _ in range(_REPEATS):  # interleaved, so that other load on the machine affects all three
         outputs = engine.generate(prompts, params, progress=False)
         seconds["ours"].append(engine.last_run.seconds)
         plain.generate(prompts, params, progress=False)

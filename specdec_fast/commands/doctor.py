@@ -15,7 +15,7 @@ _PACKAGES = ("specdec-fast", "torch", "transformers", "triton", "flash-attn", "n
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Take no arguments."""
+    """Declare no arguments."""
 
 
 def run(args: argparse.Namespace) -> int:

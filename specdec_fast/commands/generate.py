@@ -27,14 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, type=Path, metavar="FILE.jsonl", help="one result per input line")
     parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="STRING", help="end a text before it; repeatable"
+        "--stop", action="append", default=[], metavar="STRING", help="end a text before this string; repeatable"
     )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens (0: all)")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest with this mass")
     sampling.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="drop those below this share of the top"
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens with this mass"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below this share of the likeliest one"
     )
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="default: 1, none")
     sampling.add_argument(
@@ -42,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=None,
         metavar="N",
-        help="line i (from 1) draws with seed N + i (default: fresh)",
+        help="line i (from 1) samples with seed N + i (default: a random seed)",
     )
     parser.add_argument("--logprobs", action="store_true", help="write the log-probability of every token")
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decode every good line; report every bad one by its number. Exit status 1 if there was one."""
+    """Decode every valid line; report every invalid line by its number. Exit status 1 if there is an invalid line."""
     lines = read_prompts(args.prompts)
     config = engine_config(args, args.dtype)
     params = _params(args)

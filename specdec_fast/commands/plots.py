@@ -15,12 +15,12 @@ from matplotlib import pyplot as plt  # after the choice of a backend that needs
 
 
 def formats() -> list[str]:
-    """Return the endings of file names that figures can be written to, without their dot."""
+    """Return the file name extensions of figures, without the dot."""
     return sorted(FigureCanvasBase.get_supported_filetypes())
 
 
 def draw_exactness(report: Report, path: Path) -> None:
-    """Draw, per dtype and batch size, the worst share of identical outputs: ours, the control's, the noise floor's."""
+    """Draw the worst share of identical outputs per dtype and batch size: settings, control, noise floor."""
     series = {
         "specdec_fast, every setting": report.comparisons,
         "specdec_fast, determinism off": report.control,
@@ -29,7 +29,9 @@ def draw_exactness(report: Report, path: Path) -> None:
     dtypes = list(dict.fromkeys(c.setting.dtype for c in report.comparisons))
     figure, axes = plt.subplots(1, len(dtypes), figsize=(1 + 4 * len(dtypes), 4), squeeze=False, sharey=True)
     for axis, dtype in zip(axes[0], dtypes, strict=True):
-        for width, (name, comparisons) in zip((7, 3, 2), series.items(), strict=True):  # one may hide another
+        for width, (name, comparisons) in zip(
+            (7, 3, 2), series.items(), strict=True
+        ):  # widths differ, because lines may coincide
             worst = _worst([c for c in comparisons if c.setting.dtype == dtype])
             shares = [100 * share for share in worst.values()]
             axis.plot([str(size) for size in worst], shares, "o-", linewidth=width, label=name)

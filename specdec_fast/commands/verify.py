@@ -58,11 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"{GREEDY} (default), or parameters such as temperature=0.7,top_p=0.9",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="prompt i (from 0) draws with seed N + i")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="prompt i (from 0) samples with seed N + i")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after EOS, to compare longer texts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the report (needs matplotlib)")
     add_backend_options(parser)
 
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def matrix_of(args: argparse.Namespace) -> Matrix:
-    """Make what the command line asks for.
+    """Make the matrix of the command line.
 
     Raises:
         ConfigError: one of the settings is out of range.
@@ -126,7 +126,7 @@ def _value(text: str) -> Any:
 
 
 def _prompts(args: argparse.Namespace, matrix: Matrix) -> list[list[int]]:
-    """Check and encode every line; here a bad one ends the command, because a report on the rest would mislead."""
+    """Check and encode every line. An invalid line ends the command, because a report on the rest would mislead."""
     config = EngineConfig(dtype=matrix.dtypes[0], device=args.device, backend=args.backend)
     model = load_model(args.target, config.dtype, config.device)  # type: ignore[arg-type]
     target = RaggedModel(model, resolve(model.device, args.backend), config.page_size)
@@ -142,7 +142,7 @@ def _prompts(args: argparse.Namespace, matrix: Matrix) -> list[list[int]]:
 
 
 def print_report(report: Report) -> None:
-    """Print one line per dtype, sampling and method; the batch sizes stand side by side."""
+    """Print one line per dtype, sampling and method, with a column per batch size."""
     print(
         "\nAgainst the engine's own plain decoding, one prompt at a time. Batch n: share of outputs that are identical,"
     )
@@ -182,7 +182,7 @@ def _table(comparisons: list[Comparison]) -> str:
 
 
 def _earliest(found: dict[int, Comparison]) -> str:
-    """Say where the first of all texts parts, and what the two best logits were there."""
+    """Describe the earliest divergence, and the two best logits there."""
     divergences = [d for c in found.values() for d in c.divergences]
     first = min(divergences, key=lambda d: d.position, default=None)
     if first is None:
@@ -192,7 +192,7 @@ def _earliest(found: dict[int, Comparison]) -> str:
 
 
 def _drawing(path: Path) -> Any:
-    """Return what draws the report; asked for before hours of decoding, not after."""
+    """Return the function that draws the report; called before hours of decoding, so that errors come first."""
     try:
         from specdec_fast.commands.plots import draw_exactness, formats
     except ImportError as error:

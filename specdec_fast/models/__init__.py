@@ -1,1 +1,1 @@
-"""Hugging Face models on ragged rows: checked, loaded, run and timed."""
+"""Hugging Face models on ragged rows: loading, checks, forwards and timing."""

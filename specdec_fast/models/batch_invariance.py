@@ -1,15 +1,17 @@
-"""Row-count invariance: a row of a forward gets the same bits whatever rows are beside it, by construction.
+"""Batch invariance: by construction, a row of a forward has the same bits whatever the other rows.
 
-Kernels are deterministic, but a library chooses another order of summation for another number of rows, and a near-tie
-between two logits then flips. A forward program (``program/``) computes each row by itself. Where PyTorch runs a model,
+Kernels are deterministic, but a library chooses another order of summation for another number of rows, and then a
+near-tie between two logits flips. A forward program (``program/``) computes each row by itself. If PyTorch runs a
+model,
 
-* linears are computed in chunks of sizes that have one order of sums in common (``row_counts.py``),
-* attention gets each row as a sequence of its own, unless the implementation chosen reduces rows by themselves,
-* all else looks at one row at a time, which is checked operation by operation (``row_mixing.py``); it is computed on
-  one thread and on a multiple of 64 rows, so that no element is left over behind the last full vector.
+* linears are computed in chunks of sizes with the same order of sums (``row_counts.py``),
+* attention gets each row as a sequence of its own, unless the chosen implementation reduces each row by itself,
+* all other operations depend on one row at a time, which is checked operation by operation (``row_mixing.py``); they
+  are
+  computed on one thread and on a multiple of 64 rows, so that no element is left after the last full vector.
 
-A model in which something mixes rows is computed one row at a time. None of it depends on batch size or K, so all
-engines over one model have the same bits. A run of the whole model checks what was constructed.
+If an operation of a model mixes rows, the model is computed one row at a time. None of this depends on batch size or K,
+so all engines over one model have the same bits. A run of the whole model checks the construction.
 """
 
 from __future__ import annotations
@@ -26,22 +28,22 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.hf_model import MAX_PREFILL_ROWS, RaggedModel
 from specdec_fast.models.row_mixing import RowMixing, sizes_of_rows
 
-# Two vectors of the narrowest numbers and widest registers: what PyTorch's loops on a CPU take at once. On CUDA a mean
-# over features has another order at 1, 2, 4 and 8 rows.
+# PyTorch's loops on a CPU process so many elements at once: two vectors of the narrowest numbers in the widest
+# registers. On CUDA, a mean over features has another order at 1, 2, 4 and 8 rows.
 _MULTIPLE = 64
 _LARGEST_OF_PROGRAM = 512  # rows of a prefill forward
-_TEXT = 80  # tokens of the text that the whole model computes in several ways
-_OTHER, _NUM_OTHERS = 32, 3  # tokens of a neighbour, and how many there are
+_TEXT = 80  # tokens of the text that the model computes in several ways
+_OTHER, _NUM_OTHERS = 32, 3  # tokens of another sequence, and the number of such sequences
 
 
 def make_deterministic(model: RaggedModel) -> None:
-    """Find the cheapest RowPadding under which each row's bits depend on nothing but its own sequence, and set it.
+    """Find the cheapest RowPadding with which each row's bits depend on its own sequence alone, and set it.
 
     Args:
-        model: its ``row_padding`` is set; pools made for it compute by it.
+        model: the model whose ``row_padding`` is set.
 
     Raises:
-        DeterminismError: no padding holds on this machine.
+        DeterminismError: no padding makes the model batch-invariant on this machine.
 
     """
     for row_padding in _candidates(model):
@@ -68,7 +70,7 @@ def _candidates(model: RaggedModel) -> Iterator[RowPadding]:
 
 
 def _why_mixing(model: RaggedModel) -> str | None:
-    """Return what mixes rows in ``model``, None if nothing does; let it intercept its linears as far as that takes."""
+    """Return what mixes rows in ``model``, or None. If necessary, let the model intercept all its linears."""
     counts = sizes_of_rows(model.model, most=min(_TEXT, model.max_positions or _TEXT))
     if counts is None:
         return "nearly every number of rows that could be tried divides one of its sizes"
@@ -94,12 +96,12 @@ def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
 
 
 def _reproduces(model: RaggedModel, row_padding: RowPadding) -> bool:
-    """Tell whether the whole model gives one text the same logits in every way of computing it."""
+    """Return whether the whole model gives one text the same logits in every way of computing it."""
     length, other = (min(n, model.max_positions or n) for n in (_TEXT, _OTHER))
     crowd = [Rows(f"other {i}", 0, other) for i in range(_NUM_OTHERS)]
     pieces = [[Rows("other 0", 0, 5), Rows("text", 0, length // 2)]]
     start, beside = length // 2, 5
-    for wanted in (1, 6, 1, 2, 9, 1, 4, length):  # of plain decoding, of verifications, of prefill
+    for wanted in (1, 6, 1, 2, 9, 1, 4, length):  # rows of plain decoding, of verifications, of prefill
         if count := min(wanted, length - start):
             pieces.append([Rows("text", start, count), *([Rows("other 0", beside, 1)] if beside < other else [])])
         start, beside = start + count, beside + 1

@@ -1,8 +1,8 @@
 """Mixtures of experts on the op ``grouped_linear``, for the duration of a forward.
 
-``transformers`` calls its experts through ``ExpertsInterface``, as it calls attention: an expert module holds the
-weights of all its experts, and gets the choices of every row. PyTorch's ways to compute them group rows, and so sum in
-another order in another batch; here a row's sum has the order of its own choices, whatever the other rows are.
+``transformers`` calls its experts through ``ExpertsInterface``, as it calls attention. An expert module holds the
+weights of all its experts, and receives the choices of every row. PyTorch's implementations group rows, so they sum in
+another order in another batch. Here a row's sum has the order of its own choices, whatever the other rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Te
     """Compute the experts of every row and add them up.
 
     Args:
-        ops: with ``grouped_linear``.
-        module: what ``transformers.integrations.moe.use_experts_implementation`` has decorated.
+        ops: ops that include ``grouped_linear``.
+        module: a module that ``transformers.integrations.moe.use_experts_implementation`` has decorated.
         rows: ``[T, hidden_size]``.
         expert_ids: ``[T, num_choices]`` int64.
         weights: ``[T, num_choices]``, of any floating dtype.
@@ -57,14 +57,14 @@ def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 def expert_configs(model: nn.Module) -> list[Any]:
-    """Return the configs, each once, by which the model's experts choose how they are computed."""
+    """Return the configs, each once, that name how the model's experts are computed."""
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "_is_expert_parallel")}
     return list(configs.values())
 
 
 @contextmanager
 def computed_by(name: str, configs: list[Any]) -> Iterator[None]:
-    """Exchange the function that computes experts. The property would change other configs as well."""
+    """Replace the function that computes experts, not by the config's property, which would change other configs."""
     before = [config._experts_implementation_internal for config in configs]
     for config in configs:
         config._experts_implementation_internal = name

@@ -1,4 +1,4 @@
-"""A cache that keeps nothing and notes what a model's layers attend over, from which its pages are laid out."""
+"""A cache that keeps nothing, and records the keys and values of a model's layers, to lay out its pages."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from specdec_fast.ops.checks import FLOATS
 
 
 class KVProbe(Cache):
-    """What a model takes for its KV cache during one forward that finds out the shapes of its keys and values.
+    """The KV cache of a model during one forward that records the shapes of its keys and values.
 
-    Pages keep what attention is given, whatever else a model hands to its cache: multi-head latent attention caches
-    a compressed form of both, from which it computes keys and values of different sizes.
+    Pages keep what attention receives, whatever a model passes to its cache: multi-head latent attention caches a
+    compressed form, from which it computes keys and values of different sizes.
     """
 
-    sliding_layers: frozenset[int] = frozenset()  # numbers do not matter here, so neither do windows
+    sliding_layers: frozenset[int] = frozenset()  # the numbers do not matter here, so windows do not either
 
     def __init__(self, ops: Ops) -> None:
         super().__init__(layers=[])
-        self.ops = ops  # for what else is computed by hooks
-        self.real_rows: dict[int, int] = {}  # as ``PagedCache``'s; there is no padding
+        self.ops = ops  # for other functions that are replaced
+        self.real_rows: dict[int, int] = {}  # as in ``PagedCache``; there is no padding
         self._cached: set[int] = set()
         self._attended: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer, in order
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hand back the states of one layer."""
+        """Return the states of one layer unchanged."""
         self._cached.add(layer_idx)
         return key_states, value_states
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: AttentionParams) -> Tensor:
-        """Note keys and values; return zeros ``[1, T, num_heads, value_head_dim]`` for an answer."""
+        """Record keys and values; return zeros ``[1, T, num_heads, value_head_dim]`` as the result."""
         num_heads, num_rows = query.shape[1:3]
         fits = key.shape[0] == 1 and key.shape[2] == num_rows and key.shape[3] == query.shape[3]
         if not fits or key.shape[:3] != value.shape[:3] or num_heads % key.shape[1] or key.dtype != value.dtype:
@@ -47,7 +47,7 @@ class KVProbe(Cache):
                 f" and values {list(value.shape)} in {value.dtype}; pages serve [1, heads, rows, head size], a key and "
                 "a value per row, in one dtype, the heads of queries a multiple of theirs."
             )
-        self._attended[layer_idx] = key, value  # kept, so that another tensor is never taken for it
+        self._attended[layer_idx] = key, value  # kept alive, so that no other tensor is mistaken for it
         return query.new_zeros(1, num_rows, num_heads, value.shape[3])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -55,7 +55,7 @@ class KVProbe(Cache):
         return 0
 
     def layout(self, name: str) -> KVLayout:
-        """Return what a model called ``name`` keeps.
+        """Return the layout of the KV cache of a model called ``name``.
 
         Raises:
             UnsupportedModelError: some layers do not attend through the hook, or their dtypes differ or are not served.

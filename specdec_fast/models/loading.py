@@ -1,4 +1,4 @@
-"""From a name, a folder or a loaded model to one that can be served, and what its checkpoint says of a text's end."""
+"""Loads models by name or folder, checks loaded ones, and reads the ids at which a text ends."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def load_model(
     device: torch.device | None,
     role: str = "target",
 ) -> PreTrainedModel:
-    """Load a Hugging Face model by name or folder, or take a loaded one as it is.
+    """Load a Hugging Face model by name or folder, or return a loaded one unchanged.
 
     Args:
-        source: what ``AutoModelForCausalLM.from_pretrained`` takes, or a loaded model.
-        dtype: of the weights; None takes the checkpoint's.
-        device: None takes CUDA where there is one, else the CPU.
-        role: what the source is called in errors; of a ``"draft"``, ``device`` is the target's.
+        source: an argument of ``AutoModelForCausalLM.from_pretrained``, or a loaded model.
+        dtype: dtype of the weights; None: the checkpoint's.
+        device: device of the model; None: CUDA if there is a device, else the CPU.
+        role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
 
     Raises:
         ConfigError: the source is none of these; there is no such model or device; files are damaged, weights are
@@ -32,7 +32,7 @@ def load_model(
             has no weights, or is in training mode.
 
     """
-    if isinstance(source, nn.Module):  # one that is no Hugging Face model is told so by RaggedModel
+    if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
         _check_loaded(source, dtype, device, role)
         return source
     if not isinstance(source, (str, os.PathLike)) or not isinstance(name := os.fspath(source), str) or not name:
@@ -46,11 +46,11 @@ def load_model(
             name, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
         )
         model = model.to(device).eval()
-    except Exception as error:  # no such model, damaged files, no memory: every reader raises errors of its own
+    except Exception as error:  # no such model, damaged files, no memory; every reader raises errors of its own
         reason = " ".join(str(error).split()) or type(error).__name__
         missing = "" if Path(name).exists() else " (there is no such folder)"
         raise ConfigError(f"cannot load {name!r}{missing} onto {device}: {reason}") from error
-    if absent := sorted(info["missing_keys"]):  # transformers leaves them random
+    if absent := sorted(info["missing_keys"]):  # transformers would leave them random
         raise ConfigError(
             f"{name!r} lacks weights of {type(model).__name__}: {', '.join(absent[:3])} ({len(absent)} in all); take a "
             "complete checkpoint, or correct its config."
@@ -61,7 +61,7 @@ def load_model(
 def _expect_usable(device: torch.device) -> None:
     try:
         torch.empty(1, device=device)
-    except Exception as error:  # PyTorch has another one for every kind of device
+    except Exception as error:  # PyTorch raises another error for every kind of device
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"device={device} cannot be used here: {reason}; expected one that this PyTorch can compute on, such as "
@@ -84,7 +84,9 @@ def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.dev
         )
     has = next(iter(weights.values()))
     if dtype is not None and has.dtype != dtype:
-        raise ConfigError(f"dtype={dtype}, but the loaded {name} is {has.dtype}; load it so, or leave dtype out.")
+        raise ConfigError(
+            f"dtype={dtype}, but the loaded {name} is {has.dtype}; load it in that dtype, or leave dtype out."
+        )
     if device is None or has.device.type == device.type:
         return
     if role == "draft":
@@ -93,6 +95,6 @@ def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.dev
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the ids at which ``model.generate()`` stops: those of its generation config, and no others."""
+    """Return the ids at which ``model.generate()`` stops: those of its generation config alone."""
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)

@@ -1,8 +1,9 @@
-"""Whether a model can be served: by what its config says, and by what it computes with its KV cache's answers.
+"""Checks whether a model can be served: its config, and whether it computes with answers of its KV cache.
 
-A paged cache holds sequences of many lengths, so it cannot say how long "the" sequence is. Most models ask only
-to make up positions that they are given, or a mask that they do not need; some compute with the answer (Llama-4 scales
-its queries by it), and their outputs would be wrong. ``check_ignores_answers`` finds these by answering otherwise.
+A paged cache holds sequences of many lengths, so it has no single length to return. Most models ask for the length only
+to compute positions that they receive anyway, or a mask that they do not need. Some compute with the answer (Llama-4
+scales its queries by it), and their outputs would be wrong. ``check_ignores_answers`` finds these models by returning
+another length.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from specdec_fast.kv_cache.page_pool import PagePool
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# Beyond any length at which a model might begin to behave otherwise, and no multiple of anything.
+# Beyond any length at which a model might behave differently, and no multiple of a size.
 _OTHER_LENGTH = 2**20 + 3
-# Two sequences at once and one row of one of them: decoding may be a branch of its own.
+# Two sequences at once, then one row of one of them, because models may treat decoding differently.
 _FORWARDS = ([Rows("a", 0, 5), Rows("b", 0, 3)], [Rows("a", 5, 1)])
 
 MakeCache = Callable[[PagePool, RaggedBatch], PagedCache]
@@ -33,10 +34,10 @@ Forward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
 
 
 def check_decoder(model: PreTrainedModel) -> None:
-    """Refuse what is no decoder of a kind that can be paged.
+    """Refuse a model that is no decoder, or whose layers cannot be paged.
 
     Raises:
-        UnsupportedModelError: the message says what it is.
+        UnsupportedModelError: the message says what the model is.
 
     """
     config = getattr(model, "config", None)
@@ -54,8 +55,10 @@ def check_decoder(model: PreTrainedModel) -> None:
 
 
 def max_positions(config: Any) -> int | None:
-    """Positions the model serves. Two kinds of RoPE change their frequencies, for the whole batch, with its longest
-    sequence; outputs would then depend on the neighbours (I6), so such models are held to their original length.
+    """Return the number of positions that the model can serve.
+
+    Two kinds of RoPE change their frequencies for the whole batch with its longest sequence, so outputs would depend on
+    other sequences (I6). Such models are served up to their original length only.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     each = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one per layer type
@@ -69,9 +72,10 @@ def max_positions(config: Any) -> int | None:
 
 
 def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
-    """Layers that must hand their window to the attention hook: one that slides by its mask alone would see too much.
+    """Return the layers that must pass their window to the attention function.
 
-    The probe is too short to notice a window, so this is decided from the config.
+    A layer whose window is only in its mask would see too much. The probe is too short to notice a window, so the
+    config decides.
     """
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
@@ -82,17 +86,18 @@ def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
 
 @torch.inference_mode()
 def check_ignores_answers(name: str, forward: Forward, layout: KVLayout, make_cache: MakeCache, page_size: int) -> None:
-    """Compute the same rows with caches that claim different lengths.
+    """Compute the same rows with caches that return different lengths.
 
     Args:
-        name: of the model, for the message.
-        forward: runs it: from ``[1, T]`` token ids and positions, a cache and no rows to logits ``[1, T, vocab_size]``.
-        layout: of its KV cache.
-        make_cache: from a pool and a batch.
-        page_size: of the pages that the model will be served with.
+        name: name of the model, for the message.
+        forward: runs the model: from ``[1, T]`` token ids and positions, a cache and no rows to logits
+            ``[1, T, vocab_size]``.
+        layout: layout of its KV cache.
+        make_cache: makes a cache from a pool and a batch.
+        page_size: size of the pages with which the model will be served.
 
     Raises:
-        UnsupportedModelError: the logits depend on the length that the cache claims.
+        UnsupportedModelError: the logits depend on the length that the cache returns.
 
     """
     expected, questions = _logits(forward, layout, make_cache, 0, page_size)
@@ -103,7 +108,7 @@ def check_ignores_answers(name: str, forward: Forward, layout: KVLayout, make_ca
         got, _ = _logits(forward, layout, make_cache, _OTHER_LENGTH, page_size)
     except UnsupportedModelError:
         raise
-    except Exception as error:  # an index beyond a table, for example
+    except Exception as error:  # for example an index outside a table
         raise UnsupportedModelError(_message(name, asked, f"{type(error).__name__}: {error}")) from error
     if not _equal(got, expected) and _equal(_logits(forward, layout, make_cache, 0, page_size)[0], expected):
         raise UnsupportedModelError(_message(name, asked, "its logits depend on the answer"))
@@ -123,7 +128,7 @@ def _equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 def _logits(
     forward: Forward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
 ) -> tuple[list[Tensor], set[str]]:
-    """Return the logits of every forward, and what the model asked its cache for."""
+    """Return the logits of every forward, and the questions that the model asked its cache."""
     pool = PagePool(layout, 2 * (8 + page_size), page_size)
     for owner in "ab":
         pool.reserve(owner, 8)

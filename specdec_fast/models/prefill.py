@@ -20,15 +20,15 @@ def prefill(
     """Compute the KV entries of whole prompts, several in one forward, at most ``row_padding.largest`` rows each.
 
     Args:
-        model: whose KV entries.
-        pool: where each key of ``prompts`` is an owner that has reserved enough pages.
-        prompts: token ids from position 0 on; an empty one needs nothing.
-        starts: how many of them have their entries already; None: none of anybody's.
+        model: the model that computes the entries.
+        pool: a pool in which every key of ``prompts`` has reserved enough pages.
+        prompts: token ids from position 0 on, by owner; an empty prompt needs nothing.
+        starts: number of tokens of each owner that already have entries; None: 0 for all.
 
     """
     for rows, token_ids in _prefill_forwards(prompts, model.row_padding.largest, starts or {}):
         batch = lay_out(pool, rows, to_device(token_ids, model.layout.device))
-        model.forward(batch, pool, batch.last_rows[:1])  # one row: nobody wants these logits
+        model.forward(batch, pool, batch.last_rows[:1])  # one row, because these logits are not used
 
 
 def _prefill_forwards(

@@ -1,4 +1,4 @@
-"""What a model's own code raises while it is probed, as one typed error that says where."""
+"""Turns what a model's own code raises during a probe into one typed error that names the place."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specdec_fast.errors import SpecDecError, UnsupportedModelError
 
 @contextmanager
 def named_failures(model: nn.Module) -> Iterator[None]:
-    """Turn whatever is raised, but for this library's own errors, into one that names the submodule and the cause.
+    """Turn every exception, except this library's own errors, into one that names the submodule and the cause.
 
     Args:
-        model: a model that is probed inside.
+        model: the model that the ``with`` block probes.
 
     Raises:
-        UnsupportedModelError: something was raised.
+        UnsupportedModelError: the block raised an exception.
 
     """
     try:
@@ -34,7 +34,7 @@ def named_failures(model: nn.Module) -> Iterator[None]:
 
 
 def _innermost(model: nn.Module, error: Exception) -> str:
-    """Return the name of the deepest submodule whose method was running; empty if none was."""
+    """Return the name of the deepest submodule whose method was running; empty if there is none."""
     names = {id(module): name for name, module in model.named_modules()}
     found, step = "", error.__traceback__
     while step is not None:

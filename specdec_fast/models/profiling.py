@@ -1,4 +1,4 @@
-"""What a model's forward takes at given numbers of rows, on this machine."""
+"""The time of a model's forward at given numbers of rows, on this machine."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.hf_model import RaggedModel
 
 _REPEATS = 3
-_BUDGET_SECONDS = 0.5  # after which a count that has been timed is not timed again,
-_BUDGET_SHARE = 0.5  # unless that takes less than so much of what timing every count once took
+_BUDGET_SECONDS = 0.5  # repeats end after this time,
+_BUDGET_SHARE = 0.5  # or after this share of the time of the first round, if that is longer
 _CONTEXT = 64
 
 
 @torch.inference_mode()
 def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequences: int = 2048) -> dict[int, float]:
-    """Time forwards over short contexts on pages of their own, the least of up to three repeats each.
+    """Time forwards over short contexts on pages of their own; the time is the least of up to three repeats.
 
-    It takes one forward to warm up, one at each count, and for the repeats up to half a second or half of that again.
-    If there is no time for all, the smallest counts are repeated, those of plain steps among them.
+    It runs one forward to warm up and one at each count. The repeats may take half a second, or half as long as these
+    forwards. If there is no time for all repeats, the smallest counts, those of plain steps, are repeated first.
 
     Args:
-        model: with the row rule it will be run with.
-        row_counts: rows of the forwards.
-        most_sequences: over so many sequences the rows are spread, evenly.
+        model: the model, with the row padding with which it will run.
+        row_counts: numbers of rows of the forwards.
+        most_sequences: largest number of sequences, over which the rows are spread evenly.
 
     Returns:
         Seconds by row count.
@@ -44,7 +44,7 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
     _forward(model, pool, max(row_counts), num_owners, context)
     started = perf_counter()
     deadline = started + _BUDGET_SECONDS
-    for _ in range(_REPEATS):  # round by round, so that a busy moment of the machine meets a count but once
+    for _ in range(_REPEATS):  # in rounds, so that a busy moment of the machine affects each count at most once
         for count in sorted(row_counts):
             if count not in found or perf_counter() < deadline:
                 seconds = _forward(model, pool, count, num_owners, context)
@@ -54,12 +54,12 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
 
 
 def _forward(model: RaggedModel, pool: PagePool, num_rows: int, num_owners: int, context: int) -> float:
-    """Compute the last positions of ``context`` for as many owners as there are rows for; return what it took."""
+    """Compute ``num_rows`` last positions of ``context``, spread over the owners; return the seconds."""
     num_owners = min(num_owners, num_rows)
     shares = [num_rows // num_owners + (owner < num_rows % num_owners) for owner in range(num_owners)]
     rows = [Rows(owner, context - count, count) for owner, count in enumerate(shares)]
     token_ids = torch.zeros(num_rows, dtype=torch.int64, device=model.layout.device)
     batch = lay_out(pool, rows, token_ids)
     started = perf_counter()
-    model.forward(batch, pool)[0, 0].item()  # on a GPU forwards are only queued
+    model.forward(batch, pool)[0, 0].item()  # reading waits for a GPU, on which forwards are only queued
     return perf_counter() - started

@@ -1,4 +1,4 @@
-"""What a Hugging Face model's attention function and experts are exchanged for during a forward."""
+"""The functions that replace a Hugging Face model's attention function and experts during a forward."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from specdec_fast.models.kv_probe import KVProbe
 
 _ATTENTION = "specdec_paged"
 _EXPERTS = "specdec_grouped"
-# The cache of the forward under way. Not every architecture hands unknown keyword arguments down to its attention,
-# so the hook finds its batch here.
+# The cache of the current forward. Not every architecture passes unknown keyword arguments on to its attention, so the
+# attention function finds its batch here.
 active_cache: ContextVar[PagedCache | KVProbe] = ContextVar("active_cache")
-# By the identity of a config, which names the attention function of all models made with it.
+# Locks by the identity of a config, which names the attention function of all models made with it.
 _locks: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _locks_lock = Lock()
 
 
 def lock_of(config: Any) -> Any:
-    """Return what the thread holds that has the attention function of ``config`` exchanged, to be kept with it."""
+    """Return the lock that a thread holds while it has replaced the attention function of ``config``."""
     with _locks_lock:
         return _locks.setdefault(id(config), RLock())
 
 
 @contextmanager
 def hooked(config: Any, expert_configs: list[Any], lock: Any) -> Iterator[None]:
-    """Exchange the functions that ``config`` and ``expert_configs`` name, for one thread at a time."""
+    """Replace the functions that ``config`` and ``expert_configs`` name, for one thread at a time."""
     with lock:
         previous = config._attn_implementation
         config._attn_implementation = _ATTENTION
@@ -60,9 +60,9 @@ def _attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Serve ``transformers``' attention call from the pages, which get its keys and values; no mask is needed.
+    """Serve an attention call of ``transformers``: write its keys and values to pages and attend over these.
 
-    Attention sinks come as ``s_aux``.
+    No mask is needed. ``transformers`` passes attention sinks as ``s_aux``.
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     cache = active_cache.get()
@@ -74,7 +74,7 @@ def _attend(
 
 
 def _mix_experts(module: nn.Module, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """Serve ``transformers``' call of a mixture of experts; rows of padding get zeros."""
+    """Serve a call of a mixture of experts by ``transformers``; rows of padding get zeros."""
     cache = active_cache.get()
     num_real = cache.real_rows.get(len(rows), len(rows))
     out = mixture(cache.ops, module, rows[:num_real], expert_ids[:num_real], weights[:num_real])

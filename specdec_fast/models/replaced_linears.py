@@ -1,8 +1,8 @@
-"""A model's linears during a forward: on the op ``linear``, or on PyTorch's in chunks of sizes with one order of sums.
+"""A model's linears during a forward: the op ``linear``, or PyTorch's in chunks of sizes with the same order of sums.
 
-PyTorch's linears read weights at a third of the memory's bandwidth at one row, and add in another order at another
-number of rows. Where the op is chosen it is both faster and the same at any number; elsewhere rows are computed in
-chunks (``row_counts.py``).
+For one row, PyTorch's linears read weights at a third of the memory's bandwidth; for another number of rows they add in
+another order. The op is faster for few rows, and has one order for any number. If the op is not chosen, rows are
+computed in chunks (``row_counts.py``).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from specdec_fast.ops import Ops
 from specdec_fast.ops.checks import FLOATS
 from specdec_fast.torch_threads import apart, is_apart
 
-# Fewer weights are multiplied in the time that a call of the op takes, which then serves them for their bits alone.
-# Which linears it serves must follow from nothing but shape: another choice in another engine would be other bits.
+# With fewer weights, the call of the op takes longer than the products, and the op is used for its bits alone. The
+# choice must depend on shape alone, because another choice in another engine would give other bits.
 SMALLEST = 1 << 18
-_PLAIN = (Tensor, nn.Parameter)  # no subclass, which may compute something else
+_PLAIN = (Tensor, nn.Parameter)  # no subclasses, which may compute something else
 
 
 class Linears:
-    """The linears of one model, exchanged within ``attached``.
+    """The linears of one model, replaced within ``attached``.
 
-    Modules that do nothing but call ``torch.nn.functional.linear`` (``addmm`` of GPT-2's ``Conv1D``) have their
-    ``forward`` exchanged. With ``sees_all`` these functions are intercepted wherever the model calls them, which costs
-    some microseconds per call of any PyTorch function. One thread at a time may run within ``attached``.
+    The ``forward`` of a module is replaced if it only calls ``torch.nn.functional.linear``, or ``addmm`` as in GPT-2's
+    ``Conv1D``. With ``sees_all``, these functions are intercepted wherever the model calls them, which costs some
+    microseconds per call of any PyTorch function. Only one thread at a time may run within ``attached``.
 
     Attributes:
         sees_all: whether calls outside of modules are intercepted.
-        real_rows: the ``PagedCache``'s of the forward under way; None computes all rows in one piece.
+        real_rows: ``real_rows`` of the current forward's ``PagedCache``; None computes all rows at once.
 
     """
 
@@ -51,13 +51,13 @@ class Linears:
         self._forwards = [(m.__dict__, partial(self._forward, m, name)) for m, name in self._exchanged]
 
     def served(self, are_chunked: bool) -> list[nn.Module]:
-        """Return the modules that the op ``linear`` computes, where chunks are (not) asked for."""
+        """Return the modules that the op ``linear`` computes, with or without chunks."""
         smallest = 0 if are_chunked else SMALLEST
         return [m for m, name in self._exchanged if self._serves(name, m.weight, m.bias, smallest)]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Exchange what there is to exchange. An attribute of the instance hides the method of its class."""
+        """Replace the forwards of modules by attributes of the instances, which hide the methods of their class."""
         previous = [attributes.get("forward") for attributes, _ in self._forwards]
         with _Intercepted(self) if self.sees_all else nullcontext():
             try:
@@ -68,14 +68,14 @@ class Linears:
                 for (attributes, _), before in zip(self._forwards, previous, strict=True):
                     if before is None:
                         attributes.pop("forward", None)
-                    else:  # of another engine over the same model, within whose forwards this one runs
+                    else:  # replaced by another engine over the same model, within whose forward this one runs
                         attributes["forward"] = before
 
     def compute(self, function: str, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute one linear.
 
         Args:
-            function: of ``row_counts.FUNCTIONS``.
+            function: a name in ``row_counts.FUNCTIONS``.
             rows: ``[..., in_features]``.
             weight: ``[out_features, in_features]`` for ``linear``, ``[in_features, out_features]`` for ``addmm``.
             bias: ``[out_features]``.
@@ -100,7 +100,7 @@ class Linears:
         return out.view(*rows.shape[:-1], -1)
 
     def _serves(self, function: str, weight: Any, bias: Any, smallest: int) -> bool:
-        """Tell whether the op computes a linear: always or never one of this shape."""
+        """Return whether the op computes a linear; the answer is the same for all linears of one shape."""
         if self._own is None or function != "linear" or type(weight) not in _PLAIN or weight.numel() < smallest:
             return False
         tensors = [weight] if bias is None else [weight, bias]
@@ -111,16 +111,16 @@ class Linears:
 
 
 def _function_of(module: nn.Module) -> str | None:
-    """Return the function that is all a module does, None for any other module."""
+    """Return the one function that a module calls, or None if it does something else."""
     if "forward" in module.__dict__ or type(getattr(module, "weight", None)) not in _PLAIN:
-        return None  # somebody else has exchanged it; quantised
+        return None  # other code has replaced it, or it is quantised
     if type(module).forward is nn.Linear.forward:
         return "linear"
     return "addmm" if type(module) is Conv1D else None
 
 
 def _in_chunks(function: str, flat: Tensor, num_rows: int, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the first ``num_rows`` rows, and so many more as chunks take, of ``flat``."""
+    """Compute the first ``num_rows`` rows of ``flat``, and the rows after them that fill the last chunk."""
     sizes = chunks(sizes_of(kind_of(function, weight, bias)), num_rows)
     flat = flat.contiguous()
     if (missing := sum(sizes) - len(flat)) > 0:
@@ -133,7 +133,7 @@ def _in_chunks(function: str, flat: Tensor, num_rows: int, weight: Tensor, bias:
     return (found[0] if len(found) == 1 else torch.cat(found))[: len(flat) - max(0, missing)]
 
 
-# A function of row_counts.FUNCTIONS, rows, weight and bias. Arguments below have the names that PyTorch gives them.
+# A name in row_counts.FUNCTIONS, rows, weight and bias. Arguments below have the names of PyTorch's arguments.
 _Call = tuple[str, Tensor, Tensor, Tensor | None]
 
 
@@ -157,7 +157,7 @@ _CALLS: dict[Any, Callable[..., _Call | None]] = {
 
 
 class _Intercepted(TorchFunctionMode):
-    """Computes linears wherever a model calls PyTorch's functions; modes are of the calling thread alone."""
+    """Computes linears wherever a model calls PyTorch's functions; a mode applies to the calling thread alone."""
 
     def __init__(self, linears: Linears) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class _Intercepted(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute a linear in the model's way for it; leave every other function alone."""
+        """Compute a linear by ``Linears.compute``; call every other function unchanged."""
         kwargs = kwargs or {}
         call = _CALLS[func](*args, **kwargs) if func in _CALLS and not is_apart() else None
         if call is None or not _is_linear(*call[1:3]):
@@ -175,6 +175,6 @@ class _Intercepted(TorchFunctionMode):
 
 
 def _is_linear(rows: Tensor, weight: Tensor) -> bool:
-    """Tell rows times a matrix from a product of two batches."""
+    """Return whether a product is rows times a matrix, and not a product of two batches."""
     plain = type(weight) in _PLAIN and type(rows) is Tensor and rows.dtype == weight.dtype
     return plain and weight.dim() == 2 and rows.dim() >= 2 and weight.is_floating_point()

@@ -1,8 +1,8 @@
-"""Row counts at which one of PyTorch's linears adds in the same order, at whatever place a row stands.
+"""Row counts at which one of PyTorch's linears adds in the same order, whatever a row's place.
 
-A library chooses another order of summation for another number of rows, of threads, or for another shape. Rows are
-therefore computed in chunks of a few sizes, the same in every engine. Which sizes have one order in common is found by
-running exactly these sizes on numbers that expose the order. One row at a time has one order whatever a library does.
+A library chooses another order of summation for another number of rows or threads, or another shape. So rows are
+computed in chunks of a few sizes, which are the same in every engine. To find sizes with the same order, the code runs
+exactly these sizes on numbers that expose the order. One row at a time always has one order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# From few rows, of which nobody wants to compute more, to so many that reading the weights costs nothing.
+# From few rows, below which padding costs too much, to so many that reading the weights costs nothing.
 _COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-_LARGE_WEIGHT, _MOST_OF_LARGE = 1 << 25, 64  # numbers of a weight that takes long to try on a CPU; rows tried with it
-_EXPECTED = (1, 6, 8, 48, 512)  # rows of forwards that sizes are chosen for
-_CALL = 8  # rows computed in the time of reading the weights
-_ALIGNMENT = 64  # bytes; libraries look at it
-_DISTINCT = 256  # outputs with weights of their own; the others repeat them
+_LARGE_WEIGHT, _MOST_OF_LARGE = (
+    1 << 25,
+    64,
+)  # a weight with so many numbers takes long to try on a CPU; most rows tried with it
+_EXPECTED = (1, 6, 8, 48, 512)  # rows of the forwards for which sizes are chosen
+_CALL = 8  # rows that are computed in the time that reading the weights takes
+_ALIGNMENT = 64  # bytes; libraries choose kernels by it
+_DISTINCT = 256  # outputs with different weights; the others repeat them
 
 Function = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -30,17 +33,17 @@ def _addmm(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
 
 
-# From rows [n, in], weight and bias to [n, out]: the weight is [out, in] of "linear" and [in, out] of "addmm".
+# From rows [n, in], weight and bias to [n, out]. The weight is [out, in] for "linear" and [in, out] for "addmm".
 FUNCTIONS: dict[str, Function] = {"linear": functional.linear, "addmm": _addmm}
 
 
 class Kind(NamedTuple):
-    """All that an order of summation may depend on, besides the number of rows."""
+    """Everything on which an order of summation may depend, except the number of rows."""
 
     function: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # of the weight, in bytes, from the last aligned address
+    offset: int  # bytes from the last aligned address to the weight
     dtype: torch.dtype
     device: torch.device
     has_bias: bool
@@ -51,7 +54,7 @@ _found: dict[Kind, tuple[int, ...]] = {}
 
 
 def kind_of(function: str, weight: Tensor, bias: Tensor | None) -> Kind:
-    """Return the kind of a linear with this ``weight``, at the present number of threads."""
+    """Return the kind of a linear with this ``weight``, at the current number of threads."""
     return Kind(
         function, weight.shape, weight.stride(), weight.data_ptr() % _ALIGNMENT, weight.dtype, weight.device,
         bias is not None, torch.get_num_threads(),
@@ -59,9 +62,9 @@ def kind_of(function: str, weight: Tensor, bias: Tensor | None) -> Kind:
 
 
 def sizes_of(kind: Kind) -> tuple[int, ...]:
-    """Return the sizes of chunks, rising, at which a linear of this kind gives a row the same bits at every place.
+    """Return rising sizes of chunks in which a linear of this kind gives a row the same bits at every place.
 
-    The first call for a kind tries; the sizes are the same for all engines of the process.
+    The first call for a kind tries sizes; the result is the same for all engines of the process.
     """
     if kind not in _found:
         _found[kind] = _sizes(kind)
@@ -69,13 +72,13 @@ def sizes_of(kind: Kind) -> tuple[int, ...]:
 
 
 def is_aligned(rows: Tensor) -> bool:
-    """Return whether ``rows`` begin at an address like that of the rows that were tried."""
+    """Return whether the address of ``rows`` has the alignment of the rows that were tried."""
     return rows.data_ptr() % _ALIGNMENT == 0
 
 
 @lru_cache(maxsize=4096)
 def chunks(sizes: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
-    """Return the chunks of ``sizes`` that hold ``num_rows`` at least cost, larger ones first."""
+    """Return the cheapest chunks of ``sizes`` for ``num_rows`` rows, larger ones first."""
     whole = max(0, num_rows // sizes[-1] - 1)
     left = num_rows - whole * sizes[-1]
     best: list[tuple[int, tuple[int, ...]]] = [(0, ())]  # by number of rows: cost, chunks
@@ -92,11 +95,11 @@ def _sizes(kind: Kind) -> tuple[int, ...]:
     function = FUNCTIONS[kind.function]
     counts = _counts(kind)
     inputs, weight, bias = revealing(kind, counts[-1])
-    classes: list[tuple[Tensor, list[int]]] = []  # outputs of the largest size yet, and the sizes with the same bits
+    classes: list[tuple[Tensor, list[int]]] = []  # outputs of the largest size so far, and the sizes with the same bits
     for count in counts:
         rows = inputs[:count].clone()
         out = function(rows, weight, bias)
-        # Every row at the place before its own: if all pairs of neighbouring places agree, all places do.
+        # Every row, one place earlier: if all neighbouring places give the same bits, all places do.
         shifted = function(rows.roll(-1, 0), weight, bias).roll(1, 0)
         if not torch.equal(out, shifted):
             continue
@@ -116,7 +119,7 @@ def _counts(kind: Kind) -> tuple[int, ...]:
 
 
 def _cost(sizes: Sequence[int]) -> float:
-    """Return what sizes cost over all expected forwards, each as a share of the least possible."""
+    """Return the sum of costs over all expected forwards, each relative to the least possible cost."""
     held = ((chunks(tuple(sizes), count), count) for count in _EXPECTED)
     return sum((sum(found) + _CALL * len(found)) / (count + _CALL) for found, count in held)
 
@@ -124,9 +127,8 @@ def _cost(sizes: Sequence[int]) -> float:
 def revealing(kind: Kind, num_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return rows ``[num_rows, in]``, a weight and a bias of ``kind`` whose products cancel in every output.
 
-    Every product has its negative at another place, which differs from output to output, and products differ in
-    magnitude by thousands. Their exact sum is 0, so what comes out is nothing but the rounding errors of the partial
-    sums; another order makes others.
+    Every product has its negative at another place, which differs between outputs, and magnitudes differ by factors of
+    thousands. The exact sum is 0, so the result is the rounding errors of the partial sums, which depend on the order.
     """
     in_features, out_features = kind.shape[::-1] if kind.function == "linear" else kind.shape
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -146,7 +148,7 @@ def revealing(kind: Kind, num_rows: int) -> tuple[Tensor, Tensor, Tensor | None]
 
 
 def _like(kind: Kind) -> Tensor:
-    """Return memory of a weight's shape, strides and alignment."""
+    """Return memory with the shape, strides and alignment of a weight."""
     size = 1 + sum((count - 1) * step for count, step in zip(kind.shape, kind.stride, strict=True))
     room = torch.empty(size + _ALIGNMENT // kind.dtype.itemsize, dtype=kind.dtype, device=kind.device)
     return room.as_strided(kind.shape, kind.stride, kind.offset // kind.dtype.itemsize)

@@ -1,8 +1,8 @@
-"""Which operation of a model looks at several rows at once, so that a row's bits may depend on its neighbours.
+"""Finds an operation of a model that mixes rows, so that a row's bits may depend on other rows.
 
-Operations are judged by what they do to the axis of rows, which is recognised by its size: a prime number that is no
-divisor of any size in the model. What is not known to leave rows apart counts as mixing them. Linears and attention are
-computed ``apart`` and are not looked at.
+The check recognises the axis of rows by its size, a prime number that divides no size of the model. An operation that
+is not known to keep rows separate counts as mixing them. Linears and attention are computed ``apart`` and are not
+checked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specdec_fast.torch_threads import is_apart
 
 _PRIMES = (31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79)
-# They copy numbers, of the same row or of none, or make new ones.
+# Operations that copy numbers within a row, or make new ones.
 _COPYING = frozenset((
     "_reshape_alias", "_unsafe_view", "arange", "cat", "clone", "constant_pad_nd", "contiguous", "copy_", "embedding",
     "empty", "empty_like", "empty_strided", "fill_", "full", "full_like", "gather", "index", "index_select",
@@ -25,7 +25,7 @@ _COPYING = frozenset((
     "repeat_interleave", "scalar_tensor", "select_scatter", "slice_scatter", "split_with_sizes_copy", "stack", "tril",
     "triu", "zero_", "zeros", "zeros_like",
 ))  # fmt: skip
-# They look along dimensions that an argument names: its place, and the dimension if it is left out (None: all).
+# Operations along dimensions that an argument names: the argument's place, and its default (None: all dimensions).
 _ALONG: dict[str, tuple[int, Sequence[int] | None]] = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "max", "min", "var", "var_mean",
                      "std", "std_mean", "prod", "logsumexp"), (1, None)),
@@ -35,21 +35,21 @@ _ALONG: dict[str, tuple[int, Sequence[int] | None]] = {
     "sort": (1, (-1,)),
 }  # fmt: skip
 _NORMS = frozenset(("native_layer_norm", "_fused_rms_norm", "rms_norm"))
-_FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # its place among the arguments
+_FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # the place of the first factor among the arguments
 
 
 def sizes_of_rows(model: nn.Module, most: int) -> tuple[int, int] | None:
-    """Return two numbers of rows, at most ``most``, that are no divisors of any size in ``model``."""
+    """Return two numbers of rows, at most ``most``, that divide no size in ``model``."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     found = [p for p in _PRIMES if p <= most and all(size % p for size in sizes)]
     return (found[-1], found[-2]) if len(found) > 1 else None
 
 
 class RowMixing(TorchDispatchMode):
-    """Watches a model compute.
+    """Checks the operations of a model while it computes.
 
     Args:
-        counts: sizes that axes of rows have.
+        counts: sizes of the axes of rows.
 
     Attributes:
         found: the first operation that may mix rows, and why; None if there is none.
@@ -64,13 +64,13 @@ class RowMixing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute one ATen operation and look at it."""
+        """Compute one ATen operation and check it."""
         kwargs = kwargs or {}
         if self.found is None and not is_apart() and any(map(self._has_rows, _tensors((args, kwargs)))):
             reason = self._reason(func, args, kwargs)
             if (
                 reason is not None and func._can_decompose()
-            ):  # in inference mode some come as a whole; look at the parts
+            ):  # in inference mode some operations are composite; their parts are checked
                 with self:
                     return func.decompose(*args, **kwargs)
             self.found = None if reason is None else f"{func}: {reason}"
@@ -94,13 +94,13 @@ class RowMixing(TorchDispatchMode):
             return "it adds products, outside of a linear" if is_sum else None
         if name in _NORMS:
             count = len(args[1])
-            return "it looks along the rows" if any(map(self._is_rows, args[0].shape[-count:])) else None
+            return "it computes along the rows" if any(map(self._is_rows, args[0].shape[-count:])) else None
         if name not in _ALONG:
-            return "it is not known to leave rows apart"
+            return "it is not known to keep rows separate"
         place, default = _ALONG[name]
         dims = args[place] if len(args) > place else kwargs.get("dim", default)
         looked_at = (dims,) if isinstance(dims, int) else dims or range(args[0].dim())
-        return "it looks along the rows" if any(self._is_rows(args[0].shape[d]) for d in looked_at) else None
+        return "it computes along the rows" if any(self._is_rows(args[0].shape[d]) for d in looked_at) else None
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

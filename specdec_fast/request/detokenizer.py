@@ -1,4 +1,4 @@
-"""Tokenizers at the two ends: prompts in, text out."""
+"""Tokenizers: loading and checking them, and turning tokens into text."""
 
 from __future__ import annotations
 
@@ -14,26 +14,31 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from specdec_fast.errors import ConfigError, DetokenizationError, RequestError
 from specdec_fast.request.token_decoders import rule_of
 
-INCOMPLETE = "\ufffd"  # what a decoder puts where a character's bytes have not all arrived
-_MOST_INCOMPLETE = 3  # bytes that may wait for the rest of their character, and so marks that stand for them
-_LONGEST_WINDOW, _KEPT_WINDOW = 32, 8  # tokens decoded again with those that follow; how many of them are kept then
-_LEAST_CONTEXT = 4  # characters before what is not certain, by when bytes have found the next character's beginning
-_CANNOT_DECODE = "the tokenizer cannot decode token_ids, which are kept (decode them otherwise, or mend tokenizer=...)"
-# The end of a text that `clean_up_tokenization` may change when more text follows. All that it removes are spaces, up
-# to two in a row, of patterns that begin with a space and go on with these letters.
+INCOMPLETE = "\ufffd"  # a decoder's mark for a character whose bytes are incomplete
+_MOST_INCOMPLETE = 3  # bytes, and so marks, of an incomplete character at most
+_LONGEST_WINDOW, _KEPT_WINDOW = (
+    32,
+    8,
+)  # most tokens that are decoded again with new ones; tokens kept when there are more
+_LEAST_CONTEXT = 4  # characters after which bytes are at the beginning of a character again
+_CANNOT_DECODE = (
+    "the tokenizer cannot decode token_ids, which are kept (decode them otherwise, or correct tokenizer=...)"
+)
+# The end of a text that `clean_up_tokenization` may change when more text follows. It removes spaces only, up to two in
+# a row, in patterns that begin with a space and continue with these letters.
 _UNCLEAN_END = re.compile(r" {1,3}(?:['nvr][ 'nvr]*)?\Z")
 
 
 @contextmanager
 def tokenizer_failures(kind: type[RequestError], what: str) -> Iterator[None]:
-    """Turn whatever a tokenizer raises into an error of the one request that it was called for.
+    """Turn every failure of a tokenizer into an error of the one request for which it was called.
 
     Args:
-        kind: of that error.
-        what: the beginning of its message.
+        kind: class of that error.
+        what: beginning of its message.
 
     Raises:
-        RequestError: of that kind.
+        RequestError: an error of class ``kind``.
 
     """
     try:
@@ -45,32 +50,32 @@ def tokenizer_failures(kind: type[RequestError], what: str) -> Iterator[None]:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Tell failures from what ends a program or a task, such as KeyboardInterrupt.
+    """Return whether an exception is a failure; KeyboardInterrupt, for example, ends a program and is none.
 
     A panic of code written in Rust (``tokenizers``, ``tiktoken``) is a failure, although PyO3 does not derive its
-    exception from ``Exception``; every extension module has a class of its own.
+    exception from ``Exception``. Every extension module has a class of its own for it.
     """
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 def load_tokenizer(name: str | None) -> Any | None:
-    """Load the tokenizer that stands beside a model; None if there is none (a model built in memory, say).
+    """Load the tokenizer in a model's folder; None if there is none, as for a model built in memory.
 
     Raises:
-        ConfigError: it needs code of its own, which this library does not run unasked.
+        ConfigError: the tokenizer needs code of its own, which this library does not run without permission.
 
     """
     if not name:
         return None
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except BaseException as error:  # every kind of file has a reader with errors of its own
+    except BaseException as error:  # every reader of a file raises errors of its own
         if not is_failure(error):
             raise
         if "trust_remote_code" in str(error):
             raise ConfigError(
-                f"the tokenizer of {name!r} needs code of its own, which is not run unasked; load it yourself "
-                "(AutoTokenizer.from_pretrained(..., trust_remote_code=True)) and pass tokenizer=..."
+                f"the tokenizer of {name!r} needs code of its own, which is not run without permission; load it "
+                "yourself (AutoTokenizer.from_pretrained(..., trust_remote_code=True)) and pass tokenizer=..."
             ) from error
         if any(Path(name).glob("tokenizer*")):
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -79,24 +84,24 @@ def load_tokenizer(name: str | None) -> Any | None:
 
 
 def expect_tokenizer(tokenizer: Any) -> None:
-    """Refuse what cannot decode; one that only decodes serves prompts of token ids.
+    """Refuse an object that cannot decode. A tokenizer that only decodes suffices for prompts of token ids.
 
     Raises:
-        ConfigError: it is not None, and has no ``decode``.
+        ConfigError: the object is not None, and has no ``decode``.
 
     """
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(
             f"tokenizer is a {type(tokenizer).__name__}; expected a loaded tokenizer (AutoTokenizer.from_pretrained), "
-            "or None for the one beside the target."
+            "or None for the one in the target's folder."
         )
 
 
 def same_vocabulary(first: Any, second: Any) -> bool | None:
-    """Tell whether two tokenizers mean the same words by the same ids, special and added tokens left aside.
+    """Return whether two tokenizers have the same words for the same ids, without special and added tokens.
 
     Returns:
-        None if one of them does not say what its words are, as an object of the caller's own need not.
+        None if one of them does not list its words; an object of the caller's own need not.
 
     """
     words = [_words(first), _words(second)]
@@ -113,16 +118,15 @@ def _words(tokenizer: Any) -> dict[str, int] | None:
 class Detokenizer:
     """Turns a growing list of token ids into text, piece by piece.
 
-    A piece ends where the text is certain, which is where no further token can change it: bytes of a character that is
-    not complete, runs of byte tokens and spaces that may have to go are held back (``DecodingRule``). All pieces and
-    the rest add up to what ``decode`` makes of all tokens. Only the last tokens are decoded again when more come, so
-    a long text costs no more per token than a short one.
+    Text is certain if no further token can change it. A piece ends where the certain text ends: the detokenizer holds
+    back the bytes of an incomplete character, runs of byte tokens, and spaces that may be removed (``DecodingRule``).
+    All pieces and the rest concatenate to what ``decode`` returns for all tokens. When tokens are added, only the last
+    ones are decoded again, so a long text costs no more per token than a short one.
 
-    Where ``decode`` raises, nothing more is certain before the last token: what it cannot make of some tokens it may
-    make of all.
+    If ``decode`` raises, no more text is certain until the last token, because ``decode`` may succeed on all tokens.
 
     Attributes:
-        error: what the tokenizer raised, if the text is not whole for that reason; None otherwise.
+        error: what the tokenizer raised if the text is incomplete for that reason; None otherwise.
 
     """
 
@@ -131,22 +135,22 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._rule = rule_of(tokenizer)
         self._waits = self._rule.waits
-        # The tokens before the window are done with. Some in it are, too: they are decoded with what follows because a
-        # tokenizer may join words differently at a beginning.
+        # The text of tokens before the window is certain. That of some tokens in the window is certain, too: they are
+        # decoded with the tokens after them, because a tokenizer may join words differently at a beginning.
         self._window: list[int] = []
         self._longest_window = _LONGEST_WINDOW
-        self._num_bytes = 0  # byte tokens at the window's end
-        self._num_taken = 0  # characters of the window's text that are certain
-        self._decoded: str | None = ""  # the window's text, if known
-        self._unclean = ""  # certain but for the spaces in it
+        self._num_bytes = 0  # number of byte tokens at the window's end
+        self._num_taken = 0  # number of certain characters of the window's text
+        self._decoded: str | None = ""  # the window's text; None if not known
+        self._unclean = ""  # text that is certain except for its spaces
 
     def add(self, token_ids: list[int], last: bool = False) -> str:
-        """Take new tokens; return the text that became certain (all that is left if they are the ``last``)."""
+        """Add tokens; return the text that became certain, or all remaining text if they are the ``last`` tokens."""
         piece = self._add(self._rule.visible(token_ids))
         return piece + self.rest() if last else piece
 
     def rest(self) -> str:
-        """Return the text that is not certain yet, as it is if no further token comes; look at ``error`` then."""
+        """Return the text that is not certain yet, as it is without further tokens, and set ``error``."""
         if self._decoded is None:
             try:
                 self._decoded = self._decode(self._window)
@@ -166,7 +170,7 @@ class Detokenizer:
         try:
             return self._take(token_ids)
         except DetokenizationError as error:
-            if len(token_ids) > 1:  # so that what is certain does not depend on the blocks that tokens come in
+            if len(token_ids) > 1:  # so that the certain text does not depend on how many tokens are added at a time
                 del self._window[before:]
                 return "".join(self._add([token]) for token in token_ids)
             self.error, self._waits = error, True
@@ -178,7 +182,7 @@ class Detokenizer:
             if token not in self._rule.byte_ids:
                 break
             num_bytes += 1
-        else:  # one run of bytes goes on
+        else:  # a run of bytes continues
             self._num_bytes += num_bytes
             return ""
         text = self._decode(self._window[: len(self._window) - num_bytes])
@@ -196,10 +200,10 @@ class Detokenizer:
         return self._cleaned(certain)
 
     def _shorten(self, text: str) -> None:
-        """Drop tokens from the window's beginning; ``text`` is that of the window without the bytes at its end."""
+        """Drop tokens at the window's beginning; ``text`` is the window's text without the bytes at its end."""
         stop = len(self._window) - self._num_bytes
         start = stop - _KEPT_WINDOW
-        while start > 0 and self._window[start] in self._rule.byte_ids:  # inside a run
+        while start > 0 and self._window[start] in self._rule.byte_ids:  # not inside a run of bytes
             start -= 1
         shorter = self._decode(self._window[start:stop])
         num_taken = len(shorter) - (len(text) - self._num_taken)
@@ -213,7 +217,7 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         if not token_ids:
             return ""
-        # Spaces are cleaned up later, where they are certain.
+        # Spaces are cleaned up later, when they are certain.
         options = {"clean_up_tokenization_spaces": False} if self._rule.cleans else {}
         with tokenizer_failures(DetokenizationError, _CANNOT_DECODE):
             text = self._tokenizer.decode(token_ids, skip_special_tokens=True, **options)

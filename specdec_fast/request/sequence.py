@@ -12,21 +12,22 @@ from specdec_fast.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Sequence:
-    """Committed tokens of one request, and how far its KV has come.
+    """The committed tokens of one request, and how many of them have KV entries.
 
     Attributes:
-        index: position of the prompt in the call.
-        token_ids: committed ids: the prompt, then what was emitted.
-        prompt_length: how many of them are the prompt.
-        max_length: committed tokens at which the request ends: ``max_new_tokens`` emitted, or no position left.
+        index: index of the prompt in the call.
+        token_ids: committed ids: the prompt, then the emitted tokens.
+        prompt_length: number of tokens of the prompt.
+        max_length: number of committed tokens at which the request ends: ``max_new_tokens`` emitted, or no position
+            left.
         params: the request's sampling parameters.
         stop_ids: ids that end the request.
         target_kv_length: positions whose KV entries in the target's pool are those of committed tokens.
-        is_admitted: whether the drafter has taken it in.
-        passed_over: steps since the sequence last took part in one (the scheduler's counter).
-        stop_strings: the text watched for the request's stop strings; None if it has none.
-        logprobs: one per emitted token; None if the request does not ask for them.
-        seed: of its noise; None if it is greedy.
+        is_admitted: whether the sequence is admitted to the drafter.
+        passed_over: number of steps since the sequence last took part in one (the scheduler's counter).
+        stop_strings: the search for the request's stop strings; None if it has none.
+        logprobs: one log-probability per emitted token; None if the request does not ask for them.
+        seed: seed of its noise; None if it is greedy.
 
     """
 
@@ -52,22 +53,22 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Committed tokens: prompt plus emitted."""
+        """The number of committed tokens: prompt plus emitted."""
         return len(self.token_ids)
 
     @property
     def samples(self) -> bool:
-        """Whether it chooses otherwise than by the largest of the target's own logits."""
+        """Whether its choice is other than the largest of the target's logits."""
         return self.params.temperature > 0 or self.params.repetition_penalty != 1
 
     @property
     def num_remaining(self) -> int:
-        """Tokens the sequence may still emit."""
+        """The number of tokens that the sequence may still emit."""
         return self.max_length - self.length
 
     @property
     def ends_at_length(self) -> bool:
-        """Whether nothing but its length can end it."""
+        """Whether only its length can end the sequence."""
         return not self.stop_ids and self.stop_strings is None
 
     @property
@@ -78,16 +79,16 @@ class Sequence:
     def commit(
         self, num_draft_tokens: int, num_accepted: int, emission: list[int], logprobs: list[float] | None = None
     ) -> list[int]:
-        """Append one step's tokens (``num_accepted + 1``, unless the last was no token), cut where the request ends.
+        """Append the tokens of one step, cut where the request ends.
 
-        The target's KV then covers every committed token but the newest (invariant I3); the entries of rejected
-        draft tokens lie beyond it and are overwritten by the next step (I4).
+        The target's KV then covers every committed token except the newest (invariant I3). The entries of rejected
+        draft tokens lie after it; the next step overwrites them (I4).
 
         Args:
-            num_draft_tokens: verified in this step.
-            num_accepted: of them.
-            emission: the step's tokens.
-            logprobs: one per token of ``emission``, where the request asks for them; cut with the tokens.
+            num_draft_tokens: draft tokens verified in this step.
+            num_accepted: draft tokens accepted.
+            emission: the step's tokens: ``num_accepted + 1``, or ``num_accepted`` if the logits after them have a NaN.
+            logprobs: one log-probability per token of ``emission``, if the request asks for them; cut with the tokens.
 
         Returns:
             The tokens committed.
@@ -106,5 +107,5 @@ class Sequence:
         return tokens
 
     def fail(self, error: RequestError) -> None:
-        """End the request with an error; what it emitted before stays."""
+        """End the request with an error; it keeps the tokens that it has emitted."""
         self.finish_reason, self.error = "error", error

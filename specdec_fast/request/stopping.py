@@ -12,16 +12,16 @@ from specdec_fast.results import FinishReason
 def cut_emission(
     tokens: Sequence[int], stop_ids: Collection[int], max_tokens: int
 ) -> tuple[list[int], FinishReason | None]:
-    """Cut one step's tokens at the first stop id (kept) or at ``max_tokens``: the oracle and the engine share it (I5).
+    """Cut one step's tokens after the first stop id or at ``max_tokens``; the oracle and the engine use it (I5).
 
     Args:
-        tokens: what the step would emit for one sequence, ``accepted + 1`` ids.
+        tokens: ids that the step would emit for one sequence, ``accepted + 1``.
         stop_ids: EOS ids and the request's own stop ids.
-        max_tokens: how many more tokens the sequence may emit, at least 1.
+        max_tokens: number of tokens that the sequence may still emit, at least 1.
 
     Returns:
-        The tokens to commit, and ``"stop"``, ``"length"`` or None when the sequence goes on. A stop id that
-        arrives as the very last allowed token counts as ``"stop"``, as in transformers.
+        The tokens to commit, and ``"stop"``, ``"length"``, or None if the sequence continues. A stop id that is the
+        last allowed token counts as ``"stop"``, as in transformers.
 
     """
     for i, token in enumerate(tokens[:max_tokens]):
@@ -33,18 +33,18 @@ def cut_emission(
 
 
 class StopStrings:
-    """The emitted text of one request that has stop strings.
+    """The emitted text of one request that has stop strings, and the search for them.
 
-    Text is given out where no stop string can claim it any more: the longest end of it that begins a stop string is
-    held back. So whatever was given out lies before any match, and only what is held back has to be searched.
+    The longest end of the text that begins a stop string is held back; the text before it is released. So a match can
+    only begin in the text that is held back, and only that is searched.
 
-    Tokens are taken one at a time even where a step emits several: which token completes a stop string is then a
-    question of the tokens alone, not of the blocks they came in. It is the first token with which the text, were it
-    the last one, has a stop string in it; a character whose bytes have not all arrived counts once the text has ended.
+    Tokens are added one at a time even if a step emits several. So the token that completes a stop string depends on
+    the tokens alone, not on how many a step emitted. It is the first token with which the text, if it ended there,
+    would contain a stop string. A character whose bytes are incomplete counts only when the text has ended.
 
     Args:
-        detokenizer: a new one, for this request only.
-        stop: the stop strings, at least one, none empty.
+        detokenizer: a new detokenizer, for this request only.
+        stop: the stop strings: at least one, and none empty.
 
     """
 
@@ -52,25 +52,26 @@ class StopStrings:
         self._detokenizer = detokenizer
         self._stop = stop
         self._longest = max(map(len, stop))
-        self._released: list[str] = []  # not fetched by `take` yet
+        self._released: list[str] = []  # released, but not returned by `take` yet
         self._held = ""
         self._found = False
 
     @property
     def error(self) -> DetokenizationError | None:
-        """What the tokenizer raised, where it could not decode the tokens; no stop string can be looked for then."""
+        """What the tokenizer raised if it could not decode the tokens; then no stop string can be found."""
         return self._detokenizer.error
 
     def cut(self, tokens: list[int], reason: FinishReason | None) -> tuple[list[int], FinishReason | None]:
         """Cut one step's tokens after the first that completes a stop string.
 
         Args:
-            tokens: what ``cut_emission`` left of the step's emission.
-            reason: what ``cut_emission`` says of its end; it concerns the last token, so a stop string comes first.
+            tokens: the tokens that ``cut_emission`` returned.
+            reason: the reason that ``cut_emission`` returned. It applies to the last token, so a stop string takes
+                precedence.
 
         Returns:
-            The tokens to commit, and ``"stop"`` where a stop string is complete, ``"error"`` where there is an
-            ``error``, else ``reason``.
+            The tokens to commit, and ``"stop"`` if a stop string is complete, ``"error"`` if there is an ``error``,
+            else ``reason``.
 
         """
         for i, token in enumerate(tokens, start=1):
@@ -81,7 +82,7 @@ class StopStrings:
         return tokens, reason
 
     def take(self, last: bool) -> str:
-        """Return the text given out since the last call; all that is left if the request has ended."""
+        """Return the text released since the last call, or all remaining text if the request has ended."""
         if last and not self._found:
             self._released += [self._held, self._detokenizer.rest()]
             self._held = ""
@@ -90,20 +91,20 @@ class StopStrings:
         return text
 
     def _add(self, token: int, last: bool) -> bool:
-        """Take one token; tell whether the text has a stop string in it now."""
+        """Add one token; return whether the text now contains a stop string."""
         self._held += self._detokenizer.add([token])
         rest = self._detokenizer.rest()
         text = self._held + (rest if last else rest.rstrip(INCOMPLETE))
         begins = [begin for begin in (text.find(stop) for stop in self._stop) if begin >= 0]
         self._found = bool(begins)
-        # Both complete with this token: the text ends before the one that begins first.
+        # If several stop strings are complete with this token, the text ends before the one that begins first.
         keep = min(begins) if begins else self._num_certain(self._held)
         self._released.append(text[:keep])
         self._held = "" if begins else self._held[keep:]
         return self._found
 
     def _num_certain(self, text: str) -> int:
-        """Count the characters of ``text`` that no stop string can claim, whatever follows."""
+        """Count the characters of ``text`` that are part of no stop string, whatever follows."""
         for begin in range(max(0, len(text) - self._longest + 1), len(text)):
             if any(stop.startswith(text[begin:]) for stop in self._stop):
                 return begin

@@ -1,4 +1,4 @@
-"""What each kind of tokenizer may still change in a text when further tokens come."""
+"""What each kind of tokenizer may still change in a text when tokens are added."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _DIGITS = "0123456789abcdefABCDEF"
-_BYTE_TOKENS = [f"<0x{high}{low}>" for high in _DIGITS + "+" for low in _DIGITS]  # what ByteFallback takes for a byte
-# Steps of a decoder that look at a token alone, or at whether it is the first or the last one.
+_BYTE_TOKENS = [
+    f"<0x{high}{low}>" for high in _DIGITS + "+" for low in _DIGITS
+]  # tokens that ByteFallback decodes to a byte
+# Steps of a decoder that depend on one token alone, and on whether it is the first or the last one.
 _BY_TOKEN = {"Replace", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
-_JOINS = {"Fuse", "ByteLevel"}  # steps after which there is one text
+_JOINS = {"Fuse", "ByteLevel"}  # steps that join all tokens to one text
 
 
 @dataclass(frozen=True)
 class DecodingRule:
-    """What a tokenizer's ``decode`` may change in the text of some tokens when it is given more of them.
+    """What a tokenizer's ``decode`` may change in a text when tokens are added.
 
     Attributes:
-        waits: nothing is known of it: all of the text may change until the last token has come.
-        byte_ids: ids of single bytes that are decoded together, one run of them at a time, so that one more byte may
-            change the whole run (``ByteFallback``).
-        special_ids: ids that are left out of the text.
-        backend: the ``tokenizers.Tokenizer``, where one decodes; it leaves out the ids that it does not know.
-        cleans: spaces before punctuation are removed from the text (``clean_up_tokenization_spaces``).
+        waits: whether the tokenizer is unknown, so that the whole text may change until the last token.
+        byte_ids: ids of single bytes. A run of them is decoded together, so one more byte may change the whole run
+            (``ByteFallback``).
+        special_ids: ids that have no text.
+        backend: the ``tokenizers.Tokenizer`` if one decodes; it ignores ids that it does not know.
+        cleans: whether spaces before punctuation are removed from the text (``clean_up_tokenization_spaces``).
 
     """
 
@@ -37,7 +39,7 @@ class DecodingRule:
     cleans: bool = False
 
     def visible(self, token_ids: list[int]) -> list[int]:
-        """Return the ids that have a part in the text."""
+        """Return the ids that have text."""
         if self.backend is None:
             return token_ids
         known = self.backend.id_to_token
@@ -50,14 +52,14 @@ _KNOWN: WeakKeyDictionary[Any, tuple[int, DecodingRule]] = WeakKeyDictionary()
 def rule_of(tokenizer: Any) -> DecodingRule:
     """Return the rule of a tokenizer.
 
-    A tokenizer that is not of transformers is taken for one whose text of some tokens begins the text of more, but
-    for bytes of an incomplete character. One of transformers that is written in Python, or whose decoder is none of
-    those listed here, waits.
+    A tokenizer that is not of transformers is assumed to only append text when tokens are added, except after the bytes
+    of an incomplete character. A tokenizer of transformers waits if it is written in Python, or if its decoder is not
+    listed here.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return DecodingRule(waits=isinstance(tokenizer, PreTrainedTokenizer))
     size, rule = _KNOWN.get(tokenizer, (-1, DecodingRule()))
-    if size != len(tokenizer):  # new, or tokens were added since
+    if size != len(tokenizer):  # a new tokenizer, or one that got more tokens
         rule = _rule_of_fast(tokenizer)
         _KNOWN[tokenizer] = (len(tokenizer), rule)
     return rule
@@ -83,18 +85,18 @@ def _rule_of_fast(tokenizer: Any) -> DecodingRule:
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    if decoder is None:  # tokens with spaces between them
+    if decoder is None:  # no decoder: tokens joined by spaces
         return []
     state = json.loads(decoder.__getstate__())
     return state["decoders"] if state["type"] == "Sequence" else [state]
 
 
 def _is_known(steps: list[dict[str, Any]]) -> bool:
-    """Tell whether the text of some tokens, but for its end, begins the text of more."""
+    """Return whether adding tokens changes only the end of a text."""
     names = [step["type"] for step in steps]
     joined = next((i for i, name in enumerate(names) if name in _JOINS), len(names))
     before, after = names[:joined], steps[joined + 1 :]
-    # What comes after is done to the text as a whole; of that only its beginning may be stripped.
+    # The steps after the join change the whole text; only one that strips its beginning is known.
     strips = all(step["type"] == "Fuse" or (step["type"] == "Strip" and step["stop"] == 0) for step in after)
     return set(before) <= _BY_TOKEN | {"ByteFallback"} and strips
 
