@@ -1,4 +1,4 @@
-"""Benchmarks. In a checkout that is not installed, the kernels are found where they lie."""
+"""Benchmarks. In a checkout that is not installed, ``specdec_fast.triton_kernels`` is found in ``triton_kernels/``."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -10,7 +10,7 @@ _KERNELS = Path(__file__).parents[1] / "triton_kernels"
 
 
 class _InCheckout:
-    """Finds ``specdec_fast.triton_kernels`` if nothing else does; an installation has it inside the package."""
+    """Finds ``specdec_fast.triton_kernels`` if nothing else does. An installation has it inside the package."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

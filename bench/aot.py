@@ -1,10 +1,10 @@
-"""Compile every Triton kernel to machine code, without a GPU, and report what each needs of one.
+"""Compile every Triton kernel to machine code, without a GPU, and report the resources that each needs.
 
     python -m bench.aot [--targets sm_80,sm_90,sm_100,gfx942] [--jobs N] [--json FILE]
 
 Exits 1 if a kernel does not compile or spills registers on an NVIDIA target. Registers are per thread, shared memory in
 bytes per program, spills in bytes per thread; on AMD registers are vector registers, and spilled registers count four
-bytes each. Says nothing about values, bandwidth or time: those need a run.
+bytes each. The report says nothing about values, bandwidth or time, which need a run.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compilation of a kernel needs.
+    """The resources of one compilation of a kernel.
 
     Attributes:
         kernel: file and variant, ``compact_kv.bf16_page16_entry1024``.
-        target: what it was compiled for.
-        registers: per thread.
+        target: the GPU for which it was compiled.
+        registers: registers per thread.
         shared_bytes: shared memory per program.
         spill_bytes: stack and local memory per thread.
-        barriers: places where the threads of a program wait for each other.
-        widest_access: bytes that one thread loads or stores at once, at most.
-        error: why it did not compile, else None; the figures are then 0.
+        barriers: number of places where the threads of a program wait for each other.
+        widest_access: largest number of bytes that one thread loads or stores at once.
+        error: the reason why it did not compile, and then the figures are 0; else None.
 
     """
 
@@ -70,12 +70,12 @@ class Resources:
 
     @property
     def bad(self) -> bool:
-        """Whether the run fails because of it; a spill on AMD is reported, but no file has been tuned for it."""
+        """Whether it makes the run fail. A spill on AMD is only reported, because no file is tuned for AMD."""
         return self.error is not None or (self.spill_bytes > 0 and TARGETS[self.target].backend == "cuda")
 
 
 def compile_variant(variant: Variant, target: GPUTarget) -> Any:
-    """Compile as Triton's just-in-time compiler would for a launch with these arguments."""
+    """Compile a variant as Triton's just-in-time compiler would for a launch."""
     arguments = variant.kernel.arg_names
     source = ASTSource(
         fn=variant.kernel,
@@ -93,7 +93,7 @@ def measure(kernel: str, variant: Variant, target: str) -> Resources:
     """Compile one variant for one target and read its figures from the machine code."""
     try:
         compiled = compile_variant(variant, TARGETS[target])
-    except Exception as error:  # whatever the compiler raises is this row's result
+    except Exception as error:  # an error of the compiler is this row's result
         return Resources(kernel, target, error=f"{type(error).__name__}: {error}")
     shared = compiled.metadata.shared
     if TARGETS[target].backend == "cuda":
@@ -111,7 +111,7 @@ def measure(kernel: str, variant: Variant, target: str) -> Resources:
 
 
 def _nvidia_figures(cubin: bytes) -> tuple[int, int]:
-    """Return registers, and bytes of stack and local memory: these kernels have no arrays, so all of it is spilled."""
+    """Return registers, and bytes of stack and local memory; without arrays in the kernels, all of it is spills."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -141,13 +141,13 @@ def _modules(others: list[str]) -> list[ModuleType]:
 
 
 def _measure_everywhere(others: list[str], targets: list[str], kernel: str) -> list[Resources]:
-    """Measure one kernel on all targets; found by name, because a kernel cannot be sent to another process."""
+    """Measure one kernel on all targets. It is found by name, because a kernel cannot be sent to another process."""
     variant = dict(variants_of(_modules(others)))[kernel]
     return [measure(kernel, variant, target) for target in targets]
 
 
 def measure_all(others: list[str], targets: list[str], jobs: int) -> list[Resources]:
-    """Compile all variants for all targets, freshly, over ``jobs`` processes."""
+    """Compile all variants for all targets in ``jobs`` processes, without Triton's cache."""
     kernels = [kernel for kernel, _ in variants_of(_modules(others))]
     if len(kernels) != len(set(kernels)):
         raise ValueError(f"two variants share a name: {sorted(kernels)}")
@@ -182,7 +182,7 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels without a GPU; report their resources.")
     parser.add_argument("--targets", type=names, default=list(TARGETS), help=f"of {','.join(TARGETS)} (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the result there as well")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--modules", type=names, default=[], help="modules with variants() instead of the package's")
     args = parser.parse_args()
     unknown = [target for target in args.targets if target not in TARGETS]

@@ -1,9 +1,9 @@
 """Whole decoding runs, all in one process: plain decoding, the engine, the oracle, transformers.
 
-Repeats are interleaved (every setting once, then every setting again), and what is reported are medians and
-medians of ratios within a repeat: a lone absolute time on a shared machine says little. No speed is reported when an
-output differs from the reference: in fp32 ``transformers`` at batch 1, which the engine, the oracle and assisted
-generation must equal; in bf16 and fp16 the engine's own plain decoding at batch 1, which the engine must equal.
+Repeats are interleaved: every setting once, then every setting again. The report has medians, and medians of ratios
+within a repeat, because one absolute time on a shared machine says little. No speed is reported if an output differs
+from the reference. In fp32 the reference is ``transformers`` at batch 1, which the engine, the oracle and assisted
+generation must equal. In bf16 and fp16 it is the engine's own plain decoding at batch 1, which the engine must equal.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="replay the target's own tokens with these probabilities in place of what the draft model proposes",
     )
     parser.add_argument(
-        "--no-deterministic", action="store_true", help="do not pad the engine's forwards; the gate stays as it is"
+        "--no-deterministic", action="store_true", help="do not pad the engine's forwards; the gate does not change"
     )
     parser.add_argument(
-        "--peer-models", type=report.Path, metavar="FOLDER", help="of bench.export_pair, for openvino and llama.cpp"
+        "--peer-models",
+        type=report.Path,
+        metavar="FOLDER",
+        help="folder that bench.export_pair wrote, for openvino and llama.cpp",
     )
     report.add_report_options(parser)
     parser.set_defaults(repeats=3)
@@ -68,7 +71,7 @@ def _check_methods(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 def make_settings(bench: Bench, args: argparse.Namespace) -> list[MethodSetting]:
-    """Make everything that the options ask for."""
+    """Make all settings of the options."""
     found = bench.method_settings(args.methods, args.batch_sizes, args.num_draft_tokens, args.acceptance or [None])
     settings = list(found)
     if not settings:
@@ -82,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     report.prepare(args)
     full_precision()
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # assisted generation warns of what it does itself
+    logging.set_verbosity_error()  # assisted generation warns about its own settings
     try:
         workload = load(args, 2 * max(args.batch_sizes))
         bench = Bench(workload, not args.no_deterministic, args.peer_models)
@@ -96,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{max(map(len, workload.prompts))} tokens ({workload.num_left_out} left out as too long), up to "
         f"{args.max_new_tokens} new tokens, {args.dtype} on {bench.target.device}, {args.repeats} interleaved repeats, "
         f"torch {torch.__version__}, {torch.get_num_threads()} threads; outputs equal {reference.label} at batch 1 "
-        f"(share of them: equal; * is not held to it; own batch 1: share equal to the method's own outputs there)\n"
+        f"(equal: share of such outputs; *: not required; own batch 1: share equal to the method's own outputs there)\n"
     )
     print_tables(rows)
     result = {

@@ -1,7 +1,7 @@
 """The promise, checked at length on the bundled pair: every setting emits the tokens of plain decoding at batch 1.
 
-The report of ``specdec-fast verify`` over 64 prompts and 256 tokens each, in one dtype; what determinism costs; and how
-much sampled speculation accepts.
+It writes the report of ``specdec-fast verify`` over 64 prompts with 256 tokens each, in one dtype; the cost of
+determinism; and the acceptance of sampled speculation.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from specdec_fast.request.detokenizer import load_tokenizer
 from specdec_fast.sampling_params import SamplingParams
 
 TARGET, DRAFT = (str(demo_pair() / name) for name in ("target", "draft"))
-BATCH_SIZE, NUM_DRAFT_TOKENS = 8, 5  # at which cost and acceptance are measured
+BATCH_SIZE, NUM_DRAFT_TOKENS = 8, 5  # the setting in which cost and acceptance are measured
 SAMPLED = "temperature=1.0"
 
 
 def bundled_prompts() -> list[list[int]]:
-    """Return the 32 bundled prompts, 8 to 201 tokens, and the first half of each: 64 texts of ragged lengths."""
+    """Return the 32 bundled prompts of 8 to 201 tokens, and the first half of each: 64 texts of unequal lengths."""
     tokenizer = load_tokenizer(TARGET)
     assert tokenizer is not None
     lines = (demo_pair() / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -63,7 +63,7 @@ def matrix_of(args: argparse.Namespace) -> Matrix:
 
 
 def cost_of_determinism(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
-    """Decode with and without, interleaved, greedily at batch 8 and K 5; exit if a token differs."""
+    """Decode with and without determinism, interleaved, greedily at batch 8 and K 5; exit if a token differs."""
     models = [load_model(name, report.DTYPES[args.dtype], torch.device("cpu")) for name in (TARGET, DRAFT)]
     params = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
     settings: dict[str, Any] = {"max_batch_size": BATCH_SIZE, "num_draft_tokens": NUM_DRAFT_TOKENS}
@@ -106,7 +106,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", type=report.names, default=["cost", "acceptance", "matrix"])
     parser.add_argument("--num-prompts", type=int, default=64, help="of the 64")
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=16, help="batches of prompts per setting at most")
+    parser.add_argument("--rounds", type=int, default=16, help="largest number of batches of prompts per setting")
     parser.add_argument("--batch-sizes", type=report.integers, default=[1, 2, 5, 8, 16, 32])
     parser.add_argument("--num-draft-tokens", type=report.integers, default=[0, 1, 5, 8])
     report.add_report_options(parser)
@@ -114,7 +114,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure the cost first, while nothing else was run; exit with 1 if an output differs."""
+    """Measure the cost first, before anything else has run; exit with 1 if an output differs."""
     args = parse_args(argv)
     report.prepare(args)
     logging.disable_progress_bar()

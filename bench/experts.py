@@ -1,8 +1,8 @@
-"""A layer of experts in the shape of Qwen3-30B-A3B: our forward of it against transformers' ways to compute experts.
+"""A layer of experts in the shape of Qwen3-30B-A3B: our forward against those of transformers.
 
-The model has one layer (``--layers``) with random weights and a small vocabulary, so nearly all of its time is that
-layer's. The rows are those of one text, without a context. The gate is the one that models are admitted by: logits
-within the square root of the dtype's rounding unit of those that transformers' own loop over experts gives.
+The model has one layer (``--layers``) with random weights and a small vocabulary, so nearly all of its time is spent in
+that layer. The rows are those of one text, without a context. The gate is that of loading a model: logits within the
+square root of the dtype's rounding unit of those of transformers' own loop over experts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from specdec_fast.ops import resolve
 
 _PAGE_SIZE = 16
 _VOCAB_SIZE = 1000
-THEIRS = ("eager", "batched_mm", "grouped_mm")  # transformers takes the last one by default
-_MOST_COPIES = 512  # of an expert's weights, which batched_mm makes for every choice of every row: gigabytes
+THEIRS = ("eager", "batched_mm", "grouped_mm")  # transformers uses the last one by default
+_MOST_COPIES = 512  # batched_mm copies an expert's weights for every choice of every row, which takes gigabytes
 SHAPES: dict[str, dict[str, int]] = {
     "qwen3-30b-a3b": {
         "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
@@ -106,12 +106,14 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, print the table, end in one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m bench.experts", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b-a3b")
-    parser.add_argument("--layers", type=int, default=1, help="of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=1, help="layers of the model (default: %(default)s)")
     parser.add_argument("--dtype", choices=list(report.DTYPES), default="bfloat16")
-    parser.add_argument("--rows", type=report.integers, default=[1, 6, 48, 256], help="of a forward, comma-separated")
+    parser.add_argument(
+        "--rows", type=report.integers, default=[1, 6, 48, 256], help="rows of a forward, comma-separated"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="of torch and of the C++ ops (default: torch's own choice)")
-    parser.add_argument("--json", type=report.Path, help="write the result there as well")
+    parser.add_argument("--threads", type=int, help="threads of torch and of the C++ ops (default: torch's own choice)")
+    parser.add_argument("--json", type=report.Path, help="also write the result to this file")
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)

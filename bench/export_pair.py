@@ -1,9 +1,9 @@
 """Write a pair in the formats that other libraries read, for ``bench.engine --peer-models``.
 
-The folder gets ``target`` and ``draft`` as Hugging Face checkpoints and, with the package gguf, ``target.gguf`` for
-llama.cpp (Llama and Qwen3 shapes). Both checkpoints have the bundled tokenizer: OpenVINO does not draft without one and
-random pairs have none. OpenVINO's own format is made by optimum-intel, which needs an older transformers and so an
-environment of its own; the command is printed.
+It writes ``target`` and ``draft`` as Hugging Face checkpoints and, with the package gguf, ``target.gguf`` for llama.cpp
+(Llama and Qwen3 shapes). Both checkpoints get the bundled tokenizer, because OpenVINO does not draft without one and
+random pairs have none. optimum-intel makes OpenVINO's own format; it needs an older transformers, and so an environment
+of its own. The command prints how to call it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from bench.common.workload import add_workload_options, check_workload, load
 from specdec_fast.assets import demo_pair
 
-# Tensors of a layer: the checkpoint's names to GGUF's (the specification in the gguf package, constants.py).
+# Tensors of a layer: from the checkpoint's names to GGUF's (specified in constants.py of the gguf package).
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -32,10 +32,10 @@ _SERVED = ("llama", "qwen3")
 
 
 def write_gguf(model: PreTrainedModel, file: Path) -> None:
-    """Write a model without a vocabulary: ids go in, ids come out.
+    """Write a model without a vocabulary, for token ids only.
 
     Raises:
-        ValueError: it is neither a Llama nor a Qwen3.
+        ValueError: the model is neither a Llama nor a Qwen3.
 
     """
     import gguf
@@ -81,7 +81,7 @@ def _add_tensor(writer: Any, config: Any, name: str, weight: Tensor) -> None:
 
     is_query = name.endswith("attn_q.weight")
     if config.model_type == "llama" and (is_query or name.endswith("attn_k.weight")):
-        # GGUF's llama rotates neighbouring pairs of a head, the checkpoint its two halves.
+        # GGUF's llama rotates neighbouring pairs of a head, the checkpoint rotates its two halves.
         heads = config.num_attention_heads if is_query else config.num_key_value_heads
         rows, columns = weight.shape
         weight = weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
@@ -94,10 +94,10 @@ def _add_tensor(writer: Any, config: Any, name: str, weight: Tensor) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the folder; print what is left to do."""
+    """Write the folder; print the remaining commands."""
     parser = argparse.ArgumentParser(prog="python -m bench.export_pair", description=(__doc__ or "").split("\n")[0])
     add_workload_options(parser)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="is made if it is not there")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; made if it does not exist")
     args = parser.parse_args(argv)
     check_workload(parser, args)
     workload = load(args, 1)

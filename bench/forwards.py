@@ -1,11 +1,11 @@
-"""One forward three ways, interleaved: as a forward program, our way in PyTorch, and by the unmodified model.
+"""One forward in three ways, interleaved: as a forward program, over our pages in PyTorch, and by the unmodified model.
 
 The unmodified model is what a user of ``transformers`` runs: ``model(...)`` with a ``DynamicCache``. "Ours in PyTorch"
 is the same model over our pages (``enforce_eager=True``), with our attention and our linears.
 
-The rows are those of a step: one token of every sequence (plain decoding), or K + 1 of every sequence (a verification),
-over contexts of ``--context`` entries; and those of a prefill: a whole prompt of one sequence, logits of its last row.
-The gate is the one that models are admitted by: logits within the square root of the dtype's rounding unit of the
+The rows are those of a step, over contexts of ``--context`` entries: one token of every sequence (plain decoding), or
+K + 1 tokens of every sequence (a verification). Prefills compute a whole prompt of one sequence, and the logits of its
+last row. The gate is that of loading a model: logits within the square root of the dtype's rounding unit of the
 unmodified model's.
 """
 
@@ -38,7 +38,7 @@ PROGRAM, EAGER, UNMODIFIED = "program", "eager", "transformers"
 
 @dataclass(frozen=True)
 class Shape:
-    """The rows of one forward: the last ``num_rows`` of ``context`` positions, in each of ``batch_size`` sequences."""
+    """The rows of one forward: the last ``num_rows`` of ``context`` positions of each of ``batch_size`` sequences."""
 
     batch_size: int
     num_rows: int
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether it computes a whole prompt, of which only the last row's logits are wanted."""
+        """Whether it computes a whole prompt, with the logits of the last row only."""
         return self.num_rows == self.context
 
 
@@ -61,7 +61,9 @@ class Forwards:
         middle = perf_counter()
         self.compiled = RaggedModel(model, ops)
         self.loading_seconds = middle - started
-        self.program_seconds = perf_counter() - middle - self.loading_seconds  # what loading takes longer with one
+        self.program_seconds = (
+            perf_counter() - middle - self.loading_seconds
+        )  # the additional loading time with a program
         if self.compiled.program is None:
             raise SystemExit(f"{self.compiled.name} has no program: {self.compiled.why_no_program}")
 
@@ -86,7 +88,7 @@ class Forwards:
         }
 
     def _unmodified(self, token_ids: Tensor, before: int, wanted: Tensor | None) -> Callable[[], Tensor]:
-        """Return the call of ``transformers``: its cache holds ``before`` entries whenever the call begins."""
+        """Return the call of ``transformers``; its cache has ``before`` entries at the beginning of every call."""
         cache = DynamicCache(config=self.unmodified.config)
         new = token_ids[:, before:]
         keep = {} if wanted is None else {"logits_to_keep": 1}
@@ -106,7 +108,7 @@ class Forwards:
 
 
 def shapes(args: argparse.Namespace, max_positions: int | None) -> Iterator[Shape]:
-    """Yield the forwards of steps, then those of prefill that the model has positions for."""
+    """Yield the forwards of steps, then those of prefills for which the model has enough positions."""
     for batch_size in args.batch_sizes:
         for num_rows in (1, args.num_draft_tokens + 1):
             yield Shape(batch_size, num_rows, args.context)
@@ -154,12 +156,12 @@ def main(argv: list[str] | None = None) -> None:
         type=report.integers,
         default=[128, 512, 2048],
         metavar="N,N",
-        help="prompts, in tokens (default: 128,512,2048, as far as the model has positions)",
+        help="prompts, in tokens (default: 128,512,2048, as long as the model has positions)",
     )
     parser.add_argument("--models", type=report.names, default=["target", "draft"], help="default: target,draft")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="of torch and of the C++ ops (default: torch's own choice)")
-    parser.add_argument("--json", type=report.Path, help="write the result there as well")
+    parser.add_argument("--threads", type=int, help="threads of torch and of the C++ ops (default: torch's own choice)")
+    parser.add_argument("--json", type=report.Path, help="also write the result to this file")
     args = parser.parse_args(argv)
     check_workload(parser, args)
     if unknown := set(args.models) - {"target", "draft"}:

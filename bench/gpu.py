@@ -1,13 +1,13 @@
-"""Everything that needs a GPU, in one go: how fast it is, what of it arrives, do the kernels compute what they should.
+"""Everything that needs a GPU, in one command: speed, correctness of the kernels, graphs and whole decoding runs.
 
     python -m bench.gpu --out DIR [--budget SECONDS] [--parts compile,graphs,...]      # one NVIDIA GPU, no network
     python -m bench.gpu --out DIR --device cpu --smoke                      # tiny sizes, to try the check itself
 
-Runs in a checkout as it is, with any Python that has torch, Triton and transformers; nothing is installed, and the C++
-extension is not needed. Writes DIR/gpu.json, again after every check, and prints a short table last. Parts run one
-after the other, each in a process of its own and held to its share of the budget, in which all that it does is counted;
-what there was no time for is named. First everything is compiled, on all cores; then comes what only a GPU can tell,
-gates last. Exit status 1 if a task failed or a gate was red.
+It runs in a checkout, with any Python that has torch, Triton and transformers; it installs nothing and does not need
+the C++ extension. It writes DIR/gpu.json after every check, and prints a short table last. Tasks run one after the
+other, each in a process of its own and within its share of the budget, which includes all that the task does. The
+report names the checks for which there was no time. The first task compiles everything on all cores; then come
+measurements, and gates last. The exit status is 1 if a task failed or a gate was red.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bench.gpu_.isolated_tasks import Progress, Result, Settings, Task, inline, 
 from specdec_fast.commands.common import format_table
 from specdec_fast.ops import availability
 
-BUDGET = 540.0  # seconds: a minute less than a command may take where machines with a GPU are lent
+BUDGET = 540.0  # seconds; it leaves a minute of a time limit of ten minutes
 TASKS = (
     Task("compile", gpu_compile.run, 3),
     Task("graphs", gpu_graphs.run, 2),
@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment(settings: Settings, progress: Progress) -> None:
-    """Note what the figures belong to."""
+    """Record versions, device and commit of the figures."""
     device = torch.device(settings.device)
     progress.note(
         **properties(device),
@@ -74,7 +74,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Ask git about this tree; None where there is no git, or the tree is a copy without its history."""
+    """Ask git about this tree; None if there is no git, or if the tree is a copy without its history."""
     try:
         answer = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -83,7 +83,7 @@ def _git(*arguments: str) -> str | None:
 
 
 class Record:
-    """The one file: written as a whole each time, so it is never half of one."""
+    """The result file. It is replaced as a whole each time, so it is never incomplete."""
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,12 +91,12 @@ class Record:
         self.content: dict[str, Any] = {"bench": "gpu", **facts, "parts": {}}
 
     def keep(self, task: str, result: Result) -> None:
-        """Take in what a task has found so far, and write."""
+        """Record the result of a task so far, and write the file."""
         self.content["parts"][task] = result
         self.note()
 
     def note(self, **facts: Any) -> None:
-        """Take in facts of the whole, and write."""
+        """Record facts about the whole run, and write the file."""
         self.content |= facts
         beside = self.path.with_suffix(".json.new")
         beside.write_text(json.dumps(_finite(report.rounded(self.content)), indent=1) + "\n")
@@ -104,7 +104,7 @@ class Record:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity: they are written as words."""
+    """Write NaN and infinity as words, because JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -113,7 +113,7 @@ def _finite(value: Any) -> Any:
 
 
 def print_tables(results: dict[str, Result]) -> None:
-    """Print speeds where they were measured, what is wrong, and a line per task."""
+    """Print measured speeds, failures, and a line per task."""
     tables: tuple[tuple[str, Callable[[Result], Iterator[tuple[Any, ...]]], tuple[str, ...]], ...] = (
         ("timings", _timing_lines, ("op", "case", "dtype", "method", "us", "us/call", "GB/s", "of copy")),
         ("graphs", _graph_lines, ("what", "batch", "us", "eager us", "floor us", "of copy", "over eager")),
@@ -183,7 +183,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _recorder(record: Record) -> Callable[[str, Result], None]:
-    """Keep what tasks find, and say when one has ended, in case this process is."""
+    """Record results of tasks, and print when a task has ended, in case this process is ended."""
 
     def keep(task: str, result: Result) -> None:
         record.keep(task, result)
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     settings = Settings(args.device, args.smoke)
     record = Record(args.out, {"device": args.device, "smoke": args.smoke, "budget_seconds": args.budget})
     first = run_tasks([Task("environment", environment, 1)], settings, args.budget, inline, record.keep)
-    # a CPU's kernels neither hang nor break what they run on, and starting processes takes longer than its tasks
+    # On a CPU no kernel hangs or breaks a device context, and starting processes takes longer than the tasks.
     runner = inline if torch.device(args.device).type == "cpu" else isolated
     budget = max(0.0, args.budget - (monotonic() - began))
     tasks = [task for task in TASKS if not args.parts or task.name in args.parts]

@@ -1,8 +1,7 @@
-"""Every op on every backend that runs here, against the machine's copy bandwidth and against plain PyTorch.
+"""Every op on every backend that runs here, compared with the machine's copy bandwidth and with plain PyTorch.
 
-The registry says what there is: an implementation added to a declaration appears here by itself. Nothing is timed
-that does not agree with the torch implementation first; repeats are interleaved, and ratios are medians of ratios
-within a repeat.
+The benchmark reads the registry, so it times every implementation that a declaration names. It times an implementation
+only if that agrees with the torch one. Repeats are interleaved, and ratios are medians of ratios within a repeat.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from specdec_fast.commands.common import format_table
 from specdec_fast.ops import BACKENDS, Case, Op, all_ops
 from specdec_fast.ops.registry import INTERPRETING
 
-COPY_BYTES = 1 << 28  # read, and as many written: more than a cache holds
+COPY_BYTES = 1 << 28  # bytes read, and as many written: more than a cache holds
 COPY = "copy"
 SEED = 0
 
@@ -42,7 +41,7 @@ class Subject:
     backends: tuple[str, ...]
 
     def make(self) -> dict[str, Any]:
-        """Build the arguments: the same ones each time."""
+        """Make the arguments; the same ones each time."""
         return self.case.make(torch.Generator().manual_seed(SEED), self.dtype, self.device)
 
     def __str__(self) -> str:
@@ -54,7 +53,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def subjects(args: argparse.Namespace) -> Iterator[Subject]:
-    """Yield what the options ask for; the baseline always takes part."""
+    """Yield the subjects of the options; the baseline always takes part."""
     device = torch.device(args.device)
     for name in args.ops:
         op = all_ops()[name]
@@ -77,7 +76,7 @@ def why_not(op: Op, backend: str, device: torch.device) -> str | None:
 
 
 def check(subject: Subject) -> None:
-    """Exit if a backend disagrees with the baseline: a wrong result has no speed."""
+    """Exit if a backend disagrees with the baseline, because a wrong result has no speed."""
     for backend in subject.backends:
         problem = disagreement(subject.op, backend, subject.make) if backend != BASELINE else None
         if problem:
@@ -85,12 +84,12 @@ def check(subject: Subject) -> None:
 
 
 def measure(subject: Subject, clock: Clock, copy: Call, repeats: int) -> list[dict[str, Any]]:
-    """Time all backends, the reference and the plain copy in turn; return a row for each but the copy."""
+    """Time all backends, the reference and the plain copy in turn; return a row for each except the copy."""
     args = subject.make()
     calls: dict[str, Call] = {COPY: copy}
     for backend in subject.backends:
-        # As an engine calls an op for all layers but the first. Working in place again and again moves other
-        # numbers each time, but as many of them.
+        # Without the argument check, as an engine calls an op for all layers except the first. Repeated calls in place
+        # move different numbers each time, but equally many.
         calls[backend] = partial(subject.op.load(backend, check=False), **args)
     reference = prepare_reference(subject.op.name, args)
     seconds = clock.interleave([calls | reference] * repeats)
@@ -116,7 +115,7 @@ def measure(subject: Subject, clock: Clock, copy: Call, repeats: int) -> list[di
 
 
 def plain_copy(device: torch.device) -> Call:
-    """Return a copy of ``COPY_BYTES`` between two buffers: the bandwidth that others are held against."""
+    """Return a copy of ``COPY_BYTES`` between two buffers, whose bandwidth is the reference."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)
     return partial(destination.copy_, source)

@@ -1,7 +1,7 @@
-"""What realignment costs: Python repad loops, a vectorised gather, the fused op in place, and the engine's nothing.
+"""The cost of realignment: Python repad loops, a vectorised gather, the fused op in place, and the engine, without any.
 
-First one step's KV moves on caches of the shapes of real models, then whole decoding runs of the bundled pair. No
-speed is reported unless all methods leave the same KV entries and every run the same tokens.
+The benchmark measures the KV moves of one step on caches of real models' shapes, then whole decoding runs of the
+bundled pair. It reports a speed only if all methods leave the same KV entries and all runs emit the same tokens.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from specdec_fast.errors import BackendError
 from specdec_fast.ops import AUTO, BACKENDS, resolve
 
 DEMO = "demo-pair"
-SHARE_OF_MEMORY = 0.8  # of what is available: the models and the allocator's own want some
+SHARE_OF_MEMORY = 0.8  # share of the available memory; the models and the allocator need the rest
 GIB = 1 << 30
 
 
 def available_bytes() -> int:
-    """Return the memory that may be used, by the system's own estimate; 4 GiB where it gives none."""
+    """Return the available memory, by the system's own estimate; 4 GiB if it has none."""
     meminfo = Path("/proc/meminfo")  # Linux only
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
     return int(SHARE_OF_MEMORY * int(found[1]) * 1024) if found else 4 * GIB
 
 
 def shapes(args: argparse.Namespace, bench: Bench) -> list[Shape]:
-    """Return the caches that the options ask for; the bundled target's is in the dtype in which it decodes."""
+    """Return the caches of the options; that of the bundled target has the dtype in which it decodes."""
     published = [Shape(*sizes, report.DTYPES[args.cache_dtype]) for sizes in PUBLISHED]
     demo = Shape.of(DEMO, bench.target.config, bench.target.dtype)
     return [shape for shape in (*published, demo) if shape.name in args.shapes]
@@ -52,7 +52,7 @@ def _measure(backend: str, shape: Shape, num_layers: int, steps: list[Step]) -> 
 
 
 class RealignMethods:
-    """The methods over shapes and batch sizes: rows of times, and the memory each method wants."""
+    """The methods over shapes and batch sizes: rows of times, and the memory that each method needs."""
 
     def __init__(self, args: argparse.Namespace, accepted: list[int]) -> None:
         self.args, self.accepted = args, accepted
@@ -62,7 +62,7 @@ class RealignMethods:
         self.memory: list[dict[str, Any]] = []
 
     def run(self, shape: Shape) -> None:
-        """Measure one shape at every batch size that fits; its memory at the largest of them."""
+        """Measure one shape at every batch size that fits, and its memory at the largest of these."""
         fitting = []
         for batch_size in self.args.batch_sizes:
             steps = draw_steps(self.accepted, batch_size, self.args.columns, self.args.repeats)
@@ -123,7 +123,7 @@ def _or_dash(ratio: float | None) -> str:
 
 
 def print_memory(memory: list[dict[str, Any]]) -> None:
-    """Print what each method needs beside the cache."""
+    """Print the memory that each method needs beside the cache."""
     print("\nmemory beyond the cache, peak\n")
     lines = []
     for row in memory:
@@ -168,7 +168,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             if any(milliseconds for _, milliseconds in points):
                 axis.plot(*zip(*points, strict=True), marker="o", label=method)
             else:
-                axis.plot([], [], " ", label=f"{method}: moves nothing")  # zero has no place on this scale
+                axis.plot([], [], " ", label=f"{method}: moves nothing")  # a logarithmic scale has no zero
         layers = {row["layers"] for row in own}
         counted = f"{min(layers)}" if len(layers) == 1 else f"{min(layers)} to {max(layers)}"
         axis.set(xscale="log", yscale="log", xlabel="batch", ylabel="ms per step")
@@ -190,10 +190,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", type=report.names, default=known, help=f"some of {','.join(known)} (default: all)")
     parser.add_argument("--batch-sizes", type=report.integers, default=[2, 4, 8, 16, 32])
     parser.add_argument("--columns", type=int, default=512, help="length of the longest row (default: %(default)s)")
-    parser.add_argument("--cache-dtype", choices=report.DTYPES, default="bfloat16", help="of the large models' caches")
-    parser.add_argument("--memory-gib", type=float, help="for one measurement (default: four fifths of what is free)")
-    parser.add_argument("--backend", choices=[AUTO, *BACKENDS], default=AUTO, help="of the fused op")
-    parser.add_argument("--decoding-batch-sizes", type=report.integers, default=[8, 32], help="of the decoding runs")
+    parser.add_argument(
+        "--cache-dtype", choices=report.DTYPES, default="bfloat16", help="dtype of the large models' caches"
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, help="memory for one measurement (default: four fifths of the free memory)"
+    )
+    parser.add_argument("--backend", choices=[AUTO, *BACKENDS], default=AUTO, help="backend of the fused op")
+    parser.add_argument(
+        "--decoding-batch-sizes", type=report.integers, default=[8, 32], help="batch sizes of the decoding runs"
+    )
     report.add_report_options(parser)
     args = parser.parse_args(argv)
     check_workload(parser, args)

@@ -1,8 +1,8 @@
 """``make sweep``: every causal architecture of transformers as a tiny random model, served and compared.
 
-Each is decoded greedily in fp32, four prompts in one batch with prompt lookup, and must give the tokens of
-``model.generate()`` at batch 1 and the log-probability bits of the engine's own plain decoding at batch 1. Every
-architecture has a process of its own: some crash, some hang.
+Every model decodes greedily in fp32, four prompts in one batch with prompt lookup. It must emit the tokens of
+``model.generate()`` at batch 1, with the log-probability bits of the engine's own plain decoding at batch 1. Every
+architecture gets a process of its own, because some crash and some hang.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specdec_fast.errors import DeterminismError
 
 PROMPTS = [[(7 * i + 3 * n) % SPECIAL for i in range(n)] for n in (2, 9, 21, 40)]
 NEW_TOKENS = 12
-# What an architecture can come to, in the order of the table.
+# The possible verdicts on an architecture, in the order of the table.
 VERDICTS = {
     "program": "served as a forward program",
     "pytorch": "served by PyTorch",
@@ -71,7 +71,7 @@ def examine(architecture: str) -> tuple[str, str]:
         expected = [transformers_greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     except NotTinyError as error:
         return "unbuilt", str(error)
-    except Exception as error:  # code of any architecture
+    except Exception as error:  # the code of an architecture may raise anything
         return "reference", f"{type(error).__name__}: {error}"
     try:
         return _compare(model, expected)
@@ -98,12 +98,12 @@ def _compare(model: PreTrainedModel, expected: list[list[int]]) -> tuple[str, st
 
 
 def logprobs_of(output: sd.GenerationOutput) -> object:
-    """Return what plain decoding must give too: tokens, and their log-probabilities to the last bit."""
+    """Return what must equal plain decoding: tokens, and the bits of their log-probabilities."""
     return output.token_ids, output.logprobs
 
 
 def _in_child(architecture: str, result: Path) -> int:
-    """Fork a process that examines one architecture; return its id. Everything is imported already."""
+    """Fork a process that examines one architecture; return its id. The parent has already imported everything."""
     child = os.fork()
     if child:
         return child
@@ -120,7 +120,7 @@ def _in_child(architecture: str, result: Path) -> int:
 
 
 def sweep(architectures: list[str], folder: Path, processes: int, limit: float) -> dict[str, tuple[str, str]]:
-    """Examine architectures, some at a time, each for at most ``limit`` seconds."""
+    """Examine architectures, several at a time, each for at most ``limit`` seconds."""
     found: dict[str, tuple[str, str]] = {}
     waiting, running = list(architectures), dict[int, tuple[str, float]]()
     while waiting or running:
@@ -145,7 +145,7 @@ def sweep(architectures: list[str], folder: Path, processes: int, limit: float) 
 
 
 def document(found: dict[str, tuple[str, str]], versions: dict[str, str]) -> str:
-    """Return docs/models.md."""
+    """Return the text of docs/models.md."""
     counts = Counter(verdict for verdict, _ in found.values())
     lines = "\n".join(f"* {text}: {counts[verdict]}" for verdict, text in VERDICTS.items() if counts[verdict])
     head = HEAD.format(total=len(found), counts=lines, **versions)
@@ -160,7 +160,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Examine the architectures named, all by default; write the JSON and the table; 1 if any is wrong or crashed."""
+    """Examine the named architectures, by default all; write JSON and table; return 1 if any is wrong or crashed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("architectures", nargs="*", help="default: all")
     parser.add_argument("--processes", type=int, default=2)

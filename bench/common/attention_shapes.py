@@ -1,4 +1,4 @@
-"""Arguments of ``paged_attention`` at the sizes of serving, drawn on the device itself: a CPU would take minutes."""
+"""Arguments of ``paged_attention`` at the sizes of serving, made on the device, because a CPU would take minutes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class AttentionShape:
     """Ragged rows at the ends of their contexts; by default one layer of Qwen3-8B.
 
     Attributes:
-        contexts: KV entries of each sequence, its rows included.
+        contexts: KV entries of each sequence, including those of its rows.
         rows: query rows of each sequence.
-        heads, kv_heads, head_dim, page_size: of the layer.
+        heads, kv_heads, head_dim, page_size: sizes of the layer.
 
     """
 
@@ -30,11 +30,11 @@ class AttentionShape:
     page_size: int = 16
 
     def make(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Any]:
-        """Draw queries and scattered pages; the same ones for the same seed."""
+        """Make random queries and scattered pages; the same ones for the same seed."""
         generator = torch.Generator(device).manual_seed(seed)
         pages = torch.tensor([-(-context // self.page_size) for context in self.contexts])
         num_pages = int(pages.sum())
-        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)).int() + 1  # 0 is scratch
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)).int() + 1  # page 0 is scratch
         table = torch.zeros(len(pages), int(pages.max()), dtype=torch.int32)
         for row, own in zip(table, order.split(pages.tolist()), strict=True):
             row[: len(own)] = own
@@ -49,7 +49,7 @@ class AttentionShape:
 
 
 def paged_batch(rows: tuple[int, ...], contexts: Tensor, block_table: Tensor) -> PagedBatch:
-    """Lay out sequences with so many rows each, at the ends of their contexts."""
+    """Lay out sequences with ``rows`` rows each, at the ends of their contexts."""
     return PagedBatch(
         cu_seqlens_q=torch.tensor([0, *rows]).cumsum(0).to(torch.int32).to(contexts.device),
         seqused_k=contexts.to(torch.int32),
@@ -60,7 +60,7 @@ def paged_batch(rows: tuple[int, ...], contexts: Tensor, block_table: Tensor) ->
 
 
 def part_of(args: dict[str, Any], sequence: int, first: int, count: int) -> tuple[dict[str, Any], slice]:
-    """Return the call for ``count`` rows of one sequence alone, from row ``first``, and where the batch has them."""
+    """Return the arguments for ``count`` rows of one sequence alone, from row ``first``, and their slice."""
     batch = args["batch"]
     begin, end = batch.cu_seqlens_q[sequence : sequence + 2].tolist()
     rows = slice(begin + first, min(begin + first + count, end))
@@ -70,7 +70,7 @@ def part_of(args: dict[str, Any], sequence: int, first: int, count: int) -> tupl
 
 
 def repeated(args: dict[str, Any], times: int) -> dict[str, Any]:
-    """Return the call for a batch that holds every sequence ``times`` times, on the same pages."""
+    """Return the arguments for a batch with every sequence ``times`` times, on the same pages."""
     batch = args["batch"]
     rows = tuple(batch.cu_seqlens_q.diff().tolist()) * times
     many = paged_batch(rows, batch.seqused_k.repeat(times), batch.block_table.repeat(times, 1))

@@ -1,4 +1,4 @@
-"""The correctness gate of the benchmarks: an implementation is timed only where it agrees with the torch one."""
+"""The correctness gate of the benchmarks: an implementation is timed only if it agrees with the torch one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.common.references import attention_in_float64, grouped_linear_in_floa
 from specdec_fast.ops import Op
 
 BASELINE = "torch"  # the backend of the oracle, which runs anywhere
-# For every op that is not exact: its definition in fp64, and how many terms its longest sum has.
+# For every op that is not exact: its definition in fp64, and the number of terms of its longest sum.
 TRUTH: Mapping[str, Callable[..., Tensor]] = {
     "paged_attention": attention_in_float64,
     "linear": linear_in_float64,
@@ -29,12 +29,12 @@ LONGEST_SUM: Mapping[str, Callable[[dict[str, Any]], int]] = {
 
 @dataclass(frozen=True)
 class Errors:
-    """How far a result and the baseline's are off the truth.
+    """The errors of a result and of the baseline against fp64.
 
     Attributes:
         error: largest error of the result.
-        baseline: largest error of the baseline's.
-        largest: largest value of the truth.
+        baseline: largest error of the baseline.
+        largest: largest value in fp64.
         eps: rounding unit of the result's dtype.
 
     """
@@ -45,22 +45,22 @@ class Errors:
     eps: float
 
     def allowed(self, walk: float = 0.0) -> float:
-        """Return twice the baseline's error plus one rounding, and ``walk`` relative to the largest value."""
+        """Return the allowed error: twice the baseline's, plus one rounding and ``walk``, relative to ``largest``."""
         return 2 * self.baseline + (self.eps + walk) * self.largest
 
 
 def disagreement(op: Op, backend: str, make: Callable[[], dict[str, Any]]) -> str | None:
     """Run ``backend`` and the baseline on equal arguments; return how they differ, or None.
 
-    Exact ops must agree bit by bit. Others may be off the truth by twice what the baseline itself is, and by rounding:
-    once to the result's dtype, and ``sqrt(n)`` times in fp32 for a sum of ``n`` terms, which is how far ``n`` roundings
-    walk. A backend that sums one term after the other, so that a row's bits depend on nothing else, needs that room;
-    PyTorch's own blocked sums do not.
+    Exact ops must agree bit by bit. Other ops may have twice the baseline's error against fp64, plus rounding: once to
+    the result's dtype, and ``sqrt(n)`` times in fp32 for a sum of ``n`` terms, the expected size of ``n`` random
+    roundings. A backend that sums one term after the other, so that a row's bits depend on nothing else, needs that
+    allowance; PyTorch's own blocked sums do not.
 
     Args:
         op: the op.
-        backend: what to check.
-        make: builds the arguments; equal ones each time.
+        backend: the backend to check.
+        make: makes the arguments; equal ones each time.
 
     """
     args, baseline_args = make(), make()
@@ -79,7 +79,7 @@ def too_far(found: Errors, op: Op, args: dict[str, Any]) -> str | None:
 
 
 def errors(op: Op, got: Tensor, baseline: Tensor, args: dict[str, Any]) -> Errors:
-    """Hold a result and the baseline's against the definition of the op in fp64."""
+    """Compare a result and the baseline with the definition of the op in fp64."""
     truth = TRUTH[op.name](**args)
     distances = (_largest(x.to(truth.device).double() - truth) for x in (got, baseline))
     return Errors(*distances, _largest(truth), torch.finfo(baseline.dtype).eps)
@@ -102,7 +102,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Compare all tensors inside, on whichever devices, as bytes: a NaN equals itself, and the signs of zeros count."""
+    """Compare all tensors, on any devices, as bytes: a NaN equals itself, and the signs of zeros count."""
     pairs = zip(_tensors(first), _tensors(second), strict=True)
     return all(
         (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(_bytes(a), _bytes(b, a.device)) for a, b in pairs
@@ -110,5 +110,5 @@ def same_bits(first: Any, second: Any) -> bool:
 
 
 def _bytes(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    # a clone, because contiguous() leaves an empty tensor the strides that view() then refuses
+    # a clone, because contiguous() keeps the strides of an empty tensor, which view() then refuses
     return tensor.to(device).clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Everything that the checks ask of a GPU's own interface, each with its counterpart on the CPU."""
+"""What the checks need from a GPU's own interface, with a counterpart on the CPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bench.common.timing import Call, Clock
 from specdec_fast.cuda_graphs.capture import Capture, CudaCapture
 from specdec_fast.models.hf_model import RaggedModel
 
-WARM_UP_MS, MEASURE_MS = 10, 60  # of triton's do_bench
+WARM_UP_MS, MEASURE_MS = 10, 60  # milliseconds of triton's do_bench
 CPU_SAMPLES = 3
 
 
 def properties(device: torch.device) -> dict[str, Any]:
-    """Return what the device is."""
+    """Return name, capability, memory and driver of the device."""
     if device.type != "cuda":
         return {"device": device.type}
     found = torch.cuda.get_device_properties(device)
@@ -46,48 +46,48 @@ def _driver_version() -> str | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything under way; an error of a kernel shows here at the latest."""
+    """Wait for all launched work; an error of a kernel is raised here at the latest."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def free_memory(device: torch.device) -> None:
-    """Give memory that nobody uses any more back to the device."""
+    """Return unused memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def full_precision() -> None:
-    """Keep fp32 products in fp32: no TF32."""
+    """Compute fp32 products in fp32, without TF32."""
     torch.set_float32_matmul_precision("highest")
 
 
 def as_graph(call: Call, device: torch.device) -> Call | None:
-    """Return what runs a call in one launch, without the host's part in it; None where it cannot be recorded."""
+    """Return a call that runs ``call`` as one graph, without launches by the host; None if it cannot be recorded."""
     make = captures().get(device.type)
     if make is None:
         return None
     try:
         return make(device)(call).replay
-    except RuntimeError:  # it waits for the device, or copies from the host
+    except RuntimeError:  # the call waits for the device, or copies from the host
         return None
 
 
 def captures() -> dict[str, Callable[[torch.device], Capture]]:
-    """Return what records calls, by device type."""
+    """Return the recorders of graphs by device type."""
     return {"cuda": CudaCapture}
 
 
 def cold_seconds(call: Call, device: torch.device) -> float:
-    """Return the median seconds of one call that finds nothing in the cache.
+    """Return the median seconds of one call whose arguments are not in the cache.
 
-    On a GPU by the device's events around each call, its L2 overwritten in between (which also gives the host time to
-    launch ahead, as long as a call is one launch: see ``as_graph``); on a CPU by the wall clock, where nothing is
-    overwritten.
+    On a GPU, the device's events measure each call, and its L2 cache is overwritten between calls. That also gives the
+    host time to launch ahead, if a call is one launch: see ``as_graph``. On a CPU, the wall clock measures, and no
+    cache is overwritten.
     """
     if device.type == "cuda":
-        from triton.testing import do_bench  # asks for a GPU's driver
+        from triton.testing import do_bench  # importing it needs a GPU's driver
 
         return float(do_bench(call, warmup=WARM_UP_MS, rep=MEASURE_MS, return_mode="median")) / 1e3
     clock = Clock(device)
@@ -96,11 +96,11 @@ def cold_seconds(call: Call, device: torch.device) -> float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill memory that is handed out uninitialised with NaN and the largest integers, so that not writing it shows."""
+    """Fill uninitialised memory with NaN and the largest integers, so that a kernel that does not write it is found."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)  # the filling goes with it; no other gate is wanted
+    torch.use_deterministic_algorithms(True, warn_only=True)  # needed for the filling; nondeterminism only warns
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
@@ -110,10 +110,10 @@ def poisoned() -> Iterator[None]:
 
 
 class ForwardMeter:
-    """Adds up the time between the beginning and the end of every forward of some models, on the device's own clock.
+    """Adds up the time between the beginning and the end of every forward of some models, by the device's clock.
 
-    Where the host launches too slowly, its gaps inside a forward count as the forward's: that is what it takes. Time
-    outside of all forwards is everything else a step does. A program keeps account of its forwards by itself.
+    If the host launches too slowly, its gaps inside a forward count as time of the forward. The time outside of all
+    forwards is that of everything else in a step. A program measures its forwards itself.
     """
 
     def __init__(self, models: list[RaggedModel], device: torch.device) -> None:
@@ -133,7 +133,7 @@ class ForwardMeter:
 
     def __exit__(self, *exception: object) -> None:
         for model in self._models:
-            del model.forward  # the class's own again
+            del model.forward  # the method of the class applies again
             if model.graphs is not None:
                 del model.graphs.draft
 

@@ -1,4 +1,4 @@
-"""Whole decoding runs, interleaved and held against a reference: what every one of them is measured by."""
+"""Whole decoding runs, interleaved and compared with a reference, and the figures of each run."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Tokens = list[list[int]]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run of one setting over all prompts; None stands for what it cannot tell.
+    """One run of one setting over all prompts; None for figures that the setting does not have.
 
     Attributes:
         outputs: emitted ids, in the order of the prompts.
-        seconds: from the call to its last token.
-        stage_seconds: host's wall-clock time per stage; empty for transformers.
-        moved_bytes: KV moved to realign rows; the engine moves none.
-        num_steps: steps of the whole run (for transformers: tokens).
+        seconds: seconds from the call to its last token.
+        stage_seconds: wall-clock time of the host per stage; empty for transformers.
+        moved_bytes: bytes of KV moved to realign rows; the engine moves none.
+        num_steps: number of steps of the whole run (for transformers: tokens).
         decoding: acceptance counts.
         latencies: seconds from the call to each request's last token. All requests arrive with the call. In a fixed
-            batch (transformers, oracle-eqspec) the caller has a token when the batch has ended.
-        outside_forwards: share of the engine's steps that is spent outside of all model forwards, prefill left out
-            but for what is around its forwards.
-        kv_bytes: of the engine's page pools, target's and draft's.
+            batch (transformers, oracle-eqspec), the caller gets tokens when the batch has ended.
+        outside_forwards: share of the engine's time in steps outside of all model forwards; the forwards of prefill
+            are left out.
+        kv_bytes: bytes of the engine's page pools, the target's and the draft's.
         grouping_rate: share of the engine's sequence-steps whose batch held another sequence of equal length before
             the step.
-        equal_length_steps: share of steps before which all sequences of the batch had one length; in the oracle these
-            are the steps that exspec need not realign.
-        equal_share: share of outputs that are the reference's, every token.
+        equal_length_steps: share of steps before which all sequences of the batch had one length; the oracle's exspec
+            need not realign these.
+        equal_share: share of outputs whose tokens all equal the reference's.
 
     """
 
@@ -54,20 +54,20 @@ class Measurement:
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens of all requests over the whole time, prefill included."""
+        """The emitted tokens of all requests, divided by the whole time, prefill included."""
         return sum(map(len, self.outputs)) / self.seconds
 
 
 @dataclass(frozen=True)
 class MethodSetting:
-    """Something that decodes all prompts.
+    """A method with its settings, which decodes all prompts.
 
     Attributes:
-        name: of the method.
-        batch_size: sequences decoded together at most.
-        run: does it.
-        num_draft_tokens: K or ``"auto"``; None where the method drafts nothing, or all settings share one K.
-        acceptance: probability that a replayed draft token is the target's own; None where a draft is not replayed.
+        name: name of the method.
+        batch_size: largest number of sequences decoded together.
+        run: decodes all prompts.
+        num_draft_tokens: K or ``"auto"``; None if the method drafts nothing, or if all settings have the same K.
+        acceptance: probability that a replayed draft token is the target's own; None if the draft is not replayed.
         gated: whether an output that differs from the reference's ends the benchmark.
 
     """
@@ -93,9 +93,9 @@ def measure(settings: list[MethodSetting], repeats: int, reference: MethodSettin
     """Run every setting once unmeasured, then ``repeats`` times in turn; exit if a gated output differs.
 
     Args:
-        settings: in the order of each turn.
-        repeats: measured runs of each.
-        reference: whose outputs are the right ones: run once, first. None takes the first setting.
+        settings: settings in the order of each turn.
+        repeats: number of measured runs of each setting.
+        reference: the setting whose outputs are correct, which runs once, first; None: the first setting.
 
     """
     reference = reference or settings[0]
@@ -118,7 +118,7 @@ def measure(settings: list[MethodSetting], repeats: int, reference: MethodSettin
 
 
 def accepted_histogram(decoding: DecodingStats, num_draft_tokens: int) -> list[int]:
-    """Return, at index a, how many sequence-steps accepted a draft tokens (0 to K, or to the most ever drafted)."""
+    """Return the number of sequence-steps that accepted a draft tokens, at index a (0 to K, or to the most drafted)."""
     at_least = np.zeros(max(num_draft_tokens, len(decoding.accepted_per_position)) + 2, np.int64)
     at_least[0] = decoding.num_steps
     at_least[1 : 1 + len(decoding.accepted_per_position)] = decoding.accepted_per_position
@@ -126,10 +126,10 @@ def accepted_histogram(decoding: DecodingStats, num_draft_tokens: int) -> list[i
 
 
 def grouping_rate(steps: Collection[list[int]]) -> float:
-    """Return the share of sequence-steps with another sequence of equal length beside them.
+    """Return the share of sequence-steps whose batch held another sequence of equal length.
 
     Args:
-        steps: the lengths of each step's sequences before it.
+        steps: for each step, the lengths of its sequences before it.
 
     """
     together = sum(count for lengths in steps for count in Counter(lengths).values() if count > 1)
@@ -137,5 +137,5 @@ def grouping_rate(steps: Collection[list[int]]) -> float:
 
 
 def equal_length_steps(steps: Collection[list[int]]) -> float:
-    """Return the share of steps before which all sequences had one length; a lone sequence has."""
+    """Return the share of steps before which all sequences had one length; one sequence always has."""
     return sum(len(set(lengths)) == 1 for lengths in steps) / max(1, len(steps))

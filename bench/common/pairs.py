@@ -1,7 +1,7 @@
-"""Pairs worth timing: the shapes of published models with random weights, built from seeds, and the bundled pair.
+"""Pairs to time: the shapes of published models with random weights, made from seeds, and the bundled pair.
 
-Costs are those of the shapes. Random weights agree on nothing, so what a draft model of this kind proposes is almost
-never accepted; how much is accepted is chosen with ``bench/common/replay.py`` instead.
+Costs are those of the shapes. Two random models do not agree, so almost no proposal of such a draft model is accepted;
+``bench/common/replay.py`` replays a chosen acceptance instead.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 SEED = 0
-# Large against what random layers add to it, so that a token's own embedding decides the next one; see random_model.
+# Large compared with what random layers add, so that a token's own embedding decides the next token; see random_model.
 EMBEDDING_SCALE = 4.0
-TIED_GAIN = 0.8  # of a layer's matrices where embeddings are tied; see random_model
+TIED_GAIN = 0.8  # gain of a layer's matrices if embeddings are tied; see random_model
 DEMO = "demo"  # the bundled pair: trained, so not in PAIRS
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model, by the names of its config, but for the vocabulary, which a pair shares."""
+    """Sizes of a model, named as in its config, without the vocabulary, which a pair shares."""
 
     hidden_size: int
     intermediate_size: int
@@ -45,8 +45,8 @@ class Pair:
 QWEN3_8B = ModelShape(4096, 12288, 36, 32, 8, 128, tie_word_embeddings=False)
 QWEN3_1B7 = ModelShape(2048, 6144, 28, 16, 8, 128, tie_word_embeddings=True)
 QWEN3_06B = ModelShape(1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True)
-# No published model: Qwen3 made small enough to draft for Qwen3-0.6B on a CPU. 39 of its 42 million parameters are
-# the embedding, which is its output layer as well.
+# Not a published model: Qwen3, small enough to draft for Qwen3-0.6B on a CPU. 39 of its 42 million parameters are the
+# embedding, which is also the output layer.
 QWEN3_42M = ModelShape(256, 768, 4, 4, 2, 64, tie_word_embeddings=True)
 VICUNA_7B = ModelShape(4096, 11008, 32, 32, 32, 128, tie_word_embeddings=False, model_type="llama")
 VICUNA_68M = ModelShape(768, 3072, 2, 12, 12, 64, tie_word_embeddings=False, model_type="llama")
@@ -54,7 +54,7 @@ GLM_4_9B = ModelShape(4096, 13696, 40, 32, 2, 128, tie_word_embeddings=False, mo
 TINY_TARGET = ModelShape(32, 64, 2, 4, 2, 16, tie_word_embeddings=False)
 TINY_DRAFT = ModelShape(16, 32, 1, 2, 1, 16, tie_word_embeddings=True)
 
-# By the target's name. GLM-4-9B has no small sibling: a Qwen3-0.6B with its vocabulary drafts for it.
+# By the target's name. GLM-4-9B has no small sibling, so a Qwen3-0.6B with its vocabulary drafts for it.
 PAIRS = {
     "qwen3-0.6b": Pair(QWEN3_06B, QWEN3_42M, 151_936),
     "qwen3-1.7b": Pair(QWEN3_1B7, QWEN3_06B, 151_936),
@@ -77,14 +77,14 @@ def config_of(shape: ModelShape, vocab_size: int) -> PreTrainedConfig:
 def random_model(
     shape: ModelShape, vocab_size: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> PreTrainedModel:
-    """Build a model of this shape with random weights, on the device itself.
+    """Build a model of this shape with random weights, on the device.
 
-    Usual random weights leave the best logits so close that in bf16 every tenth is a tie. So where the output layer is
-    one of its own, embeddings weigh as much as all that the layers add, and the output layer holds them in another
-    order: the next token is the one whose row is the last token's embedding, by a margin that rounding does not bridge.
-    Where the two are tied that would only repeat the last token, and so would weights of the usual size; with somewhat
-    wider ones a text varies and depends on all of its context. In fp32 one token in tens of thousands is then a tie, in
-    bf16 several in a hundred.
+    With usual random weights the best logits are so close that in bf16 every tenth token is a tie. So if the output
+    layer is separate, embeddings are as large as all that the layers add, and the output layer has the same rows in
+    another order. The next token is then the one whose row is the last token's embedding, by a margin larger than
+    rounding. If embedding and output layer are tied, the model would repeat the last token, as it would with weights of
+    the usual size. With somewhat wider weights a text varies and depends on its whole context. In fp32 one token in
+    tens of thousands is then a tie, in bf16 several in a hundred.
     """
     torch.manual_seed(seed)
     with torch.device(device):
@@ -109,6 +109,6 @@ def random_pair(
 
 
 def random_prompts(count: int, num_tokens: int, vocab_size: int, seed: int = SEED) -> list[list[int]]:
-    """Draw prompts of ``num_tokens`` ids each."""
+    """Make random prompts of ``num_tokens`` ids each."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (count, num_tokens), generator=generator).tolist()

@@ -1,7 +1,6 @@
-"""What one would write without this package, timed beside the ops that replace it.
+"""Code that a user would write without this package, timed beside the ops that replace it.
 
-A reference gets its arguments in the layout that suits it best (dense, padded, contiguous); laying them out is not
-timed.
+A reference receives its arguments in its best layout (dense, padded, contiguous); making that layout is not timed.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from bench.common.timing import Call
 from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
 from specdec_fast.batch.sampling_batch import Sampling
 
-ROW_BLOCK = 256  # rows whose scores are held in fp64 at once
+ROW_BLOCK = 256  # rows whose scores are computed in fp64 at once
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A plain way to do what an op does.
+    """Plain PyTorch code with the function of an op.
 
     Attributes:
-        name: what rows call it, in the place of a backend.
-        prepare: lays the op's arguments out and returns the call to time; None if it cannot serve them.
+        name: name in the results, in place of a backend.
+        prepare: lays out the op's arguments and returns the call to time; None if it cannot serve them.
 
     """
 
@@ -36,10 +35,10 @@ class Reference:
 
 
 def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call | None:
-    """One call of torch's SDPA on a dense batch ``[B, num_kv_heads, context, head_dim]``: with a mask, or for whole
-    prompts with ``is_causal``, which is faster.
+    """Call torch's SDPA on a dense batch ``[B, num_kv_heads, context, head_dim]``.
 
-    Serves sequences of equal contexts and row counts, without window, soft cap, sinks or tree.
+    It gets a mask, or for whole prompts ``is_causal``, which is faster. Contexts and row counts must be equal, without
+    window, soft cap, sinks or tree.
     """
     contexts, counts = set(batch.seqused_k.tolist()), set(batch.cu_seqlens_q.diff().tolist())
     special = (scores.sliding_window, scores.softcap, scores.sinks, batch.tree_mask)
@@ -62,7 +61,7 @@ def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scor
 def argmax_and_compare(
     logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
 ) -> Call | None:
-    """Vectorised acceptance as one writes it in PyTorch, for equal row counts; a NaN is not noticed."""
+    """Accept as vectorised PyTorch code does, for equal row counts; it does not notice a NaN."""
     counts = set(cu_seqlens.diff().tolist())
     if len(counts) != 1 or sampling is not None:
         return None
@@ -80,9 +79,10 @@ def argmax_and_compare(
 def sort_and_draw(
     logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
 ) -> Call | None:
-    """Draw one token per row as PyTorch code usually does: filter the sorted row, then divide by exponential noise.
+    """Sample one token per row as PyTorch code usually does: filter the sorted row, then divide by exponential noise.
 
-    Serves batches of one rule without a penalty. The draws are others than the op's, so nothing is compared.
+    All sequences must have the same parameters, without a penalty. The samples differ from the op's, so they are not
+    compared.
     """
     if sampling is None or bool((sampling.repetition_penalties != 1).any()):
         return None
@@ -111,7 +111,7 @@ def sort_and_draw(
 def attention_in_float64(
     query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams
 ) -> Tensor:
-    """Return what ``paged_attention`` is by definition, in fp64 throughout; every entry of a context must be finite."""
+    """Compute ``paged_attention`` by its definition in fp64; every entry of a context must be finite."""
     out = torch.empty(*query.shape[:2], kv[1].shape[3], dtype=torch.float64, device=query.device)
     starts = batch.cu_seqlens_q.tolist()
     for b, context in enumerate(batch.seqused_k.tolist()):
@@ -134,7 +134,7 @@ def attention_in_float64(
 
 
 def _seen(batch: PagedBatch, b: int, context: int, sliding_window: int | None) -> Tensor:
-    """Return the ``[rows, context]`` mask of the KV entries that each row of sequence ``b`` sees."""
+    """Return the mask ``[rows, context]`` of the KV entries that each row of sequence ``b`` sees."""
     first, last = batch.cu_seqlens_q[b : b + 2].tolist()
     column = torch.arange(context, device=batch.seqused_k.device)
     row = column[: last - first]
@@ -144,19 +144,19 @@ def _seen(batch: PagedBatch, b: int, context: int, sliding_window: int | None) -
     else:
         own = (batch.tree_mask[first:last, row // TREE_MASK_BITS] >> (row % TREE_MASK_BITS)) & 1 == 1
     seen = torch.cat([own.new_ones(len(row), prefix), own], dim=1)
-    if sliding_window is not None:  # counted from a row's depth, which in a chain is its place
+    if sliding_window is not None:  # counted from a row's depth, which in a chain is its index
         seen &= column > (prefix + own.sum(dim=1, keepdim=True) - 1) - sliding_window
     return seen
 
 
 def linear_in_float64(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what ``linear`` is by definition."""
+    """Compute ``linear`` by its definition in fp64."""
     products = rows.double() @ weight.double().T
     return products if bias is None else products + bias.double()
 
 
 def grouped_linear_in_float64(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what ``grouped_linear`` is by definition; one expert's weights at a time, because fp64 ones are large."""
+    """Compute ``grouped_linear`` by its definition in fp64, one expert at a time, because fp64 weights are large."""
     lines = rows.double().expand(-1, expert_ids.shape[1], -1)
     out = lines.new_zeros(*expert_ids.shape, weight.shape[1])
     for expert in expert_ids.unique().tolist():

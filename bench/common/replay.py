@@ -1,6 +1,6 @@
-"""A drafter with a draft model's costs and an acceptance of one's choice: it replays the target's own tokens.
+"""A drafter with a draft model's costs and a chosen acceptance: it replays the target's own tokens.
 
-For measuring at the shapes of models whose weights are not at hand: random weights agree on nothing.
+It serves to measure at the shapes of models whose weights are not available, because random models do not agree.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 from specdec_fast.drafters import Draft, Drafter
 from specdec_fast.request.sequence import Sequence
 
-_BEYOND = -1  # in the table: nothing to replay here, so what was drafted stays
+_BEYOND = -1  # in the table: no token to replay, so the drafted token stays
 
 
 class ReplayDrafter(Drafter):
-    """Lets another drafter work, and puts other tokens in the place of what it proposed.
+    """Runs another drafter, and replaces the tokens that it proposed.
 
-    Each is the target's own token with a given probability, else another one. The draw belongs to the seed, the prompt
-    and the position, so it is the same in every batch, with every K and every scheduler. A draft model goes on from its
-    own tokens, so that its costs are its own, and the KV entries that it keeps are of those: they are never proposed.
+    Each token is the target's own with a given probability, else another one. The choice depends on the seed, the
+    prompt and the position, so it is the same in every batch, with every K and every scheduler. A draft model continues
+    from its own tokens, so its costs are real. It keeps KV entries of its own tokens, which are never proposed.
 
     Args:
-        inner: whose costs are wanted.
-        transcripts: what the target emits for every prompt, in the order of the prompts.
-        probability: that a token is the target's own, given that those before it were.
-        vocab_size: of the target.
-        device: of the target.
-        seed: of the draws.
+        inner: the drafter whose costs are measured.
+        transcripts: the tokens that the target emits for every prompt, in the order of the prompts.
+        probability: probability that a token is the target's own, given that the tokens before it are.
+        vocab_size: vocabulary size of the target.
+        device: device of the target.
+        seed: seed of the choices.
 
     """
 
@@ -50,22 +50,24 @@ class ReplayDrafter(Drafter):
         for index, transcript in enumerate(transcripts):
             tokens = np.array(transcript, np.int64)
             draws = np.random.Generator(np.random.Philox(key=[seed, index])).random((2, longest))[:, : len(tokens)]
-            wrong = (tokens + 1 + (draws[1] * (vocab_size - 1)).astype(np.int64)) % vocab_size  # any but the right one
+            wrong = (
+                tokens + 1 + (draws[1] * (vocab_size - 1)).astype(np.int64)
+            ) % vocab_size  # any token except the target's own
             table[index, : len(tokens)] = np.where(draws[0] < probability, tokens, wrong)
-        self._width = longest + 1  # the last column is beyond every transcript
+        self._width = longest + 1  # the last column is after every transcript
         self._table: Tensor = torch.from_numpy(table).flatten().to(device)
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The name in reports."""
         return f"replay over {self.inner.name}"
 
     def describe(self) -> dict[str, Any]:
-        """Pass on."""
+        """Call the inner drafter."""
         return self.inner.describe()
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Have the inner drafter propose, and replay as many tokens as it did."""
+        """Let the inner drafter propose, and replay as many tokens as it proposed."""
         draft = self.inner.propose(sequences, limits)
         places = [
             sequence.index * self._width + min(sequence.length - sequence.prompt_length + k, self._width - 1)
@@ -77,21 +79,21 @@ class ReplayDrafter(Drafter):
         return Draft(torch.where(replayed == _BEYOND, own, replayed), draft.num_draft_tokens)
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
-        """Pass on."""
+        """Call the inner drafter."""
         return self.inner.forward_seconds(row_counts)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Pass on."""
+        """Call the inner drafter."""
         self.inner.prepare(num_tokens, page_size)
 
     def admit(self, sequences: list[Sequence]) -> None:
-        """Pass on."""
+        """Call the inner drafter."""
         self.inner.admit(sequences)
 
     def commit(self, sequences: list[Sequence]) -> None:
-        """Pass on."""
+        """Call the inner drafter."""
         self.inner.commit(sequences)
 
     def release(self, sequence: Sequence) -> None:
-        """Pass on."""
+        """Call the inner drafter."""
         self.inner.release(sequence)

@@ -17,7 +17,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch
 
 
 def rounded(value: Any) -> Any:
-    """Return plain values for JSON, their floats to four digits."""
+    """Return plain values for JSON, with floats to four digits."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -31,7 +31,7 @@ def integers(text: str) -> list[int]:
 
 
 def draft_tokens(text: str) -> list[int | str]:
-    """Parse ``3,5,auto``: numbers of draft tokens, or policies that choose them."""
+    """Parse ``3,5,auto``: numbers of draft tokens, or names of policies that choose them."""
     return [part if part in LENGTH_POLICIES else _natural(part) for part in text.split(",")]
 
 
@@ -57,13 +57,13 @@ def names(text: str) -> list[str]:
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add --repeats, --threads, --json and --plot."""
     parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="of torch and of the C++ ops (default: torch's own choice)")
-    parser.add_argument("--json", type=Path, help="write the result there as well")
+    parser.add_argument("--threads", type=int, help="threads of torch and of the C++ ops (default: torch's own choice)")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result (needs matplotlib)")
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Set the threads; find out now, not after minutes of measuring, that a plot cannot be drawn."""
+    """Set the threads; check before minutes of measuring that a plot can be drawn."""
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.plot:
@@ -83,7 +83,7 @@ def pyplot() -> Any:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the figures were measured on."""
+    """Return a description of the machine."""
     described = {
         "cpu": _cpu_name(),
         "architecture": platform.machine(),
@@ -97,7 +97,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")  # Linux only; elsewhere Python's own word has to do
+    cpuinfo = Path("/proc/cpuinfo")  # Linux only; elsewhere Python's own description is used
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor()

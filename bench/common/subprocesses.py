@@ -1,7 +1,7 @@
-"""Calls in a process of their own, for figures that hang on what a process did before.
+"""Calls in a process of their own, for figures that depend on what a process did before.
 
-An allocator hands memory that was freed before out again without asking the system. So peaks do not rise, and whoever
-allocates is fast or slow with the sizes that were freed, and in which order.
+An allocator reuses freed memory without asking the system. So the peak does not rise, and the speed of an allocation
+depends on which sizes were freed before, and in which order.
 """
 
 from __future__ import annotations

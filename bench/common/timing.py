@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 Call = Callable[[], Any]
-SHORTEST_SAMPLE = 5e-3  # seconds: below it the timer's resolution and a single interrupt show in the figure
+SHORTEST_SAMPLE = 5e-3  # seconds; in a shorter sample the timer's resolution or one interrupt would change the figure
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Measures calls on one device: wall-clock time on a CPU, the device's own events on a GPU."""
+    """Measures calls on one device: by the wall clock on a CPU, by the device's events on a GPU."""
 
     device: torch.device
 
@@ -36,18 +36,18 @@ class Clock:
         return (perf_counter() - started) / num_calls
 
     def calls_per_sample(self, call: Call) -> int:
-        """Return how many calls make a sample of ``SHORTEST_SAMPLE``; runs them, so that nothing is cold later."""
-        self.seconds(call)  # first use: threads start, kernels compile
+        """Return how many calls take ``SHORTEST_SAMPLE``; run them, which also warms up."""
+        self.seconds(call)  # the first call starts threads and compiles kernels
         num_calls = 1
         while (seconds := self.seconds(call, num_calls) * num_calls) < SHORTEST_SAMPLE:
             num_calls = max(2 * num_calls, int(num_calls * SHORTEST_SAMPLE / max(seconds, SHORTEST_SAMPLE / 100)))
         return num_calls
 
     def interleave(self, repeats: Sequence[Mapping[str, Call]]) -> dict[str, list[float]]:
-        """Time every call of a repeat before any of the next; return seconds per call, by name.
+        """Time all calls of a repeat before those of the next one; return seconds per call, by name.
 
         Args:
-            repeats: the calls of each repeat, the same names in each; the first also warms up.
+            repeats: the calls of each repeat, with the same names; the first repeat also warms up.
 
         """
         num_calls = {name: self.calls_per_sample(call) for name, call in repeats[0].items()}
@@ -59,5 +59,5 @@ class Clock:
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Return the median of the ratios within each repeat; steadier than a ratio of medians on a shared machine."""
+    """Return the median of the ratios within each repeat, which is steadier than a ratio of medians."""
     return median(a / b for a, b in zip(numerators, denominators, strict=True))

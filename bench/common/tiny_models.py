@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 ARCHITECTURES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCAB_SIZE = 97
 NUM_LAYERS = 4
-LARGEST = 20_000_000  # parameters of what still counts as tiny
+LARGEST = 20_000_000  # largest number of parameters of a tiny model
 SPECIAL = VOCAB_SIZE - 1
 _TOKENS = ("bos", "pad", "sep", "cls")
 
@@ -59,21 +59,21 @@ _SIZES |= {**_WIDTHS, **_INNER, **_LAYERS, **_HEADS, **_KV_HEADS, **_HEAD_DIMS, 
 
 
 class NotTinyError(Exception):
-    """An architecture of which this file makes no tiny model; the message says why."""
+    """This file cannot make a tiny model of the architecture; the message says why."""
 
 
 def tiny_model(architecture: str) -> PreTrainedModel:
     """Build a random fp32 model, in eval mode.
 
     Raises:
-        NotTinyError: it cannot be built from a config of small sizes.
+        NotTinyError: the architecture cannot be built from a config of small sizes.
 
     """
     try:
         config = tiny_config(CONFIG_MAPPING[architecture])
         with torch.device("meta"):
             num_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    except Exception as error:  # code of any architecture
+    except Exception as error:  # the code of an architecture may raise anything
         raise NotTinyError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     if num_parameters > LARGEST:
         raise NotTinyError(f"{num_parameters:,} parameters remain")
@@ -85,10 +85,10 @@ def tiny_model(architecture: str) -> PreTrainedModel:
 
 
 def tiny_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """Return a config of small sizes: known fields, lists with one entry per layer, and configs inside it."""
+    """Return a config with small sizes in known fields, in lists with one entry per layer, and in nested configs."""
     default = vars(kind())
     layers = {default[name] for name in _LAYERS if isinstance(default.get(name), int)}
-    # No text ends early; other special tokens are one that no prompt has, because some embeddings look for it.
+    # No text ends early. All other special tokens are one id that no prompt has, because some embeddings search for it.
     changed: dict[str, Any] = {f"{token}_token_id": SPECIAL for token in _TOKENS if default.get(f"{token}_token_id")}
     if "eos_token_id" in default:
         changed["eos_token_id"] = None
@@ -99,16 +99,16 @@ def tiny_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
             changed[name] = tiny_config(type(value))
         elif isinstance(value, list) and len(value) in layers:
             changed[name] = _one_of_each(value)
-    if "qk_rope_head_dim" in default:  # latent attention: head_dim follows from others, and no heads share keys
+    if "qk_rope_head_dim" in default:  # latent attention: other sizes determine head_dim, and no heads share keys
         changed.pop("head_dim", None)
         changed |= {name: _HEADS["num_attention_heads"] for name in _KV_HEADS if name in changed}
     try:
         return kind(**changed)
-    except Exception:  # some want every special token to be a number
+    except Exception:  # some architectures need a number for every special token
         return kind(**changed | {"eos_token_id": SPECIAL})
 
 
 def _one_of_each(per_layer: list[Any]) -> list[Any]:
-    """Return entries for few layers that hold every kind, in the order in which they first come."""
+    """Return entries for few layers, one of every kind, in the order of their first occurrence."""
     kinds = [value for i, value in enumerate(per_layer) if value not in per_layer[:i]]
     return [kinds[i % len(kinds)] for i in range(NUM_LAYERS)]

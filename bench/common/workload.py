@@ -1,4 +1,4 @@
-"""What is decoded: a pair of models, and prompts as token ids."""
+"""The workload of a benchmark: a pair of models, and prompts as token ids."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from specdec_fast.request.detokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Workload:
-    """A pair, prompts, and how far to decode them.
+    """A pair, prompts, and how many tokens to decode.
 
     Attributes:
-        name: of the pair.
-        target, draft: models, loaded once for everybody who decodes.
-        prompts: token ids.
-        max_new_tokens: per prompt.
-        num_left_out: prompts of the file that leave no room for so many in the target's positions.
+        name: name of the pair.
+        target, draft: the models, which all methods share.
+        prompts: token ids of each prompt.
+        max_new_tokens: largest number of new tokens per prompt.
+        num_left_out: number of prompts of the file that are too long for so many new tokens in the target's
+            positions.
 
     """
 
@@ -41,7 +42,7 @@ class Workload:
 
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
-    """Add what ``load`` reads: the pair, its prompts, and how far to decode."""
+    """Add the options that ``load`` reads: the pair, its prompts, and how many tokens to decode."""
     parser.add_argument("--pair", help=f"{DEMO} (default: the bundled one), or random weights: {', '.join(PAIRS)}")
     parser.add_argument("--target", help="instead of --pair: name or folder of a Hugging Face causal model")
     parser.add_argument("--draft", help="the same for its draft")
@@ -50,16 +51,18 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=0, metavar="N", help="the first N; 0 (default) is all")
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="of a random prompt (default: 128)")
     parser.add_argument(
-        "--times", type=int, default=1, metavar="N", help="all prompts N times over, in one queue (default: 1)"
+        "--times", type=int, default=1, metavar="N", help="all prompts N times, in one queue (default: 1)"
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
     parser.add_argument("--dtype", choices=list(report.DTYPES), default="float32", help="default: %(default)s")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA where there is one)")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after EOS, so that all texts have one length")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA if there is a device)")
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="continue after EOS, so that all texts have one length"
+    )
 
 
 def check_workload(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse options that contradict each other; name the pair that is meant where none is."""
+    """Refuse options that contradict each other; set the default pair."""
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together")
     if args.pair and args.target:
@@ -68,7 +71,7 @@ def check_workload(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         args.pair = DEMO
     if args.pair and args.pair not in (DEMO, *PAIRS):
         parser.error(f"--pair {args.pair}: expected one of {', '.join((DEMO, *PAIRS))}")
-    args.ignore_eos |= args.pair in PAIRS  # they have none
+    args.ignore_eos |= args.pair in PAIRS  # these pairs have no EOS
     if args.target and not args.prompts:
         parser.error("--target needs --prompts")
     if args.times < 1:
@@ -76,11 +79,11 @@ def check_workload(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 def load(args: argparse.Namespace, num_random: int) -> Workload:
-    """Build or load the models, read or draw the prompts.
+    """Build or load the models, and read the prompts or make random ones.
 
     Args:
-        args: of ``add_workload_options``, checked.
-        num_random: how many prompts to draw where the options name neither a file nor a number.
+        args: checked options of ``add_workload_options``.
+        num_random: number of random prompts if the options name neither a file nor a number.
 
     """
     dtype = report.DTYPES[args.dtype]
@@ -94,14 +97,16 @@ def load(args: argparse.Namespace, num_random: int) -> Workload:
         target, draft = (load_model(name, dtype, device) for name in names)
         tokenizer, file = load_tokenizer(names[0]), args.prompts or folder / "prompts.jsonl"
     if args.ignore_eos:
-        for model in (target, draft):  # where generate(), the oracle and the engine all look for it
+        for model in (target, draft):  # generate(), the oracle and the engine all read it there
             model.generation_config.eos_token_id = None
     if file is None:
         prompts = random_prompts(args.num_prompts or num_random, args.prompt_tokens, PAIRS[args.pair].vocab_size)
     else:
         vocab_size = target.config.get_text_config(decoder=True).vocab_size
         prompts = [_encode(line, tokenizer, vocab_size) for line in read_prompts(file)[: args.num_prompts or None]]
-    fitting = [p for p in prompts if len(p) + args.max_new_tokens <= _positions(target) + 1]  # the last is never fed
+    fitting = [
+        p for p in prompts if len(p) + args.max_new_tokens <= _positions(target) + 1
+    ]  # the last new token needs no position
     if not fitting:
         sys.exit(f"no prompt leaves room for {args.max_new_tokens} new tokens in the target's {_positions(target)}.")
     name = args.pair or f"{args.target} + {args.draft}"

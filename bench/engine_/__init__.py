@@ -1,1 +1,1 @@
-"""``python -m bench.engine`` and ``bench.ablation``: how methods decode all prompts, and what they are measured by."""
+"""Parts of ``python -m bench.engine`` and ``bench.ablation``: methods, their summaries and plots."""

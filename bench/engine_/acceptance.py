@@ -1,9 +1,9 @@
-"""Sampled acceptance: what keyed noise accepts, beside what standard rejection sampling would on the same texts.
+"""Sampled acceptance: that of keyed noise, compared with rejection sampling on the same texts.
 
 Rejection sampling (Leviathan et al., arXiv 2211.17192, section 2.3) accepts a draft token with probability
-``sum(min(target_probs, draft_probs))``, and no rule that keeps the target's distribution accepts more; keyed noise
-accepts where target and draft draw the same token with the same noise. The price of one seed giving one text is the
-difference.
+``sum(min(target_probs, draft_probs))``, and no rule that keeps the target's distribution accepts more. Keyed noise
+accepts if target and draft sample the same token with the same noise. The difference is the cost of the guarantee that
+one seed gives one text.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def compare_acceptance(
     """Compare a measured acceptance length at temperature 1 with rejection sampling's on the same texts.
 
     Args:
-        target: in the dtype that it decoded in.
-        draft: likewise.
-        prompts: token ids.
-        texts: what the target emitted, sampled at temperature 1 without filters.
+        target: the target, in the dtype in which it decoded.
+        draft: the draft model, in the same dtype.
+        prompts: token ids of each prompt.
+        texts: ids that the target emitted, sampled at temperature 1 without filters.
         num_draft_tokens: K.
         measured: tokens per step of the run that emitted them.
 
@@ -63,7 +63,7 @@ def _overlaps(target: PreTrainedModel, draft: PreTrainedModel, prompt: list[int]
 
 
 def _tokens_per_step(overlaps: list[np.ndarray], num_draft_tokens: int) -> float:
-    """Simulate steps along every text: a hard stretch takes more steps than an easy one, in any kind of speculation."""
+    """Simulate steps along every text, because parts with low acceptance take more steps in any kind of speculation."""
     generator, num_tokens, num_steps = np.random.default_rng(0), 0, 0
     for overlap in overlaps * _REPEATS:
         accepts = generator.random(len(overlap)) < overlap

@@ -1,9 +1,9 @@
 """How each method of ``bench.engine`` decodes all prompts: transformers, the oracle, the engine.
 
-``autoregressive`` is the engine without a draft, in fixed batches as eqspec and transformers have them;
-``autoregressive-exspec`` the same with exspec's refilling. The two peers of transformers are run as their users do:
-``generate()`` on a left-padded batch, and with ``assistant_model=``, which transformers has for batch 1 only, so it is
-left out at other batches. ``bench/engine_/peers.py`` has the other libraries.
+``autoregressive`` is the engine without a draft, in fixed batches like those of eqspec and transformers;
+``autoregressive-exspec`` is the same with exspec's refilling. transformers runs as its users run it: ``generate()`` on
+a left-padded batch, and with ``assistant_model=``, which it serves at batch 1 only, so other batches are left out.
+``bench/engine_/peers.py`` has the other libraries.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from specdec_fast.models.loading import eos_token_ids
 from specdec_fast.oracle.dense import Repad, repad_in_python
 
 PLAIN, TRANSFORMERS, ASSISTED = "autoregressive", "transformers", "transformers-assisted"
-PLAIN_METHODS = {PLAIN: "eqspec", "autoregressive-exspec": "exspec"}  # their schedulers
+PLAIN_METHODS = {PLAIN: "eqspec", "autoregressive-exspec": "exspec"}  # methods of plain decoding, with their schedulers
 SPECULATIVE_METHODS = ("eqspec", "exspec")
 ENGINE_METHODS = (*PLAIN_METHODS, *SPECULATIVE_METHODS)
 ORACLE_METHODS = ("oracle-eqspec", "oracle-exspec")
 DEFAULT_METHODS = (PLAIN, *SPECULATIVE_METHODS, *ORACLE_METHODS, TRANSFORMERS, ASSISTED)
 METHODS = (*ENGINE_METHODS, *ORACLE_METHODS, TRANSFORMERS, ASSISTED, *PEERS)
 DRAFTING_PEERS = tuple(name for name, peer in PEERS.items() if peer.drafts)
-NOT_REPLAYED = (*ORACLE_METHODS, ASSISTED, *DRAFTING_PEERS)  # they call the draft model themselves
-TRANSCRIPT_BATCH_SIZE = 8  # any other gives the same tokens (I6)
+NOT_REPLAYED = (*ORACLE_METHODS, ASSISTED, *DRAFTING_PEERS)  # these methods call the draft model themselves
+TRANSCRIPT_BATCH_SIZE = 8  # any other batch size gives the same tokens (I6)
 
 
 class EngineRunner:
-    """An engine with one drafter, ready to decode all prompts; it gives its KV pools back between runs.
+    """An engine with one drafter, ready to decode all prompts; it frees its KV pools between runs.
 
-    Many engines are measured in turn: together their pools would not fit a GPU. A run finds its pools made, as it does
-    in an engine that is kept; only the first one, which is not measured, makes them.
+    Many engines are measured in turn, and together their pools would not fit on a GPU. The pools are made before a
+    measured run, as a kept engine has them. Only the first run, which is not measured, makes them itself.
     """
 
     def __init__(self, engine: Engine, drafter: Drafter, workload: Workload) -> None:
@@ -55,9 +55,9 @@ class EngineRunner:
         self._pool_tokens = 0
 
     def __call__(self) -> Measurement:
-        """Decode."""
-        self.engine.drafter = self.drafter  # engines are shared by the acceptances of a replayed draft
-        self.engine.tokenizer = None  # ids in, ids out, as from the others: making text is not measured
+        """Decode all prompts."""
+        self.engine.drafter = self.drafter  # all acceptances of a replayed draft share one engine
+        self.engine.tokenizer = None  # ids in and out, as with the other methods: detokenizing is not measured
         self._make_pools()
         prompts = self.workload.prompts
         lengths, outputs = [len(prompt) for prompt in prompts], [[] for _ in prompts]
@@ -74,7 +74,7 @@ class EngineRunner:
                 steps.setdefault(self.engine.last_run.num_steps, []).append(lengths[chunk.index])
                 lengths[chunk.index] += len(chunk.token_ids)
                 outputs[chunk.index] += chunk.token_ids
-                latencies[chunk.index] = seconds  # until its last chunk
+                latencies[chunk.index] = seconds  # the last chunk sets the final value
         stats = self.engine.last_run
         return Measurement(
             outputs,
@@ -97,7 +97,7 @@ class EngineRunner:
             self.drafter.prepare(self._pool_tokens, page_size)
 
     def _release_pools(self) -> int:
-        """Give up the pools; return how large they were."""
+        """Free the pools; return their bytes."""
         engine, num_bytes = self.engine, 0
         self._pool_tokens = engine.pool.num_pages * engine.config.page_size
         for owner in (engine, self._draft):
@@ -108,7 +108,7 @@ class EngineRunner:
 
 
 class Bench:
-    """The models and prompts of one benchmark, and every way to decode them. Models are loaded once for all."""
+    """The models and prompts of one benchmark, and every method to decode them. All methods share the models."""
 
     def __init__(self, workload: Workload, deterministic: bool = True, peer_models: Path | None = None) -> None:
         self.workload, self.deterministic = workload, deterministic
@@ -124,7 +124,7 @@ class Bench:
         num_draft_tokens: list[int | str],
         acceptances: list[float | None],
     ) -> Iterator[MethodSetting]:
-        """Yield every method at every batch size, with every K and acceptance that it can have."""
+        """Yield every method at every batch size, with every K and acceptance that it serves."""
         for batch_size in batch_sizes:
             for method in methods:
                 for k in self._settings(method, batch_size, num_draft_tokens):
@@ -132,10 +132,10 @@ class Bench:
                         yield self.method_setting(method, batch_size, k, acceptance)
 
     def reference(self, settings: list[MethodSetting]) -> MethodSetting:
-        """Return what outputs are held against: ``transformers`` at batch 1, in half precision the engine's own.
+        """Return the reference of outputs: ``transformers`` at batch 1, in half precision the engine's plain decoding.
 
-        In half precision two logits are often equal but for rounding, so two right programs part; the engine's
-        settings must then equal its plain decoding; of the other settings the share of equal outputs is reported.
+        In half precision, two logits are often equal up to rounding, so two correct programs diverge. The engine's
+        settings must then equal its plain decoding; for other settings, the share of equal outputs is reported.
         """
         method = TRANSFORMERS if self.target.dtype == torch.float32 else PLAIN
         measured = (c for c in settings if (c.name, c.batch_size) == (method, 1))
@@ -144,7 +144,7 @@ class Bench:
     def method_setting(
         self, method: str, batch_size: int, num_draft_tokens: int | str | None = None, acceptance: float | None = None
     ) -> MethodSetting:
-        """Make one setting; what cannot be run is known now, not when its turn comes."""
+        """Make one setting; a setting that cannot run raises here, not in its turn."""
         run = self._runner(method, batch_size, num_draft_tokens, acceptance)
         padded = method == TRANSFORMERS and batch_size > 1
         gated = method in ENGINE_METHODS
@@ -159,7 +159,7 @@ class Bench:
             return []
         if method in SPECULATIVE_METHODS:
             return list(num_draft_tokens)
-        return [k for k in num_draft_tokens if isinstance(k, int) and k > 0]  # only the engine has K 0 and auto
+        return [k for k in num_draft_tokens if isinstance(k, int) and k > 0]  # only the engine serves K 0 and auto
 
     def _runner(
         self, method: str, batch_size: int, num_draft_tokens: int | str | None, acceptance: float | None
@@ -179,7 +179,7 @@ class Bench:
         return [self.prompts[start : start + batch_size] for start in range(0, len(self.prompts), batch_size)]
 
     def run_transformers(self, batch_size: int = 1, assistant: PreTrainedModel | None = None) -> Measurement:
-        """``generate()``, one left-padded batch after the other."""
+        """Run ``generate()`` on one left-padded batch after the other."""
         outputs, latencies, started = [], [], perf_counter()
         options = {"assistant_model": assistant} if assistant else {}
         for batch in self._batches(batch_size):
@@ -188,12 +188,12 @@ class Bench:
         return Measurement(outputs, latencies[-1], {}, 0, sum(map(len, outputs)), latencies=latencies)
 
     def run_assisted(self, num_draft_tokens: int) -> Measurement:
-        """``generate(assistant_model=...)`` with K, one prompt at a time; its other settings are its defaults."""
+        """Run ``generate(assistant_model=...)`` with K and otherwise default settings, one prompt at a time."""
         self.draft.generation_config.num_assistant_tokens = num_draft_tokens
         return self.run_transformers(1, self.draft)
 
     def run_oracle_eqspec(self, batch_size: int, num_draft_tokens: int, repad: Repad = repad_in_python) -> Measurement:
-        """Fixed batches of prompts, one after the other."""
+        """Run the oracle's eqspec on fixed batches of prompts, one after the other."""
         runs, latencies, started = [], [], perf_counter()
         for batch in self._batches(batch_size):
             runs.append(oracle.eqspec(self.target, self.draft, batch, self.limits, num_draft_tokens, repad))
@@ -201,7 +201,7 @@ class Bench:
         return self._oracle_measurement(runs, latencies[-1], latencies)
 
     def run_oracle_exspec(self, batch_size: int, num_draft_tokens: int, repad: Repad = repad_in_python) -> Measurement:
-        """A sliding window over all prompts; it does not tell when each of them has ended."""
+        """Run the oracle's exspec on all prompts; it does not report when each has ended."""
         started = perf_counter()
         models, options = (self.target, self.draft), {"batch_size": batch_size, "repad": repad}
         run = oracle.exspec(*models, self.prompts, self.limits, num_draft_tokens, **options)
@@ -231,7 +231,7 @@ class Bench:
     def engine_runner(
         self, batch_size: int, method: str, num_draft_tokens: int | str | None = None, acceptance: float | None = None
     ) -> EngineRunner:
-        """Make the run that has the engine decode all prompts, by the draft model or by replaying (``acceptance``)."""
+        """Make a run of the engine over all prompts, with the draft model or with a replayed ``acceptance``."""
         engine, drafter = self.engine(batch_size, method, num_draft_tokens)
         if acceptance is not None:
             layout = engine.target.layout
@@ -247,5 +247,5 @@ class Bench:
 
     @cached_property
     def transcripts(self) -> Tokens:
-        """What the target emits for every prompt, by plain decoding."""
+        """The tokens that the target emits for every prompt in plain decoding."""
         return self.engine_runner(TRANSCRIPT_BATCH_SIZE, PLAIN)().outputs

@@ -1,12 +1,12 @@
-"""Other libraries that decode many requests together, for ``bench.engine --methods``: run where they are installed.
+"""Other libraries that decode many requests together, for ``bench.engine --methods``; they run if installed.
 
 * ``transformers-continuous``: ``generate_batch()`` of transformers (it needs psutil), plain decoding.
 * ``openvino``, ``openvino-speculative``: OpenVINO GenAI's continuous batching, plain and with the draft model.
 * ``llama.cpp``: its C library through llama-cpp-python, plain decoding of several sequences in one ``llama_decode``.
 
-The last two read models of their own formats, which ``python -m bench.export_pair`` writes; ``--peer-models`` names the
-folder. All decode greedily, on as many threads as torch has. None is held to the reference: each has the share of its
-outputs that equal the reference's and, beside it, the share that equal its own at batch 1.
+OpenVINO and llama.cpp read models of their own formats, which ``python -m bench.export_pair`` writes; ``--peer-models``
+names the folder. All libraries decode greedily, on as many threads as torch has. None must equal the reference: for
+each the report has the share of outputs that equal the reference's, and the share that equal its own at batch 1.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.models.loading import eos_token_ids
 
 _PAGE_SIZE = 32
-_PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # of OpenVINO's arithmetic
+_PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # names of OpenVINO's arithmetic
 
-Run = Callable[[int, int | str | None], Measurement]  # of a batch size and K
+Run = Callable[[int, int | str | None], Measurement]  # from a batch size and K
 
 
 def transformers_continuous(workload: Workload, models: Path | None) -> Run:
-    """``generate_batch()``: at most ``batch_size`` requests at a time over a paged cache."""
+    """Make a run of ``generate_batch()``, with at most ``batch_size`` requests at a time over a paged cache."""
     _need("psutil")
     target, prompts = workload.target, workload.prompts
     longest = max(map(len, prompts)) + workload.max_new_tokens
@@ -66,7 +66,7 @@ def transformers_continuous(workload: Workload, models: Path | None) -> Run:
 
 
 class OpenVino:
-    """OpenVINO GenAI's ``ContinuousBatchingPipeline``; ``batch_size`` requests are in it at a time."""
+    """OpenVINO GenAI's ``ContinuousBatchingPipeline``, with ``batch_size`` requests at a time."""
 
     def __init__(self, workload: Workload, models: Path | None, drafts: bool = False) -> None:
         _need("openvino_genai")
@@ -125,7 +125,7 @@ class OpenVino:
 
 
 class LlamaCpp:
-    """llama.cpp's C library: one ``llama_decode`` takes the newest tokens, or the prompts, of a whole batch."""
+    """llama.cpp's C library: one ``llama_decode`` computes the newest tokens, or the prompts, of a whole batch."""
 
     def __init__(self, workload: Workload, models: Path | None) -> None:
         _need("llama_cpp")
@@ -164,7 +164,11 @@ class LlamaCpp:
         workload, eos = self._workload, eos_token_ids(self._workload.target)
         vocab_size = workload.target.config.get_text_config(decoder=True).vocab_size
         outputs: list[list[int]] = [[] for _ in workload.prompts]
-        latencies, running, num_steps = [0.0] * len(outputs), {}, 0  # running: place to (request, position, new tokens)
+        latencies, running, num_steps = (
+            [0.0] * len(outputs),
+            {},
+            0,
+        )  # running: from place to (request, position, new tokens)
         waiting = list(range(len(outputs)))[::-1]
         batch = llama_cpp.llama_batch_init(most_tokens, 0, 1)
         started = perf_counter()
@@ -191,7 +195,7 @@ class LlamaCpp:
 
     @staticmethod
     def _fill(batch: Any, running: dict[int, tuple[int, int, list[int]]]) -> dict[int, int]:
-        """Lay out the new tokens of every sequence; return the row of each one's last."""
+        """Lay out the new tokens of every sequence; return the row of the last token of each sequence."""
         row, last = 0, {}
         for place, (_, position, new) in running.items():
             for offset, token in enumerate(new):
@@ -205,7 +209,7 @@ class LlamaCpp:
 
 
 def openvino_speculative(workload: Workload, models: Path | None) -> Run:
-    """OpenVINO GenAI with the draft model."""
+    """Make a run of OpenVINO GenAI with the draft model."""
     return OpenVino(workload, models, drafts=True)
 
 
@@ -214,9 +218,9 @@ class Peer:
     """A library to compare with.
 
     Attributes:
-        make: builds its run from the workload and the folder of exported models; raises ``ConfigError`` where it is
-            not installed or the models are missing.
-        drafts: whether it has a number of draft tokens.
+        make: makes a run from the workload and the folder of exported models; raises ``ConfigError`` if the library
+            is not installed or the models are missing.
+        drafts: whether it takes a number of draft tokens.
 
     """
 

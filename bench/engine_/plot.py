@@ -1,4 +1,4 @@
-"""The figure of ``bench.engine``: speed, what speculation brings, and where the time goes; needs matplotlib."""
+"""The figure of ``bench.engine``: speeds, speed-ups of speculation, and time per stage; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _label(row: Row) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw each method over the batch size, and its stages at the largest batch, into one file."""
+    """Draw each method over the batch size, and its stages at the largest batch, in one file."""
     plt = report.pyplot()
     series: dict[str, list[Row]] = {}
     for row in rows:

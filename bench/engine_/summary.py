@@ -1,4 +1,4 @@
-"""From runs to one row per setting, medians over the repeats; and the tables of ``bench.engine``."""
+"""One row per setting, with medians over the repeats, and the tables of ``bench.engine``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.engine_.methods import PLAIN, TRANSFORMERS
 from specdec_fast.commands.common import format_table
 
 PERCENTILES = (50, 90, 99)
-REALIGNMENT = ("realign", "assemble")  # stages that exist only because the oracle's layout is dense
+REALIGNMENT = ("realign", "assemble")  # stages that only a dense layout such as the oracle's needs
 STAGES = ("prefill", "draft", "verify", "accept", "commit", *REALIGNMENT, "host")
 
 Row = dict[str, Any]
@@ -61,7 +61,7 @@ def _row(setting: MethodSetting, measurements: list[Measurement], runs: Runs) ->
 
 
 def own_batch_1_share(setting: MethodSetting, runs: Runs) -> float | None:
-    """Return the least share of outputs, over repeats, that the method also gave at batch 1; None if not run there."""
+    """Return the least share of outputs, over repeats, that equal the method's at batch 1; None without such a run."""
     key = (setting.name, setting.num_draft_tokens, setting.acceptance, 1)
     same = ((c.name, c.num_draft_tokens, c.acceptance, c.batch_size) for c in runs)
     alone = next((ms[0] for found, ms in zip(same, runs.values(), strict=True) if found == key), None)
@@ -84,7 +84,7 @@ def latency_percentiles(measurements: list[Measurement]) -> dict[str, float] | N
 
 
 def stage_shares(measurements: list[Measurement]) -> dict[str, float] | None:
-    """Return each stage's share of the time, median over repeats; ``host`` is what no stage covers."""
+    """Return each stage's share of the time, as a median over repeats; ``host`` is the time outside of all stages."""
     if not all(m.stage_seconds for m in measurements):
         return None
     shares = [{s: m.stage_seconds.get(s, 0.0) / m.seconds for s in STAGES} for m in measurements]
@@ -94,7 +94,7 @@ def stage_shares(measurements: list[Measurement]) -> dict[str, float] | None:
 
 
 def print_tables(rows: list[Row]) -> None:
-    """Print speeds, then where the time and the memory go, then what was accepted."""
+    """Print speeds, then time and memory, then accepted tokens."""
     keys = ("method", "K", *(["replayed"] if any(row["acceptance"] is not None for row in rows) else []), "batch")
     ratios = ("x plain", "x plain, batch 1", "x same oracle", "x transformers")
     latencies = tuple(f"P{p} s" for p in PERCENTILES)

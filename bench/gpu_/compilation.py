@@ -1,8 +1,8 @@
 """Task "compile" of ``bench.gpu``: everything that the other tasks launch, compiled on all cores into Triton's cache.
 
-Compiled one by one where they are first launched, the kernels would take longer than all measurements. What will be
-launched is found by calling the launchers on the CPU (``launches.py``); processes of their own then compile a share
-each, and what they leave in the cache is found by every process after them. On a CPU it compiles for Hopper.
+If each kernel were compiled at its first launch, compilation would take longer than all measurements. The task calls
+the launchers on the CPU to find what will be launched (``launches.py``). Several processes then compile a share each,
+and all later processes find the results in the cache. On a CPU it compiles for Hopper.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from specdec_fast.ops.registry import INTERPRETING
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = (Heads(4, 2, 32, 1024), Heads(2, 1, 32, 1024))  # target and draft
-ROWS = (6, 1, 3)  # of a batch; no compilation depends on them
+ROWS = (6, 1, 3)  # rows of a batch; no compilation depends on them
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
 def run(settings: Settings, progress: Progress) -> None:
     """Find what will be launched, and compile it."""
     if INTERPRETING:
-        progress.row(not_served="Triton's interpreter stands in the compiler's place")
+        progress.row(not_served="Triton's interpreter replaces the compiler")
         return
     target = _target(torch.device(settings.device))
     began = monotonic()
@@ -68,7 +68,7 @@ def _target(device: torch.device) -> GPUTarget:
 
 
 def _calls() -> Iterator[tuple[str, Call]]:
-    """Yield calls that launch all that the other tasks launch, at their sizes but for contexts and batches."""
+    """Yield calls that launch everything that the other tasks launch, at their sizes except contexts and batches."""
     floats = (torch.float32, torch.float16, torch.bfloat16)
     yield from calls_of_cases(floats, benchmarks=False)
     yield from calls_of_cases((torch.float32, torch.bfloat16), benchmarks=True)
@@ -92,12 +92,12 @@ def _smoke_calls() -> Iterator[tuple[str, Call]]:
 
 
 def heads_of(model: ModelShape, vocab_size: int) -> Heads:
-    """Return what the ops see of a model."""
+    """Return the sizes of a model that the ops see."""
     return Heads(model.num_attention_heads, model.num_key_value_heads, model.head_dim, vocab_size)
 
 
 def _compiled_elsewhere(notes: list[Note], target: GPUTarget, seconds: float) -> list[dict[str, Any]]:
-    """Compile in a process of its own; return what it said of each until it ended or time was up."""
+    """Compile in a separate process; return its results until it ends or time is up."""
     command = [sys.executable, "-m", "bench.gpu_.compilation"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options: dict[str, Any] = {"input": pickle.dumps((target, notes)), "stdout": subprocess.PIPE, "cwd": ROOT}
@@ -110,13 +110,13 @@ def _compiled_elsewhere(notes: list[Note], target: GPUTarget, seconds: float) ->
 
 
 def main() -> None:
-    """Compile what comes from standard input; print a line for each."""
+    """Compile the compilations in standard input; print a line for each."""
     target, notes = pickle.load(sys.stdin.buffer)
     for note in notes:
         said: dict[str, Any] = {"kernel": str(note.asked)}
         try:
             note.compile(target)
-        except Exception as error:  # whatever the compiler raises; the others are to be compiled
+        except Exception as error:  # any error of the compiler; the other compilations continue
             said["error"] = described(error)
         print(json.dumps(said), flush=True)
 

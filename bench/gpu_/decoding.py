@@ -1,11 +1,11 @@
 """Task "decoding" of ``bench.gpu``: whole runs at the shapes of Qwen3-8B and Qwen3-0.6B, with random weights.
 
-Costs are those of the shapes; how much is accepted is chosen: a ``ReplayDrafter`` runs the small model and proposes
-what the large one is known to emit. Outputs are still held against plain decoding. In bf16 a near-tie may flip when
-the batch changes; the share of equal outputs stands beside every speed, flagged where it is not all of them.
+Costs are those of the shapes; the acceptance is chosen: a ``ReplayDrafter`` runs the small model and proposes tokens
+that the large model emits. Outputs are compared with plain decoding. In bf16 a near-tie may flip when the batch
+changes, so every speed has the share of equal outputs beside it, marked if it is not all.
 
-The large model's random weights are such that ties are rare: its next token is mostly a function of the last one.
-That alone would hide wrong attention, so the logits of a verification are compared with the stock model's as well.
+The large model's random weights make ties rare: its next token is mostly a function of the last one. That would hide
+wrong attention, so the logits of a verification are also compared with the stock model's.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is decoded.
+    """The sizes of the decoding runs.
 
     Attributes:
-        target, draft: shapes.
-        vocab_size: of both.
-        dtype: of the weights.
-        prompt_tokens, new_tokens: per prompt.
-        prompts: how many are decoded at each batch size.
+        target, draft: shapes of the models.
+        vocab_size: vocabulary size of both.
+        dtype: dtype of the weights.
+        prompt_tokens, new_tokens: tokens per prompt.
+        prompts: number of prompts at each batch size.
         num_draft_tokens: K.
         acceptance: probabilities that a draft token is the target's own.
-        warm_up_tokens: per prompt, before each measured run; as many as are measured where there are graphs, which are
-            recorded when they are first wanted.
+        warm_up_tokens: tokens per prompt before each measured run; as many as measured where there are graphs, which
+            are recorded when they are first needed.
 
     """
 
@@ -93,7 +93,7 @@ SMOKE = Sizes(
 
 
 def run(settings: Settings, progress: Progress) -> None:
-    """Build the pair, write the transcripts, check the logits, then measure."""
+    """Build the pair, decode the transcripts, check the logits, then measure."""
     full_precision()
     device, sizes = torch.device(settings.device), SMOKE if settings.smoke else FULL
     target = random_model(sizes.target, sizes.vocab_size, sizes.dtype, device, SEED)
@@ -116,10 +116,10 @@ class DecodingSetting:
     """One way to decode.
 
     Attributes:
-        method: a scheduler, or plain decoding.
-        batch_size: most sequences of a step.
-        acceptance: probability that a draft token is the target's own; None of plain decoding.
-        deterministic: as the engine's setting.
+        method: name of a scheduler, or plain decoding.
+        batch_size: largest number of sequences in a step.
+        acceptance: probability that a draft token is the target's own; None for plain decoding.
+        deterministic: the engine's setting of that name.
 
     """
 
@@ -134,7 +134,7 @@ class DecodingSetting:
 
 
 class Run:
-    """One engine of the bench, and what its last decoding took."""
+    """One engine of the bench, and the figures of its last run."""
 
     def __init__(self, engine: Engine, models: list[RaggedModel], prompts: Tokens) -> None:
         self.engine, self.models, self.prompts = engine, models, prompts
@@ -152,7 +152,7 @@ class Run:
 
 
 class Bench:
-    """A pair, prompts, and what the target emits for them."""
+    """A pair, prompts, and the tokens that the target emits for them."""
 
     def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, prompts: Tokens, sizes: Sizes) -> None:
         self.target, self.sizes, self.prompts = target, sizes, prompts
@@ -174,7 +174,7 @@ class Bench:
             max_batch_size=batch_size,
             num_draft_tokens=self.sizes.num_draft_tokens,
             page_size=PAGE_SIZE,
-            # one pool for all runs: graphs belong to a pool
+            # one pool for all runs, because graphs belong to a pool
             kv_cache_tokens=2 * batch_size * (self.sizes.prompt_tokens + self.sizes.new_tokens + PAGE_SIZE),
             deterministic=setting.deterministic,
         )
@@ -183,10 +183,10 @@ class Bench:
 
 
 def decoding_settings(sizes: Sizes) -> Iterator[DecodingSetting]:
-    """Yield what is measured; what matters most comes first, should time run out.
+    """Yield the settings to measure, the most important first, in case time runs out.
 
-    ``deterministic=False`` has the costs of the forwards as they are (ties are rare in these models); the default pads
-    them to row counts that give every row the same bits.
+    ``deterministic=False`` measures forwards without padding (ties are rare in these models). The default pads them to
+    row counts that give every row the same bits.
     """
     first, *others = sizes.acceptance
     for batch_size in sizes.prompts:
@@ -201,9 +201,9 @@ def decoding_settings(sizes: Sizes) -> Iterator[DecodingSetting]:
 
 
 def measure_all(bench: Bench, progress: Progress) -> None:
-    """Time every setting once, after a run of it in which shapes are recorded; a row each."""
+    """Time every setting once, after a run that records its shapes; one row each."""
     plain: dict[tuple[int, bool], float] = {}
-    longest = 0.0  # of a setting so far, all that comes before its timing included: what the next may take
+    longest = 0.0  # seconds of a setting so far, including all before its timing: an estimate for the next one
     for setting in decoding_settings(bench.sizes):
         began = monotonic()
         progress.attempt(str(setting), partial(_measure, bench, setting, plain, progress), longest)
@@ -245,9 +245,9 @@ def _measured(run: Run, bench: Bench) -> dict[str, Any]:
 
 
 def _check_logits(bench: Bench, texts: Tokens, progress: Progress) -> None:
-    """Hold the logits of a verification at the ends of ``texts`` against the stock model's own, dense and batched.
+    """Compare the logits of a verification at the ends of ``texts`` with the stock model's, dense and batched.
 
-    The bound is the one that models are admitted by: the square root of the dtype's rounding unit.
+    The bound is that of loading a model: the square root of the dtype's rounding unit.
     """
     num_rows = bench.sizes.num_draft_tokens + 1
     ragged = ragged_logits(
@@ -266,7 +266,7 @@ def _check_logits(bench: Bench, texts: Tokens, progress: Progress) -> None:
 
 
 def ragged_logits(model: RaggedModel, texts: Tokens, num_rows: int) -> Tensor:
-    """Prefill texts but for their last rows, then compute these as a verification does: ``[B * num_rows, V]`` fp32."""
+    """Prefill texts except their last rows, then compute these as a verification does: ``[B * num_rows, V]`` fp32."""
     pool = PagePool(model.layout, sum(len(text) + PAGE_SIZE for text in texts), PAGE_SIZE)
     for index, text in enumerate(texts):
         pool.reserve(index, len(text))

@@ -1,8 +1,8 @@
-"""Task "equivalence" of ``bench.gpu``: the bundled pair on the device, token by token against plain decoding.
+"""Task "equivalence" of ``bench.gpu``: the bundled pair on the device, compared token by token with plain decoding.
 
-In fp32 the reference is ``transformers`` at batch 1, and a difference is a failure unless the two best logits lie
-within fp32 noise of each other where the texts part. In bf16 the reference is the engine's own plain decoding; what
-differs is counted, beside what plain batched decoding in ``transformers`` differs from its own batch 1 by.
+In fp32 the reference is ``transformers`` at batch 1. A difference is a failure, unless the two best logits at the
+divergence are within fp32 noise of each other. In bf16 the reference is the engine's own plain decoding. The task
+counts differences, and beside them those between plain batched decoding in ``transformers`` and its own batch 1.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from specdec_fast.equivalence.compare import (
 from specdec_fast.models.loading import load_model
 from specdec_fast.request.detokenizer import load_tokenizer
 
-FP32_NOISE = 1e-4  # of the largest logit: some hundred times what fp32 sums of these lengths are off by
+FP32_NOISE = 1e-4  # relative to the largest logit: about a hundred times the error of fp32 sums of these lengths
 PLAIN = "plain"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is decoded.
+    """The sizes of the comparison.
 
     Attributes:
-        num_prompts: of the bundled ones, the first so many.
-        max_new_tokens: per prompt.
+        num_prompts: number of bundled prompts, from the first on.
+        max_new_tokens: new tokens per prompt.
         exact: (batch sizes, Ks) in fp32, with every scheduler.
         noisy: the same in bf16.
 
@@ -70,7 +70,7 @@ class Pair:
         self.prompts: Tokens = [self.tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
 
     def decode(self, method: str, batch_size: int, num_draft_tokens: int) -> tuple[Tokens, Engine]:
-        """Decode all prompts with the engine; return what it emitted, and it."""
+        """Decode all prompts with an engine; return the emitted tokens, and the engine."""
         plain = method == PLAIN
         engine = Engine(
             self.target,
@@ -92,7 +92,7 @@ class Pair:
 
 
 def run(settings: Settings, progress: Progress) -> None:
-    """Decode in fp32, where it is a gate, then in bf16, where it is a figure."""
+    """Decode in fp32, which is a gate, then in bf16, which gives figures only."""
     full_precision()
     logging.disable_progress_bar()
     sizes = SMOKE if settings.smoke else FULL
@@ -132,14 +132,14 @@ def _compare(pair: Pair, setting: Setting, expected: Tokens, progress: Progress,
     stats = engine.last_run
     decoded = {"mean_acceptance_length": stats.decoding.mean_acceptance_length, "seconds": stats.seconds}
     progress.row(**_described(found, pair), **decoded, ops=dict(engine.describe()["ops"]), divergences=shown)
-    wrong = [one for one in shown if not one["relative_gap"] <= FP32_NOISE]  # a NaN is wrong too
+    wrong = [one for one in shown if not one["relative_gap"] <= FP32_NOISE]  # a NaN is wrong, too
     if gate and wrong:
         why = f"{len(wrong)} of {len(expected)} outputs differ where the best logit leads by more than fp32 noise"
         progress.fail(_name(pair, method, batch_size, k), why, divergences=wrong)
 
 
 def _noise_floor(pair: Pair, batch_sizes: tuple[int, ...], progress: Progress) -> None:
-    """How far plain batched decoding in transformers is from its own batch 1."""
+    """Compare plain batched decoding in transformers with its own batch 1."""
     if not progress.has_time("noise floor"):
         return
     expected = pair.transformers(1)
@@ -166,7 +166,7 @@ def _described(found: Comparison, pair: Pair) -> dict[str, Any]:
 
 
 def _shown(found: Comparison, pair: Pair, expected: Tokens) -> list[dict[str, Any]]:
-    """Describe where each text parts, and the gap of the two best logits there in units of the largest."""
+    """Describe where each text diverges, and the gap of the two best logits there, relative to the largest."""
     rows = []
     for one in found.divergences:
         context = pair.prompts[one.index] + expected[one.index][: one.position]

@@ -1,6 +1,6 @@
-"""FlashAttention as PyTorch ships it, each in the layout that suits it best; laying out is not timed.
+"""The FlashAttention functions that PyTorch ships, each in its best layout; making that layout is not timed.
 
-What a version of torch or a device does not serve raises when it is called, and is reported so.
+A call that a version of torch or a device does not serve raises an error, which is reported.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.common.timing import Call
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 
-FLASH_PAGE = 256  # positions; the FlashAttention-2 that torch ships takes multiples of this
+FLASH_PAGE = 256  # positions; torch's FlashAttention-2 accepts multiples of this
 
 
 def _contexts(kv: tuple[Tensor, Tensor], batch: PagedBatch, length: int) -> list[Tensor]:
     """Gather keys and values of every sequence, padded to ``length``: two tensors ``[B, length, num_kv_heads, D]``."""
     page_size = kv[0].shape[1]
     places = torch.arange(length, device=kv[0].device).clamp(max=batch.max_seqlen_k - 1)
-    pages = batch.block_table[:, places // page_size].long()  # what lies beyond a shorter context is not attended
+    pages = batch.block_table[:, places // page_size].long()  # entries after a shorter context are not attended
     return [cache[pages, places % page_size] for cache in kv]
 
 
 def varlen_paged(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call:
-    """``varlen_attn`` over a block table of large pages."""
+    """Call ``varlen_attn`` on a block table of large pages."""
     from torch.nn.attention.varlen import varlen_attn  # not on every platform
 
     pages_each = -(-batch.max_seqlen_k // FLASH_PAGE)
@@ -46,7 +46,7 @@ def varlen_paged(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, sc
 
 
 def varlen_packed(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call:
-    """``varlen_attn`` over contexts that lie one after the other, without pages."""
+    """Call ``varlen_attn`` on contexts one after the other, without pages."""
     from torch.nn.attention.varlen import varlen_attn
 
     lengths = batch.seqused_k.tolist()
@@ -59,7 +59,7 @@ def varlen_packed(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, s
 
 
 def sdpa_causal(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call:
-    """One call of SDPA on a dense batch, causal from the lower right, so without a mask; needs equal lengths."""
+    """Call SDPA on a dense batch of equal lengths, causal from the lower right, so without a mask."""
     counts, contexts = set(batch.cu_seqlens_q.diff().tolist()), set(batch.seqused_k.tolist())
     if len(counts) != 1 or len(contexts) != 1:
         raise ValueError("sequences of unequal lengths make no dense batch")

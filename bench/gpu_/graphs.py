@@ -1,10 +1,10 @@
 """Tasks "graphs" and "graph_gates" of ``bench.gpu``: forwards as graphs, and launched one operation at a time.
 
-Three gates: with and without graphs the bundled pair emits the same tokens; a model that should have graphs has some;
-and no step waits for the device but for the one transfer of what it found, held up by PyTorch's own watch on waiting.
-Times at the shapes of ``gpu_decoding``: a plain step, a verification and a drafting loop, as graphs and without,
-beside the time that reading the weights and the KV takes at the speed of a copy. Where there are no graphs (on a CPU)
-both are the same. Not yet run on a GPU.
+There are three gates: with and without graphs, the bundled pair emits the same tokens; a model that should have graphs
+has some; and no step waits for the device, except for the one transfer of its tokens, which PyTorch's own check for
+synchronisation verifies. Times are those of a plain step, a verification and a drafting loop at the shapes of
+``gpu_decoding``, with and without graphs, beside the time of reading the weights and the KV at the speed of a copy. On
+a CPU there are no graphs, so both times are the same. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BATCH_SIZE, NUM_DRAFT_TOKENS, SAMPLES, CALLS = 4, 3, 5, 8
 
 
 def run_gates(settings: Settings, progress: Progress) -> None:
-    """Decode the bundled pair in every way."""
+    """Decode the bundled pair with every method and dtype."""
     full_precision()
     sizes = FEW_PROMPTS if settings.smoke else PROMPTS
     for dtype in (torch.float32, torch.bfloat16):
@@ -59,13 +59,13 @@ def run_gates(settings: Settings, progress: Progress) -> None:
 
 
 def _check(name: str, method: str, pair: Pair, progress: Progress) -> None:
-    """Decode greedily and sampled, with graphs and without; then once more while nothing may wait."""
+    """Decode greedily and sampled, with and without graphs; then once more while waiting raises an error."""
     params = [
         SamplingParams(max_new_tokens=pair.max_new_tokens, temperature=0.8 * (i % 2), seed=i)
         for i in range(len(pair.prompts))
     ]
     graphed, eager = (_engine(pair, method, enforce_eager) for enforce_eager in (False, True))
-    _tokens(graphed, pair, params)  # a shape is recorded when it comes for the second time
+    _tokens(graphed, pair, params)  # a shape is recorded when it occurs for the second time
     expected, outputs = _tokens(eager, pair, params), _tokens(graphed, pair, params)
     equal = sum(a == b for a, b in zip(outputs, expected, strict=True))
     description = graphed.describe()
@@ -105,7 +105,7 @@ def _tokens(engine: Engine, pair: Pair, params: list[SamplingParams]) -> Tokens:
 
 @contextmanager
 def nothing_waits(engine: Engine) -> Iterator[None]:
-    """Let PyTorch raise where a step of ``engine`` waits for the device, but in ``to_host``; nothing on a CPU."""
+    """Let PyTorch raise an error if a step of ``engine`` waits for the device, except in ``to_host``; not on a CPU."""
     if engine.target.layout.device.type != "cuda":
         yield
         return
@@ -129,7 +129,7 @@ def nothing_waits(engine: Engine) -> Iterator[None]:
     try:
         yield
     finally:
-        del engine._launch, engine._finish  # the class's own again
+        del engine._launch, engine._finish  # the methods of the class apply again
         verify.to_host = to_host
 
 
@@ -176,7 +176,7 @@ def _time_drafting(
 
 def _model(shape: ModelShape, sizes: gpu_decoding.Sizes, device: torch.device, limits: Limits) -> RaggedModel:
     module = random_model(shape, sizes.vocab_size, sizes.dtype, device, SEED)
-    # Where nothing records graphs, forwards are PyTorch's: a CPU's programs are not what graphs stand in for.
+    # If the device has no graphs, PyTorch runs the forwards: graphs are not to be compared with a CPU's programs.
     model = RaggedModel(module, resolve(device), enforce_eager=device.type not in CAPTURES)
     model.use_graphs(limits)
     return model
@@ -209,7 +209,7 @@ class _Forward:
         return self.model.forward(self.batch, self.pool)
 
     def eager(self) -> Tensor:
-        """Launch its operations one by one."""
+        """Launch the operations of the forward one by one."""
         return self.model._run_eagerly(self.batch, self.pool, None)
 
     def drafted(self) -> Tensor:
@@ -250,5 +250,5 @@ def _time(what: str, bench: _Forward, ways: tuple[Call, Call], bandwidth: float,
 @torch.inference_mode()
 def _seconds(call: Call, device: torch.device) -> float:
     clock = Clock(device)
-    clock.seconds(call, 3)  # the second one records
+    clock.seconds(call, 3)  # the second call records
     return median(clock.seconds(call, CALLS) for _ in range(SAMPLES))

@@ -1,6 +1,6 @@
-"""The tasks of a long check: each has a deadline, and none takes the others down with it.
+"""The tasks of a long check: each has a deadline, and a failure of one does not end the others.
 
-No torch in here: the parent of an isolated task must not touch the device.
+This module does not import torch, because the parent of an isolated task must not use the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
-GRACE = 20.0  # seconds past its deadline that a task may take to notice it, before its process is ended
+GRACE = 20.0  # seconds after its deadline until the process of a task is ended
 TRACEBACK_LINES = 12
 LONGEST_MESSAGE = 400
 
@@ -22,11 +22,11 @@ Keep = Callable[[Result], None]
 
 
 class Progress:
-    """What a task has found so far. Handed on with every change: a task that dies loses nothing.
+    """The result of a task so far. Every change is passed on, so a task that dies loses nothing.
 
     Args:
-        deadline: when to end, by ``time.monotonic``, which all processes of a machine share.
-        keep: receives the whole result each time.
+        deadline: time to end, by ``time.monotonic``, which all processes of a machine share.
+        keep: receives the whole result after every change.
 
     """
 
@@ -35,12 +35,12 @@ class Progress:
         self._deadline, self._keep = deadline, keep
 
     def note(self, **facts: Any) -> None:
-        """Record facts of the whole task."""
+        """Record facts about the whole task."""
         self.result |= facts
         self._keep(self.result)
 
     def row(self, **fields: Any) -> None:
-        """Record a line of its table."""
+        """Record a row of the task's table."""
         self.result["rows"].append(fields)
         self._keep(self.result)
 
@@ -50,7 +50,7 @@ class Progress:
         self._keep(self.result)
 
     def has_time(self, what: str, seconds: float = 0.0) -> bool:
-        """Tell whether ``seconds`` are left for ``what``; if not, record that it was skipped."""
+        """Return whether ``seconds`` are left for ``what``; if not, record that it was skipped."""
         if monotonic() + seconds < self._deadline:
             return True
         self.result["skipped"].append(what)
@@ -59,19 +59,19 @@ class Progress:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds to the deadline, none of them negative."""
+        """The seconds to the deadline, at least 0."""
         return max(0.0, self._deadline - monotonic())
 
     def attempt(self, what: str, check: Callable[[], None], seconds: float = 0.0) -> bool:
-        """Make one check if there is time for it; tell whether it came to its end.
+        """Make one check if there is time for it; return whether it completed.
 
-        An exception is recorded as a failure, and the checks after it are made all the same.
+        An exception is recorded as a failure, and the checks after it continue.
         """
         if not self.has_time(what, seconds):
             return False
         try:
             check()
-        except Exception as error:  # whatever it is, the other checks are to be made
+        except Exception as error:  # the other checks continue after any error
             self.fail(what, described(error), traceback=tail_of(error))
             return False
         return True
@@ -83,7 +83,7 @@ class Settings:
 
     Attributes:
         device: name of a ``torch.device``.
-        smoke: sizes that a CPU does in seconds, to try the check itself.
+        smoke: whether sizes are tiny, so that a CPU needs seconds, to try the check itself.
 
     """
 
@@ -96,9 +96,9 @@ class Task:
     """One task of the check.
 
     Attributes:
-        name: what the report calls it.
-        run: takes the settings and a Progress.
-        share: of the time left when it begins, relative to the shares of it and the tasks after it.
+        name: name in the report.
+        run: runs the task with the settings and a Progress.
+        share: its share of the time left when it begins, relative to the shares of it and the tasks after it.
 
     """
 
@@ -108,22 +108,22 @@ class Task:
 
 
 def inline(task: Task, settings: Settings, deadline: float, keep: Keep) -> Result:
-    """Run a task in this process; an exception ends the task and belongs to its result."""
+    """Run a task in this process; an exception ends the task and is part of its result."""
     progress = Progress(deadline, keep)
     try:
         task.run(settings, progress)
-    except Exception as error:  # whatever it is, the other tasks are to run
+    except Exception as error:  # the other tasks run after any error
         return progress.result | {"status": "failed", "error": described(error), "traceback": tail_of(error)}
     return progress.result | {"status": "done"}
 
 
 def isolated(task: Task, settings: Settings, deadline: float, keep: Keep) -> Result:
-    """Run a task in a process of its own: a kernel that hangs or breaks the GPU's context takes only that down."""
+    """Run a task in a process of its own, so that a kernel that hangs or breaks the GPU's context ends only that."""
     context = get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_in_child, args=(task, settings, deadline, sending), daemon=True)
     process.start()
-    sending.close()  # so that the child's end is the last one, and its death is noticed
+    sending.close()  # so that the child has the only open end, and its death is noticed
     result: Result = {"rows": [], "failures": [], "skipped": []}
     try:
         while receiving.poll(max(0.0, deadline + GRACE - monotonic())):
@@ -132,7 +132,7 @@ def isolated(task: Task, settings: Settings, deadline: float, keep: Keep) -> Res
                 return result
             keep(result)
         return result | {"status": "killed", "error": f"it did not end within {GRACE:.0f} s of its deadline"}
-    except (EOFError, OSError):  # before a message, or in the middle of one
+    except (EOFError, OSError):  # the child died before a message, or during one
         process.join(GRACE)
         return result | {"status": "failed", "error": f"its process ended with exit code {process.exitcode}"}
     finally:
@@ -152,14 +152,14 @@ def run_tasks(
     runner: Callable[[Task, Settings, float, Keep], Result],
     keep: Callable[[str, Result], None],
 ) -> dict[str, Result]:
-    """Run tasks one after the other within ``budget`` seconds; return each one's result, skipped ones included.
+    """Run tasks one after the other within ``budget`` seconds; return the results, with those of skipped tasks.
 
     Args:
-        tasks: in order.
-        settings: handed to each.
-        budget: seconds for all.
+        tasks: tasks in order.
+        settings: settings for each task.
+        budget: seconds for all tasks.
         runner: ``inline`` or ``isolated``.
-        keep: receives a task's name and its result so far, whenever it grows.
+        keep: receives a task's name and its result so far, after every change.
 
     """
     end = monotonic() + budget
@@ -178,7 +178,7 @@ def run_tasks(
 
 
 def is_red(result: Result) -> bool:
-    """Tell whether a task failed, or a gate of it; one that was skipped did not."""
+    """Return whether a task or one of its gates failed; a skipped task has not failed."""
     return result["status"] in ("failed", "killed") or bool(result.get("failures"))
 
 

@@ -1,6 +1,6 @@
-"""Task "kernels" of ``bench.gpu``: every op on every backend of the device against the oracle, and rows on their own.
+"""Task "kernels" of ``bench.gpu``: every op on every backend of the device against the oracle, and rows alone.
 
-The oracle runs on the CPU, so that nothing of the GPU's is its own judge. Outputs begin as NaN and absurd integers.
+The oracle runs on the CPU, so that no GPU code checks itself. Outputs are initialised with NaN and absurd integers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from specdec_fast.ops import BACKENDS, Case, Op, all_ops
 from specdec_fast.ops.registry import INTERPRETING
 
 CPU = torch.device("cpu")
-INDEPENDENT = ("cpp", "triton")  # backends of paged_attention that promise a row's bits depend on its context alone
+INDEPENDENT = (
+    "cpp",
+    "triton",
+)  # backends of paged_attention that promise that a row's bits depend on its context alone
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is checked.
+    """The sizes of the checks.
 
     Attributes:
-        dtypes: all that the kernels serve, or some.
-        seeds: draws of every case.
-        cases_per_op: the first so many; None is all.
-        verify: rows of a verification, over contexts in several pieces.
+        dtypes: all dtypes that the kernels serve, or some.
+        seeds: seeds of every case.
+        cases_per_op: number of cases per op; None: all.
+        verify: rows of a verification, over contexts of several pieces.
         prefill: rows of prompts.
-        copies: how often a batch holds the same sequences, so that it has tiles enough not to be split.
-        runs: of the same call, which must have the same bits.
+        copies: number of copies of the same sequences in a batch, so that it has enough tiles not to be split.
+        runs: number of repetitions of one call, which must have the same bits.
         linear: features and outputs of a matrix.
 
     """
@@ -55,7 +58,9 @@ FULL = Sizes(
     dtypes=(torch.float32, torch.float16, torch.bfloat16),
     seeds=3,
     cases_per_op=None,
-    verify=AttentionShape((517, 1300, 512, 2049, 9), (6,) * 5),  # pieces of 512, crossed within the rows or just filled
+    verify=AttentionShape(
+        (517, 1300, 512, 2049, 9), (6,) * 5
+    ),  # pieces of 512, whose ends lie within the rows or at the end of a context
     prefill=AttentionShape((1300, 70), (1300, 70)),
     copies=16,
     runs=10,
@@ -74,7 +79,7 @@ SMOKE = Sizes(
 
 
 def run(settings: Settings, progress: Progress) -> None:
-    """Sweep the registry, then take attention's batches apart."""
+    """Check all cases of the registry, then attention and linear on parts of a batch."""
     full_precision()
     device, sizes = torch.device(settings.device), SMOKE if settings.smoke else FULL
     for op in all_ops().values():
@@ -82,7 +87,7 @@ def run(settings: Settings, progress: Progress) -> None:
             reason = op.why_unavailable(backend)
             if reason is not None:
                 progress.row(op=op.name, backend=backend, not_served=reason)
-                if not BACKENDS[backend].partial:  # one that has all ops is what the engine would have run on
+                if not BACKENDS[backend].partial:  # the engine would have used a backend that has all ops
                     progress.fail(f"{op.name} on {backend}", reason)
                 continue
             for dtype in sizes.dtypes:
@@ -103,7 +108,7 @@ def run(settings: Settings, progress: Progress) -> None:
 
 
 def backends_on(op: Op, device: torch.device) -> Iterator[str]:
-    """Yield the backends of an op that are made for ``device``, but for the one that is the oracle."""
+    """Yield the backends of an op for ``device``, except the oracle's own."""
     for backend in op.implementations:
         if backend != BASELINE and device.type in BACKENDS[backend].device_types:
             yield backend
@@ -115,17 +120,17 @@ def serving(op: Op, device: torch.device) -> list[str]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return ``bfloat16`` and the like."""
+    """Return the name of a dtype, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def _misinterprets(op: Op, backend: str, dtype: torch.dtype) -> bool:
-    """Triton's interpreter multiplies bf16 matrices wrongly; copies and comparisons it does right."""
+    """Return whether Triton's interpreter would be wrong: it multiplies bf16 matrices wrongly."""
     return INTERPRETING and backend == "triton" and not op.exact and dtype == torch.bfloat16
 
 
 def _sweep(op: Op, backend: str, dtype: torch.dtype, device: torch.device, sizes: Sizes, progress: Progress) -> None:
-    """Compare all cases of one op, backend and dtype; one row, and an entry for every case that is wrong."""
+    """Compare all cases of one op, backend and dtype; record one row, and a failure for every wrong case."""
     not_served: dict[str, str] = {}
     num_checks, num_wrong, closest = 0, 0, 0.0
     for case in list(op.cases())[: sizes.cases_per_op]:
@@ -134,7 +139,7 @@ def _sweep(op: Op, backend: str, dtype: torch.dtype, device: torch.device, sizes
                 if _misinterprets(op, backend, dtype):
                     raise BackendError("Triton's interpreter multiplies bf16 matrices wrongly")
                 wrong, found = compare(op, backend, partial(make_case, case, dtype, seed), device)
-            except BackendError as error:  # a limit that the backend itself tells
+            except BackendError as error:  # a limit that the backend itself reports
                 not_served[case.name] = str(error)
                 break
             except Exception as error:
@@ -158,7 +163,7 @@ def _sweep(op: Op, backend: str, dtype: torch.dtype, device: torch.device, sizes
 
 
 def make_case(case: Case, dtype: torch.dtype, seed: int, device: torch.device) -> dict[str, Any]:
-    """Build a case's arguments: the same ones for the same seed, on any device."""
+    """Make a case's arguments; the same ones for the same seed, on any device."""
     return case.make(torch.Generator().manual_seed(seed), dtype, device)
 
 
@@ -168,8 +173,8 @@ def compare(
     """Run a backend on ``device`` and the oracle on the CPU, on equal arguments.
 
     Returns:
-        How they differ, or None; and the errors of an op that is not exact. Those may be twice the oracle's own against
-        fp64, and one rounding of the result: stricter than the gate before timings, whose contexts are far longer.
+        How they differ, or None; and the errors of an op that is not exact. These may be twice the oracle's own against
+        fp64, plus one rounding of the result. That is stricter than the gate of timings, whose contexts are far longer.
 
     """
     args, oracle_args = make(device), make(CPU)
@@ -193,7 +198,7 @@ def compare(
 def _check_rows(
     op: Op, backend: str, dtype: torch.dtype, device: torch.device, sizes: Sizes, progress: Progress
 ) -> None:
-    """Check the values of long contexts; count calls of a part of a batch, and of a larger one, that change any bit."""
+    """Check the values of long contexts, and that calls on parts and on repetitions of a batch change no bit."""
     attention = op.load(backend)
     for name, shape in (("verify", sizes.verify), ("prefill", sizes.prefill)):
         try:
@@ -220,7 +225,7 @@ def _check_rows(
 def _check_linear(
     op: Op, backend: str, dtype: torch.dtype, device: torch.device, sizes: Sizes, progress: Progress
 ) -> None:
-    """Count calls on some of the rows, from either end, whose outputs have other bits than in the call on all."""
+    """Count calls on some rows, from either end, whose outputs have other bits than the call on all rows."""
     generator, (in_features, out_features) = torch.Generator().manual_seed(0), sizes.linear
     rows = torch.randn(65, in_features, generator=generator).to(dtype).to(device)
     weight = torch.randn(out_features, in_features, generator=generator).to(dtype).to(device)
@@ -240,9 +245,9 @@ def _check_linear(
 
 
 def parts_of(args: dict[str, Any], shape: AttentionShape) -> Iterator[tuple[dict[str, Any], slice]]:
-    """Yield every sequence alone, all of it and in parts that begin and end where something may change.
+    """Yield every sequence alone: the whole sequence, and parts whose ends are likely places of an error.
 
-    Single rows are what plain decoding computes, the whole what verification or a prefill does.
+    Plain decoding computes single rows; a verification or a prefill computes the whole.
     """
     for sequence, (context, count) in enumerate(zip(shape.contexts, shape.rows, strict=True)):
         yield part_of(args, sequence, 0, count)

@@ -1,8 +1,8 @@
-"""Which compilations of the Triton kernels given calls of the ops ask for, found without a GPU and without compiling.
+"""Finds the compilations of Triton kernels that given calls of ops request, without a GPU and without compiling.
 
-Launchers run on tensors of the CPU; a stand-in for Triton's driver names the device to compile for, and what Triton's
-own just-in-time path would hand to its compiler is noted instead. So a compilation made from a note has the very key,
-in Triton's cache, that a launch on the device will look for.
+Launchers run on tensors of the CPU. A replacement for Triton's driver names the device to compile for, and the
+arguments of Triton's own just-in-time compiler are recorded instead of compiled. So a compilation made from a record
+has the same key in Triton's cache as a launch on the device.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Asked:
     """One compilation.
 
     Attributes:
-        module, kernel: where the function is, and its name there.
-        signature: every argument's Triton type; ``"constexpr"`` for those known when compiling, among them integers
-            that Triton specialises because they are 1.
-        constexprs: the values of these.
+        module, kernel: module and name of the function.
+        signature: Triton type of every argument; ``"constexpr"`` for compile-time arguments, including integers that
+            Triton specialises because they are 1.
+        constexprs: values of the compile-time arguments.
         divisible: arguments specialised as multiples of 16.
-        options: the compiler's that launchers choose.
+        options: the compiler options that launchers choose.
 
     """
 
@@ -58,7 +58,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Note:
-    """What Triton hands to its compiler, in a form that can be sent to another process."""
+    """The arguments of Triton's compiler, in a form that can be sent to another process."""
 
     asked: Asked
     signature: dict[str, str]
@@ -74,7 +74,7 @@ class Note:
 
 
 class _NoDevice:
-    """Stands in for Triton's driver: it knows what to compile for, and has nothing to run it on."""
+    """Replaces Triton's driver: it names a device to compile for, and cannot run anything."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -91,7 +91,7 @@ class _NoDevice:
 
 @contextmanager
 def noted(target: GPUTarget) -> Iterator[list[Note]]:
-    """Let launches be noted instead of compiled and run; the list grows by what has not been asked for before."""
+    """Record launches instead of compiling and running them; the list grows by compilations that are new."""
     notes: list[Note] = []
     before, compiles, runs, seen = driver._active, JITFunction._do_compile, JITFunction.run, set()
 
@@ -113,7 +113,7 @@ def noted(target: GPUTarget) -> Iterator[list[Note]]:
             notes.append(Note(asked, dict(signature), dict(constexprs), dict(attrs), given))
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel.device_caches.clear()  # it may know another target
+        kernel.device_caches.clear()  # it may have compilations for another target
         return runs(kernel, *args, grid=grid, warmup=True, **options)
 
     driver.set_active(_NoDevice(target))
@@ -121,12 +121,12 @@ def noted(target: GPUTarget) -> Iterator[list[Note]]:
     try:
         yield notes
     finally:
-        driver._active = before  # None before the first launch, of which there is none on a CPU
+        driver._active = before  # None before the first launch, and always on a CPU
         JITFunction._do_compile, JITFunction.run = compiles, runs
 
 
 def of_variant(variant: Variant) -> Asked:
-    """Return what a variant of a kernel file stands for."""
+    """Return the compilation that a variant of a kernel file describes."""
     names = variant.kernel.arg_names
     return Asked(
         variant.kernel.fn.__module__,
@@ -143,7 +143,7 @@ def of_variant(variant: Variant) -> Asked:
 
 @dataclass(frozen=True)
 class Heads:
-    """What the ops see of a published model: its heads and its vocabulary."""
+    """The sizes of a published model that the ops see: its heads and its vocabulary."""
 
     heads: int
     kv_heads: int
@@ -170,18 +170,18 @@ def triton_ops() -> dict[str, Op]:
 
 
 def launcher(op: str) -> Callable[..., Any]:
-    """Return an op's Triton launcher, whether it can run here or not."""
+    """Return an op's Triton launcher, even if it cannot run here."""
     module, name = all_ops()[op].implementations["triton"].split(":")
     return getattr(importlib.import_module(module), name)
 
 
 def calls_on(shape: Heads, dtype: torch.dtype, rows: tuple[int, ...]) -> Iterator[tuple[str, Call]]:
-    """Yield what a model of this shape has launched for a batch of sequences with so many rows each, by name."""
+    """Yield the calls of a model of this shape for a batch of sequences with ``rows`` rows each, by name."""
     num_rows, batch_size = sum(rows), len(rows)
     new = torch.empty(2, num_rows, shape.kv_heads, shape.head_dim, dtype=dtype)
     caches = torch.empty(2, batch_size + 1, PAGE_SIZE, shape.kv_heads, shape.head_dim, dtype=dtype)
     yield "append", partial(launcher("append_kv_"), *caches, *new, torch.zeros(num_rows, dtype=torch.int32))
-    for name, context in (("attention", max(rows)), ("long_attention", 700)):  # the latter in two pieces
+    for name, context in (("attention", max(rows)), ("long_attention", 700)):  # the second one in two pieces
         sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "page_size": PAGE_SIZE}
         args = AttentionShape((context,) * batch_size, rows, **sizes).make(dtype, CPU)
         yield name, partial(launcher("paged_attention"), **args)
@@ -201,7 +201,7 @@ def _sampling(batch_size: int) -> Sampling:
 
 
 def calls_of_cases(dtypes: Iterable[torch.dtype], benchmarks: bool) -> Iterator[tuple[str, Call]]:
-    """Yield every case of every op, and what is called with it."""
+    """Yield every case of every op, and its call."""
     for dtype in dtypes:
         for name, op in triton_ops().items():
             for case in (*op.cases(), *(op.benchmarks() if benchmarks else ())):
@@ -210,7 +210,7 @@ def calls_of_cases(dtypes: Iterable[torch.dtype], benchmarks: bool) -> Iterator[
 
 
 def notes_of(calls: Iterable[tuple[str, Call]], target: GPUTarget) -> list[Note]:
-    """Return what the calls ask for, each compilation once."""
+    """Return the compilations that the calls request, each once."""
     with noted(target) as notes:
         for _, call in calls:
             call()

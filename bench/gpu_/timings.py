@@ -1,10 +1,10 @@
 """Task "timings" of ``bench.gpu``: every op against the device's own copy, and attention against FlashAttention.
 
-Two times per call. *microseconds*: the device's, with nothing of the arguments in its cache (``device.cold_seconds``):
-that of a graph's replay, so that the host's launches are no part of it; *as_graph* tells whether the call could be
-recorded as one.
-*call_microseconds*: one of many calls launched from Python in a row on the same arguments, which is what an engine pays
-that launches op by op; it is the longer one where launching takes longer than working. Nothing that is wrong is timed.
+There are two times per call. *microseconds* is the device's time with no argument in its cache
+(``device.cold_seconds``). It is that of a graph's replay, so that launches by the host are no part of it; *as_graph*
+says whether the call could be recorded. *call_microseconds* is the time of one of many calls launched from Python in a
+row on the same arguments, as in an engine that launches op by op. It is the longer one if launching takes longer than
+the work. Wrong results are not timed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed.
+    """The sizes of the timings.
 
     Attributes:
-        copy_bytes: read, and as many written, for the bandwidth.
+        copy_bytes: bytes that a copy reads, and writes, to measure the bandwidth.
         declared: whether to time the ops' own benchmarks.
-        batch_sizes, contexts: of attention as in a verification.
-        rows: K + 1.
+        batch_sizes, contexts: sizes of the attention of a verification.
+        rows: rows per sequence, K + 1.
         layer: heads, KV heads and head size.
 
     """
@@ -72,7 +72,7 @@ class Subject:
 
 
 def run(settings: Settings, progress: Progress) -> None:
-    """Measure the copy, then everything else against it."""
+    """Measure the copy, then all ops relative to it."""
     full_precision()
     device, sizes = torch.device(settings.device), SMOKE if settings.smoke else FULL
     with torch.inference_mode():
@@ -91,7 +91,7 @@ def copy_bandwidth(num_bytes: int, device: torch.device) -> float:
 
 
 def subjects(sizes: Sizes, device: torch.device) -> Iterator[Subject]:
-    """Yield attention as serving has it, then the benchmarks that the ops declare: in bf16, attention in fp32 too."""
+    """Yield attention as in serving, then the ops' own benchmarks: in bf16, attention also in fp32."""
     for batch_size in sizes.batch_sizes:
         for context in sizes.contexts:
             shape = AttentionShape((context,) * batch_size, (sizes.rows,) * batch_size, **sizes.layer)
@@ -104,11 +104,13 @@ def subjects(sizes: Sizes, device: torch.device) -> Iterator[Subject]:
 
 
 def _time_all(subject: Subject, device: torch.device, bandwidth: float, progress: Progress) -> None:
-    """Check and time the oracle, every backend and every reference; a row for each, whatever becomes of it."""
-    subject = replace(subject, make=partial(deepcopy, subject.make()))  # drawing takes longer than all the rest
+    """Check and time the oracle, every backend and every reference; one row each, whatever the result."""
+    subject = replace(
+        subject, make=partial(deepcopy, subject.make())
+    )  # making random arguments takes longer than all the rest
     for backend in (BASELINE, *serving(subject.op, device)):
         if INTERPRETING and backend == "triton":
-            continue  # its speed means nothing
+            continue  # the speed of an interpreter means nothing
         make_call = partial(_backend_call, subject, backend)
         _time_one(subject, backend, make_call, device, bandwidth, progress)
     for name, make_call in _references(subject).items():
@@ -121,10 +123,10 @@ def _backend_call(subject: Subject, backend: str) -> tuple[Call, str | None]:
 
 
 def _references(subject: Subject) -> dict[str, Callable[[], tuple[Call, str | None]]]:
-    """Return what to compare with, by name: the plain PyTorch of ``bench.ops``, and FlashAttention for attention."""
+    """Return the references by name: the plain PyTorch of ``bench.ops``, and FlashAttention for attention."""
     plain = list(prepare_reference(subject.op.name, subject.make()))
     makers: dict[str, Callable[[], tuple[Call, str | None]]] = {}
-    for name in plain:  # that these do the same work is for the tests to say: they return other layouts
+    for name in plain:  # tests show that these do the same work; here they return other layouts
         makers[name] = lambda name=name: (prepare_reference(subject.op.name, subject.make())[name], None)
     if subject.op.name == "paged_attention":
         makers |= {name: partial(_flash_call, subject, name) for name in FLASH_REFERENCES}
@@ -149,7 +151,7 @@ def _time_one(
     *,
     is_reference: bool = False,
 ) -> None:
-    """Add a row. What is wrong or cannot run has no time; only of the package's own backends that is a failure."""
+    """Add a row, without a time if the result is wrong or the call fails, which is a failure for own backends only."""
     row = {"op": subject.op.name, "case": subject.case, "dtype": name_of(subject.dtype), "method": method}
     try:
         call, wrong = make_call()

@@ -1,4 +1,4 @@
-"""The share of a whole decoding step that each way to realign takes, on a pair that really decodes."""
+"""The share of each realign method in a whole decoding step, on a pair that really decodes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bench.common.measurement import Measurement, MethodSetting, accepted_histog
 from bench.engine_.methods import TRANSFORMERS, Bench
 from specdec_fast.oracle.dense import Repad
 
-ACCEPTANCE_BATCH_SIZE = 8  # any other gives the same: acceptance does not depend on the batch (I6)
+ACCEPTANCE_BATCH_SIZE = 8  # acceptance does not depend on the batch size (I6)
 
 
 def accepted_counts(bench: Bench, num_draft_tokens: int) -> list[int]:
-    """Decode all prompts once; return, at index a, how many sequence steps accepted a draft tokens (0 to K)."""
+    """Decode all prompts; return the number of sequence-steps that accepted a draft tokens, at index a (0 to K)."""
     run = bench.run_oracle_exspec(ACCEPTANCE_BATCH_SIZE, num_draft_tokens)
     return accepted_histogram(run.decoding, num_draft_tokens)
 
@@ -40,8 +40,8 @@ def step_rows(settings: list[MethodSetting], repeats: int) -> list[dict[str, Any
     """Decode with every setting, interleaved; exit if an output differs from transformers at batch 1.
 
     Returns:
-        One row per method and batch size. A step is everything but the prefill; the realignment moves both models'
-        KV; assembling (oracle-exspec only) stacks a group's KV before the step and splits it afterwards.
+        One row per method and batch size. A step is everything except the prefill. Realignment moves the KV of both
+        models; assembling (oracle-exspec only) stacks a group's KV before the step and splits it afterwards.
 
     """
     runs = measure(settings, repeats)

@@ -1,4 +1,4 @@
-"""How much memory a repad needs beyond the cache it works on: peak resident memory, measured in a fresh process."""
+"""The memory that a repad needs beside its cache: peak resident memory, measured in a new process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from bench.realign_.methods import Shape, Step, layers_of, methods
 from specdec_fast.ops import resolve
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
-RESET_PEAK = "5"  # of VmHWM; see proc_pid_clear_refs(5)
+RESET_PEAK = "5"  # resets VmHWM; see proc_pid_clear_refs(5)
 
 
 def extra_bytes(method: str, backend: str, shape: Shape, num_layers: int, step: Step) -> int | None:
-    """Return by how much peak memory rises while ``method`` runs once; None where the system does not tell.
+    """Return by how many bytes peak memory rises while ``method`` runs once; None if the system does not report it.
 
     Args:
-        method: a name of ``methods.methods``.
-        backend: of the op, for ``fused``.
-        shape, num_layers, step: the cache and what moves in it.
+        method: a name in ``methods.methods``.
+        backend: backend of the op, for ``fused``.
+        shape, num_layers, step: the cache and its moves.
 
     """
     if not RESET.exists():
@@ -33,7 +33,7 @@ def extra_bytes(method: str, backend: str, shape: Shape, num_layers: int, step: 
 def _measure(method: str, backend: str, shape: Shape, num_layers: int, step: Step) -> int:
     repad = methods(resolve(torch.device("cpu"), backend).realign_kv_)[method]
     small = Shape("warm-up", 1, 1, 1, shape.dtype)
-    for _ in range(2):  # what is loaded at first use, threads among it, is not the method's
+    for _ in range(2):  # the first run loads code and starts threads, which are not the method's memory
         repad(layers_of(small.allocate(1, len(step.moves), step.cache_columns)), step.moves, step.num_columns)
     cache = layers_of(shape.allocate(num_layers, len(step.moves), step.cache_columns))
     RESET.write_text(RESET_PEAK)

@@ -1,8 +1,8 @@
-"""The rungs of realignment: one step of a dense, right-aligned batch, moved by each method in turn.
+"""The methods of realignment: each moves one step of a dense, right-aligned batch.
 
-A drawn step is what eqspec's would be: a ragged batch whose longest row ends in the last column, every row emits one
-token more than it accepted, and rows that emitted less than the batch grew by move right. Draws are shared by all
-methods of a repeat, and by all shapes.
+A random step is like one of eqspec: a ragged batch whose longest row ends in the last column. Every row emits one token
+more than it accepts, and rows that emit fewer tokens than the batch grows by move right. All methods of a repeat, and
+all shapes, have the same random steps.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from specdec_fast.oracle.dense import (
 
 CPU = torch.device("cpu")
 SEED = 0
-GATE_LAYERS, GATE_STEPS = 2, 2  # enough for a mistake in layers or draws to show; more would only take longer
-COPIES = 3  # of the cache at most at once: itself, the new tensors of a method, what memcpy writes
-MEMCPY, OP = "memcpy", "op"  # timed beside the methods: a copy of what fused moves; realign_kv_ alone
-# Below it every 16-bit integer is a finite number in fp16 and bf16 (a copy through arithmetic may quiet a NaN). A
+GATE_LAYERS, GATE_STEPS = 2, 2  # enough to find a mistake in layers or steps
+COPIES = 3  # most copies of the cache at once: the cache, the new tensors of a method, the target of memcpy
+MEMCPY, OP = "memcpy", "op"  # timed beside the methods: a copy of the bytes that fused moves, and realign_kv_ alone
+# Every smaller 16-bit integer is a finite number in fp16 and bf16 (a copy through arithmetic may quiet a NaN). It is
 # prime, so that no axis has its period.
 PERIOD = 31_741
 
@@ -56,17 +56,17 @@ class Shape:
 
     @property
     def bytes_per_column(self) -> int:
-        """Bytes of one position of one row in one layer, keys and values."""
+        """The bytes of one position of one row in one layer, keys and values."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def allocate(self, num_layers: int, batch_size: int, num_columns: int) -> Tensor:
         """Return a cache ``[num_layers, 2, B, num_kv_heads, columns, head_dim]``."""
         size = (num_layers, 2, batch_size, self.num_kv_heads, num_columns, self.head_dim)
-        return torch.ones(size, dtype=self.dtype)  # memory that nobody wrote would have no pages yet
+        return torch.ones(size, dtype=self.dtype)  # memory that is not written would have no pages yet
 
 
 def layers_of(cache: Tensor) -> list[LayerKV]:
-    """Return the keys and values of each layer as the oracle has them."""
+    """Return the keys and values of each layer in the layout of the oracle."""
     return [(layer[0], layer[1]) for layer in cache]
 
 
@@ -75,7 +75,7 @@ PUBLISHED = (("vicuna-7b", 32, 32, 128), ("qwen3-8b", 36, 8, 128), ("glm-4-9b", 
 
 @dataclass(frozen=True)
 class Step:
-    """One realignment: what moves, how many columns it keeps, how many the cache has."""
+    """One realignment: the moves, the number of columns that it keeps, and those of the cache."""
 
     moves: list[RowMove]
     num_columns: int
@@ -92,13 +92,13 @@ class Step:
 
 
 def draw_steps(accepted_counts: list[int], batch_size: int, columns: int, num_steps: int) -> list[Step]:
-    """Draw steps in which at least one row moves.
+    """Make random steps in which at least one row moves.
 
     Args:
         accepted_counts: at index a, how often a draft tokens were accepted; its last index is K.
-        batch_size: rows.
-        columns: length of the longest row before the step. The rows began in line at half of it.
-        num_steps: how many steps; all begin with the same ragged batch.
+        batch_size: number of rows.
+        columns: length of the longest row before the step. All rows had half of that length at the beginning.
+        num_steps: number of steps; all begin with the same ragged batch.
 
     """
     if batch_size < 2 or sum(count > 0 for count in accepted_counts) < 2:
@@ -126,10 +126,10 @@ def draw_steps(accepted_counts: list[int], batch_size: int, columns: int, num_st
 
 
 def repad_by_gather(layers: list[LayerKV], moves: list[RowMove], num_columns: int) -> list[LayerKV]:
-    """Build every tensor anew by one ``torch.gather`` of its entries; columns that a row does not hold are arbitrary.
+    """Make every tensor new by one ``torch.gather`` of its entries; columns of padding are arbitrary.
 
-    One gather along axis 0 of ``[B * num_kv_heads * columns, head_dim]``: along axis 2 of the tensor as it is, torch
-    copies number by number, several times slower.
+    It gathers along axis 0 of ``[B * num_kv_heads * columns, head_dim]``. Along axis 2 of the original tensor, torch
+    copies number by number, which is several times slower.
     """
     batch_size, num_heads, columns, head_dim = layers[0][0].shape
     shifts = torch.tensor([move.shift for move in moves])
@@ -144,12 +144,12 @@ def repad_by_gather(layers: list[LayerKV], moves: list[RowMove], num_columns: in
 
 
 def methods(realign_kv_: RealignKV) -> dict[str, Repad]:
-    """Return the methods that move something, by name; the engine's moves nothing."""
+    """Return the methods that move KV entries, by name; the engine moves none."""
     return {"python": repad_in_python, "gather": repad_by_gather, "fused": repad_in_place(realign_kv_)}
 
 
 def check(repads: Mapping[str, Repad], shape: Shape, num_layers: int, steps: list[Step]) -> str | None:
-    """Run all methods on the same numbers; return who disagrees with ``python`` on what rows hold, or None."""
+    """Run all methods on the same numbers; return which one disagrees with ``python`` on the rows, or None."""
     for step in steps[:GATE_STEPS]:
         cache = _numbered(shape.allocate(min(num_layers, GATE_LAYERS), len(step.moves), step.cache_columns))
         expected = repads["python"](layers_of(cache), step.moves, step.num_columns)
@@ -161,8 +161,10 @@ def check(repads: Mapping[str, Repad], shape: Shape, num_layers: int, steps: lis
 
 
 def _numbered(cache: Tensor) -> Tensor:
-    """Fill a cache so that neighbours differ, whichever way one looks: with consecutive integers, taken as floats."""
-    for i, tensor in enumerate(cache.view(_same_width(cache.dtype)).flatten(0, 2)):  # bounds the int64 numbers
+    """Fill a cache with consecutive integers as bits of floats, so that neighbours along every axis differ."""
+    for i, tensor in enumerate(
+        cache.view(_same_width(cache.dtype)).flatten(0, 2)
+    ):  # in parts, which bounds the memory for int64 numbers
         numbers = torch.arange(i * tensor.numel(), (i + 1) * tensor.numel()).remainder_(PERIOD)
         tensor.copy_(numbers.view_as(tensor))
     return cache
@@ -188,7 +190,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Time every method on every step, interleaved; return one row per method, the engine's included.
 
-    ``fused`` is the whole step of the oracle: the op, the tensors that tell it the moves, and the cropped views.
+    ``fused`` is the whole step of the oracle: making the tensors of the moves, the op, and the cropped views.
     """
     batch_size = len(steps[0].moves)
     cache = shape.allocate(num_layers, batch_size, steps[0].cache_columns)
@@ -205,7 +207,7 @@ def measure(
         by_name[OP] = partial(realign_kv_, layers, *as_tensors(step.moves, CPU))
         return {**by_name, MEMCPY: partial(destination[:num_bytes].copy_, source[:num_bytes])}
 
-    # Moving the same rows again and again leaves nonsense in the cache, and costs what moving them once does.
+    # Repeated moves of the same rows leave nonsense in the cache, but each costs the same.
     seconds = Clock(CPU).interleave([calls(step) for step in steps])
     rows = []
     for method in (*repads, "engine"):
@@ -230,6 +232,6 @@ def measure(
 
 
 def layers_that_fit(shape: Shape, batch_size: int, cache_columns: int, memory_bytes: int) -> int:
-    """Return how many layers can be measured within ``memory_bytes``, at most all."""
+    """Return the number of layers that can be measured within ``memory_bytes``, at most all."""
     per_layer = COPIES * batch_size * cache_columns * shape.bytes_per_column
     return min(shape.num_layers, memory_bytes // per_layer)
