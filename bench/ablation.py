@@ -1,7 +1,10 @@
-"""What each part of exspec is worth: the window, taking equal lengths together, and the bound on waiting.
+"""What each part of a scheduler or of a length policy gains.
+
+``--part exspec``: the window, taking equal lengths together, and the bound on waiting; ratios are to eqspec.
+``--part auto``: the parts of ``num_draft_tokens="auto"``; ratios are to fixed K and to the whole policy.
 
 All variants decode the same prompts, of unequal lengths and with unequal ends, interleaved; what is reported are ratios
-to eqspec within a repeat. Outputs are held against plain decoding.
+within a repeat. Outputs are held against plain decoding.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from bench.common import report
 from bench.common.measurement import Measurement, MethodSetting, Runs, measure
 from bench.common.timing import median_ratio
 from bench.common.workload import Workload, add_workload_options, check_workload, load
+from bench.engine_ import length_ablation
 from bench.engine_.methods import Bench, EngineRunner
 from bench.engine_.summary import latency_percentiles
 from specdec_fast import Engine
 from specdec_fast.commands.common import format_table
 from specdec_fast.config import EngineConfig
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.schedulers import SCHEDULERS
 from specdec_fast.schedulers.exspec import ExspecScheduler
 
 BASELINE = "eqspec"
@@ -122,26 +127,49 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _acceptances(text: str) -> list[tuple[float, ...]]:
+    """Parse ``0.8,0.9:0``: one acceptance, and one that changes after half of the prompts."""
+    return [tuple(report.probabilities(part.replace(":", ","))) for part in text.split(",")]
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the table, end in one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=(__doc__ or "").split("\n")[0])
     add_workload_options(parser)
     parser.add_argument("--batch-sizes", type=report.integers, default=[4, 8, 16])
-    parser.add_argument("--num-draft-tokens", type=int, default=5, metavar="K")
+    parser.add_argument("--part", choices=["exspec", "auto"], default="exspec", help="default: %(default)s")
+    parser.add_argument("--num-draft-tokens", type=int, default=5, metavar="K", help="of exspec (default: 5)")
+    parser.add_argument("--method", choices=list(SCHEDULERS), default="eqspec", help="of auto (default: %(default)s)")
+    parser.add_argument(
+        "--acceptance",
+        type=_acceptances,
+        metavar="P,P:P",
+        help="of auto: replay the target's tokens with these probabilities; P:P changes in mid-run",
+    )
     report.add_report_options(parser)
     args = parser.parse_args(argv)
     check_workload(parser, args)
     report.prepare(args)
     workload = load(args, 64)
+    machine = report.machine(torch.device(workload.target.device))
+    described = {"pair": workload.name, "dtype": args.dtype, "prompts": len(workload.prompts)}
+    if args.part == "auto":
+        settings = list(
+            length_ablation.settings_of(Bench(workload), args.method, args.batch_sizes, args.acceptance or [None])
+        )
+        rows = length_ablation.rows_of(measure(settings, args.repeats))
+        length_ablation.print_table(rows)
+        described |= {"method": args.method, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
+        report.write_json({"machine": machine, **described, "rows": rows}, args.json)
+        return
     bench = Ablation(workload, args.num_draft_tokens)
     settings = list(bench.all(args.batch_sizes))
     rows = rows_of(measure(settings, args.repeats, bench.reference(settings)))
     print_table(rows)
     if args.plot:
         plot(rows, args.plot)
-    machine = report.machine(torch.device(workload.target.device))
-    settings = {"pair": workload.name, "dtype": args.dtype, "num_draft_tokens": args.num_draft_tokens}
-    report.write_json({"machine": machine, **settings, "prompts": len(workload.prompts), "rows": rows}, args.json)
+    described |= {"num_draft_tokens": args.num_draft_tokens}
+    report.write_json({"machine": machine, **described, "rows": rows}, args.json)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,10 @@ QWEN3_42M = ModelShape(256, 768, 4, 4, 2, 64, tie_word_embeddings=True)
 VICUNA_7B = ModelShape(4096, 11008, 32, 32, 32, 128, tie_word_embeddings=False, model_type="llama")
 VICUNA_68M = ModelShape(768, 3072, 2, 12, 12, 64, tie_word_embeddings=False, model_type="llama")
 GLM_4_9B = ModelShape(4096, 13696, 40, 32, 2, 128, tie_word_embeddings=False, model_type="glm4")
+# Ten million parameters, eight of them in layers, and a draft of a tenth: neither fits a first-level cache, and a step
+# takes about a millisecond.
+TEN_MILLION = ModelShape(384, 1024, 5, 6, 6, 64, tie_word_embeddings=True)
+ONE_MILLION = ModelShape(128, 384, 2, 2, 2, 64, tie_word_embeddings=True)
 TINY_TARGET = ModelShape(32, 64, 2, 4, 2, 16, tie_word_embeddings=False)
 TINY_DRAFT = ModelShape(16, 32, 1, 2, 1, 16, tie_word_embeddings=True)
 
@@ -61,6 +65,7 @@ PAIRS = {
     "qwen3-8b": Pair(QWEN3_8B, QWEN3_06B, 151_936),
     "vicuna-7b": Pair(VICUNA_7B, VICUNA_68M, 32_000),
     "glm-4-9b": Pair(GLM_4_9B, QWEN3_06B, 151_552),
+    "10m": Pair(TEN_MILLION, ONE_MILLION, 4096),
     "smoke": Pair(TINY_TARGET, TINY_DRAFT, 97),
 }
 

@@ -28,7 +28,8 @@ class ReplayDrafter(Drafter):
     Args:
         inner: the drafter whose costs are measured.
         transcripts: the tokens that the target emits for every prompt, in the order of the prompts.
-        probability: probability that a token is the target's own, given that the tokens before it are.
+        probability: probability that a token is the target's own, given that the tokens before it are; one for each
+            prompt, if it changes in mid-run.
         vocab_size: vocabulary size of the target.
         device: device of the target.
         seed: seed of the choices.
@@ -39,13 +40,14 @@ class ReplayDrafter(Drafter):
         self,
         inner: Drafter,
         transcripts: Sized[Sized[int]],
-        probability: float,
+        probability: float | Sized[float],
         vocab_size: int,
         device: torch.device,
         seed: int = 0,
     ) -> None:
         self.inner = inner
         longest = max(map(len, transcripts), default=0)
+        probabilities = [probability] * len(transcripts) if isinstance(probability, (int, float)) else probability
         table = np.full((len(transcripts), longest + 1), _BEYOND, np.int64)
         for index, transcript in enumerate(transcripts):
             tokens = np.array(transcript, np.int64)
@@ -53,7 +55,7 @@ class ReplayDrafter(Drafter):
             wrong = (
                 tokens + 1 + (draws[1] * (vocab_size - 1)).astype(np.int64)
             ) % vocab_size  # any token except the target's own
-            table[index, : len(tokens)] = np.where(draws[0] < probability, tokens, wrong)
+            table[index, : len(tokens)] = np.where(draws[0] < probabilities[index], tokens, wrong)
         self._width = longest + 1  # the last column is after every transcript
         self._table: Tensor = torch.from_numpy(table).flatten().to(device)
 

@@ -41,6 +41,7 @@ class AdaptiveLength(LengthPolicy):
     """
 
     max_draft_tokens = 8
+    _allocate = staticmethod(allocate)
 
     def __init__(self, costs: StepCosts | None = None) -> None:
         self._most = most = self.max_draft_tokens
@@ -149,7 +150,7 @@ class AdaptiveLength(LengthPolicy):
         caps = [most] * num  # a plan outlasts the last steps of those that are about to end
         entry_seconds, entry = self._catch_up.seconds(batch, self._entry_seconds)
         costs = self._costs_of(batch, entry, no_refill)
-        self._allocation = allocate(probabilities, caps, costs, self._acceptance.share_proposed)
+        self._allocation = self._allocate(probabilities, caps, costs, self._acceptance.share_proposed)
         lengths, speed, plain_speed = self._allocation.lengths, self._allocation.speed, self._allocation.plain_speed
         steps = min(self._steps(batch, lengths), _STEPS_EVENING) if costs.weights else self._steps(batch, lengths)
         self._may_enter = not any(lengths) or self._pays_from_the_start(batch, probabilities, costs)
@@ -198,7 +199,7 @@ class AdaptiveLength(LengthPolicy):
         self.budget.choose()  # once more: allocating is most of a choice
         caps = [self._most] * len(batch)
         share_proposed = self._acceptance.share_proposed
-        return any(allocate(probabilities, caps, costs._replace(entry=entry), share_proposed).lengths)
+        return any(self._allocate(probabilities, caps, costs._replace(entry=entry), share_proposed).lengths)
 
     def _is_to_calibrate(self, num: int, gain: float) -> bool:
         """Return whether to take a plain step, in order to know what drafting gains."""
@@ -247,7 +248,7 @@ class AdaptiveLength(LengthPolicy):
         if not length or self._probe_budget < seconds * self._backoff:
             self._num_in_a_row = 0
             return False
-        if not any(allocate([[1.0] * self._most] * len(caps), caps, costs).lengths):
+        if not any(self._allocate([[1.0] * self._most] * len(caps), caps, costs).lengths):
             return False  # it would not pay if everything were accepted
         self._probe_budget = 0.0
         lengths[cheapest] = length
