@@ -1,4 +1,4 @@
-"""The ablation of exspec: all variants run, ratios are eqspec's, and each variant is what its name says."""
+"""The ablation of exspec: all variants run, ratios are to eqspec, and each variant does what its name says."""
 
 from __future__ import annotations
 

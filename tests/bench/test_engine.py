@@ -93,17 +93,17 @@ def test_figures_of_a_run_agree_with_each_other(smoke):
         if row["stage_shares"]:
             assert list(row["stage_shares"]) == list(STAGES)
             assert sum(row["stage_shares"].values()) == pytest.approx(1, abs=2e-3)
-            assert 0 < row["stage_shares"]["host"] < 1  # how much is up to the machine
+            assert 0 < row["stage_shares"]["host"] < 1  # the rest depends on the machine
             counts = row["accepted_histogram"]
             assert len(counts) == (row["num_draft_tokens"] or 0) + 1
             accepted = sum(a * count for a, count in enumerate(counts))
             assert row["mean_acceptance_length"] == pytest.approx(1 + accepted / sum(counts), rel=1e-3)
-            assert accepted + sum(counts) >= num_tokens, "every step emits what it accepted and one token more"
+            assert accepted + sum(counts) >= num_tokens, "every step emits the accepted tokens and one more"
         else:
             assert row["method"].startswith("transformers")
 
 
-def test_speedups_stand_where_both_were_run(smoke):
+def test_speedups_are_reported_where_both_were_run(smoke):
     for row in smoke["rows"]:
         assert row["speedup_over_plain"] > 0
         assert (row["speedup_over_oracle"] is None) == (row["method"] not in ("eqspec", "exspec"))
@@ -121,7 +121,7 @@ def test_kv_belongs_to_the_engine_and_moving_it_to_the_oracle(smoke):
     assert kv_bytes["autoregressive", 3] == 3 * target
     assert kv_bytes["eqspec", 1] == target + draft
     assert kv_bytes["eqspec", 3] == 3 * (target + draft)
-    assert kv_bytes["exspec", 3] == 6 * (target + draft), "its window is two batches"
+    assert kv_bytes["exspec", 3] == 6 * (target + draft), "its window holds two batches"
     assert kv_bytes["oracle-eqspec", 3] is kv_bytes["transformers", 3] is None
     for row in smoke["rows"]:
         if row["method"] in ("eqspec", "exspec", "autoregressive"):
@@ -168,7 +168,7 @@ def test_plot(tmp_path, capsys):
 
 
 def wrong_stream(self, *args, **kwargs):
-    """What the engine streams, with one token of the second prompt another one."""
+    """Stream what the engine does, but with another token at one place of the second prompt."""
     for chunk in STREAM(self, *args, **kwargs):
         last = chunk.index == 1 and chunk.finish_reason is not None
         yield replace(chunk, token_ids=[*chunk.token_ids[:-1], chunk.token_ids[-1] + 1]) if last else chunk
@@ -193,7 +193,7 @@ def wrong_oracle(*args, **kwargs):
 EQSPEC = oracle.eqspec
 
 
-def test_a_wrong_oracle_ends_it_in_fp32_and_is_told_in_bf16(capsys, monkeypatch):
+def test_a_wrong_oracle_fails_fp32_and_is_reported_in_bf16(capsys, monkeypatch):
     monkeypatch.setattr(oracle, "eqspec", wrong_oracle)
     options = [*SMOKE, "--batch-sizes", "2", "--methods", "oracle-eqspec,eqspec"]
     with pytest.raises(SystemExit, match="oracle-eqspec, K 5 at batch 2: 2 outputs differ"):  # of two batches
@@ -206,7 +206,7 @@ def test_a_wrong_oracle_ends_it_in_fp32_and_is_told_in_bf16(capsys, monkeypatch)
     assert "50.0%*" in text
 
 
-def test_who_is_held_to_the_reference(monkeypatch):
+def test_which_methods_are_compared_with_the_reference(monkeypatch):
     for name, peer in PEERS.items():  # whether they are installed or not
         monkeypatch.setitem(PEERS, name, replace(peer, make=lambda workload, models: print))
     gated = {}
@@ -219,7 +219,7 @@ def test_who_is_held_to_the_reference(monkeypatch):
     assert gated[torch.bfloat16] == engine
 
 
-def test_reference_is_measured_once_where_it_is_asked_for():
+def test_reference_is_measured_once_and_only_on_request():
     bench_of = {dtype: Bench(workload(dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)}
     for dtype, name in ((torch.float32, "transformers"), (torch.bfloat16, "autoregressive")):
         settings = list(
@@ -238,15 +238,15 @@ def scripted(name, *outputs, gated=True):
     return MethodSetting(name, 1, lambda: Measurement(next(ran), 1.0, {}, 0, 1), gated=gated)
 
 
-def test_warm_up_is_not_measured_but_held_to_the_reference():
+def test_warm_up_is_compared_with_the_reference_but_not_measured():
     right, wrong = [[1], [2]], [[1], [3]]
     with pytest.raises(SystemExit, match="b at batch 1: 1 outputs differ from a"):
         measure([scripted("a", right, right), scripted("b", wrong, right)], 1)
     with pytest.raises(SystemExit, match="b at batch 1: 1 outputs differ from a"):
         measure([scripted("a", right, right), scripted("b", right, wrong)], 1)
-    told = scripted("b", right, wrong, right, gated=False)
-    runs = measure([told], 2, reference=scripted("a", right))
-    assert [m.equal_share for m in runs[told]] == [0.5, 1.0]
+    reported = scripted("b", right, wrong, right, gated=False)
+    runs = measure([reported], 2, reference=scripted("a", right))
+    assert [m.equal_share for m in runs[reported]] == [0.5, 1.0]
 
 
 # What the figures are
@@ -259,7 +259,7 @@ def measurement(seconds=1.0, outputs=((0,) * 10,), **fields):
 def test_latency_percentiles():
     hundred = [float(i) for i in range(1, 102)]  # 1 to 101: the n-th percentile is n + 1
     found = latency_percentiles([measurement(latencies=[x + shift for x in hundred]) for shift in (0, 7, 1)])
-    assert found == {"p50": 52, "p90": 92, "p99": 101}  # of the repeat that is the median: shifted by 1
+    assert found == {"p50": 52, "p90": 92, "p99": 101}  # of the median repeat: shifted by 1
     assert latency_percentiles([measurement(latencies=[0.25])]) == {"p50": 0.25, "p90": 0.25, "p99": 0.25}
     assert latency_percentiles([measurement()]) is None
 
@@ -308,7 +308,7 @@ def test_speedups_are_medians_of_ratios_within_a_repeat():
         method_setting("autoregressive", 4): [measurement(4.0), measurement(2.0), measurement(4.0)],
         method_setting("oracle-eqspec", 4, 5): [measurement(3.0), measurement(3.0), measurement(3.0)],
         method_setting("oracle-eqspec", 4, 3): [measurement(9.0), measurement(9.0), measurement(9.0)],
-        # half of the tokens: they count, not the run
+        # half of the tokens: the speed is in tokens, not in runs
         method_setting("transformers", 4): [measurement(5.0, [(0,) * 5])] * 3,
         method_setting("eqspec", 4, 5): [measurement(1.0), measurement(1.0), measurement(2.0)],
         method_setting("eqspec", 4, 5, 0.8): [measurement(1.0)] * 3,
@@ -316,7 +316,7 @@ def test_speedups_are_medians_of_ratios_within_a_repeat():
     }
     *_, row, replayed, alone = summarise(runs)
     assert row["tokens_per_second"] == 10
-    assert row["speedup_over_plain"] == 2  # of 4, 2 and 2
+    assert row["speedup_over_plain"] == 2  # the median of 4, 2 and 2
     assert row["speedup_over_plain_batch_1"] == 8
     assert row["speedup_over_oracle"] == 3
     assert row["speedup_over_transformers"] == 10
@@ -339,7 +339,7 @@ def test_engine_gives_its_kv_back_between_runs_and_finds_it_made():
     stream = runner.engine.stream
     runner.engine.stream = lambda *args: seen.append((runner.engine.pool, runner.drafter.pool)) or stream(*args)
     runner()
-    assert all(pool is not None for pool in seen[0]), "made before the time runs"
+    assert all(pool is not None for pool in seen[0]), "made before the clock starts"
 
 
 def test_batches_of_transformers_end_together():
@@ -361,7 +361,7 @@ def test_assisted_generation_drafts_as_many_as_asked(target, draft, tokenizer):
         counted[k] = len(forwards)
     hook.remove()
     assert outputs == [Bench(bundled).method_setting("transformers", 1).run().outputs] * 2
-    assert 0 < counted[6] < counted[1] / 2, "the more are drafted, the fewer verifications"
+    assert 0 < counted[6] < counted[1] / 2, "the more tokens are drafted, the fewer verifications there are"
 
 
 def test_prompts_can_be_decoded_several_times_over():
@@ -391,7 +391,7 @@ def test_numbers_of_draft_tokens(text, wanted):
     assert args.num_draft_tokens == wanted == report.draft_tokens(text)
 
 
-def test_only_the_engine_is_asked_for_auto(monkeypatch):
+def test_auto_is_for_the_engine_only(monkeypatch):
     monkeypatch.setattr(Bench, "_runner", lambda self, *args: lambda: None)
     found = Bench(workload()).method_settings(DEFAULT, [1], ["auto", 0, 3], [None])
     asked = {}
@@ -432,7 +432,7 @@ def test_a_pair_that_cannot_be_run_is_explained(demo):
         bench.main([*demo, "--target", "nowhere", "--draft", "nowhere"])
 
 
-def test_nothing_to_run_is_said(capsys):
+def test_nothing_to_run_is_an_error(capsys):
     options = [*SMOKE, "--methods", "transformers-assisted", "--batch-sizes", "2"]
     with pytest.raises(SystemExit, match="transformers-assisted cannot be run with these"):
         bench.main(options)

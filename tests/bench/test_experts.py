@@ -1,4 +1,4 @@
-"""``bench.experts``: every way to compute a layer of experts is timed, and a wrong one is refused."""
+"""``bench.experts`` times every way to compute a layer of experts, and reports no time for a wrong one."""
 
 from __future__ import annotations
 

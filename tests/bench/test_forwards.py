@@ -1,4 +1,4 @@
-"""``bench.forwards``: all ways to run a forward are timed on the same rows, and a wrong one is refused."""
+"""``bench.forwards`` times all ways to run a forward on the same rows, and reports no time for a wrong one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     all_ops()["linear"].why_unavailable("cpp") is not None, reason="programs run in the C++ extension"
 )
 SMALL = ["--pair", "smoke", "--batch-sizes", "1,3", "--num-draft-tokens", "2", "--context", "20", "--repeats", "2"]
-PREFILL = ["--prefill", "24,1000000"]  # the second is longer than the model's positions
+PREFILL = ["--prefill", "24,1000000"]  # the second has more rows than the model has positions
 
 
 def test_all_ways_are_timed(tmp_path, capsys):
@@ -34,7 +34,7 @@ def test_all_ways_are_timed(tmp_path, capsys):
 
 
 def test_the_unmodified_model_is_transformers_own():
-    """Nothing of ours runs in it, and calling it again gives the same: its cache is cut back to the context."""
+    """None of our code runs in it, and a second call gives the same: its cache is cut back to the context."""
     model = random_pair(PAIRS["smoke"], torch.float32, torch.device("cpu"))[0]
     calls = forwards.Forwards(model).calls(forwards.Shape(2, 3, 9))
     token_ids = torch.arange(18).view(2, 9) % model.config.vocab_size

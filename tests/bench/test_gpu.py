@@ -1,4 +1,4 @@
-"""``bench.gpu`` at tiny sizes on the CPU: every part measures, and what is wrong, broken or skipped is told."""
+"""``bench.gpu`` at tiny sizes on the CPU: every task measures, and what is wrong, broken or skipped is reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench import gpu
 from bench.common import device as bench_device
 from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import equivalence as gpu_equivalence
-from bench.gpu_ import isolated_tasks as parts
+from bench.gpu_ import isolated_tasks
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import timings as gpu_timings
 from bench.gpu_.flash_references import FLASH_REFERENCES
@@ -29,7 +29,7 @@ from support import gpu_tasks, repeated
 
 CPU, SMOKE = torch.device("cpu"), Settings("cpu", smoke=True)
 METHODS = ("eqspec", "exspec")
-TASKS = {part.name: part for part in gpu.TASKS}
+TASKS = {task.name: task for task in gpu.TASKS}
 
 
 def result_of(name, settings=SMOKE, seconds=600.0):
@@ -51,13 +51,13 @@ def smoke(tmp_path_factory):
 
 @pytest.fixture
 def only(monkeypatch):
-    """Leave but the named parts."""
+    """Return a function that leaves only the named tasks."""
     return lambda *names: monkeypatch.setattr(gpu, "TASKS", tuple(TASKS[name] for name in names))
 
 
 @pytest.fixture
 def on_cpp(monkeypatch):
-    """Keep the kernels in C++, and put a function in the place of one of them."""
+    """Return a function that leaves only the kernels in C++, and replaces one of them."""
     if all_ops()["paged_attention"].why_unavailable("cpp"):
         pytest.skip("needs a backend besides torch")
 
@@ -73,13 +73,13 @@ def on_cpp(monkeypatch):
 # What a run reports
 
 
-def test_every_part_reports(smoke):
+def test_every_task_reports(smoke):
     status, content = smoke
     assert status == 0
     assert content["red"] == []
     found = content["parts"]
     assert list(found) == ["environment", *TASKS]
-    assert all(part["status"] == "done" and not part["skipped"] for part in found.values())
+    assert all(task["status"] == "done" and not task["skipped"] for task in found.values())
     assert found["environment"]["torch"] == torch.__version__
     swept = {(row["op"], row["backend"]) for row in found["kernels"]["rows"] if "op" in row}
     assert swept == {(op, backend) for op in all_ops() for backend in ("cpp", "triton")}
@@ -89,11 +89,11 @@ def test_every_part_reports(smoke):
 
 def test_timings_have_times_or_say_why_not(smoke):
     rows = {row["method"]: row for row in smoke[1]["parts"]["timings"]["rows"]}
-    assert set(rows) == {"torch", "cpp", "sdpa_dense", *FLASH_REFERENCES}, "interpreted kernels have no speed"
+    assert set(rows) == {"torch", "cpp", "sdpa_dense", *FLASH_REFERENCES}, "interpreted kernels are not timed"
     for method, row in rows.items():
         if method.startswith("varlen"):
-            assert "_flash_attention_forward" in row["not_served"]  # there is none on a CPU
-            assert len(row["not_served"]) <= parts.LONGEST_MESSAGE
+            assert "_flash_attention_forward" in row["not_served"]  # a CPU has none
+            assert len(row["not_served"]) <= isolated_tasks.LONGEST_MESSAGE
         else:
             assert row["gigabytes_per_second"] == pytest.approx(
                 row["bytes_moved"] / row["microseconds"] / 1e3, rel=1e-2
@@ -109,7 +109,7 @@ def test_equivalence_covers_the_schedulers_and_the_noise_floor(smoke):
     assert [row["dtype"] for row in rows if row["method"] == "transformers"] == ["bfloat16"]
 
 
-def test_decoding_measures_what_was_asked(smoke):
+def test_decoding_measures_what_was_requested(smoke):
     found, sizes = smoke[1]["parts"]["decoding"], gpu_decoding.SMOKE
     assert found["logit_distance"] <= found["logit_distance_bound"]
     assert found["median_relative_gap"] > 0.1, "ties must be rare"
@@ -133,13 +133,13 @@ def test_decoding_measures_what_was_asked(smoke):
 
 
 def test_graphs_are_checked_and_timed(smoke):
-    checked, timed = (smoke[1]["parts"][part]["rows"] for part in ("graph_gates", "graphs"))
+    checked, timed = (smoke[1]["parts"][task]["rows"] for task in ("graph_gates", "graphs"))
     assert [row["what"] for row in checked] == [f"{m} in {d}" for d in ("float32", "bfloat16") for m in METHODS]
     assert all(row["equal"] == row["outputs"] > 0 for row in checked)
     assert {(row["what"], row["batch"]) for row in timed} == {
         (what, batch) for what in ("plain step", "verification", "drafting") for batch in gpu_decoding.SMOKE.prompts
     }
-    assert all(row["graphs_captured"] == 0 for row in timed), "there are none on a CPU"
+    assert all(row["graphs_captured"] == 0 for row in timed), "a CPU has no graphs"
     assert all(row["floor_microseconds"] > 0 for row in timed)
 
 
@@ -148,7 +148,7 @@ def cannot(self, run):
 
 
 def test_graphs_that_change_tokens_or_are_missing_are_red(monkeypatch):
-    """With repeated calls in the place of graphs, as on a GPU; then with a result that is not the call's."""
+    """First repeated calls replace graphs, as on a GPU; then their result is not the call's."""
     repeated.graphs_for_cpu(monkeypatch)
     gates, times = result_of("graph_gates"), result_of("graphs")
     assert not gates["failures"]
@@ -243,7 +243,7 @@ def test_kernel_gates_reject(op, function, what, why, on_cpp):
     assert any(failure["what"].startswith(what) and why in failure["why"] for failure in failures), failures
 
 
-def test_a_limit_that_a_backend_tells_is_no_failure(on_cpp):
+def test_a_limit_that_a_backend_reports_is_no_failure(on_cpp):
     def limited(**args):
         raise BackendError("no heads of that size")
 
@@ -255,13 +255,13 @@ def test_a_limit_that_a_backend_tells_is_no_failure(on_cpp):
 
 
 def test_a_backend_that_is_missing_is_red(monkeypatch):
-    """Else a GPU without Triton would be green, with nothing checked."""
+    """Otherwise a GPU without Triton would be green with nothing checked."""
     for name in set(gpu_kernels.BACKENDS) - {"torch"}:
         gone = replace(gpu_kernels.BACKENDS[name], why_unavailable=lambda: "gone", device_types=("cpu",))
         monkeypatch.setitem(gpu_kernels.BACKENDS, name, gone)
     failures = result_of("kernels")["failures"]
     assert {failure["what"] for failure in failures} >= {f"{op} on triton" for op in all_ops()}
-    assert not any("flash" in failure["what"] for failure in failures), "it has some ops only"
+    assert not any("flash" in failure["what"] for failure in failures), "flash implements some ops only"
 
 
 def test_another_token_is_red_unless_the_best_logits_are_near(monkeypatch):
@@ -284,7 +284,7 @@ def test_another_token_is_red_unless_the_best_logits_are_near(monkeypatch):
 
 
 def test_an_exception_ends_its_check_only(monkeypatch):
-    """A GPU is not at hand twice: what can still be found is found."""
+    """The GPU may not be there again, so the checks after it still run."""
     ragged = gpu_decoding.ragged_logits
 
     def raises(*args):
@@ -312,7 +312,7 @@ def test_an_exception_ends_its_check_only(monkeypatch):
 
 
 def test_time_for_engines_and_recording_counts(monkeypatch):
-    """What is measured takes a fraction of what comes before it."""
+    """Measuring takes a fraction of the time that making engines and recording graphs takes."""
     clock = [0.0]
     engine = gpu_decoding.Bench.engine
 
@@ -322,7 +322,7 @@ def test_time_for_engines_and_recording_counts(monkeypatch):
 
     monkeypatch.setattr(gpu_decoding.Bench, "engine", slow)
     monkeypatch.setattr(gpu_decoding, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(parts, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(isolated_tasks, "monotonic", lambda: clock[0])
     result = inline(TASKS["decoding"], SMOKE, 450.0, lambda found: None)
     assert len(result["rows"]) == 2, "a third one would end after the deadline"
     assert result["skipped"][0] == "plain at batch 2, deterministic"
@@ -340,7 +340,7 @@ def test_ops_are_timed_as_graphs_where_there_are_any(monkeypatch, only):
     assert not any(row["as_graph"] for row in rows)
 
 
-def test_parts_can_be_chosen(tmp_path, capsys):
+def test_tasks_can_be_chosen(tmp_path, capsys):
     _, content = main(tmp_path, "--parts", "timings,equivalence")
     assert list(content["parts"]) == ["environment", "timings", "equivalence"]
     assert "timings: done after" in capsys.readouterr().err
@@ -355,15 +355,15 @@ def test_wrong_logits_of_a_verification_are_red(monkeypatch):
     assert [failure["what"] for failure in result_of("decoding")["failures"]] == ["logits of a verification"]
 
 
-# What breaks, and what there is no time for
+# What fails, and what there is no time for
 
 
-def part(name, run):
+def task(name, run):
     return Task(name, run, 1)
 
 
-def test_an_exception_ends_its_part_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "TASKS", (part("first", gpu_tasks.raises), part("second", gpu_tasks.finishes)))
+def test_an_exception_ends_its_task_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "TASKS", (task("first", gpu_tasks.raises), task("second", gpu_tasks.finishes)))
     status, content = main(tmp_path)
     assert status == 1
     assert content["red"] == ["first"]
@@ -374,10 +374,10 @@ def test_an_exception_ends_its_part_only(tmp_path, monkeypatch):
     assert second["rows"] == [{"device": "cpu"}]
 
 
-def test_parts_after_the_budget_are_skipped_and_told(tmp_path, capsys):
+def test_tasks_after_the_budget_are_skipped_and_listed(tmp_path, capsys):
     status, content = main(tmp_path, "--budget", "0")
     assert status == 0
-    assert {part["status"] for part in content["parts"].values()} == {"skipped"}
+    assert {found["status"] for found in content["parts"].values()} == {"skipped"}
     assert list(content["parts"]) == ["environment", *TASKS]
     out = capsys.readouterr().out
     assert "kernels: the budget of 0 s was used up" in out
@@ -385,7 +385,7 @@ def test_parts_after_the_budget_are_skipped_and_told(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", sorted(TASKS.keys() - {"compile"}))
-def test_what_a_part_has_no_time_for_is_named(name, monkeypatch):
+def test_what_a_task_has_no_time_for_is_named(name, monkeypatch):
     result = result_of(name, seconds=0.0)
     assert result["status"] == "done"
     assert result["rows"] == []
@@ -400,7 +400,7 @@ def test_what_a_part_has_no_time_for_is_named(name, monkeypatch):
     assert result["skipped"][0] == first[name]
 
 
-def test_numbers_that_json_does_not_know_are_words(tmp_path):
+def test_numbers_that_json_lacks_are_strings(tmp_path):
     record = gpu.Record(tmp_path, {"error": float("nan")})
     record.note(largest=float("inf"))
     content = json.loads(record.path.read_text(), parse_constant=pytest.fail)

@@ -1,4 +1,4 @@
-"""What ``bench.gpu`` compiles first is what launches look for in Triton's cache; and it runs in a bare checkout."""
+"""Launches find in Triton's cache what ``bench.gpu`` compiled; and it runs in a checkout that is not installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.source_tree import ROOT
 
 pytest.importorskip("triton")
 
-# A process with nothing in it of an installation but its dependencies.
+# A process that has the dependencies of the package, but not the package.
 BARE = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if finder.__module__.startswith("_frozen_importlib")]
@@ -35,7 +35,7 @@ def kernels_in(cache: Path) -> set[Path]:
 
 
 def test_launches_find_what_was_compiled(tmp_path):
-    """The part in a process of its own, as on a GPU; then Triton's own path from a launch to the compiler."""
+    """The task in a process of its own, as on a GPU; then Triton's own path from a launch to the compiler."""
     cache, out = tmp_path / "cache", tmp_path / "out"
     found = run(
         f"""
@@ -44,10 +44,10 @@ from pathlib import Path
 from time import monotonic
 from bench import gpu
 from bench.gpu_.isolated_tasks import Settings, isolated
-(part,) = (part for part in gpu.TASKS if part.name == "compile")
+(task,) = (task for task in gpu.TASKS if task.name == "compile")
 if __name__ == "__main__":
     record = gpu.Record(Path({str(out)!r}), {{}})
-    result = isolated(part, Settings("cpu", smoke=True), monotonic() + 300, lambda found: record.keep("compile", found))
+    result = isolated(task, Settings("cpu", smoke=True), monotonic() + 300, lambda found: record.keep("compile", found))
     print(json.dumps(result))
 """,
         cache,
@@ -56,7 +56,7 @@ if __name__ == "__main__":
     assert (result["status"], result["failures"], result["skipped"]) == ("done", [], [])
     assert result["rows"][0]["compiled"] == result["rows"][0]["of"] == result["compilations"] > 2
     kept = json.loads((out / "gpu.json").read_text())["parts"]["compile"]
-    assert kept["rows"][0]["compiled"] == result["compilations"], "written before the part has ended"
+    assert kept["rows"][0]["compiled"] == result["compilations"], "written before the task has ended"
     compiled = kernels_in(cache)
     assert len(compiled) == result["compilations"]
     launching = """
@@ -73,7 +73,7 @@ with launches.noted(gpu_compile.HOPPER):
     run(launching.format(change="pass"), cache)
     assert kernels_in(cache) == compiled
     run(launching.format(change="import specdec_fast.triton_kernels.verify_chain as v; v._CHUNK = 4096"), cache)
-    assert kernels_in(cache) > compiled, "another launch is compiled"
+    assert kernels_in(cache) > compiled, "a launch of another size is compiled"
 
 
 def test_kernels_are_found_in_a_checkout_that_is_not_installed(tmp_path):

@@ -1,4 +1,4 @@
-"""What ``bench.gpu`` stands on: references, batches taken apart, poison, the device's clock, random models."""
+"""What ``bench.gpu`` uses: references, batches taken apart, poisoned memory, the device's clock, random models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_parts_and_repeats_of_a_batch_are_the_same_rows():
     alone, rows = part_of(args, 0, 1, 3)
     assert rows == slice(1, 4)
     torch.testing.assert_close(attention_in_float64(**alone), whole[rows])
-    assert part_of(args, 1, 2, 9)[1] == slice(7, 8), "no further than its sequence"
+    assert part_of(args, 1, 2, 9)[1] == slice(7, 8), "it ends with its sequence"
     torch.testing.assert_close(attention_in_float64(**repeated(args, 2)), whole.repeat(2, 1, 1))
 
 
@@ -68,7 +68,7 @@ def test_flash_references_attend_to_the_same(name, monkeypatch):
     torch.testing.assert_close(FLASH_REFERENCES[name](**args)(), paged_attention(**args))
 
 
-def test_poison_shows_and_is_taken_back():
+def test_poison_is_seen_and_undone():
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     with bench_device.poisoned():
@@ -104,7 +104,7 @@ class Event:
         self.at = Event.now
 
     def elapsed_time(self, later):
-        return later.at - self.at  # milliseconds, as torch has it
+        return later.at - self.at  # milliseconds, as in torch
 
 
 def test_forward_meter_reads_the_events_of_a_gpu(monkeypatch):
@@ -118,7 +118,7 @@ def test_forward_meter_reads_the_events_of_a_gpu(monkeypatch):
         assert [model.forward(x, scale=2) for x in (1, 2, 3)] == [2, 4, 6]
         assert graphs.draft(7) == 8
     assert meter.seconds() == pytest.approx(4e-3)
-    assert synchronized == [cuda], "an event that has not happened yet has no time"
+    assert synchronized == [cuda], "the clock of an event is read after it has happened"
 
 
 def test_cases_are_the_same_on_every_device():

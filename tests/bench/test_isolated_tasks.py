@@ -1,4 +1,4 @@
-"""Parts of a long check: in processes of their own, each held to its deadline."""
+"""Tasks of a long check: in processes of their own, each within its deadline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 
-from bench.gpu_ import isolated_tasks as parts
+from bench.gpu_ import isolated_tasks
 from bench.gpu_.isolated_tasks import Settings, Task, is_red, isolated, run_tasks
 from support import gpu_tasks
 
@@ -23,8 +23,8 @@ SMOKE = Settings("cpu", smoke=True)
         (gpu_tasks.hangs, "killed", "it did not end within"),
     ],
 )
-def test_parts_in_processes_of_their_own(run, status, error, monkeypatch):
-    monkeypatch.setattr(parts, "GRACE", 0.1)
+def test_tasks_in_processes_of_their_own(run, status, error, monkeypatch):
+    monkeypatch.setattr(isolated_tasks, "GRACE", 0.1)
     kept = []
     result = isolated(Task("one", run, 1), SMOKE, monotonic() + (6 if status == "killed" else 60), kept.append)
     assert result["status"] == status
@@ -36,11 +36,11 @@ def test_parts_in_processes_of_their_own(run, status, error, monkeypatch):
         assert result["process"] != os.getpid()
 
 
-def test_time_left_over_goes_to_later_parts():
+def test_time_left_over_goes_to_later_tasks():
     deadlines = {}
 
-    def runner(part, settings, deadline, keep):
-        deadlines[part.name] = deadline - monotonic()
+    def runner(task, settings, deadline, keep):
+        deadlines[task.name] = deadline - monotonic()
         return {"status": "done"}
 
     run_tasks([Task("a", None, 1), Task("b", None, 3)], SMOKE, 100, runner, lambda *found: None)

@@ -56,7 +56,7 @@ def accepts_one_more(*args, **kwargs):
 
 
 def misses_the_first_entries(query, kv, batch, scores):
-    """The first row misses one of its 251 entries, the last six of 256."""
+    """Attend without some entries: the first row lacks one of its 251, the last one six of its 256."""
     return paged_attention(query, kv, batch, replace(scores, sliding_window=batch.max_seqlen_k - batch.max_seqlen_q))
 
 
@@ -100,7 +100,7 @@ def test_benchmarks_keep_the_contract(op):
         assert op.bytes_moved(**args) > 0
 
 
-# A reference that did other work would be no yardstick.
+# A reference is of use only if it does the same work.
 @pytest.mark.parametrize("case", ["verify_256", "decode_1024", "prefill_512"])
 def test_dense_reference_attends_to_the_same(case):
     args = subject("paged_attention", case).make()
@@ -140,7 +140,7 @@ def test_options_that_cannot_be_served(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_filter_that_leaves_nothing_is_told():
+def test_a_filter_that_leaves_nothing_is_an_error():
     with pytest.raises(SystemExit, match="no benchmark of append_kv_ has 'nothing' in its name"):
         ops.main(["--ops", "append_kv_", "--cases", "nothing"])
 
@@ -152,7 +152,7 @@ def test_plot(tmp_path, capsys):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_plot_without_matplotlib_is_told_before_anything_is_measured(monkeypatch, capsys):
+def test_plot_without_matplotlib_fails_before_anything_is_measured(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(ops, "measure", lambda *args: pytest.fail("measured first"))
     with pytest.raises(SystemExit, match=r"--plot needs matplotlib; pip install '.\[bench\]'"):

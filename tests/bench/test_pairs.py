@@ -1,4 +1,4 @@
-"""Random pairs: the sizes of published models, texts worth comparing, and the acceptance that was asked for."""
+"""Random pairs: the sizes of published models, texts that vary, and the requested acceptance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec_fast.equivalence.compare import transformers_greedy
 
 CPU = torch.device("cpu")
 NEW_TOKENS = 60
-# Billions of parameters of the published models (Qwen3, Vicuna, GLM-4-9B-0414); the draft of 42 million is nobody's.
+# Billions of parameters of the published models (Qwen3, Vicuna, GLM-4-9B-0414); that of 42 million is not published.
 BILLIONS = {
     "qwen3-0.6b": (0.596, 0.04204),
     "qwen3-1.7b": (1.721, 0.596),
@@ -47,7 +47,7 @@ def test_weights_belong_to_the_seed():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_texts_vary_and_ties_are_rare(tied):
-    """What a gate on outputs can see: a text that repeats one token is right whatever attention does."""
+    """A comparison of outputs needs that: a text that repeats one token is right whatever attention does."""
     model = random_model(ModelShape(128, 384, 12, 4, 2, 32, tied), 2000, torch.float32, CPU, 0)
     for prompt in random_prompts(3, 16, 2000):
         text = transformers_greedy(model, prompt, 40)
@@ -109,7 +109,7 @@ def test_a_random_pair_draws_its_prompts():
     assert len(load(options("--pair", "smoke", "--num-prompts", "3"), 6).prompts) == 3
 
 
-def test_a_random_pair_has_no_words(tmp_path):
+def test_a_random_pair_takes_no_text(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt_ids": [1, 2]}\n{"prompt": "text"}\n')
     with pytest.raises(SystemExit, match="line 2: text, but the pair has no tokenizer"):
@@ -119,7 +119,7 @@ def test_a_random_pair_has_no_words(tmp_path):
 
 
 @pytest.mark.parametrize("line", ['{"prompt_ids": []}', '{"prompt_ids": [97]}', '{"prompt_ids": [-1]}', "{}"])
-def test_prompts_that_are_none(tmp_path, line):
+def test_lines_that_hold_no_prompt(tmp_path, line):
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt_ids": [96]}\n' + line + "\n")
     with pytest.raises(SystemExit, match="--prompts, line 2: expected"):

@@ -1,4 +1,4 @@
-"""Other libraries in ``bench.engine``: what is missing is explained, and what is installed decodes what we decode."""
+"""Other libraries in ``bench.engine``: one that is missing is named, and an installed one emits our tokens."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def arguments(tmp_path):
 
 @pytest.fixture
 def _no_new_processes(monkeypatch):
-    """Each takes seconds; the test of the memory has to do for all."""
+    """Start no processes, which take seconds each; the test of the memory covers them."""
     monkeypatch.setattr(realign, "extra_bytes", lambda *args: None)
     monkeypatch.setattr(realign, "in_subprocess", lambda function, *args: function(*args))
 
@@ -62,7 +62,9 @@ def test_last_line_is_the_report(arguments, capsys, tmp_path):
         assert (row["milliseconds"] == 0) == (row["bytes_moved"] == 0) == nothing
         for ratio in ("time_over_memcpy", "op_over_memcpy"):
             assert (row[ratio] is None) == (row["method"] != "fused")
-    assert report["rows"][0]["layers"] < report["rows"][0]["of_layers"] == 40, "the budget leaves layers out"
+    assert report["rows"][0]["layers"] < report["rows"][0]["of_layers"] == 40, (
+        "the memory budget is too small for all layers"
+    )
     assert len(report["acceptance"]["accepted_counts"]) == 6
     moved = {row["method"]: row["moved_bytes_per_step"] for row in report["steps"]}
     assert moved["oracle-eqspec-python"] == moved["oracle-eqspec-gather"] == moved["oracle-eqspec-fused"] > 0
@@ -135,10 +137,10 @@ def test_a_drawn_step_is_a_realignment(batch_size):
     steps = draw_steps(ACCEPTED, batch_size, COLUMNS, 20)
     assert [step.moves for step in steps] == [step.moves for step in draw_steps(ACCEPTED, batch_size, COLUMNS, 20)]
     for step in steps:
-        assert step.cache_columns == COLUMNS + 5  # all rows of the verification but for the newest token's
+        assert step.cache_columns == COLUMNS + 5  # a column for every row of the verification but the newest token's
         assert min(move.start for move in step.moves) == 0, "the longest row has no padding"
         for move in step.moves:
-            assert move.start + move.shift + move.length == step.num_columns, "rows end in line"
+            assert move.start + move.shift + move.length == step.num_columns, "all rows end in the same column"
             assert move.start + move.shift >= 0
             assert max(move.start + move.length, step.num_columns) <= step.cache_columns
             assert 1 <= step.num_columns + 1 - COLUMNS - move.shift <= 6, "emitted = growth - shift"
@@ -197,7 +199,7 @@ def test_layers_fit_the_memory():
 def test_memory_beyond_the_cache():
     """The Python loops build a second cache; the op in place needs less than a megabyte (its C++ half: nothing)."""
     if not RESET.exists():
-        pytest.skip("this system does not tell the peak of a process")
+        pytest.skip("this system does not report the peak memory of a process")
     step = draw_steps(ACCEPTED, 4, COLUMNS, 1)[0]
     shape = Shape("wide", 4, 32, 64, torch.float32)  # 16 MB
     cache_bytes = 4 * 4 * step.cache_columns * shape.bytes_per_column

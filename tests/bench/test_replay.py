@@ -1,4 +1,4 @@
-"""The replaying drafter: the acceptance that was asked for, the inner drafter's work, and never a wrong token."""
+"""The replaying drafter: the requested acceptance, the inner drafter's work, and never a wrong token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [torch.randint(VOCAB_SIZE, (n,), generator=GENERATOR).tolist() for n i
 
 
 class Sevens(Drafter):
-    """Proposes 7, as often as asked, and notes what it was asked."""
+    """Proposes as many 7s as it may, and notes what it was called with."""
 
     name = "sevens"
 
@@ -40,7 +40,7 @@ def sequence(index, prompt, emitted):
 
 
 def proposals(drafter, index, transcript):
-    """Everything that is proposed for one prompt while all is accepted."""
+    """All proposals for one prompt if every one is accepted."""
     return drafter.propose([sequence(index, [0], [])], [len(transcript)]).token_ids.tolist()
 
 
@@ -64,7 +64,7 @@ def test_draws_belong_to_seed_prompt_and_position():
     assert proposals(other, 0, transcript) != alone
     batch = [sequence(1, [0, 0], transcript[:9]), sequence(0, [0], transcript[:50])]
     assert first.propose(batch, [2, 3]).token_ids.tolist()[2:] == alone[50:53], (
-        "whatever the batch, from where it stands"
+        "in any batch, from any place of the text"
     )
 
 
@@ -114,7 +114,7 @@ def test_engine_accepts_what_was_drawn_and_nothing_else(pair, transcripts, metho
 
 
 def test_the_draft_model_works_as_hard_as_it_would_by_itself(pair, transcripts, monkeypatch):
-    """All accepted either way, so the steps are the same, and so must be the rows of every forward of the draft."""
+    """All is accepted with and without replay, so the steps agree, and so must the rows of every draft forward."""
     target, _ = pair
     draft = RaggedModel(target, resolve(CPU))
     rows, forward, draft_tokens = [], draft.forward, draft.program and draft.program.draft

@@ -19,7 +19,7 @@ DOZEN = (
 
 @pytest.mark.parametrize("architecture", DOZEN)
 def test_architecture_is_served_right_or_refused(architecture):
-    """As the table says; whether by a program depends on the installation."""
+    """The verdict is the table's, but whether a program serves it depends on the installation."""
     verdict, why = sweep.examine(architecture)
     written = json.loads((ROOT / "bench/results/models.json").read_text())["architectures"][architecture]["verdict"]
     served = {"program", "pytorch"}
@@ -40,7 +40,7 @@ def test_the_table_has_a_row_for_every_architecture_of_the_results():
     ("broken", "verdict"),
     [("tokens", "wrong"), ("bits", "wrong"), ("crash", "untyped"), ("hang", "untyped"), ("exit", "untyped")],
 )
-def test_sweep_tells(broken, verdict, monkeypatch, tmp_path):
+def test_sweep_reports(broken, verdict, monkeypatch, tmp_path):
     """Wrong tokens, wrong bits, an untyped error, a process that does not end, and one that is gone."""
     if broken == "tokens":
         monkeypatch.setattr(sweep, "transformers_greedy", lambda model, prompt, n: [0] * n)

@@ -266,7 +266,7 @@ def test_forwards_can_be_left_to_pytorch(in_folder, monkeypatch, prompt_ids, tar
     assert made == [enforce_eager, enforce_eager, *of_control]
 
 
-def test_misspelt_number_of_draft_tokens_is_told(capsys):
+def test_misspelt_number_of_draft_tokens_is_an_error(capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--num-draft-tokens", "atuo"])
     assert "'atuo' is neither an integer nor 'auto'" in capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_it_warms_up_and_records_on_its_own_stream_and_lets_nothing_wait_the_sec
     assert torch.equal(captured.output, torch.ones(2))
 
 
-def test_what_waits_is_told_and_the_device_left_as_it_was(calls):
+def test_a_wait_is_reported_and_the_device_left_as_it_was(calls):
     def run():
         if "waiting: error" in calls:
             raise RuntimeError("called a synchronizing CUDA operation")

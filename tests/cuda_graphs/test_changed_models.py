@@ -69,7 +69,7 @@ def test_exchanged_weights_are_freed_by_the_next_call(graphs_on_cpu):
     assert old() is None
 
 
-def test_what_cannot_be_recorded_runs_eagerly_and_tells_why(model):
+def test_what_cannot_be_recorded_runs_eagerly_with_a_reason(model):
     def refuses(run):
         run()
         raise RuntimeError("operation not permitted when stream is capturing")

@@ -70,7 +70,7 @@ def test_perfect_drafts_are_all_accepted(target, prompt_ids, expected):
         "a tuple",
     ],
 )
-def test_broken_contract_is_told(target, prompt_ids, expected, draft, message):
+def test_broken_contract_is_an_error(target, prompt_ids, expected, draft, message):
     drafter = Scripted(None)
     drafter.propose = lambda sequences, limits: draft
     engine = sd.Engine(target, drafter)

@@ -52,7 +52,7 @@ def test_misspelt_drafter_is_not_looked_for_on_a_hub(target):
 
 
 @pytest.mark.parametrize("wrong", [None, 5, b"model", "", [], {}, torch.zeros(1), torch.nn.Linear], ids=repr)
-def test_target_that_is_none(wrong):
+def test_object_that_is_no_target(wrong):
     with pytest.raises(sd.ConfigError, match=r"target is .*; expected the name or folder"):
         sd.Engine(wrong, None)
 
@@ -144,7 +144,7 @@ def test_config_of_another_type(target, config):
 
 
 @pytest.mark.parametrize("wrong", [5, "gpt2", len], ids=repr)
-def test_tokenizer_that_is_none(wrong):
+def test_object_that_is_no_tokenizer(wrong):
     with pytest.raises(sd.ConfigError, match=r"tokenizer is a .*; expected a loaded tokenizer"):
         sd.Engine("no/such-model", None, tokenizer=wrong)
 
@@ -227,7 +227,7 @@ def test_draft_with_another_vocabulary(target):
         sd.Engine(target, stranger)
 
 
-def test_draft_with_other_words(target, draft, tmp_path, tokenizer):
+def test_draft_with_other_ids_for_the_same_words(target, draft, tmp_path, tokenizer):
     text = (demo_pair() / "draft" / "tokenizer.json").read_text()
     draft.save_pretrained(tmp_path)
     swapped = text.replace('"Ġthe":', '"\\u0000":').replace('"Ġa":', '"Ġthe":').replace('"\\u0000":', '"Ġa":')

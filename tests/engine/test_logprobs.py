@@ -103,7 +103,7 @@ def test_equal_logits_give_equal_bits(models, draft, num_draft_tokens, method):
     assert [(o.token_ids, o.logprobs) for o in outputs] == [(o.token_ids, o.logprobs) for o in plain]
 
 
-def test_only_who_asks_gets_them(models):
+def test_only_requests_that_ask_get_them(models):
     params = [sd.SamplingParams(max_new_tokens=6, logprobs=asks) for asks in (False, True, False, True)]
     outputs = run(models, params, "draft")
     assert [o.logprobs is None for o in outputs] == [True, False, True, False]
@@ -111,7 +111,7 @@ def test_only_who_asks_gets_them(models):
     assert [outputs[i].logprobs for i in (1, 3)] == [together[i].logprobs[:6] for i in (1, 3)]
 
 
-def test_one_look_up_per_step_and_none_where_nobody_asks(models, monkeypatch):
+def test_one_look_up_per_step_and_none_where_no_request_asks(models, monkeypatch):
     num_rows = []
 
     def counted(logits, rows, tokens):

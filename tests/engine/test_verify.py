@@ -152,7 +152,7 @@ def watched(engine, monkeypatch):
     return events
 
 
-def test_tokens_are_told_while_the_next_step_is_under_way(pair, monkeypatch, ahead):
+def test_tokens_are_given_out_while_the_next_step_runs(pair, monkeypatch, ahead):
     engine = sd.Engine(*pair, max_batch_size=1, num_draft_tokens=2)
     events = watched(engine, monkeypatch)
     for chunk in engine.stream([TEXTS[0]], sd.SamplingParams(max_new_tokens=9, ignore_eos=True)):
@@ -165,7 +165,7 @@ def test_tokens_are_told_while_the_next_step_is_under_way(pair, monkeypatch, ahe
 
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, "auto"])
-def test_telling_late_changes_nothing(pair, ahead, method, num_draft_tokens):
+def test_giving_out_late_changes_nothing(pair, ahead, method, num_draft_tokens):
     params = [
         sd.SamplingParams(max_new_tokens=11 + i, temperature=0.7 * (i % 2), seed=i, logprobs=i == 2) for i in range(4)
     ]
@@ -219,7 +219,7 @@ class Failing(Drafter):
         return Draft(torch.zeros(sum(limits), dtype=torch.int64), limits)
 
 
-def test_what_was_emitted_is_told_before_an_error(pair, ahead):
+def test_what_was_emitted_is_given_out_before_an_error(pair, ahead):
     stream = sd.Engine(pair[0], Failing(), num_draft_tokens=1).stream(TEXTS, sd.SamplingParams(ignore_eos=True))
     assert [next(stream).index for _ in range(2 * len(TEXTS))] == [0, 1, 2, 3] * 2
     with pytest.raises(OSError, match="gone"):

@@ -65,7 +65,7 @@ def test_what_the_promise_is(report, holds):
     assert report.holds is holds
 
 
-def test_matrix_is_the_product_of_what_is_asked_for():
+def test_matrix_is_the_product_of_its_settings():
     params = SamplingParams()
     matrix = Matrix("t", ("d", "ngram"), EngineConfig(), ("float32",), {"greedy": params}, ("exspec",), (1, 4), (0, 3))
     settings = [(s.batch_size, s.num_draft_tokens, s.drafter) for s in matrix.settings()]

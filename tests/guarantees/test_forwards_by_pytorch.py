@@ -144,7 +144,7 @@ def counting(depends):
     return RaggedModel(changed(forward), resolve(CPU, "torch"))
 
 
-def test_a_model_that_fails_in_company_is_computed_one_by_one():
+def test_a_model_that_fails_in_batches_is_computed_one_by_one():
     model = counting(lambda count: count > 64)
     make_deterministic(model)
     assert model.row_padding.one_by_one

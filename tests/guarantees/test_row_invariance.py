@@ -127,7 +127,7 @@ def test_attention_that_depends_on_its_neighbours_gets_each_row_alone(target, dr
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_describe_tells(target, deterministic):
+def test_describe_reports_it(target, deterministic):
     described = sd.Engine(target, None, deterministic=deterministic, enforce_eager=True).describe()
     assert described["deterministic"] is deterministic
     assert (described["row_multiple"] > 1) is deterministic

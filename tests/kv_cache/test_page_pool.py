@@ -96,7 +96,7 @@ test_pool_keeps_its_books = PoolMachine.TestCase
 
 # Each is one way to corrupt a pool; the check above must see it.
 @pytest.mark.parametrize("fault", ["scratch page", "page twice", "page lost", "page too early"])
-def test_book_check_rejects(fault):
+def test_page_check_rejects(fault):
     pool = PagePool(LAYOUT, 20, page_size=4)
     pool.reserve("a", 8)
     pool.reserve("b", 8)
@@ -246,7 +246,7 @@ def test_refused_forward_hands_out_nothing_beyond_the_reservation():
     lay_out(pool, *rows_of(("a", 0, 8)))  # reservations are whole pages
 
 
-def test_stranger_is_an_error():
+def test_unknown_owner_is_an_error():
     pool = PagePool(LAYOUT, 20, page_size=4)
     for call in (pool.free, pool.block_table, lambda owner: lay_out(pool, *rows_of((owner, 0, 1)))):
         with pytest.raises(KeyError):

@@ -164,7 +164,7 @@ def test_another_implementation_takes_any_page(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_package")
-def test_what_torch_refuses_is_told(monkeypatch):
+def test_an_error_of_torch_comes_with_what_to_do(monkeypatch):
     def refuse(*args: Any, **given: Any) -> Tensor:
         raise RuntimeError("paged attention is not built in")
 

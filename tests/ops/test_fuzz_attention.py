@@ -212,7 +212,7 @@ def test_chunk_check_rejects_bits_that_depend_on_the_batch():
         assert_chunks_have_the_same_bits(attention, SMALL)
 
 
-def assert_nan_spoils_who_sees_it(attention: Attention, call: AttentionCall, device: torch.device) -> None:
+def assert_nan_reaches_only_rows_that_see_it(attention: Attention, call: AttentionCall, device: torch.device) -> None:
     """Spoil one number of an entry that some of its sequence's rows see: all others keep their bits."""
     g = generator(call.seed)
 
@@ -245,22 +245,22 @@ def any_calls(limits: CallSizes) -> st.SearchStrategy[AttentionCall]:
 # The same in PyTorch, whose softmax takes a row of NaN scores for one that sees nothing.
 @fuzz(300)
 @given(call=any_calls(CPP))
-def test_nan_spoils_in_torch_only_who_sees_it(call):
-    assert_nan_spoils_who_sees_it(OP.load("torch"), call, CPU)
+def test_nan_in_torch_reaches_only_rows_that_see_it(call):
+    assert_nan_reaches_only_rows_that_see_it(OP.load("torch"), call, CPU)
 
 
 # Shapes as above, chains and trees: a weight of 0 would still spread a NaN to rows of the same tile.
 @fuzz(300)
 @given(call=any_calls(CPP), version=st.sampled_from(VERSIONS))
-def test_nan_spoils_in_cpp_only_who_sees_it(call, version):
-    assert_nan_spoils_who_sees_it(in_cpp(version), call, CPU)
+def test_nan_in_cpp_reaches_only_rows_that_see_it(call, version):
+    assert_nan_reaches_only_rows_that_see_it(in_cpp(version), call, CPU)
 
 
 @fuzz(25)
 @given(call=any_calls(TRITON))
-def test_nan_spoils_in_triton_only_who_sees_it(call):
+def test_nan_in_triton_reaches_only_rows_that_see_it(call):
     device = device_for(OP, "triton")
-    assert_nan_spoils_who_sees_it(OP.load("triton"), call, device)
+    assert_nan_reaches_only_rows_that_see_it(OP.load("triton"), call, device)
 
 
 def test_nan_check_rejects_weights_of_zero():
@@ -274,6 +274,6 @@ def test_nan_check_rejects_weights_of_zero():
         return out
 
     call = replace(SMALL, seed=58)  # spoils the last entry, which the rows before do not see
-    assert_nan_spoils_who_sees_it(attention_in_fp64, call, CPU)
+    assert_nan_reaches_only_rows_that_see_it(attention_in_fp64, call, CPU)
     with pytest.raises(AssertionError, match="same_bits"):
-        assert_nan_spoils_who_sees_it(attention, call, CPU)
+        assert_nan_reaches_only_rows_that_see_it(attention, call, CPU)

@@ -117,7 +117,7 @@ def test_split_or_not_has_the_same_bits(shape, dtype, small_pieces, monkeypatch)
     assert_agrees(OP, split, OP.load("torch")(**args), args)
 
 
-def test_bits_tell_other_pieces(small_pieces, monkeypatch):
+def test_other_pieces_give_other_bits(small_pieces, monkeypatch):
     # else the comparison above would say little
     split, unsplit = split_and_not(PIECES["chain"], torch.float32, monkeypatch)
     monkeypatch.setattr(module, "PIECE", 2 * SMALL_PIECE)
@@ -227,7 +227,9 @@ def spoiled(args: dict[str, Any], position: int, which: int, value: float) -> di
     return args
 
 
-def assert_spoils_who_sees_it(shape: _Shape, position: int, which: int, value: float, dtype: torch.dtype) -> None:
+def assert_reaches_only_rows_that_see_it(
+    shape: _Shape, position: int, which: int, value: float, dtype: torch.dtype
+) -> None:
     args = spoiled(make(shape, dtype), position, which, value)
     before, after = attention(**make(shape, dtype)), attention(**args)
     batch, group = args["batch"], shape.heads // shape.kv_heads
@@ -246,15 +248,15 @@ def assert_spoils_who_sees_it(shape: _Shape, position: int, which: int, value: f
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("name", SPOILED)
-def test_not_finite_spoils_only_who_sees_it(name, which, value, dtype, small_pieces):
-    assert_spoils_who_sees_it(*SPOILED[name], which, value, dtype)
+def test_not_finite_reaches_only_rows_that_see_it(name, which, value, dtype, small_pieces):
+    assert_reaches_only_rows_that_see_it(*SPOILED[name], which, value, dtype)
 
 
-def test_spoiling_check_rejects_weights_of_zero(monkeypatch):
+def test_not_finite_check_rejects_weights_of_zero(monkeypatch):
     monkeypatch.setattr(attention_tile, "finite", lambda x: tl.full(x.shape, True, tl.int1))
-    assert_spoils_who_sees_it(*SPOILED["seen_by_all"], 1, float("nan"), torch.float32)
+    assert_reaches_only_rows_that_see_it(*SPOILED["seen_by_all"], 1, float("nan"), torch.float32)
     with pytest.raises(AssertionError, match="same_bits"):
-        assert_spoils_who_sees_it(*SPOILED["chain"], 1, float("nan"), torch.float32)
+        assert_reaches_only_rows_that_see_it(*SPOILED["chain"], 1, float("nan"), torch.float32)
 
 
 @contextmanager

@@ -363,7 +363,7 @@ def test_every_implementation_is_checked_first(op, backend):
         replace(op, check=refuse).load(backend)(**make(op.name, next(iter(op.cases())).name))
 
 
-def test_resolved_ops_are_checked_unless_asked_for_unchecked():
+def test_resolved_ops_are_checked_but_for_the_unchecked():
     ops, args = resolve(CPU, "torch"), make("verify_chain", "ragged")
     args["token_ids"] = args["token_ids"].int()
     with pytest.raises(ValueError, match="token_ids"):

@@ -140,7 +140,7 @@ def test_what_a_program_would_not_see_is_noticed(make, change, message):
     assert again.token_ids == eager.token_ids
 
 
-def test_hooks_are_not_passed_over():
+def test_models_with_hooks_stay_with_pytorch():
     """A program would not call them, so a model that has some stays with PyTorch."""
     model = tiny_model("llama")
     calls = []

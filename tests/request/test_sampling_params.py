@@ -42,7 +42,7 @@ def test_params_out_of_range(name, value):
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
-def test_no_list_is_not_taken_for_an_element(name):
+def test_what_must_be_a_list_is_not_one_element(name):
     with pytest.raises(InvalidParamsError, match=f"{name}=None: expected a list, an empty one for none"):
         sd.SamplingParams(**{name: None})
 

@@ -154,7 +154,7 @@ class Own:
         return "own"
 
 
-def test_a_tokenizer_of_ones_own_beside_a_draft_model(target, draft, tokenizer):
+def test_a_custom_tokenizer_beside_a_draft_model(target, draft, tokenizer):
     """It need not list its words, so they cannot be compared; it is taken even if its length is 0."""
     assert load_tokenizer(draft.config._name_or_path) is not None
     engine = sd.Engine(target, draft, tokenizer=Own(tokenizer))

@@ -82,7 +82,7 @@ schedule = {
 
 @fuzz(150)
 @given(config=configs("exspec"), **schedule)
-def test_exspec_passes_nobody_over_too_often(config, seed, most_emitted, leaving):
+def test_exspec_bounds_every_wait(config, seed, most_emitted, leaving):
     simulation = Simulation(make_scheduler(config), random.Random(seed))
     for _ in range(80):
         simulation.step(most_emitted, leaving)
@@ -91,7 +91,7 @@ def test_exspec_passes_nobody_over_too_often(config, seed, most_emitted, leaving
 
 @fuzz(50)
 @given(config=configs("eqspec"), **schedule)
-def test_eqspec_steps_everybody_until_the_batch_has_ended(config, seed, most_emitted, leaving):
+def test_eqspec_steps_all_until_the_batch_has_ended(config, seed, most_emitted, leaving):
     simulation = Simulation(make_scheduler(config), random.Random(seed))
     for _ in range(40):
         before = {sequence.index for sequence in simulation.resident}
@@ -144,7 +144,7 @@ def test_exspec_takes_the_largest_group_of_equal_lengths():
     assert {s.index for s in scheduler.plan(window)} == {0, 2, 4}
 
 
-def test_exspec_takes_who_must_not_wait_before_a_larger_group():
+def test_exspec_takes_due_sequences_before_a_larger_group():
     window = [sequence_of(length, i) for i, length in enumerate((5, 9, 9, 9))]
     scheduler = make_scheduler(EngineConfig(max_batch_size=2, window_size=4, max_wait_steps=1))
     window[0].passed_over = 1
@@ -167,7 +167,7 @@ def test_window_that_breaks_the_bound_is_refused(batch, wait, window):
 
 
 @pytest.mark.parametrize(("wait", "window"), [(4, 16), (1, 16), (0, 8)])
-def test_default_window_is_two_batches_if_somebody_may_wait(wait, window):
+def test_default_window_is_two_batches_if_sequences_may_wait(wait, window):
     assert EngineConfig(max_batch_size=8, max_wait_steps=wait).num_resident == window
 
 

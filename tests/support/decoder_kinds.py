@@ -54,7 +54,7 @@ def _byte_level(**options: Any) -> PreTrainedTokenizerFast:
 
 
 class JoinedByMarks(PreTrainedTokenizer):
-    """Written in Python, as CTRL's: a mark at the end of a token takes the space before the next one away."""
+    """A tokenizer in Python, as CTRL's: a mark at the end of a token removes the space before the next one."""
 
     words = ("a", "b@@", "c", "d@@", ".")
 
@@ -76,7 +76,7 @@ class JoinedByMarks(PreTrainedTokenizer):
 
 
 class Reversing(PreTrainedTokenizerFast):
-    """Decodes as no decoder does: what it makes of one more token begins with that token."""
+    """Decodes unlike any known decoder: a text with one more token begins with that token."""
 
     def decode(self, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
         return super().decode(token_ids, *args, **kwargs)[::-1]
@@ -101,7 +101,7 @@ KINDS = {
     "no decoder": lambda: _fast(models.WordLevel(_numbered(["[UNK]", *PIECES]), unk_token="[UNK]"), None, **CLEAN),
     "suffix": lambda: _fast(models.BPE(_numbered(["a", "b</w>", "c", "d</w>"]), []), decoders.BPEDecoder()),
 }
-# Of these nothing is certain before the last token.
+# Of their texts nothing is certain before the last token.
 WAITING = {
     "CTC": lambda: _unigram(decoders.CTC(pad_token="<unk>")),
     "replaced when fused": lambda: _fallback(FUSE, decoders.Replace("a ", "b")),

@@ -1,3 +1,3 @@
-"""What the fixtures of the bundled pair and the tests agree upon."""
+"""Constants that the fixtures of the bundled pair share with the tests."""
 
 MAX_NEW_TOKENS = 40

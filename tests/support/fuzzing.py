@@ -1,4 +1,4 @@
-"""Settings of the fuzz tests, and what a call may have written to."""
+"""Settings of the fuzz tests, and the memory that a call could write to."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from support.op_checks import tensors
 
 
 def fuzz(examples: int) -> settings:
-    """The same calls in every run, so that a red test is red again."""
+    """Return settings with the same examples in every run, so that a failure repeats."""
     return settings(max_examples=examples, deadline=None, derandomize=True)
 
 
 def memory(args: dict[str, Any]) -> list[Tensor]:
-    """All that stands behind the arguments, the gaps and rims of views included."""
+    """Return the whole memory behind the arguments, the gaps and rims of views included."""
     return [torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()) for x in tensors(args)]

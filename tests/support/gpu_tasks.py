@@ -1,4 +1,4 @@
-"""Parts that end in every way a part can: run in processes of their own by tests/bench, so nothing heavy here."""
+"""Tasks that end in every way a task can. tests/bench runs them in processes of their own: import nothing heavy."""
 
 import os
 import time

@@ -17,13 +17,13 @@ OWNERS, ROOM = 6, 70
 
 
 class Everything:
-    """Every bucket has been asked for before."""
+    """A set that holds every bucket, as if each had been used before."""
 
     def __contains__(self, key):
         return True
 
     def add(self, key):
-        """Nothing is new."""
+        """Do nothing."""
 
 
 def opened_pool(model, page_size=16):
@@ -38,7 +38,7 @@ def eagerly(model, batch, pool, logit_rows=None):
 
 
 def batches(pool, counts_of, seed=0):
-    """Batches of the pool's owners, each going on where it stopped; everybody's next is somebody else's turn."""
+    """Yield batches of the pool's owners; each owner continues where it stopped, and owners take turns."""
     generator, lengths = torch.Generator().manual_seed(seed), [0] * OWNERS
     for turn, counts in enumerate(counts_of):
         rows = []

@@ -49,7 +49,7 @@ def slots_of(pool, owner, num_positions):
 class CheckedEngine:
     """Wraps an engine so that every step of ``generate`` asserts I1 to I6.
 
-    Before each step all KV memory that no committed token owns is filled with NaN: whoever reads it shows.
+    Before each step all KV memory that no committed token owns is filled with NaN, so any read of it shows.
     """
 
     def __init__(self, engine, poison=True):
@@ -99,7 +99,7 @@ class CheckedEngine:
         """I1: every row's position is its index in its own sequence, and the rows of a sequence are its last ones."""
         bounds = batch.cu_seqlens_q.tolist()
         owners = list(pool._pages_of)
-        for i, used in enumerate(batch.seqused_k.tolist()[: len(batch.last_rows)]):  # the padding has no owner
+        for i, used in enumerate(batch.seqused_k.tolist()[: len(batch.last_rows)]):  # padding has no owner
             rows = slice(bounds[i], bounds[i + 1])
             positions = batch.positions[rows].tolist()
             assert positions == list(range(used - len(positions), used)), "I1: positions"
@@ -112,7 +112,7 @@ class CheckedEngine:
         return self._forward(batch, pool, logit_rows)
 
     def verify(self, spans, last_tokens, draft_tokens, sampling):
-        """I1 as well, of spans that a program lays out: they begin at the last committed token of their owner."""
+        """I1 for spans that a program lays out: they begin at the last committed token of their owner."""
         owners = {place: owner for owner, place in self.engine.pool._places.items()}
         for (place, start, count), token in zip(spans.spans, last_tokens, strict=True):
             owner = owners[place]
@@ -145,7 +145,7 @@ class CheckedEngine:
     def _check_lag(self, emitted):
         """I3: the target lacks the newest token; the draft lacks one more after a full acceptance, never more.
 
-        Unless it was not asked: then it lacks what has come since.
+        If it was not called, it lacks all tokens since its last call.
         """
         for sequence, _ in emitted:
             if sequence.finish_reason is None:
@@ -155,7 +155,7 @@ class CheckedEngine:
                     assert lengths.get(sequence, sequence.length - 2) >= sequence.length - 2, "I3: draft lag"
 
     def _check_pages(self, pool):
-        """I4: rejection hands out and takes back nothing; no page has two owners, nobody owns the scratch page."""
+        """I4: rejection hands out and takes back nothing; no page has two owners, and the scratch page has none."""
         owned = [page for table in pool._pages_of.values() for page in table]
         assert 0 not in owned
         assert len(owned) == len(set(owned)), "I4: a page has two owners"

@@ -66,7 +66,7 @@ def tiny_model(architecture: str, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     config, options = CONFIGS[architecture], {}
     if getattr(config, "attn_logit_softcapping", None):
-        options["attn_implementation"] = "eager"  # before 5.18 transformers lets such models run SDPA, which has no cap
+        options["attn_implementation"] = "eager"  # SDPA has no soft cap, but transformers before 5.18 runs it
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(".sinks"):

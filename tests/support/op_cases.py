@@ -21,7 +21,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys()
 
 
 def each_case(op: str) -> pytest.MarkDecorator:
-    """All declared cases of one op, each of which names what it would catch, but for what takes a loop too long."""
+    """All declared cases of one op but those that are too large for a loop; a case names what it would catch."""
     return pytest.mark.parametrize("case", [c for name, c in CASES if name == op and c != "large_vocabulary"])
 
 
@@ -52,7 +52,7 @@ def attention_by_hand(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatc
 
 
 def positions_seen(batch: PagedBatch, b: int, row: int, sliding_window: int | None) -> list[int]:
-    """KV entries that one row sees, by the words of the contract."""
+    """KV entries that one row sees, as the contract defines them."""
     start, stop = batch.cu_seqlens_q[b : b + 2].tolist()
     prefix = int(batch.seqused_k[b]) - (stop - start)
     before = list(range(prefix))

@@ -1,4 +1,4 @@
-"""What implementations of an op are held to: the oracle, their own bits, and rows computed by themselves."""
+"""Checks of an op's implementations: against the oracle, for the same bits, and for rows computed alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERPRETED = {"triton"} if registry.INTERPRETING else set()
 
 
 def device_for(op: Op, backend: str) -> torch.device:
-    """Where to run it here; skips with the reason if it cannot run."""
+    """Return the device to run it on here; skips with the reason if there is none."""
     reason = op.why_unavailable(backend)
     here = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
     served = [name for name in BACKENDS[backend].device_types if name in here] if reason is None else []

@@ -1,4 +1,4 @@
-"""What stands in for CUDA graphs on a CPU, and what sees code that would wait for a GPU."""
+"""A replacement for CUDA graphs on a CPU, and a detector of code that would wait for a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec_fast.program import executors
 
 
 class Repeated:
-    """Records nothing: to replay is to call again, with the result in the memory of the first one."""
+    """Records nothing: a replay calls again, and copies the result to the memory of the first one."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_replayed = 0
@@ -53,7 +53,7 @@ class Waits(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        # By name "cpu" is the host, on a GPU as well; a tensor's own device is what stands in for the GPU here.
+        # A device named "cpu" is the host, as on a machine with a GPU; a device taken from a tensor counts as the GPU.
         leaves_host = not isinstance((kwargs or {}).get("device"), (str, NoneType))
         if name in _READS or (name in ("tensor", "as_tensor") and leaves_host):
             self.found.append(name)

@@ -14,7 +14,7 @@ NEW_TOKENS = 24
 
 
 class RecordedEngine:
-    """Keeps the logits of every row that a verification computes, by prompt and by the tokens up to that row."""
+    """Keeps the logits of every verified row, by prompt and by the tokens up to that row."""
 
     def __init__(self, target, draft, **settings):
         self.engine = sd.Engine(target, draft, **settings)

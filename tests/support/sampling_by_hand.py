@@ -1,4 +1,4 @@
-"""The rule of sampling in plain Python numbers, one token id after the other."""
+"""The rule of sampling in plain Python numbers, token id by token id."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def target_probs_by_hand(logits: list[float], seen: set[int], rule: dict[str, fl
 
 
 def token_by_hand(logits: list[float], seen: set[int], rule: dict[str, float], seed: int, position: int) -> int:
-    """The argmax of log-probability plus noise: the law's constant changes no argmax."""
+    """The argmax of log-probability plus noise."""
     if any(map(math.isnan, logits)):
         return -1
     penalised = [

@@ -1,4 +1,4 @@
-"""Models that emit a given script, and a tokenizer whose tokens are any bytes: every text at every place of a block."""
+"""Models that emit a given script, and a tokenizer of any bytes: they put any text at any place of a block."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ByteTokenizer:
 def scripted_model(script: list[int], vocab_size: int) -> GPT2LMHeadModel:
     """Build a model that answers position p with ``script[p]``, whatever the tokens are.
 
-    Its one layer adds nothing, the embeddings of tokens are zero and those of positions one-hot. The better a later
-    position knows its token, so no two positions have equal logits. Where every id stands in the script once, a logit
+    Its one layer adds nothing, the embeddings of tokens are zero and those of positions one-hot. The later a position
+    the larger its best logit, so no two positions have equal logits. Where every id stands in the script once, a logit
     is a sum with one term that is not zero: its bits do not depend on the rows computed with it.
     """
     config = GPT2Config(

@@ -1,4 +1,4 @@
-"""A machine and models that are numbers: steps cost what tables say, draft tokens are accepted by a seeded draw."""
+"""A simulated machine and simulated models: tables give the time of steps, seeded draws decide on draft tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST = 8
 
 
 class SimulatedSequence:
-    """What ``LengthPolicy`` see of a sequence."""
+    """The fields of a sequence that a ``LengthPolicy`` reads."""
 
     def __init__(self, prompt_length: int, new_tokens: int, rng: np.random.Generator) -> None:
         self.length, self.prompt_length, self.max_length = prompt_length, prompt_length, prompt_length + new_tokens
@@ -43,14 +43,16 @@ class World:
     prompt_length: int = 48
     new_tokens: int = 128
     noise: float = 0.05  # of a step's seconds; now and then one takes five times as long
-    mismeasured: float = 0.0  # by how much the seconds known beforehand are wrong, each by itself
+    mismeasured: float = 0.0  # relative error of each time that is known beforehand
     overhead: float = 0.0  # of a step, besides forwards
     once: float = 0.0  # of drafting in a step, besides its forwards
     growth: float = 0.0  # of a verification per committed token: what attention costs, which no measurement shows
-    proposes: float = 1.0  # how often the drafter has something to say
+    proposes: float = 1.0  # the share of calls in which the drafter proposes anything
     choice: float = 0.0  # of choosing K
     observation: float = 0.0  # of learning from a step
-    is_refilled: bool = True  # whether somebody waiting takes the place of who has ended, not the next batch of all
+    is_refilled: bool = (
+        True  # whether a waiting sequence takes the place of one that has ended; else batch follows batch
+    )
     seed: int = 0
 
     def warm(self) -> AdaptiveLength:
@@ -118,7 +120,7 @@ def tokens_per_second(world: World, lengths: LengthPolicy) -> float:
             s.length += taken + 1
             s.num_emitted += taken + 1
             tokens += taken + 1
-        clock += drafting + verify + world.overhead  # what everybody is charged is without the noise
+        clock += drafting + verify + world.overhead  # sequences are charged without the noise
         lengths.observe(
             StepObservation(sequences, limits, counts, accepted, drafting * slow[0], verify * slow[1], world.overhead)
         )

@@ -1,4 +1,4 @@
-"""A kernel that cannot but spill: what ``bench.aot`` must reject. Imported by a subprocess of test_aot.py alone."""
+"""A kernel that has to spill, so ``bench.aot`` must reject it. Only a subprocess of test_aot.py imports it."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
-"""Hypothesis strategies for the arguments of the ops; those of attention stand in ``strategies_attention``.
+"""Hypothesis strategies for the arguments of the ops; those of attention are in ``strategies_attention``.
 
 Hypothesis draws the shape of a call, a frozen dataclass that a failure prints and shrinks; the numbers come from the
-call's seed. What a kernel has no business with is NaN: pages nobody owns, entries that no row may see, the gaps of a
+call's seed. All that a kernel must not read is NaN: pages without an owner, entries that no row may see, the gaps of a
 strided argument.
 """
 
@@ -47,7 +47,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return x.contiguous()
     if layout == "transposed":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "sliced":  # off a vector's alignment too
+    if layout == "sliced":  # also without the alignment of a vector
         view = x.new_full([size + 3 for size in x.shape], math.nan)[tuple(slice(1, 1 + size) for size in x.shape)]
     else:
         view = x.new_full((*x.shape, 2), math.nan)[..., 0]
@@ -55,7 +55,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> Tensor:
-    """Any bit patterns, NaNs with a payload among them: what is only moved must keep them."""
+    """Any bit patterns, NaNs with a payload among them: moving must preserve them."""
     integers = torch.int32 if dtype.itemsize == 4 else torch.int16
     half = 2 ** (8 * dtype.itemsize - 1)
     return torch.randint(-half, half, shape, dtype=integers, generator=g).view(dtype)
@@ -64,7 +64,7 @@ def any_bits(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> 
 def block_table_of(num_pages: list[int], spare: int, g: torch.Generator) -> tuple[Tensor, int]:
     """Shuffled pages of each sequence; page 0, the scratch page, in unused places.
 
-    Also returns how many pages the cache has: one, anywhere, is nobody's; mostly somebody's is the last in memory.
+    Also returns how many pages the cache has. One of them has no owner; the last one in memory mostly has.
     """
     order = torch.randperm(sum(num_pages) + 1, generator=g) + 1
     table = torch.zeros(len(num_pages), max(num_pages, default=0) + spare, dtype=torch.int32)
@@ -204,7 +204,7 @@ def compact_calls(limits: CallSizes) -> st.SearchStrategy[CompactCall]:
 class RealignCall:
     moves: tuple[tuple[int, int, int], ...]  # per row: start, length, shift
     columns: int
-    cropped: tuple[int, int]  # columns, numbers of a head, that stand in memory but are not of the cache
+    cropped: tuple[int, int]  # columns, and numbers of a head, that are in memory but not in the cache
     transposed: bool  # columns before heads in memory
     num_layers: int
     heads: int
@@ -236,7 +236,7 @@ def realign_calls(draw: st.DrawFn, limits: CallSizes) -> RealignCall:
     for _ in range(draw(st.integers(0, limits.batch))):
         length = draw(st.just(columns) | st.integers(0, columns))
         start = draw(st.integers(0, columns - length))
-        # anywhere, not at all, or by little: what a step of decoding does
+        # anywhere, not at all, or by little, as in a step of decoding
         near = st.integers(max(-4, -start), min(4, columns - length - start))
         moves.append((start, length, draw(near | st.integers(-start, columns - length - start))))
     return RealignCall(

@@ -38,7 +38,7 @@ class AttentionCall:
     scores: AttentionParams  # without sinks
     reach: int | None  # of a tree's parents; None: chains
     layout: str
-    spare: int  # places of the block table, and words of the tree mask, that nobody needs
+    spare: int  # unused places of the block table, and unused words of the tree mask
     dtype: torch.dtype
     seed: int
     value_dim: int = 0  # 0: as head_dim
@@ -74,7 +74,7 @@ class AttentionCall:
         return any(rows for _, rows in self.sequences)
 
     def first_seen(self, context: int, rows: int) -> int:
-        """Where the earliest row, a chain's first or a tree's root, begins to see; nobody sees without a row."""
+        """Where the earliest row, a chain's first or a tree's root, begins to see; the context's end without rows."""
         window = self.scores.sliding_window or context
         return max(0, context - rows - window + 1) if rows else context
 

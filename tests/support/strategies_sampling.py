@@ -26,7 +26,7 @@ class Rule:
 @dataclass(frozen=True)
 class SampledCall:
     call: VerifyCall
-    rules: tuple[Rule, ...]  # of sequence b the b-th, again from the first if there are too few
+    rules: tuple[Rule, ...]  # sequence b has the b-th; if there are fewer, they are repeated
     seed: int
 
     def make(self, device: torch.device) -> dict[str, Any]:
