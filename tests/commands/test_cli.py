@@ -319,7 +319,8 @@ def test_doctor_shows_every_op_on_every_backend(capsys, monkeypatch):
     assert ["op", *BACKENDS] in table
     for op in all_ops().values():
         assert [op.name, *("no" if op.why_unavailable(b) else "yes" for b in BACKENDS)] in table
-        assert f"no: {op.name} x cpp: no compiler here; install one" in lines
+        assert f"no: {op.name} x cpp: {op.why_unavailable('cpp')}" in lines
+    assert "no: verify_chain x cpp: no compiler here; install one" in lines
     assert any(line.startswith("chosen on cpu:") and "verify_chain torch" in line for line in lines)
     assert any(f"specdec-fast {sd.__version__}" in line for line in lines)
 

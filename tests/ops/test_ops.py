@@ -299,9 +299,10 @@ def test_kernels_are_launched_on_the_device_of_their_arguments(monkeypatch):
     monkeypatch.setattr(registry, "_imported", lambda path: lambda *args, **kwargs: seen.append(current[0]))
     monkeypatch.setitem(BACKENDS, "triton", replace(BACKENDS["triton"], why_unavailable=lambda: None))
     there = torch.ones(2).as_subclass(Elsewhere)
-    for op in all_ops().values():
+    in_triton = [op for op in all_ops().values() if "triton" in op.implementations]
+    for op in in_triton:
         op.load("triton", check=False)(None, [there], there, shifts=there)
         op.load("triton", check=False)(layers=[there], starts=there)
         op.load("triton", check=False)(torch.ones(2))
-    assert seen == [1, 1, 0] * len(all_ops())
+    assert seen == [1, 1, 0] * len(in_triton)
     assert current == [0]
