@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import all_ops
 from support.fuzzing import fuzz, memory
-from support.op_cases import CPU, attention_by_hand, changed, each_case, make, positions_seen
+from support.op_cases import CPU, attention_by_hand, attention_in_fp64, changed, each_case, make, positions_seen
 from support.op_checks import device_for, largest_of, same_bits
 from support.strategies import CPP, TRITON, CallSizes, generator
 from support.strategies_attention import AttentionCall, attention_calls
@@ -43,32 +43,6 @@ def in_cpp(version: str) -> Attention:
             extension.choose_attention_version(VERSIONS[-1])
 
     return run
-
-
-def attention_in_fp64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
-    """``attention_by_hand`` for all rows of a sequence at once: fuzzing sees too many of them for a loop."""
-    page_size, num_kv_heads = kv[0].shape[1:3]
-    out = torch.empty(*query.shape[:2], kv[1].shape[3], dtype=torch.float64)
-    for b, (start, stop) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
-        position = torch.arange(int(batch.seqused_k[b]))
-        pages = batch.block_table[b].cpu()[position // page_size].long()
-        keys, values = (cache.cpu()[pages, position % page_size].double() for cache in kv)  # [context, H_kv, D]
-        queries = query[start:stop].cpu().double().unflatten(1, (num_kv_heads, -1))
-        products = torch.einsum("rhgd,nhd->rhgn", queries, keys) * scores.scale
-        if scores.softcap is not None:
-            products = scores.softcap * torch.tanh(products / scores.softcap)
-        visible = torch.zeros(stop - start, len(position), dtype=torch.bool)
-        for row in range(start, stop):
-            visible[row - start, positions_seen(batch, b, row, scores.sliding_window)] = True
-        products = products.masked_fill(~visible[:, None, None], -math.inf)
-        if scores.sinks is not None:
-            column = scores.sinks.cpu().double().view(1, num_kv_heads, -1, 1).expand(*products.shape[:3], 1)
-            products = torch.cat([products, column], dim=-1)
-        weights = products.softmax(dim=-1)[..., : len(position)]
-        total = torch.einsum("rhgn,nhd->rhgd", weights, values.nan_to_num(0))
-        spoiled = torch.einsum("rn,nhd->rhd", visible.double(), values.isnan().double()) > 0
-        out[start:stop] = total.masked_fill(spoiled[:, :, None], math.nan).flatten(1, 2)
-    return out
 
 
 @each_case("paged_attention")

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import BACKENDS, Op, registry
-from support.op_cases import attention_by_hand
+from support.op_cases import attention_in_fp64
 
 # Backends whose kernels run as NumPy, a hundred times slower.
 INTERPRETED = {"triton"} if registry.INTERPRETING else set()
@@ -63,7 +63,7 @@ def grouped_linear_in_float64(rows: Tensor, expert_ids: Tensor, weight: Tensor, 
 
 
 REFERENCES: dict[str, Callable[..., Tensor]] = {
-    "paged_attention": attention_by_hand,
+    "paged_attention": attention_in_fp64,
     "linear": linear_in_float64,
     "grouped_linear": grouped_linear_in_float64,
 }
