@@ -1,6 +1,6 @@
 """Compile every Triton kernel to machine code, without a GPU, and report the resources that each needs.
 
-    python -m bench.aot [--targets sm_80,sm_90,sm_100,gfx942] [--jobs N] [--json FILE]
+    python -m bench.aot [--targets sm_80,sm_90,sm_100,gfx942] [--kernels REGEX] [--jobs N] [--json FILE]
 
 Exits 1 if a kernel does not compile or spills registers on an NVIDIA target. Registers are per thread, shared memory in
 bytes per program, spills in bytes per thread; on AMD registers are vector registers, and spilled registers count four
@@ -146,11 +146,12 @@ def _measure_everywhere(others: list[str], targets: list[str], kernel: str) -> l
     return [measure(kernel, variant, target) for target in targets]
 
 
-def measure_all(others: list[str], targets: list[str], jobs: int) -> list[Resources]:
-    """Compile all variants for all targets in ``jobs`` processes, without Triton's cache."""
+def measure_all(others: list[str], targets: list[str], jobs: int, chosen: str = "") -> list[Resources]:
+    """Compile the variants that match ``chosen`` for all targets in ``jobs`` processes, without Triton's cache."""
     kernels = [kernel for kernel, _ in variants_of(_modules(others))]
     if len(kernels) != len(set(kernels)):
         raise ValueError(f"two variants share a name: {sorted(kernels)}")
+    kernels = [kernel for kernel in kernels if re.match(chosen, kernel)]
     one = partial(_measure_everywhere, others, targets)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # workers inherit it
@@ -181,6 +182,7 @@ def _cell(row: Resources) -> str:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels without a GPU; report their resources.")
     parser.add_argument("--targets", type=names, default=list(TARGETS), help=f"of {','.join(TARGETS)} (default: all)")
+    parser.add_argument("--kernels", default="", metavar="REGEX", help="only variants whose names begin like this")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--modules", type=names, default=[], help="modules with variants() instead of the package's")
@@ -197,7 +199,7 @@ def main() -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET=1 replaces the compiler by an interpreter; unset it.")
     began = perf_counter()
-    rows = measure_all(args.modules, args.targets, args.jobs)
+    rows = measure_all(args.modules, args.targets, args.jobs, args.kernels)
     print(table(rows, args.targets))
     for row in rows:
         if row.error:

@@ -88,16 +88,38 @@ def test_an_inexact_op_says_how_long_its_sums_are():
     assert set(agreement.LONGEST_SUM) == {op.name for op in all_ops().values() if not op.exact}
 
 
-@pytest.mark.parametrize("op", all_ops().values(), ids=lambda op: op.name)
-def test_benchmarks_keep_the_contract(op):
-    cases = list(op.benchmarks())
-    assert cases
-    assert len({case.name for case in cases}) == len(cases)
-    for case in cases:
-        args = case.make(torch.Generator().manual_seed(0), torch.bfloat16, CPU)
-        op.check(**args)
-        assert case.why
-        assert op.bytes_moved(**args) > 0
+def is_in_slice(op, number):
+    """Making the weights of all experts takes a second; more rows use the same ones."""
+    return op.name != "grouped_linear" or number == 0
+
+
+BENCHMARKS = [
+    pytest.param(op, case, id=f"{op.name}-{case.name}", marks=() if is_in_slice(op, number) else pytest.mark.grid)
+    for op in all_ops().values()
+    for number, case in enumerate(op.benchmarks())
+]
+
+
+def test_every_op_has_benchmarks_with_names_of_their_own():
+    for op in all_ops().values():
+        names = [case.name for case in op.benchmarks()]
+        assert names
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("op", "case"), BENCHMARKS)
+def test_benchmarks_keep_the_contract(op, case, monkeypatch):
+    """Of shapes and types alone: drawing the numbers of whole weights takes seconds, and so does poisoning them."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+    def zeros(*size, generator, **others):
+        return torch.zeros((), **others).expand(*size)
+
+    monkeypatch.setattr(torch, "randn", zeros)
+    args = case.make(torch.Generator().manual_seed(0), torch.bfloat16, CPU)
+    op.check(**args)
+    assert case.why
+    assert op.bytes_moved(**args) > 0
 
 
 # A reference is of use only if it does the same work.

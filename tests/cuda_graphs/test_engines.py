@@ -9,6 +9,7 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.ops.registry import all_ops
+from support.grids import diagonal
 from support.models import truncated_copy
 from support.repeated import waits
 
@@ -86,22 +87,22 @@ def test_a_step_waits_once_and_not_to_be_launched(pair, monkeypatch, params, num
     assert all(found == ([], ["to_host"]) for found in found_in), found_in
 
 
+# What the watch calls it, and a way to wait.
+WAITS = {
+    "item": ("item", lambda x: x.sum().item()),
+    "bool": ("__bool__", lambda x: bool((x > 0).any())),
+    "nonzero": ("nonzero", lambda x: x.nonzero()),
+    "mask": ("aten.index", lambda x: x[x > 0]),
+    "tolist": ("tolist", lambda x: x.argmax(-1).tolist()),
+    "tensor": ("tensor", lambda x: torch.tensor([1.0], device=x.device)),
+    "list": ("__getitem__ by a list", lambda x: x[..., [0, 1]]),
+}
+
+
 @pytest.mark.skipif(all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
-@pytest.mark.parametrize(
-    ("wait", "named"),
-    [
-        (lambda x: x.sum().item(), "item"),
-        (lambda x: bool((x > 0).any()), "__bool__"),
-        (lambda x: x.nonzero(), "nonzero"),
-        (lambda x: x[x > 0], "aten.index"),
-        (lambda x: x.argmax(-1).tolist(), "tolist"),
-        (lambda x: torch.tensor([1.0], device=x.device), "tensor"),
-        (lambda x: x[..., [0, 1]], "__getitem__ by a list"),
-    ],
-)
-@pytest.mark.parametrize("which", [0, 1], ids=["verify", "draft"])
-def test_a_wait_inside_a_forward_is_found(pair, monkeypatch, wait, named, which, graphs_on_cpu):
-    inner = pair[which].lm_head
+@diagonal(named=WAITS, which={"verify": 0, "draft": 1})
+def test_a_wait_inside_a_forward_is_found(pair, monkeypatch, named, which, graphs_on_cpu):
+    (name, wait), inner = named, pair[which].lm_head
     forward = inner.forward
 
     def waiting(x):
@@ -109,5 +110,5 @@ def test_a_wait_inside_a_forward_is_found(pair, monkeypatch, wait, named, which,
         return forward(x)
 
     monkeypatch.setitem(inner.__dict__, "forward", waiting)
-    found_in = found_in_steps(pair, monkeypatch, PARAMS[0])
-    assert all(named in launched for launched, _ in found_in[:3]), found_in[0]
+    found_in = found_in_steps(pair, monkeypatch, sd.SamplingParams(max_new_tokens=12))
+    assert all(name in launched for launched, _ in found_in[:3]), found_in[0]

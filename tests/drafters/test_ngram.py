@@ -102,7 +102,7 @@ def test_steps_are_those_of_the_oracle(target, prompt_ids, num_draft_tokens):
     engine = sd.Engine(target, "ngram", num_draft_tokens=num_draft_tokens, max_batch_size=1)
     for prompt in prompt_ids[:4]:
         (output,) = engine.generate([prompt], PARAMS)
-        limits = oracle.Limits(MAX_NEW_TOKENS, frozenset(engine.target.eos_token_ids))
+        limits = oracle.StopRule(MAX_NEW_TOKENS, frozenset(engine.target.eos_token_ids))
         run = oracle.eqspec(target, None, [prompt], limits, num_draft_tokens)
         assert run.outputs == [output.token_ids]
         assert len(run.steps) == output.stats.num_steps

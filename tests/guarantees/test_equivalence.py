@@ -6,12 +6,15 @@ block longer than most acceptances). Both implementations, both schedulers, both
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 import specdec_fast as sd
 from specdec_fast import oracle
 from specdec_fast.equivalence.compare import transformers_greedy
 from support.demo import MAX_NEW_TOKENS
+from support.grids import diagonal, grid
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model, torch, truncated_copy
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -47,17 +50,23 @@ def demo(target, draft, prompt_ids, expected):
     return target, draft, prompt_ids, expected
 
 
-@pytest.mark.parametrize("num_draft_tokens", NUM_DRAFT_TOKENS)
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+# Every batch size and every K once; all of their pairs in the rest.
+SIZES = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 5), (2, 3), (4, 1), (8, 8), (16, 5)])
+# The oracle is slow, and knows batches of any size by the same loop.
+SIZES_OF_ORACLE = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 8), (4, 1), (16, 5)])
+
+
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 class TestDemoPair:
+    @pytest.mark.parametrize(("batch_size", "num_draft_tokens"), SIZES)
     def test_engine(self, demo, method, drafter, batch_size, num_draft_tokens):
         target, draft, prompt_ids, expected = demo
         source = draft if drafter == "model" else "ngram"
         config = {"method": method, "max_batch_size": batch_size, "num_draft_tokens": num_draft_tokens}
         assert run_engine(target, source, prompt_ids, **config) == expected
 
+    @pytest.mark.parametrize(("batch_size", "num_draft_tokens"), SIZES_OF_ORACLE)
     def test_oracle(self, demo, method, drafter, batch_size, num_draft_tokens):
         target, draft, prompt_ids, expected = demo
         source = draft if drafter == "model" else None
@@ -96,8 +105,7 @@ def pair(request):
     return target, truncated_copy(target, 2), prompts, expected
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram"])
-@pytest.mark.parametrize("method", ["eqspec", "exspec"])
+@diagonal(method=["eqspec", "exspec"], drafter=["model", "ngram"])
 class TestArchitectures:
     def test_engine(self, pair, method, drafter):
         target, draft, prompts, expected = pair

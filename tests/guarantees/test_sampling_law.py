@@ -18,6 +18,7 @@ import specdec_fast as sd
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import all_ops
 from specdec_fast.oracle import sampling as oracle_sampling
+from support.grids import grid
 from support.models import tiny_model, truncated_copy
 from support.op_checks import INTERPRETED, device_for
 from support.sampling_by_hand import noise_by_hand, philox_by_hand, target_probs_by_hand
@@ -129,7 +130,10 @@ class Chain:
 # Compiled code draws by every rule; the oracle, which it equals token by token, by all of them at once.
 @pytest.mark.parametrize(
     ("backend", "rule", "speculate"),
-    [*(("cpp", rule, True) for rule in RULES), ("cpp", "together", False), ("torch", "together", True)],
+    grid(
+        [*(("cpp", rule, True) for rule in RULES), ("cpp", "together", False), ("torch", "together", True)],
+        keep=lambda setting: setting[1] == "together",
+    ),
 )
 def test_texts_follow_the_law(backend, rule, speculate):
     device_for(OP, backend)

@@ -15,11 +15,11 @@ from specdec_fast.models.experts import mixture
 from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
-from support.models import _GROUPED
+from support.models import TINY_GROUPED
 
 CPU = torch.device("cpu")
 WITHOUT_PROGRAMS = all_ops()["linear"].why_unavailable("cpp")
-_SMALL = {**_GROUPED, "num_hidden_layers": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SMALL = {**TINY_GROUPED, "num_hidden_layers": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _DEEPSEEK = {**_SMALL, "head_dim": 16, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
 CONFIGS = {
     "mixtral": lambda: transformers.MixtralConfig(**_SMALL, num_local_experts=4),

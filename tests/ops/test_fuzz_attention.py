@@ -66,13 +66,14 @@ def assert_near_oracle(attention: Attention, call: AttentionCall, device: torch.
     got, truth, g = attention(**args), attention_in_fp64(**before), generator(call.seed)
     assert same_bits(memory(args), memory(before)), "the arguments were changed"
     assert (got.dtype, got.shape) == (before["query"].dtype, truth.shape)
-    oracle_error = 0.0
+    rounding_unit, oracle_error = torch.finfo(got.dtype).eps * largest_of(truth), 0.0
     for _ in range(ORDERS):
+        if largest_of(got.cpu() - truth) <= 2 * oracle_error + rounding_unit:
+            break  # another order can only raise the bound
         order, of_values = (torch.randperm(cache.shape[3], generator=g).to(device) for cache in before["kv"])
         kv = (before["kv"][0][..., order], before["kv"][1][..., of_values])
         oracle = OP.load("torch")(**{**before, "query": before["query"][..., order], "kv": kv})
         oracle_error = max(oracle_error, largest_of(oracle.cpu() - truth[..., of_values.cpu()]))
-    rounding_unit = torch.finfo(got.dtype).eps * largest_of(truth)
     assert largest_of(got.cpu() - truth) <= 2 * oracle_error + rounding_unit
 
 
@@ -92,18 +93,20 @@ def test_tree_attention_in_cpp(call, version):
 
 
 # Smaller, because it is interpreted; the context passes one tile of 64.
-@fuzz(40)
-@given(call=attention_calls(TRITON))
+@fuzz(12)
+@given(call=attention_calls(TRITON) | attention_calls(TRITON, trees=True))
 def test_attention_in_triton(call):
     device = device_for(OP, "triton")
     assert_near_oracle(OP.load("triton"), call, device)
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("trees", [False, True])
 @fuzz(40)
-@given(call=attention_calls(TRITON, trees=True))
-def test_tree_attention_in_triton(call):
+@given(data=st.data())
+def test_attention_in_triton_at_length(trees, data):
     device = device_for(OP, "triton")
-    assert_near_oracle(OP.load("triton"), call, device)
+    assert_near_oracle(OP.load("triton"), data.draw(attention_calls(TRITON, trees=trees)), device)
 
 
 def unwritten(**args: Any) -> Tensor:
@@ -230,9 +233,17 @@ def test_nan_in_cpp_reaches_only_rows_that_see_it(call, version):
     assert_nan_reaches_only_rows_that_see_it(in_cpp(version), call, CPU)
 
 
-@fuzz(25)
+@fuzz(8)
 @given(call=any_calls(TRITON))
 def test_nan_in_triton_reaches_only_rows_that_see_it(call):
+    device = device_for(OP, "triton")
+    assert_nan_reaches_only_rows_that_see_it(OP.load("triton"), call, device)
+
+
+@pytest.mark.grid
+@fuzz(25)
+@given(call=any_calls(TRITON))
+def test_nan_in_triton_reaches_only_rows_that_see_it_at_length(call):
     device = device_for(OP, "triton")
     assert_nan_reaches_only_rows_that_see_it(OP.load("triton"), call, device)
 

@@ -1,13 +1,15 @@
 """What is launched is what the kernel files list, and nothing of a batch makes Triton compile anew in mid-serving.
 
-Each check runs in a process of its own: this one has Triton's interpreter in the compiler's place.
+The checks run in other processes: this one has Triton's interpreter in the compiler's place.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -47,15 +49,50 @@ def unlisted(notes):  # no file can list the sizes of every model, but tiles and
 """
 
 
-def run(script: str) -> str:
+# Loaded once, the packages serve every check: each is a child of this process.
+SERVER = COMMON + """
+import json, os, sys, traceback
+torch.set_num_threads(1)  # a forked process has no pool of threads
+for line in sys.stdin:
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        failed = False
+        try:
+            exec(json.loads(line), globals())
+        except BaseException:
+            failed = True
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(failed)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        found = file.read()
+    print(json.dumps([os.wait()[1], found]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[str], str]]:
+    """Return a function that runs a script after COMMON, in a process of its own, and returns what it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", COMMON + script]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = [sys.executable, "-W", "ignore", "-c", SERVER]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+
+        def run(script: str) -> str:
+            print(json.dumps(script), file=server.stdin, flush=True)
+            status, found = json.loads(server.stdout.readline())
+            assert status == 0, found
+            return found
+
+        yield run
+        server.stdin.close()
 
 
-def test_the_cases_of_the_ops_launch_what_is_listed():
+def test_the_cases_of_the_ops_launch_what_is_listed(run):
     """Types, what is specialised as a multiple of 16 and flags, together; of listed sizes tiles and options as well."""
     found = run("""
 notes = notes_of(calls_of_cases((torch.float32, torch.float16, torch.bfloat16), benchmarks=False), TARGET)
@@ -68,7 +105,7 @@ print(len(notes), sum(with_sizes(note.asked) in SIZES for note in notes), *unlis
     assert len(with_sinks_and_tree) == 3, "of each type; paged_attention.py says why"
 
 
-def test_published_shapes_launch_what_is_listed_whatever_the_batch():
+def test_published_shapes_launch_what_is_listed_whatever_the_batch(run):
     """The first batch has one sequence of one row; no later one asks for anything else."""
     found = run("""
 for name, shape in PUBLISHED.items():
@@ -97,7 +134,7 @@ for name, shape in PUBLISHED.items():
     ],
     ids=["alignment", "chunk", "warps", "tile"],
 )
-def test_another_launch_is_not_listed(change, call, kernel):
+def test_another_launch_is_not_listed(run, change, call, kernel):
     """The check rejects a pointer that is specialised by where it lies, another tile, and other options."""
     found = run(f"""
 import specdec_fast.triton_kernels.append_kv as append_kv

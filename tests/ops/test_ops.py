@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.errors import BackendError, ConfigError
-from specdec_fast.ops import AUTO, BACKENDS, all_ops, availability, registry, resolve
-from support.op_cases import CASES, CPU, attention_by_hand, changed, each_dtype, make
+from specdec_fast.ops import AUTO, BACKENDS, Op, all_ops, availability, registry, resolve
+from support.grids import grid
+from support.op_cases import CASES, CPU, DTYPES, attention_by_hand, changed, each_dtype, make
 from support.op_checks import (
     INTERPRETED,
     REFERENCES,
@@ -27,17 +29,28 @@ from support.op_checks import (
 )
 
 SEEDS = (0, 1, 2)
+
+
+def is_in_slice(op: Op, backend: str, case: int, dtype: str) -> bool:
+    """Interpreted kernels get each case in one dtype, in turn; compiled ones in all."""
+    served = ["fp32", "fp16"] if op.name in REFERENCES else ["fp32", "fp16", "bf16"]
+    return backend not in INTERPRETED or dtype == served[case % len(served)]
+
+
 SWEEP = [
-    pytest.param(op, backend, case, id=f"{op.name}-{backend}-{case.name}")
+    pytest.param(
+        op, backend, case, DTYPES[dtype], id=f"{op.name}-{backend}-{case.name}-{dtype}",
+        marks=() if is_in_slice(op, backend, number, dtype) else pytest.mark.grid,
+    )
     for op in all_ops().values()
     for backend in op.implementations
     if backend != "torch"
-    for case in op.cases()
-]
+    for number, case in enumerate(op.cases())
+    for dtype in DTYPES
+]  # fmt: skip
 
 
-@each_dtype
-@pytest.mark.parametrize(("op", "backend", "case"), SWEEP)
+@pytest.mark.parametrize(("op", "backend", "case", "dtype"), SWEEP)
 def test_backend_agrees_with_the_oracle(op, backend, case, dtype):
     device = device_for(op, backend)
     if backend in INTERPRETED and op.name in REFERENCES and dtype == torch.bfloat16:
@@ -206,8 +219,13 @@ def test_experts_that_are_not_there_are_refused(backend, expert):
         all_ops()["grouped_linear"].load(backend)(**args)
 
 
-@pytest.mark.parametrize("backend", [b for b in all_ops()["verify_chain"].implementations if b != "torch"])
-@each_dtype
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    grid(
+        product([b for b in all_ops()["verify_chain"].implementations if b != "torch"], DTYPES.values()),
+        keep=lambda pair: pair[0] not in INTERPRETED or pair[1] == torch.float16,
+    ),
+)
 def test_verify_chain_across_blocks(backend, dtype):
     """Chains longer than a kernel's tile of rows; equals, infinities and NaNs on both sides of a block's edge."""
     device = device_for(all_ops()["verify_chain"], backend)

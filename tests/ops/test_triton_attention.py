@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.grids import diagonal
 from support.op_cases import CPU, attention_by_hand, changed, positions_seen
 from support.op_checks import assert_agrees, assert_rows_independent, same_bits
 
@@ -32,9 +33,13 @@ from support.source_tree import ROOT
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.gpu; this is about the interpreter")
 OP = all_ops()["paged_attention"]
-each_type = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+# fp16 first, which is faster here: its tiles are larger.
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+each_type = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 SMALL_PIECE = 64  # of one tile of KV in fp16 and four in fp32: many pieces in short contexts
 UNSPLIT, SPLIT = 0, 1 << 30  # values of _ENOUGH_PROGRAMS
+ENOUGH = {"split": SPLIT, "unsplit": UNSPLIT}
+WINDOWS = {"full": None, "window": 70}
 
 
 def attention(**args: Any) -> Tensor:
@@ -74,8 +79,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[
 
 
 # Lengths around the ends of pieces of 512 positions, and one of three pieces.
-@each_type
-@pytest.mark.parametrize("enough", [SPLIT, UNSPLIT], ids=["split", "unsplit"])
+@diagonal(enough=ENOUGH, dtype=DTYPES)
 def test_contexts_of_several_pieces(dtype, enough, monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", enough)
     args = make(_Shape((1100, 511, 512, 513, 3), (2, 1, 2, 3, 0), head_dim=16), dtype)
@@ -88,7 +92,7 @@ def test_contexts_of_several_pieces(dtype, enough, monkeypatch):
 
 PIECES = {
     "chain": _Shape((200, 64, 65), (6, 1, 40), head_dim=16),
-    "window": _Shape((200, 64, 130), (6, 3, 20), head_dim=16, sliding_window=70),
+    "window": _Shape((200, 64, 130), (6, 3, 20), heads=2, kv_heads=1, head_dim=16, sliding_window=70),
     "softcap": _Shape((130, 65), (6, 1), head_dim=16, softcap=2.0),
     "tree": _Shape((150, 64, 70), (9, 3, 40), head_dim=16, tree=True),
     "tree_window": _Shape((150, 70), (9, 32), head_dim=16, tree=True, sliding_window=64),
@@ -108,8 +112,7 @@ def split_and_not(shape: _Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     return results[0], results[1]
 
 
-@each_type
-@pytest.mark.parametrize("shape", PIECES.values(), ids=PIECES.keys())
+@diagonal(shape=PIECES, dtype=DTYPES)
 def test_split_or_not_has_the_same_bits(shape, dtype, small_pieces, monkeypatch):
     split, unsplit = split_and_not(shape, dtype, monkeypatch)
     assert same_bits(split, unsplit)
@@ -126,9 +129,7 @@ def test_other_pieces_give_other_bits(small_pieces, monkeypatch):
 
 
 # The batch is not split (6 programs) and a part of it is (2): decoding, chunks, and a sequence alone against the batch.
-@each_type
-@pytest.mark.parametrize("chunk", [1, 7, 10_000], ids=["row_by_row", "sevens", "sequence_alone"])
-@pytest.mark.parametrize("window", [None, 70], ids=["full", "window"])
+@diagonal(chunk={"row_by_row": 1, "sevens": 7, "sequence_alone": 10_000}, window=WINDOWS, dtype=DTYPES)
 def test_rows_are_independent(chunk, window, dtype, small_pieces, monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", 6)
     shape = _Shape((90, 130, 65), (9, 6, 1), heads=2, head_dim=16, sliding_window=window)
@@ -203,8 +204,7 @@ ODD = {
 }
 
 
-@each_type
-@pytest.mark.parametrize("shape", ODD.values(), ids=ODD.keys())
+@diagonal(shape=ODD, dtype=DTYPES)
 def test_odd_sizes(shape, dtype):
     args = make(shape, dtype)
     assert_agrees(OP, attention(**args), OP.load("torch")(**args), args)
@@ -217,6 +217,11 @@ SPOILED = {
     "window": (_Shape((90, 20), (9, 3), heads=2, head_dim=16, sliding_window=30), 54),
     "seen_by_all": (_Shape((90, 20), (9, 3), heads=2, head_dim=16), 3),
 }
+# Of a key or a value (0 or 1).
+SPOILS = {
+    "key-nan": (0, float("nan")), "value-nan": (1, float("nan")),
+    "value-inf": (1, float("inf")), "key-inf": (0, float("inf")),
+}  # fmt: skip
 
 
 def spoiled(args: dict[str, Any], position: int, which: int, value: float) -> dict[str, Any]:
@@ -244,12 +249,9 @@ def assert_reaches_only_rows_that_see_it(
     assert torch.equal(after[sees, :group].isfinite().all(dim=-1), wanted)
 
 
-@each_type
-@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
-@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
-@pytest.mark.parametrize("name", SPOILED)
-def test_not_finite_reaches_only_rows_that_see_it(name, which, value, dtype, small_pieces):
-    assert_reaches_only_rows_that_see_it(*SPOILED[name], which, value, dtype)
+@diagonal(name=list(SPOILED), spoils=SPOILS, dtype=DTYPES)
+def test_not_finite_reaches_only_rows_that_see_it(name, spoils, dtype, small_pieces):
+    assert_reaches_only_rows_that_see_it(*SPOILED[name], *spoils, dtype)
 
 
 def test_not_finite_check_rejects_weights_of_zero(monkeypatch):
@@ -290,8 +292,7 @@ def read_by(args: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[set[
     return slots[0], entries_read(args["batch"].block_table, read, 1)
 
 
-@each_type
-@pytest.mark.parametrize("name", PIECES)
+@diagonal(name=list(PIECES), dtype=DTYPES)
 def test_reads_what_is_seen_and_no_more(name, dtype, small_pieces, monkeypatch):
     shape = PIECES[name]
     args = make(shape, dtype)
@@ -349,9 +350,7 @@ def test_sums_over_a_tile_have_one_order():
 # Graphs are launched with the bounds of their bucket, and with places for sequences that have no rows.
 
 
-@each_type
-@pytest.mark.parametrize("enough", [SPLIT, UNSPLIT], ids=["split", "unsplit"])
-@pytest.mark.parametrize("window", [None, 70], ids=["full", "window"])
+@diagonal(enough=ENOUGH, window=WINDOWS, dtype=DTYPES)
 def test_larger_bounds_change_no_bit_and_nothing_more_is_read(dtype, enough, window, small_pieces, monkeypatch):
     args = make(_Shape((200, 65, 3), (2, 1, 3), head_dim=16, sliding_window=window), dtype)
     batch = args["batch"]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from support.source_tree import ROOT
 
 TINY = ["--target-size", "32", "2", "2", "1", "64", "--draft-size", "16", "1", "1", "1", "32"]
-BRIEF = ["--minutes-target", "0.07", "--minutes-draft", "0.04", "--prompts", "6", "--max-new-tokens", "24"]
+BRIEF = ["--minutes-target", "0.02", "--minutes-draft", "0.01", "--prompts", "6", "--max-new-tokens", "24"]
 MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 REPORT_KEYS = {
     "source",

@@ -17,7 +17,7 @@ from support.source_tree import ROOT
 
 def build_wheel(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     source = tmp_path / "source"
-    ignored = shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "*.so", "__pycache__", ".*_cache")
+    ignored = shutil.ignore_patterns(".venv*", ".git", "build", "*.egg-info", "*.so", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, source, ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "dist"), str(source)]
     return subprocess.run(
@@ -30,16 +30,30 @@ def names_in_wheel(tmp_path: Path) -> list[str]:
     return zipfile.ZipFile(wheel).namelist()
 
 
-@pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory):
+# With the extension, which takes long to compile even without optimisation, and without it.
+BUILDS = [
+    pytest.param({"SPECDEC_NO_CPP": "1"}, id="no_cpp"),
+    pytest.param({"SPECDEC_CXXFLAGS": "-O0"}, id="cpp", marks=pytest.mark.grid),
+]
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def wheel(request, tmp_path_factory):
+    """Return whether the wheel has the extension, and the names of its files."""
     path = tmp_path_factory.mktemp("wheel")
-    built = build_wheel(path)
+    built = build_wheel(path, **request.param)
     assert built.returncode == 0, built.stderr[-2000:]
-    return names_in_wheel(path)
+    return "SPECDEC_NO_CPP" not in request.param, names_in_wheel(path)
 
 
-def test_wheel_holds_the_extension_and_the_kernels(wheel_names):
-    assert any(re.fullmatch(r"specdec_fast/_C\..*so", name) for name in wheel_names)
+@pytest.fixture
+def wheel_names(wheel):
+    return wheel[1]
+
+
+def test_wheel_holds_the_extension_and_the_kernels(wheel):
+    has_extension, wheel_names = wheel
+    assert any(re.fullmatch(r"specdec_fast/_C\..*so", name) for name in wheel_names) is has_extension
     assert "specdec_fast/triton_kernels/__init__.py" in wheel_names
     assert "specdec_fast/py.typed" in wheel_names
     for part in ("target/model.safetensors", "draft/config.json", "prompts.jsonl", "README.md"):
@@ -56,19 +70,13 @@ def test_every_module_is_in_the_wheel(wheel_names):
     assert modules <= set(wheel_names)
 
 
-def test_extension_needs_no_torch_library(tmp_path, wheel_names):
+def test_extension_needs_no_torch_library():
     """So that one wheel fits every torch version."""
     import specdec_fast._C as extension
 
     needed = subprocess.run(["ldd", extension.__file__], capture_output=True, text=True, check=True).stdout
     assert "libgomp" in needed
     assert "torch" not in needed.replace(str(ROOT), "")
-
-
-def test_no_cpp_builds_without_the_extension(tmp_path):
-    built = build_wheel(tmp_path, SPECDEC_NO_CPP="1")
-    assert built.returncode == 0, built.stderr[-2000:]
-    assert not any("_C." in name for name in names_in_wheel(tmp_path))
 
 
 def test_missing_compiler_is_said_in_one_line(tmp_path):
