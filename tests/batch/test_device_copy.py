@@ -23,5 +23,5 @@ def test_what_comes_in_one_piece_is_taken_apart():
     expected = [[0, 1, 2, 3, 4], [2**31 - 1, -1], []]
     assert to_host(results) == expected
     joined = torch.cat(results)
-    assert joined.dtype == torch.int64, "no number is cut when int32 is read with int64"
+    assert joined.dtype == torch.int64, "int32 beside int64 is joined as int64"
     assert device_copy._apart(joined.tolist(), [5, 2, 0]) == expected

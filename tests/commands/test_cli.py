@@ -84,7 +84,7 @@ def test_generate(in_folder, capsys, prompts, prompt_ids, target, tokenizer):
     ids = [tokenizer(prompts[0]).input_ids, prompt_ids[1], prompt_ids[2]]
     lines = [{"prompt": prompts[0], "id": 7}, *({"prompt_ids": i} for i in ids[1:]), "", ""]
     path = write_lines(in_folder / "in.jsonl", *lines)  # blank lines at the end do not count
-    # one at a time, so that the order of the output is not the order of a batch by chance
+    # one at a time, so that the order of the output does not come from the order of a batch
     status, records = generate(path, **{"batch-size": 1, "method": "exspec"})
     assert status == 0
     expected = [transformers_greedy(target, i, 5) for i in ids]
@@ -173,7 +173,7 @@ def test_generate_reports_bad_lines_and_serves_the_others(in_folder, capsys, tar
 
 
 def test_generate_survives_text_that_no_tokenizer_takes(in_folder, capsys):
-    # half of a surrogate pair is valid JSON, but no Unicode character
+    # half of a surrogate pair is valid JSON, but not a Unicode character
     lines = ({"prompt_ids": [5]}, '{"prompt": "\\ud800"}', {"prompt_ids": [6]})
     path = write_lines(in_folder / "in.jsonl", *lines)
     status, records = generate(path)

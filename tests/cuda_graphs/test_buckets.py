@@ -1,4 +1,4 @@
-"""Buckets of graphs: every batch fits into its own, there are few, and nothing of an earlier batch is left in one."""
+"""Buckets of graphs: every batch fits into its own, there are few, and none keeps anything of an earlier batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_bucket_holds_its_batch(counts, limits, multiple, page_size):
     filled.fill(batch)
     each = filled.batch.cu_seqlens_q.diff()
     assert each.tolist()[: len(counts)] == counts
-    assert each.sum() == bucket.num_rows, "every row belongs to somebody, or attention would leave it unwritten"
+    assert each.sum() == bucket.num_rows, "every row has an owner, or attention would leave it unwritten"
     assert 0 <= each.min() <= each.max() <= bucket.max_seqlen_q
     assert torch.equal(filled.batch.seqused_k[len(counts) :], each[len(counts) :])
     assert filled.batch.slot_mapping[sum(counts) :].lt(page_size).all(), "on the scratch page"
@@ -92,7 +92,7 @@ def test_pages_are_rounded_up_and_what_is_too_large_has_no_bucket():
 
 
 def test_nothing_is_left_of_an_earlier_batch(model):
-    """Whatever stands in a bucket, a batch makes the same of it."""
+    """A bucket filled with a batch does not depend on what it held before."""
     pool = opened_pool(model)
     batch = next(batches(pool, [[2, 1, 4]]))
     bucket = LIMITS.bucket(batch, pool.page_size, RULE)

@@ -1,4 +1,4 @@
-"""How ``CudaCapture`` uses ``torch.cuda``, told by a stand-in for it: no GPU has run it yet."""
+"""How ``CudaCapture`` uses ``torch.cuda``, recorded by a replacement for it, so that no GPU is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec_fast.cuda_graphs.capture import CudaCapture
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Everything that is asked of the device, in order."""
+    """All calls of ``torch.cuda``, in order."""
     noted = []
 
     class Stream:
@@ -97,7 +97,7 @@ def test_each_object_records_all_its_graphs_on_one_stream_of_its_own(calls):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_nothing_is_collected_meanwhile(calls, enabled):
-    """A graph that is destroyed while another one is recorded would break the recording."""
+    """Destroying a graph while another one is recorded would break the recording."""
     seen = []
 
     def run():

@@ -1,4 +1,4 @@
-"""When graphs of a model are given up, and models that have none."""
+"""When the graphs of a model are dropped, and models that have none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hooked(model):
         (exchanged, 0),
         (exchanged_module, 0),
         (hooked, 0),
-        (lambda model: model.lm_head.weight.data.mul_(2), 1),  # a graph reads what is there
+        (lambda model: model.lm_head.weight.data.mul_(2), 1),  # a graph reads the memory that was changed
         (lambda model: None, 1),
     ],
     ids=["moved", "exchanged", "exchanged_module", "hooked", "in_place", "unchanged"],
@@ -58,7 +58,7 @@ def test_graphs_are_given_up_if_weights_are_moved(change, kept, graphs_on_cpu):
 
 
 def test_exchanged_weights_are_freed_by_the_next_call(graphs_on_cpu):
-    """The model is compared with what it was, so until then its old tensors are kept."""
+    """Until then the old tensors are kept, to compare the model with them."""
     made = RaggedModel(tiny_model("qwen3"), resolve(CPU))
     made.use_graphs(LIMITS)
     layer = made.model.model.layers[0].mlp.up_proj

@@ -1,4 +1,4 @@
-"""Whole engines with graphs: the tokens are those without, and a step waits for the device once."""
+"""Whole engines with graphs: the tokens are those without graphs, and a step waits for the device once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs with repeated calls in their place: their bits, when they are recorded, and for how long they are kept."""
+"""Graphs, replaced by repeated calls: their bits, when they are recorded, and for how long they are kept."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_another_pool_gets_graphs_of_its_own(model):
 
 
 def test_graphs_do_not_keep_a_pool(model):
-    """An engine gives its pool up before it asks for a larger one: the memory must be free by then."""
+    """An engine drops its pool before it makes a larger one; the memory must be free by then."""
     model.graphs._capture = lambda run: Captured(lambda: None, run())
     pool = opened_pool(model)
     model.forward(next(batches(pool, [[3, 2]])), pool)
@@ -92,7 +92,7 @@ def test_graphs_do_not_keep_a_pool(model):
 
 
 def test_where_there_are_too_many_all_go(model, monkeypatch):
-    """Destroying one of them would take memory from the others: see ``CudaCapture``."""
+    """All at once, because destroying one frees memory that the others use: see ``CudaCapture``."""
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     pool = opened_pool(model)
     eager_pool = opened_pool(model)

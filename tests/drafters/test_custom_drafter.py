@@ -1,4 +1,4 @@
-"""Drafters of the caller's own: they may be useless or broken, never make an output wrong."""
+"""Custom drafters: a useless or a broken one never makes an output wrong."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_engine_survives_an_exception_of_its_drafter(target, prompt_ids, expecte
 
 
 def test_limits_and_tokens_are_the_engines_own(target, prompt_ids, expected):
-    """A drafter that raises its own limit, or edits the sequence in place, is told; nothing comes out wrong."""
+    """A drafter that raises its own limit, or edits the sequence in place, is an error; no output is wrong."""
     drafter = Scripted(None)
 
     def raise_limits(sequences, limits):
@@ -144,7 +144,7 @@ def test_engine_survives_an_exception_on_release(target, prompt_ids, expected):
 
 
 def test_drafter_is_not_asked_where_nothing_may_be_proposed(target, prompt_ids, expected):
-    """A tensor of no proposals would be a float tensor; a drafter need not think of it."""
+    """Otherwise each drafter would have to handle that ``torch.tensor([])`` is a float tensor."""
 
     def propose(sequences, limits):
         assert any(limits)

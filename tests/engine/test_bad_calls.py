@@ -1,4 +1,4 @@
-"""Calls that are wrong as a whole: a typed error before any work, that says what came and what to do."""
+"""Calls that are wrong as a whole: a typed error before any work says what was passed and what to do."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_every_error_is_exported():
 
 
 class Encoding:
-    """The bundled tokenizer, but that it raises on one text."""
+    """The bundled tokenizer, but it raises on one text."""
 
     def __init__(self, tokenizer, error):
         self.tokenizer, self.error, self.decode = tokenizer, error, tokenizer.decode
@@ -321,7 +321,7 @@ def test_unsupported_model(make, message):
 
 
 def test_window_that_only_the_mask_knows_is_refused():
-    """PhiMoE slides through its mask; on pages it would see too much, and its short probe would not show it."""
+    """PhiMoE has its window in its mask. On pages it would see too much, and its probe is too short to show that."""
     config = PhimoeConfig(**TINY_GROUPED, num_local_experts=2, sliding_window=20)
     with pytest.raises(sd.UnsupportedModelError, match="window through the mask alone"):
         sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
@@ -361,7 +361,7 @@ def test_pool_larger_than_memory(target):
 
 
 class TestShapesOfPrompts:
-    """What else callers pass: a tokenizer's result, tensors, NumPy integers."""
+    """Other types of prompts: a tokenizer's result, tensors, NumPy integers."""
 
     PARAMS = sd.SamplingParams(max_new_tokens=4)
 

@@ -1,4 +1,4 @@
-"""The caller's default device is the caller's business: every tensor of the package names its own."""
+"""The caller's default device has no effect: every tensor of the package names its device."""
 
 from __future__ import annotations
 

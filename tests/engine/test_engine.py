@@ -35,7 +35,7 @@ class TestScheduling:
         engine = sd.Engine(target, draft, method=method, max_batch_size=8, kv_cache_tokens=largest)
         outputs = engine.generate(prompt_ids, PARAMS)
         assert [o.token_ids for o in outputs] == expected
-        assert engine.last_run.num_sequence_steps < 8 * engine.last_run.num_steps, "nobody had to wait"
+        assert engine.last_run.num_sequence_steps < 8 * engine.last_run.num_steps, "no sequence had to wait"
         assert engine.pool.num_free_pages == engine.pool.num_pages
         assert engine.drafter.pool.num_free_pages == engine.drafter.pool.num_pages
 
@@ -47,14 +47,14 @@ class TestScheduling:
 
     @pytest.mark.parametrize("draft_name", ["model", "ngram"])
     def test_every_prompt_token_is_computed_once(self, target, draft, prompt_ids, draft_name, monkeypatch):
-        """A sequence that joins late makes nobody prefill again, neither the target nor the draft model."""
+        """A sequence that joins late makes no other prefill again, neither in the target nor in the draft model."""
         engine = sd.Engine(target, draft if draft_name == "model" else "ngram", max_batch_size=2, num_draft_tokens=3)
         models = [engine.target] + ([engine.drafter.model] if draft_name == "model" else [])
         computed = {model: [] for model in models}
         for model in models:
 
             def forward(batch, pool, logit_rows=None, model=model, original=model.forward):
-                computed[model] += batch.positions.tolist()[: len(batch.token_ids)]  # padding computes nobody's token
+                computed[model] += batch.positions.tolist()[: len(batch.token_ids)]  # padding is no sequence's token
                 return original(batch, pool, logit_rows)
 
             def verify(spans, *rest, model=model, original=model.program and model.program.verify):
@@ -131,7 +131,7 @@ class TestStream:
 
 
 class TestOneBadRequest:
-    """It gets its own typed error; the others come out as if it were not there."""
+    """It gets a typed error of its own; the others get what they get without it."""
 
     @pytest.mark.parametrize(
         ("bad", "error", "message"),
@@ -167,7 +167,7 @@ class TestOneBadRequest:
     @pytest.mark.parametrize("backend", ["auto", "torch"])
     @pytest.mark.parametrize("draft_name", ["model", "ngram"])
     def test_nan_logits(self, target, draft, prompt_ids, expected, draft_name, backend):
-        """One token's embedding is NaN, so a text that meets it fails from there on, and no other does.
+        """One token's embedding is NaN, so a text fails where that token comes, and no other text does.
 
         Other sequences may well have that token proposed to them and reject it.
         """

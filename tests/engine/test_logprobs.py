@@ -97,7 +97,7 @@ def test_equal_logits_give_equal_bits(models, draft, num_draft_tokens, method):
     ]
     plain = run(models, params)
     assert [o.token_ids for o in plain] == [SCRIPT[:15], SCRIPT[3:11], SCRIPT[1:7], SCRIPT[8:11]]
-    assert len(set(plain[0].logprobs)) == 15, "a row taken for another would show"
+    assert len(set(plain[0].logprobs)) == 15, "all differ, so that confused rows would be seen"
     assert plain[1].logprobs == plain[0].logprobs[3:11]
     outputs = run(models, params, draft, num_draft_tokens, method)
     assert [(o.token_ids, o.logprobs) for o in outputs] == [(o.token_ids, o.logprobs) for o in plain]

@@ -80,7 +80,7 @@ def pair(request):
 
 
 def test_a_call_that_begins_while_another_begins(pair, monkeypatch):
-    """Between finding an engine idle and taking it, another thread may do the same."""
+    """The second call comes after the first has found the engine idle, and before it has taken it."""
     refused = []
 
     def statistics():
@@ -133,7 +133,7 @@ def test_a_stream_moves_between_threads(pair):
 @pytest.mark.parametrize("method", ["reserve", "free", "allocate", "_make_place"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_interrupt_leaves_an_engine_that_serves(pair, monkeypatch, method, moment, count):
-    """Ctrl-C, or a timeout by a signal, comes anywhere, and so between a page and the book that it is written in."""
+    """Ctrl-C, or a timeout by a signal, comes anywhere: also between taking a page and recording who has it."""
     expected = [output.token_ids for output in pair.generate(PROMPTS, PARAMS)]
     original, calls = getattr(PagePool, method), []
 

@@ -1,4 +1,4 @@
-"""Verification in one call against its parts, and telling a step's tokens while a device does the next step."""
+"""Verification in one call against its parts, and handing out a step's tokens while the next step runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def draft_of(tokens):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
 def test_one_call_is_its_parts(monkeypatch, dtype, params):
-    """Logits and KV entries bit for bit, and the same emissions; drafts that are no words are fed as their nearest."""
+    """Logits and KV entries bit for bit, and emissions; ids outside the vocabulary are fed as the nearest inside."""
     model = RaggedModel(tiny_model("llama").to(dtype), resolve(CPU))
     found = []
     for in_one_call in (True, False):
@@ -65,7 +65,7 @@ def test_one_call_is_its_parts(monkeypatch, dtype, params):
         sequences = sequences_of(sd.SamplingParams(max_new_tokens=20, **params))
         pool = filled_pool(model, sequences)
         first = verify(model, pool, sequences, draft_of(DRAFTED))
-        # a second time, on what the first one showed: some drafts are right now, one is no word
+        # again, with drafts from the first result: some are right now, and one is outside the vocabulary
         right = [
             [*emission[: len(own)], *own[len(emission) :]]
             for emission, own in zip(first.emissions(), DRAFTED, strict=True)
@@ -126,7 +126,7 @@ def test_spans_that_do_not_fit_are_refused():
 
 @pytest.fixture(params=[False, True], ids=["in_turn", "ahead"])
 def ahead(request, monkeypatch):
-    """As on a GPU: the next step is launched before a step's tokens are told."""
+    """As on a GPU: the next step is launched before a step's tokens are handed out."""
     monkeypatch.setattr(sd.Engine, "_overlap", request.param)
     return request.param
 
@@ -143,16 +143,16 @@ def watched(engine, monkeypatch):
     for name in ("_launch", "_finish"):
         original = getattr(engine, name)
 
-        def told(*args, name=name, original=original):
+        def noted(*args, name=name, original=original):
             result = original(*args)
             events.append(name)
             return result
 
-        monkeypatch.setattr(engine, name, told)
+        monkeypatch.setattr(engine, name, noted)
     return events
 
 
-def test_tokens_are_given_out_while_the_next_step_runs(pair, monkeypatch, ahead):
+def test_tokens_are_handed_out_while_the_next_step_runs(pair, monkeypatch, ahead):
     engine = sd.Engine(*pair, max_batch_size=1, num_draft_tokens=2)
     events = watched(engine, monkeypatch)
     for chunk in engine.stream([TEXTS[0]], sd.SamplingParams(max_new_tokens=9, ignore_eos=True)):
@@ -165,7 +165,7 @@ def test_tokens_are_given_out_while_the_next_step_runs(pair, monkeypatch, ahead)
 
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, "auto"])
-def test_giving_out_late_changes_nothing(pair, ahead, method, num_draft_tokens):
+def test_handing_out_late_changes_nothing(pair, ahead, method, num_draft_tokens):
     params = [
         sd.SamplingParams(max_new_tokens=11 + i, temperature=0.7 * (i % 2), seed=i, logprobs=i == 2) for i in range(4)
     ]
@@ -219,7 +219,7 @@ class Failing(Drafter):
         return Draft(torch.zeros(sum(limits), dtype=torch.int64), limits)
 
 
-def test_what_was_emitted_is_given_out_before_an_error(pair, ahead):
+def test_what_was_emitted_is_handed_out_before_an_error(pair, ahead):
     stream = sd.Engine(pair[0], Failing(), num_draft_tokens=1).stream(TEXTS, sd.SamplingParams(ignore_eos=True))
     assert [next(stream).index for _ in range(2 * len(TEXTS))] == [0, 1, 2, 3] * 2
     with pytest.raises(OSError, match="gone"):

@@ -1,4 +1,4 @@
-"""The equivalence report's own parts: what it compares, how it counts, and the bench that runs it at length."""
+"""The equivalence report: what it compares, how it counts, and the benchmark that runs it at length."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class TestArchitectures:
 
 
 def test_architectures_vary_enough():
-    """The random models above are of use only while their texts are not one token over and over."""
+    """A random model that repeats one token would test nothing."""
     for architecture in CONFIGS:
         tokens = transformers_greedy(tiny_model(architecture), [5, 9, 23], MAX_NEW_TOKENS)
         assert len(set(tokens)) > 5, architecture

@@ -48,7 +48,7 @@ print("the same")
 
 
 def test_demo_pair_has_the_same_bits_on_several_threads():
-    """In a process whose threads sleep while they wait: those that spin take minutes on a busy machine."""
+    """In a process whose threads sleep while they wait, because spinning takes minutes on a busy machine."""
     paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": paths}
     found = subprocess.run(

@@ -85,7 +85,7 @@ def stale_position(original, pool, rows, token_ids):
 
 
 def unrejected_entry(original, pool, rows, token_ids):
-    """I2: the entry of the last committed token goes astray, so a rejected draft token's keeps its place."""
+    """I2: the entry of the last committed token is written elsewhere, so that of a rejected draft token stays."""
     batch = original(pool, rows, token_ids)
     first = [int(i) for i, span in zip(batch.cu_seqlens_q, rows, strict=False) if span.count > 1 and span.start > 0]
     batch.slot_mapping[first] = 0  # the scratch page
@@ -93,13 +93,13 @@ def unrejected_entry(original, pool, rows, token_ids):
 
 
 def uncomputed_entry(original, drafter, sequences):
-    """I2: after a full acceptance the draft's KV is taken to hold the last draft token, which it was never fed."""
+    """I2: after a full acceptance the last draft token counts as cached, though the draft model never got it."""
     for sequence in sequences:
         drafter.draft_kv_length[sequence] = sequence.length - 1
 
 
 def no_lag(original, sequence, num_draft, num_accepted, emission, logprobs):
-    """I3: the newest token is taken for cached."""
+    """I3: the newest token counts as cached."""
     tokens = original(sequence, num_draft, num_accepted, emission, logprobs)
     sequence.target_kv_length += 1
     return tokens
@@ -110,7 +110,7 @@ def no_rollback(original, drafter, sequences):
 
 
 def shared_page(original, pool, owner):
-    """I4: pages are returned while still held by somebody else."""
+    """I4: pages are returned while another owner still holds them."""
     pool._free.append(next(iter(pool._pages_of.values()))[0])
     original(pool, owner)
 
@@ -131,7 +131,7 @@ def draft_bonus_token(original, sequence, num_draft, num_accepted, emission, log
 def neighbours_pages(original, pool, rows, token_ids):
     """I6: a sequence reads the KV of the one beside it."""
     batch = original(pool, rows, token_ids)
-    own = len(batch.last_rows)  # padding stands on the scratch page, which is nobody's
+    own = len(batch.last_rows)  # padding is on the scratch page, which has no owner
     tables = torch.cat([batch.block_table[:own].roll(1, dims=0), batch.block_table[own:]])
     return dataclasses.replace(batch, block_table=tables)
 
@@ -178,7 +178,7 @@ def test_broken_step_is_caught(pair, owner, method, mutation, invariant):
 
 
 def test_kv_beyond_the_context_is_poisoned_and_never_read(pair):
-    """The poisoning itself must be able to fail: reading one entry too many brings a NaN into the logits."""
+    """The negative control of the poison: reading one entry too many brings a NaN into the logits."""
     target, _ = pair
     engine = CheckedEngine(sd.Engine(target, "ngram", page_size=64, enforce_eager=True))
     inner = engine._forward

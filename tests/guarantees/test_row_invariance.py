@@ -95,7 +95,7 @@ def test_long_texts_of_all_rules_in_one_batch(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_recomputed_prefix_has_the_bits_of_the_cache(dtype, prompt_ids):
-    """The KV entries of a text, decoded token by token, are those of its prefill, whole, in pieces and in company."""
+    """The KV entries of a text, decoded token by token, are those of its prefill, whole, in pieces and in a batch."""
     model = RaggedModel(load_model(str(demo_pair() / "target"), dtype, CPU), resolve(CPU))
     make_deterministic(model)
     text = (prompt_ids[4] + prompt_ids[9])[:90]
@@ -120,7 +120,7 @@ def test_recomputed_prefix_has_the_bits_of_the_cache(dtype, prompt_ids):
 
 
 def test_attention_that_depends_on_its_neighbours_gets_each_row_alone(target, draft):
-    """The PyTorch op is no different for it: its sums differ with the number of rows that a sequence has."""
+    """As does the PyTorch op, whose sums differ with the number of rows that a sequence has."""
     engine = sd.Engine(target, draft, backend="torch", num_draft_tokens=3)
     assert engine.describe()["attend_per_row"] is True
     default = sd.Engine(target, draft).describe()

@@ -1,6 +1,6 @@
 """The law of sampling: what speculation emits is distributed as the target's own text, over several steps together.
 
-Seeds are 0, 1, 2, ..., so a test that is green once is green always. Every check is shown to reject mistakes.
+Seeds are 0, 1, 2, ..., so a test that passes once always passes. Every check is shown to reject mistakes.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Chain:
         lengths = torch.ones(num_texts, dtype=torch.int64)
         each = torch.arange(num_texts)
         while int(lengths.min()) < 1 + self.num_tokens:
-            lengths.clamp_(max=1 + self.num_tokens - 1)  # who is done decodes its last token again
+            lengths.clamp_(max=1 + self.num_tokens - 1)  # a text that is complete decodes its last token again
             fed = [texts[each, lengths - 1]]
             for ahead in range(k):
                 sampling = replace(self.sampling(texts, lengths), positions=lengths + ahead)
@@ -151,7 +151,7 @@ def test_speculation_draws_the_very_same_texts(rule):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_single_draws_follow_the_law(backend):
-    """One position, many seeds, and one seed, many positions; logits that no table above has."""
+    """One position with many seeds, and one seed with many positions; other logits than in the tables above."""
     device, logits = device_for(OP, backend), torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -0.5, 0.25])
     n = trials(backend)
     probs = torch.tensor(target_probs_by_hand(logits.tolist(), set(), NEUTRAL), dtype=torch.float64)
@@ -203,7 +203,7 @@ def test_law_rejects_mistakes(wrong):
     assert p_value(chain.outcomes(chain.decode(3_000, wrong)), chain.probs()) < 1e-12
 
 
-# What forgets one setting must not pass for what keeps it: the rules differ by more than the test resolves.
+# A decoder that forgets one setting must fail: the rules differ by more than chance does.
 @pytest.mark.parametrize("forgotten", ["top_k", "top_p", "min_p", "penalty"])
 def test_law_sees_every_setting(forgotten):
     chain, without = Chain(RULES[forgotten]), Chain(NEUTRAL)
@@ -223,7 +223,7 @@ def pair():
 @torch.inference_mode()
 def text_probs(model: torch.nn.Module, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """Every text of three tokens and its probability, from the logits that ``transformers`` computes."""
-    rule = {**NEUTRAL, "temperature": 3.0, "top_k": TOP_K}  # these models are sure of themselves
+    rule = {**NEUTRAL, "temperature": 3.0, "top_k": TOP_K}  # the distributions of these models are narrow
     texts: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(NEW_TOKENS):
         longer = {}

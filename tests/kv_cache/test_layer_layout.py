@@ -187,13 +187,13 @@ def test_a_pool_has_memory_for_every_shape(layout):
         assert all(t.is_contiguous() and t.dtype == torch.float16 for t in pair)
         assert pool.pages.addresses[layer].tolist() == [t.data_ptr() for t in pair]
     for number, tensor in enumerate(t for layer in (0, 1, 3) for t in pool.layers[layer]):
-        assert not tensor.any(), "what was written is this layer's alone"
+        assert not tensor.any(), "what was written belongs to this layer only"
         tensor.fill_(number + 1)
     assert pool.layers[2][0].data_ptr() == pool.layers[0][0].data_ptr()
 
 
 def test_pages_outlive_their_pool(layout):
-    """A program reads addresses; what they point into must be there as long as they are."""
+    """A program reads addresses, so the memory must live as long as they do."""
     pool = PagePool(layout, 20, 8)
     pool.reserve("a", 8)
     spans = spans_of(pool, [Rows("a", 0, 3)])

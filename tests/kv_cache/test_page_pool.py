@@ -1,4 +1,4 @@
-"""The page pool: who holds which page, what is promised to whom, and how one forward is laid out."""
+"""The page pool: the pages and reservations of each owner, and the layout of one forward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows_of(*spans: tuple[str, int, int]) -> tuple[list[Rows], torch.Tensor]:
 
 
 def assert_pages_sound(pool: PagePool, promised: dict[object, int], reached: dict[object, int]) -> None:
-    """Every page is free or held by one owner; nobody holds the scratch page, or more than what it has reached."""
+    """Every page is free or held by one owner; no owner holds the scratch page, or more than it has reached."""
     held = [page for owner in promised for page in pool.block_table(owner)]
     assert len(set(held)) == len(held), "a page with two owners"
     assert all(1 <= page <= pool.num_pages for page in held), "the scratch page, or one that does not exist"
@@ -40,7 +40,7 @@ def assert_pages_sound(pool: PagePool, promised: dict[object, int], reached: dic
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of joining, growing, rolling back and leaving, beside a model that only counts."""
+    """Any order of joining, growing, rolling back and leaving, compared with counts of pages."""
 
     owners = Bundle("owners")
 

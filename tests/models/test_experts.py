@@ -57,7 +57,7 @@ def tiny_mixture(name, dtype=torch.float32):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
     for which, parameter in model.named_parameters():
-        if which.endswith(("gate.weight", "router.weight")):  # some are made as zeros: all experts would tie
+        if which.endswith(("gate.weight", "router.weight")):  # some are zeros at first, and all experts would tie
             torch.nn.init.normal_(parameter, std=0.3)
     return model.to(dtype)
 
@@ -140,7 +140,7 @@ def experts_of(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["plain", "transposed_bias", "no_gate"])
 def test_experts_are_computed_as_transformers_does(name, dtype, backend):
-    """At most twice as far from fp64 as its own; and each row as alone."""
+    """At most twice as far from fp64 as transformers; and each row has the bits it has alone."""
     if all_ops()["grouped_linear"].why_unavailable(backend):
         pytest.skip("built without C++")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Models that compute with what a KV cache answers are refused; those that only ask are served."""
+"""Models that compute with what a KV cache's methods return are refused; those that only call them are served."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_same_model_without_tuning_is_served(eager):
 
 
 def asking(question: str, is_used: bool) -> torch.nn.Module:
-    """Make a Llama that asks its cache before every forward, and may add what it hears to a weight."""
+    """Make a Llama that calls a method of its cache in every forward, and may change a logit by its result."""
     model = tiny_model("llama")
     original = model.forward
 

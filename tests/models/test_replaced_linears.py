@@ -1,4 +1,4 @@
-"""Linear layers on the op ``linear``: a row's bits hang on the row alone, and the caller's model is left as it was."""
+"""Linear layers on the op ``linear``: each row's bits are its own, and the caller's model is left as it was."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_rows_are_independent(function, dtype, shape):
     for count in (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 28):
         assert torch.equal(function(rows[:count], weight), whole[:count])
         assert torch.equal(function(rows[29 - count :], weight), whole[29 - count :])
-    few = max(1, out_features // 3)  # an output's bits do not hang on the outputs beside it either
+    few = max(1, out_features // 3)  # an output's bits do not depend on the outputs beside it either
     assert torch.equal(function(rows, weight[:few]), whole[:, :few])
 
 
@@ -70,7 +70,7 @@ def test_rows_have_the_same_bits_among_many(version, dtype, shape, monkeypatch):
 
 
 def in_halves_if_many(rows, weight):
-    """The right sums, but of two halves each where there are more than four rows, as a library may do it."""
+    """Return the right sums, but of two halves each where there are more than four rows, as a library may."""
     if len(rows) <= 4:
         return linear(rows, weight)
     half = rows.shape[1] // 2
@@ -128,7 +128,7 @@ def test_what_is_not_a_plain_linear_is_left_alone(wide):
     model = copy.deepcopy(wide)
     layers = model.model.layers
     layers[0].mlp.up_proj.__class__ = type("LoraLinear", (nn.Linear,), {"forward": lambda self, rows: rows})
-    layers[0].mlp.gate_proj.forward = layers[0].mlp.gate_proj.forward  # exchanged by somebody else
+    layers[0].mlp.gate_proj.forward = layers[0].mlp.gate_proj.forward  # replaced by the user
     weight = layers[1].mlp.up_proj.weight
     layers[1].mlp.up_proj.weight = nn.Parameter(weight.T.contiguous().T)
     served = Linears(model, resolve(CPU)).served(are_chunked=True)

@@ -1,4 +1,4 @@
-"""Sizes of chunks: the trial rejects every size at which some row's sums have another order."""
+"""Sizes of chunks: the trial rejects every size at which some row is summed in another order."""
 
 from __future__ import annotations
 
