@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a hub
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use a model hub
 
 import pytest
 import torch
@@ -26,9 +26,9 @@ pytest.register_assert_rewrite("support")  # before anything of it is imported
 
 @pytest.fixture(scope="session", autouse=True)
 def _torch_settings():
-    """One thread: these models are tiny, and spinning threads on a busy machine cost a hundredfold.
+    """One thread: for such tiny models, threads that spin on a busy machine take a hundred times as long.
 
-    Uninitialised memory is poisoned (NaN, largest integers), so reading any shows.
+    Uninitialised memory is filled with NaN or the largest integer, so reading any is noticed.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The rules of the source tree that matter: who imports whom, who compares backends, how large things may be."""
+"""Rules of the source tree: which module imports which, which may compare backends, how large things may be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.source_tree import PACKAGE, ROOT, SOURCES, shown
 
 
 def floors() -> tuple[dict[str, int], dict[str, set[str]]]:
-    """Read docs/design.md: the floor of every room (a module or a subpackage), and what some rooms import only."""
+    """Read docs/design.md: the floor of every room (a module or a subpackage), and rooms that may import only some."""
     section = (ROOT / "docs/design.md").read_text().split("## Where things are")[1].split("\n## ")[0]
     rank: dict[str, int] = {}
     narrow: dict[str, set[str]] = {}

@@ -36,7 +36,7 @@ KERNELS = {
 
 
 def run_aot(*options: str) -> tuple[int, dict[str, Any]]:
-    """Run ``bench.aot`` in a process of its own: this one has the interpreter in the compiler's place."""
+    """Run ``bench.aot`` in a process of its own, because this one has the interpreter instead of the compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT / "tests")
     command = [sys.executable, "-m", "bench.aot", *options]
@@ -68,19 +68,19 @@ def test_nothing_spills_or_fails(report):
 
 
 def test_moves_in_place_wait_between_loading_and_storing(report):
-    """The interpreter runs a program's threads as one and cannot see a missing barrier; the machine code shows it."""
+    """The interpreter has one thread per program, so only the machine code shows a missing barrier."""
     moving = [row for row in report["kernels"] if row["kernel"].startswith(("compact_kv.", "realign_kv."))]
     assert moving
     assert [row for row in moving if row["barriers"] < 1] == []
 
 
-# Vectors of 16 bytes need addresses and strides of 16 bytes; these sizes, on purpose, have none.
+# Vectors of 16 bytes need addresses and strides that are multiples of 16 bytes; in these sizes they are not.
 NARROW = ("x20", "entry60", "dim20", "unaligned", "odd_vocabulary")
 
 
 @pytest.mark.parametrize("file", ["append_kv.", "compact_kv.", "realign_kv.", "verify_chain.chunk"])
 def test_copies_and_scans_use_the_widest_access(report, file):
-    """Half the bandwidth is lost by a hint that the compiler did not get; no test of values would notice.
+    """A missing hint for the compiler costs half the bandwidth, and no test of values would notice.
 
     On NVIDIA: AMD's warps are twice as wide, and small tiles leave each of their threads less than 16 bytes.
     """
@@ -89,7 +89,7 @@ def test_copies_and_scans_use_the_widest_access(report, file):
     assert usual
     assert [row for row in usual if row["widest_access"] != 16] == []
     unaligned = [row for row in rows if row["kernel"].endswith(("unaligned", "odd_vocabulary"))]
-    assert [row for row in unaligned if row["widest_access"] > 8] == [], "a vector off its boundary is a fault"
+    assert [row for row in unaligned if row["widest_access"] > 8] == [], "a vector that is not aligned is a fault"
 
 
 def test_report_rejects_a_spill_and_what_does_not_compile():
@@ -143,7 +143,7 @@ def linear_args(in_features: int, out_features: int, has_bias: bool, dtype: torc
 
 
 def grouped_args(in_features: int, choices: tuple[int, int], layout: str, dtype: torch.dtype) -> dict[str, Any]:
-    """``choices``: lines per row, and experts of each."""
+    """``choices``: vectors of each row, and experts of each row."""
     out_features = 33 if "odd" in layout else 64
     weight = torch.empty(8, out_features, in_features, dtype=dtype)
     return {
@@ -191,7 +191,7 @@ LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
 
 
 class Recorder:
-    """Stands in for a kernel and notes what it is launched with instead of running."""
+    """Replaces a kernel, and notes what it is launched with instead of running."""
 
     def __init__(self, kernel: Any, launches: list[tuple[Any, dict[str, Any]]]) -> None:
         self.kernel, self.launches = kernel, launches

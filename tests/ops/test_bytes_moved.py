@@ -1,4 +1,4 @@
-"""The bytes an op must move at least: the denominator of every bandwidth figure, against counts made by hand."""
+"""The fewest bytes an op must move, which every bandwidth is computed with, against counts made by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def arguments(op, case, dtype):
         ("paged_attention", "decode", torch.float32, (124 * 2 * 64 + 2 * 4 * 128) * 4),
         # contexts 40 and 9, 6 rows each behind a window of 8: 13 and 9 entries
         ("paged_attention", "window", torch.float16, (22 * 2 * 64 + 2 * 12 * 128) * 2),
-        # 3 entries of a path in each of 2 sequences, its root stays: 2 layers of keys and values, read and written
+        # 3 entries of a path in each of 2 sequences, and its root stays: 2 layers of keys and values, read and written
         ("compact_kv_", "accepted_path", torch.float32, 6 * 2 * 2 * (2 * 32) * 2 * 4),
         # rows of 90, 97 and 83 columns move, one of 60 stays: 2 layers of keys and values, read and written
         ("realign_kv_", "step", torch.float16, 270 * 2 * 2 * (2 * 32) * 2 * 2),

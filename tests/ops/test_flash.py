@@ -1,4 +1,4 @@
-"""The launcher of FlashAttention, with the oracle in the place of the library: no CPU runs that."""
+"""The launcher of FlashAttention, with the oracle instead of the library, which no CPU can run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def make(dtype: torch.dtype = torch.float16, **shape: Any) -> dict[str, Any]:
 
 
 def scores_of(scale: float, window: tuple[int, int], softcap: float = 0.0) -> AttentionParams:
-    """Read the library's words back: a window counts entries before the row's own, and -1 is none."""
+    """Convert the library's arguments back: a window counts the entries before the row's own, and -1 is none."""
     assert window[1] == 0, "causal"
     return AttentionParams(scale, None if window[0] < 0 else window[0] + 1, softcap or None)
 
 
 def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **given: Any) -> Tensor:
-    """Attend as the package does: rows stand at the end of the context; those that pad it hold anything."""
+    """Attend as the package does: rows are at the end of the context, and padding rows may hold anything."""
     assert set(given) == {
         *("cache_seqlens", "block_table", "softmax_scale", "causal", "window_size", "softcap", "num_splits"),
     }
@@ -179,7 +179,7 @@ def varlen_attn_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, 
 
 @pytest.mark.usefixtures("no_package")
 def test_a_varlen_attn_without_pages_is_refused(monkeypatch):
-    """Its signature is looked at, because a TypeError would come out of the middle of a model."""
+    """Its signature is checked first; otherwise a TypeError would come from inside a model."""
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn_of_2_11)
     message = r"has no seqused_k, block_table, num_splits, enable_gqa, so.*backend='triton'"
     with pytest.raises(BackendError, match=message):

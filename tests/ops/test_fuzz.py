@@ -1,4 +1,4 @@
-"""Every op but attention on shapes that nobody chose: backends against the oracle, bit by bit."""
+"""Every op but attention on random shapes: backends against the oracle, bit by bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def assert_equals_oracle(name: str, backend: str, call: Any) -> None:
     device = device_for(op, backend)
     args, oracle_args = call.make(device), call.make(device)
     assert same_bits(op.load(backend)(**args), op.load("torch")(**oracle_args))
-    if name == "append_kv_":  # what padding leaves in the scratch page is nobody's business
+    if name == "append_kv_":  # what padding leaves in the scratch page does not matter
         for cache in (args["key_cache"], args["value_cache"], oracle_args["key_cache"], oracle_args["value_cache"]):
             cache[0] = 0
     assert same_bits(memory(args), memory(oracle_args))

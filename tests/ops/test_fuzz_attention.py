@@ -1,4 +1,4 @@
-"""``paged_attention`` on shapes that nobody chose: backends against the oracle, rows against other batches."""
+"""``paged_attention`` on random shapes: backends against the oracle, rows against other batches."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ ORDERS = 16
 def assert_near_oracle(attention: Attention, call: AttentionCall, device: torch.device) -> None:
     """Within twice the oracle's own error against fp64 plus one rounding unit.
 
-    By luck the oracle may be right where it could not know: its error is the largest of those it makes when it adds up
-    head_dim in ORDERS other orders, which mean nothing to the result.
+    By chance the oracle may be exact, so its error is the largest of those when it adds up head_dim in ORDERS other
+    orders, all of which are as right.
     """
     args, before = call.make(device), call.make(device)
     got, truth, g = attention(**args), attention_in_fp64(**before), generator(call.seed)
@@ -110,14 +110,14 @@ def test_attention_in_triton_at_length(trees, data):
 
 
 def unwritten(**args: Any) -> Tensor:
-    """Leave one element as the allocator gave it."""
+    """Leave one element unwritten."""
     right, out = OP.load("torch")(**args), torch.empty(args["query"].shape, dtype=args["query"].dtype)
     out.view(-1)[1:] = right.reshape(-1)[1:]
     return out
 
 
 def narrowed(**args: Any) -> Tensor:
-    """Lose what a narrower type of accumulation would."""
+    """Attend over keys and values of a narrower type."""
     return OP.load("torch")(**{**args, "kv": tuple(cache.half().float() for cache in args["kv"])})
 
 
@@ -190,7 +190,7 @@ def test_chunk_check_rejects_bits_that_depend_on_the_batch():
 
 
 def assert_nan_reaches_only_rows_that_see_it(attention: Attention, call: AttentionCall, device: torch.device) -> None:
-    """Spoil one number of an entry that some of its sequence's rows see: all others keep their bits."""
+    """Set one number of an entry that some of its sequence's rows see to NaN: all other rows keep their bits."""
     g = generator(call.seed)
 
     def below(bound: int) -> int:
@@ -212,7 +212,9 @@ def assert_nan_reaches_only_rows_that_see_it(attention: Attention, call: Attenti
     before, after = attention(**args), attention(**spoiled)
     assert same_bits(after[~see], before[~see])
     of_head = after[see].unflatten(1, (call.kv_heads, call.group))[:, kv_head]
-    assert (of_head if which == 0 else of_head[..., d]).isnan().all()  # a broken key spoils the weights of all columns
+    assert (
+        (of_head if which == 0 else of_head[..., d]).isnan().all()
+    )  # a NaN in a key makes the weights of all columns NaN
 
 
 def any_calls(limits: CallSizes) -> st.SearchStrategy[AttentionCall]:
@@ -258,7 +260,7 @@ def test_nan_check_rejects_weights_of_zero():
                 out[start:stop] += 0 * (kv[0] + kv[1])[page, last % kv[0].shape[1]].sum()
         return out
 
-    call = replace(SMALL, seed=58)  # spoils the last entry, which the rows before do not see
+    call = replace(SMALL, seed=58)  # its NaN is in the last entry, which earlier rows do not see
     assert_nan_reaches_only_rows_that_see_it(attention_in_fp64, call, CPU)
     with pytest.raises(AssertionError, match="same_bits"):
         assert_nan_reaches_only_rows_that_see_it(attention, call, CPU)

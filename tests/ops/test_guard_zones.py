@@ -16,8 +16,8 @@ from torch import Tensor
 from specdec_fast.ops import all_ops
 from support.op_checks import device_for, same_bits
 
-RIM = 67  # numbers on either side; odd, so that nothing is aligned, which the sweep of test_ops.py has seen
-SIZES = {"4 bytes": torch.float32, "2 bytes": torch.bfloat16}  # a copy knows no more of a number
+RIM = 67  # numbers on either side; odd, so that nothing is aligned (in test_ops.py everything is)
+SIZES = {"4 bytes": torch.float32, "2 bytes": torch.bfloat16}  # a copy depends on nothing else of a dtype
 
 
 def guarded(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def named_by_realign(args: dict[str, Any], masks: list[Tensor]) -> None:
                 mask[row, :, start + shift : start + shift + length] = True
 
 
-# Which arguments an op changes, and what of them it may write, by the words of its contract.
+# Which arguments an op changes, and what of them its contract lets it write.
 NAMED: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any], list[Tensor]], None]]] = {
     "append_kv_": (("key_cache", "value_cache"), named_by_append),
     "compact_kv_": (("kv_cache",), named_by_compact),
@@ -144,11 +144,11 @@ def another_page(args: dict[str, Any]) -> None:
 
 
 def sign_of_a_zero(args: dict[str, Any]) -> None:
-    """Equal as a number, another bit."""
+    """An equal number with another bit."""
     number(args, 0).neg_()
 
 
-# A check of bytes is worth what it finds: an op that is right but for one number elsewhere must fail.
+# Negative controls: an op that is right but for one number elsewhere must fail.
 @pytest.mark.parametrize("stray", [before_the_cache, after_the_cache, another_page, sign_of_a_zero])
 @pytest.mark.parametrize("op", NAMED)
 def test_guard_rejects_a_stray_write(op, stray):

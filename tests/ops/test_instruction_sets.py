@@ -54,7 +54,7 @@ def test_rows_of_linear_are_independent_in_every_version(version, dtype, in_feat
     generator = torch.Generator().manual_seed(in_features)
     rows = torch.randn(97, in_features, generator=generator)
     rows[3], rows[4], rows[5, 0], rows[6, 1] = 0.0, -0.0, float("nan"), float("inf")
-    rows[7:20] *= torch.logspace(-45, 4, 13)[:, None]  # results that are subnormal, and infinite in half precision
+    rows[7:20] *= torch.logspace(-45, 4, 13)[:, None]  # some results are subnormal, and some infinite in half precision
     weight, bias = (
         torch.randn(*shape, generator=generator) for shape in ((out_features, in_features), (out_features,))
     )

@@ -1,6 +1,6 @@
-"""What is launched is what the kernel files list, and nothing of a batch makes Triton compile anew in mid-serving.
+"""All launches are listed in the kernel files, and no batch makes Triton compile again while it serves.
 
-The checks run in other processes: this one has Triton's interpreter in the compiler's place.
+The checks run in other processes, because this one has Triton's interpreter instead of its compiler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernel on tiles (AMX) adds in the order that is documented for TDPBF16PS: checked on its portable arithmetic."""
+"""The kernel on tiles (AMX) adds in the order that is documented for TDPBF16PS, as its portable arithmetic shows."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ def one_chain(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def cancelling(num_rows: int, in_features: int, out_features: int) -> tuple[Tensor, Tensor]:
-    """Rows and weights whose sums are zero, so that what is computed is rounding, all of it a matter of order."""
+    """Rows and weights whose exact sums are zero, so that results are rounding, which depends on the order."""
     generator = torch.Generator().manual_seed(0)
-    sizes = 2.0 ** torch.randint(-8, 9, (num_rows, in_features), generator=generator)  # or few sums would be rounded
+    sizes = 2.0 ** torch.randint(
+        -8, 9, (num_rows, in_features), generator=generator
+    )  # otherwise few sums would be rounded
     rows = (torch.randn(num_rows, in_features, generator=generator) * sizes).bfloat16()
     weight = torch.randn(out_features, in_features, generator=generator).bfloat16()
     half = in_features // 2

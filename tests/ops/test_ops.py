@@ -1,4 +1,4 @@
-"""Every op on every backend against the oracle; and what the op layer promises around the kernels."""
+"""Every op on every backend against the oracle; and the rest of the contract of ``specdec_fast.ops``."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def window_too_long(attention: Callable[..., Tensor], **args: Any) -> Tensor:
     return attention(**changed(args, "scores.sliding_window", lambda window: window + 1))
 
 
-# One plausible mistake per op: the comparison above is worth what it rejects.
+# Negative controls: one plausible mistake per op.
 @each_dtype
 @pytest.mark.parametrize(
     ("name", "case", "wrong"),
@@ -107,7 +107,7 @@ def window_too_long(attention: Callable[..., Tensor], **args: Any) -> Tensor:
 def test_comparison_rejects(name, case, wrong, dtype):
     op, args, oracle_args = all_ops()[name], make(name, case, dtype), make(name, case, dtype)
     got, oracle = wrong(op.load("torch"), **args), op.load("torch")(**oracle_args)
-    if name.endswith("_"):  # what an op changes in place is its result
+    if name.endswith("_"):  # an op in place returns its result in its arguments
         got, oracle = args, oracle_args
     with pytest.raises(AssertionError):
         assert_agrees(op, got, oracle, oracle_args)
@@ -128,7 +128,7 @@ def test_comparison_takes_what_the_mistake_gets_right(name, case, wrong):
 
 
 def test_compiled_extension_is_there():
-    # else the sweep would skip every C++ case and still be green
+    # otherwise the sweep would skip every C++ case and still pass
     if os.environ.get("SPECDEC_NO_CPP") == "1":
         pytest.skip("built without C++ on purpose")
     assert BACKENDS["cpp"].why_unavailable() is None
@@ -147,7 +147,7 @@ def test_cpp_attention_rows_are_independent(dtype, chunk):
     device_for(all_ops()["paged_attention"], "cpp")
     attention = all_ops()["paged_attention"].load("cpp")
     batches = [make(op, case, dtype) for op, case in CASES if op == "paged_attention"]
-    batches = [args for args in batches if args["batch"].tree_mask is None]  # a part of a tree is another tree
+    batches = [args for args in batches if args["batch"].tree_mask is None]  # some rows of a tree are another tree
     for args in [*batches, long_prefill(dtype)]:
         assert_rows_independent(attention, args, chunk)
 
@@ -294,7 +294,7 @@ def test_unknown_backend_lists_the_known():
 
 
 class Elsewhere(Tensor):
-    """A tensor that says it is on the second GPU."""
+    """A tensor whose device is the second GPU."""
 
     @property
     def device(self) -> torch.device:

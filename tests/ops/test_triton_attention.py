@@ -1,4 +1,4 @@
-"""``paged_attention`` in Triton beyond the sweep: pieces of the context, bits, entries not finite, memory read."""
+"""``paged_attention`` in Triton: pieces of the context, bits, entries that are not finite, memory that is read."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_split_or_not_has_the_same_bits(shape, dtype, small_pieces, monkeypatch)
 
 
 def test_other_pieces_give_other_bits(small_pieces, monkeypatch):
-    # else the comparison above would say little
+    # negative control of the comparison above
     split, unsplit = split_and_not(PIECES["chain"], torch.float32, monkeypatch)
     monkeypatch.setattr(module, "PIECE", 2 * SMALL_PIECE)
     assert same_bits(split, unsplit)
@@ -211,21 +211,21 @@ def test_odd_sizes(shape, dtype):
 
 
 # An entry of the new rows, seen by some of them; and with a window one that only the first rows still see.
-SPOILED = {
+ENTRIES = {
     "chain": (_Shape((90, 20), (9, 3), heads=2, head_dim=16), 85),
     "tree": (_Shape((90, 20), (9, 3), heads=2, head_dim=16, tree=True), 82),
     "window": (_Shape((90, 20), (9, 3), heads=2, head_dim=16, sliding_window=30), 54),
     "seen_by_all": (_Shape((90, 20), (9, 3), heads=2, head_dim=16), 3),
 }
-# Of a key or a value (0 or 1).
-SPOILS = {
+# Whose number it is, that of a key (0) or a value (1), and what it becomes.
+NOT_FINITE = {
     "key-nan": (0, float("nan")), "value-nan": (1, float("nan")),
     "value-inf": (1, float("inf")), "key-inf": (0, float("inf")),
 }  # fmt: skip
 
 
-def spoiled(args: dict[str, Any], position: int, which: int, value: float) -> dict[str, Any]:
-    """Spoil one number of an entry of the first sequence and the first KV head."""
+def with_number(args: dict[str, Any], position: int, which: int, value: float) -> dict[str, Any]:
+    """Change one number of an entry of the first sequence and the first KV head."""
     page_size = args["kv"][0].shape[1]
     page = int(args["batch"].block_table[0, position // page_size])
     args["kv"][which][page, position % page_size, 0, 5] = value
@@ -235,7 +235,7 @@ def spoiled(args: dict[str, Any], position: int, which: int, value: float) -> di
 def assert_reaches_only_rows_that_see_it(
     shape: _Shape, position: int, which: int, value: float, dtype: torch.dtype
 ) -> None:
-    args = spoiled(make(shape, dtype), position, which, value)
+    args = with_number(make(shape, dtype), position, which, value)
     before, after = attention(**make(shape, dtype)), attention(**args)
     batch, group = args["batch"], shape.heads // shape.kv_heads
     start, stop = batch.cu_seqlens_q[:2].tolist()
@@ -245,20 +245,20 @@ def assert_reaches_only_rows_that_see_it(
     assert sees[start:stop].any()
     assert same_bits(after[~sees], before[~sees])
     assert same_bits(after[:, group:], before[:, group:]), "another KV head"
-    wanted = attention_by_hand(**args)[sees, :group].isfinite().all(dim=-1)  # a score of -inf spoils nothing
+    wanted = attention_by_hand(**args)[sees, :group].isfinite().all(dim=-1)  # a score of -inf has the weight 0
     assert torch.equal(after[sees, :group].isfinite().all(dim=-1), wanted)
 
 
-@diagonal(name=list(SPOILED), spoils=SPOILS, dtype=DTYPES)
-def test_not_finite_reaches_only_rows_that_see_it(name, spoils, dtype, small_pieces):
-    assert_reaches_only_rows_that_see_it(*SPOILED[name], *spoils, dtype)
+@diagonal(name=list(ENTRIES), number=NOT_FINITE, dtype=DTYPES)
+def test_not_finite_reaches_only_rows_that_see_it(name, number, dtype, small_pieces):
+    assert_reaches_only_rows_that_see_it(*ENTRIES[name], *number, dtype)
 
 
 def test_not_finite_check_rejects_weights_of_zero(monkeypatch):
     monkeypatch.setattr(attention_tile, "finite", lambda x: tl.full(x.shape, True, tl.int1))
-    assert_reaches_only_rows_that_see_it(*SPOILED["seen_by_all"], 1, float("nan"), torch.float32)
+    assert_reaches_only_rows_that_see_it(*ENTRIES["seen_by_all"], 1, float("nan"), torch.float32)
     with pytest.raises(AssertionError, match="same_bits"):
-        assert_reaches_only_rows_that_see_it(*SPOILED["chain"], 1, float("nan"), torch.float32)
+        assert_reaches_only_rows_that_see_it(*ENTRIES["chain"], 1, float("nan"), torch.float32)
 
 
 @contextmanager
@@ -357,7 +357,7 @@ def test_larger_bounds_change_no_bit_and_nothing_more_is_read(dtype, enough, win
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", enough)
     expected = attention(**args)
     count, width = batch.block_table.shape
-    table = torch.full((count + 2, 4 * width), 2**30, dtype=torch.int32)  # pages far away: reading one would crash
+    table = torch.full((count + 2, 4 * width), 2**30, dtype=torch.int32)  # pages outside memory: a read would crash
     for b, used in enumerate(batch.seqused_k.tolist()):
         pages = -(-used // args["kv"][0].shape[1])
         table[b, :pages] = batch.block_table[b, :pages]

@@ -51,7 +51,7 @@ def test_same_cache_after_every_realignment(run, target, draft, prompt_ids, monk
 
 
 def kept_columns(run, target, draft, prompts, monkeypatch, repad):
-    """What every row holds after each realignment, as bytes."""
+    """Return the bytes of every row after each realignment."""
     snapshots = []
     original = DenseModel.realign
 

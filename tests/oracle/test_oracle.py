@@ -1,4 +1,4 @@
-"""The oracle's own laws: alignment, bytes moved, statistics of every step."""
+"""The oracle by itself: alignment, bytes moved, statistics of every step."""
 
 from __future__ import annotations
 

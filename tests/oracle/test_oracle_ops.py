@@ -1,4 +1,4 @@
-"""The ops' contract: what the oracle computes, against plain loops; and what arguments no backend takes."""
+"""The ops' contract: the oracle against plain loops, and the arguments that every backend refuses."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_verify_chain(case, dtype):
 
 
 def test_verify_chain_cases_accept_some_none_and_all():
-    # else the comparisons above would say little
+    # otherwise the comparisons above would test little
     counts = [make("verify_chain", "ragged", seed=seed) for seed in range(8)]
     outcomes = set()
     for args in counts:
@@ -128,7 +128,7 @@ def realign_by_hand(layers: list[tuple[Tensor, Tensor]], starts: Tensor, lengths
                 tensor[row, :, column + int(shifts[row])] = before[row, :, column]
 
 
-# In place on both sides; the cases that rightly change nothing are named, so that a test of nothing shows.
+# In place on both sides; the cases that rightly change nothing are named, so that a test of nothing is noticed.
 IN_PLACE = {"append_kv_": append_by_hand, "compact_kv_": compact_by_hand, "realign_kv_": realign_by_hand}
 UNCHANGED = {"no_rows", "no_moves", "unmoved", "empty"}
 
@@ -406,7 +406,7 @@ def test_cpp_attention_refuses_a_page_outside(outside):
     assert len(args["kv"][0]) == 16
     before, attention = buffer.clone(), load_cpp("paged_attention")
     within = attention(**args)
-    args["batch"].block_table[0, 1:] = outside  # beyond the first sequence's 6 entries: nobody looks there
+    args["batch"].block_table[0, 1:] = outside  # beyond the first sequence's 6 entries: no row looks there
     assert torch.equal(attention(**args), within)
     args["batch"].block_table[2, 8] = outside  # position 128, the last of the third sequence
     with pytest.raises(IndexError, match=rf"block_table\[2, 8\] is {outside}; the cache has 16 pages"):

@@ -1,4 +1,4 @@
-"""A model that changes after its program was made: weights are read where they are, all else is noticed."""
+"""Models that change after their program was made: weights are read where they are, all else is noticed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_program_keeps_numbers_of_little(architecture):
 
 @pytest.mark.parametrize("which", ["target", "draft"])
 def test_weights_that_have_been_moved_are_noticed(which):
-    """A program would go on reading the old ones."""
+    """A program would still read the old ones."""
     models = {"target": tiny_model("llama"), "draft": tiny_model("llama", seed=1)}
     engine = sd.Engine(models["target"], models["draft"])
     expected = engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))[0].token_ids

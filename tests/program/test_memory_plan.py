@@ -1,4 +1,4 @@
-"""Where the buffers of a program lie: apart, if they are needed together."""
+"""Where the buffers of a program are: apart, if they are needed at the same time."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ def test_buffers_that_are_needed_together_lie_apart(architecture, monkeypatch):
     monkeypatch.setattr("specdec_fast.program.compile.placed", keeping)
     plan = RaggedModel(tiny_model(architecture).to(torch.bfloat16), resolve(CPU)).program._plan
     assert overlapping(plan, **kept, lives_of=lambda steps: steps.__getitem__) == []
-    assert sum(buffer.place == 1 for buffer in plan.buffers) > 20, "row operations hand on in a thread's own memory"
-    # negative control: by a clock too slow to tell some steps apart, some do meet
+    assert sum(buffer.place == 1 for buffer in plan.buffers) > 20, (
+        "row operations pass on results in a thread's own memory"
+    )
+    # negative control: with a clock too coarse to separate all steps, some overlap
     assert overlapping(plan, **kept, lives_of=lambda steps: lambda i: steps[i] // 3)
     domains = {kept["buffers"][i.writes[0]].domain for i in plan.instructions if isinstance(i, RowOp)}
     assert (LOGIT_ROWS in domains) is (architecture == "gemma2")  # whose logits are capped

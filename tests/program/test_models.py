@@ -18,7 +18,7 @@ pytestmark = needs_programs
 
 @torch.inference_mode()
 def dense_logits(model):
-    """The same from the Hugging Face model itself, sequence by sequence."""
+    """Return the same logits from the Hugging Face model itself, sequence by sequence."""
     first, second = (
         (torch.arange(41) * 7 % VOCAB_SIZE).split([20, 11, 10]),
         (torch.arange(10) * 7 % VOCAB_SIZE).split([6, 1, 3]),
@@ -28,7 +28,7 @@ def dense_logits(model):
 
 
 def eager(model):
-    """The same model without its program."""
+    """Return the same model without its program."""
     other = copy.copy(model)
     other.program = None
     return other

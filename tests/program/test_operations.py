@@ -135,7 +135,7 @@ def test_operations_are_computed_as_pytorch_does(name, dtype):
 @pytest.mark.parametrize(("size", "count"), [(8, 2), (24, 5), (24, 24), (256, 3), (256, 8)])
 @torch.inference_mode()
 def test_topk_chooses_among_equal_numbers_as_pytorch_does(size, count, is_sorted):
-    """Scores of 16 bits tie; a program and PyTorch should then ask the same experts. NaN counts as the largest."""
+    """Scores of 16 bits tie; a program and PyTorch should then choose the same experts. NaN counts as the largest."""
     model = Function(lambda x, p: x.topk(count, sorted=is_sorted).indices.float())
     scores = torch.randint(6, (VOCAB_SIZE, size), generator=torch.Generator().manual_seed(size)).float()
     scores[7, 5] = scores[7, 3] = float("nan")

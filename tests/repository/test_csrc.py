@@ -1,4 +1,4 @@
-"""The rooms of csrc/: who includes whom, who knows pybind11, how long files may be."""
+"""The directories of csrc/: what each may include, which may use pybind11, how long files may be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.source_tree import ROOT
 
 CSRC = ROOT / "csrc"
 FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".cpp", ".h"})
-# What a room may include; kernels need the arguments of their ops. The bindings may include all.
+# What a directory may include; kernels need the arguments of their ops. The bindings may include all.
 ROOMS = {"kernels": {"kernels", "ops"}, "ops": {"kernels", "ops"}, "program": {"kernels", "ops", "program"}}
 
 

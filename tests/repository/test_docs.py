@@ -1,4 +1,4 @@
-"""The documents: what they link and name is there, their examples run, the README stays short."""
+"""The documents: what they link and name exists, their examples run, and the README stays short."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prose(document: Path) -> list[str]:
 
 
 def files_named(text: str) -> list[str]:
-    """Return what stands in backticks and ends as a file does."""
+    """Return what is in backticks and ends like a file name."""
     spans = re.findall(r"`([^`\s]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
     return [span for span in spans if re.fullmatch(r"[\w./-]+\.(md|py|cpp|h|json|png|jsonl|txt|toml|gguf)", span)]
 
@@ -68,7 +68,7 @@ def test_the_readme_is_short_and_has_no_link_that_is_dead_on_pypi():
 
 @pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
 def test_python_examples_run(document, capsys):
-    """With the bundled pair in the place of the models they name, and short texts."""
+    """With the bundled pair instead of the models they name, and short texts."""
     text = (ROOT / document).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S)
     code = "\n".join(blocks)

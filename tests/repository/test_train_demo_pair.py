@@ -1,4 +1,4 @@
-"""The pair trainer: its round-walking by hand, then one tiny pair from text to report."""
+"""The pair trainer: its count of rounds against counts by hand, then one tiny pair from text to report."""
 
 from __future__ import annotations
 

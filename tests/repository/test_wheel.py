@@ -71,7 +71,7 @@ def test_every_module_is_in_the_wheel(wheel_names):
 
 
 def test_extension_needs_no_torch_library():
-    """So that one wheel fits every torch version."""
+    """So one wheel works with every version of torch."""
     import specdec_fast._C as extension
 
     needed = subprocess.run(["ldd", extension.__file__], capture_output=True, text=True, check=True).stdout

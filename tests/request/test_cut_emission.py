@@ -80,4 +80,4 @@ def test_steps_do_not_matter():
 def test_by_hand(tokens, stop_ids, max_tokens, kept, reason):
     given = list(tokens)
     assert cut_emission(given, stop_ids, max_tokens) == (kept, reason)
-    assert given == tokens, "the step's own list is left as it is"
+    assert given == tokens, "the list of the step is not changed"

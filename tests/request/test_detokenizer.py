@@ -1,4 +1,4 @@
-"""Text in pieces equals text as a whole, whatever the pieces; and which tokenizers mean the same words."""
+"""Text in pieces equals text as a whole, whatever the pieces; and which tokenizers have the same vocabulary."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_token_by_token(text):
 
 
 def test_texts_do_split_characters():
-    # else nothing above would ever have to be held back, and decoding token by token would be right
+    # otherwise nothing above would be held back, and decoding token by token would be right
     for text in TEXTS[1:3]:
         assert INCOMPLETE in "".join(TOKENIZER.decode([token]) for token in ids_of(text))
 
@@ -158,7 +158,7 @@ def test_same_vocabulary():
     assert same_vocabulary(TOKENIZER, changed_tokenizer(lambda description: None))
 
 
-# Chat variants of one family add tokens of their own; their words are the same.
+# Chat variants of one family add tokens of their own; their vocabulary is the same.
 def test_same_vocabulary_but_for_added_tokens():
     more = changed_tokenizer(add_special_token)
     assert len(more) == len(TOKENIZER) + 1

@@ -1,4 +1,4 @@
-"""Text in pieces, and stop strings in it, for every kind of decoder: never other than what all tokens decode to."""
+"""Text in pieces, and stop strings in it, for every kind of decoder: always what all tokens decode to."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def blocks_of(token_ids, rng):
 
 
 def test_pieces_add_up(kind):
-    """At every step what was given out and the rest are the text so far; what was given out is never taken back."""
+    """At every step the given out text and the rest are the text so far; what was given out never changes."""
     _, tokenizer = kind
     rng = random.Random(0)
     for _ in range(NUM_TEXTS):
@@ -89,7 +89,7 @@ def test_stop_strings_are_found_where_the_text_has_them(kind):
 
 
 def test_what_is_broken_at_the_end_counts_there():
-    """A text that ends in half a character has the mark in it, so a stop string that is the mark ends it."""
+    """A text that ends in half a character contains the replacement character, which may be a stop string."""
     tokenizer = KINDS["Llama-2"]()
     token_ids = [tokenizer.convert_tokens_to_ids(word) for word in ("a", "<0xC3>")]
     watched = StopStrings(Detokenizer(tokenizer), (INCOMPLETE,))
@@ -113,7 +113,7 @@ def test_text_before_a_run_of_bytes_is_given_out():
 
 
 def test_one_more_byte_changes_a_whole_run():
-    """Else there would be no reason to hold complete characters back."""
+    """That is why complete characters are held back."""
     tokenizer = KINDS["Llama-2"]()
     ids = [tokenizer.convert_tokens_to_ids(word) for word in ("<0xC3>", "<0xA9>", "<0xFF>")]
     assert (tokenizer.decode(ids[:2]), tokenizer.decode(ids)) == ("é", INCOMPLETE * 3)

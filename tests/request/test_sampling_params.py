@@ -1,4 +1,4 @@
-"""Sampling parameters and engine settings: what is taken, what is refused, and what the refusal says."""
+"""Sampling parameters and engine settings: what is accepted, what is refused, and with which message."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ OUT_OF_RANGE = [
 def test_params_out_of_range(name, value):
     with pytest.raises(InvalidParamsError) as caught:
         sd.SamplingParams(**{name: value})
-    assert name in str(caught.value), "which field"
-    assert repr(value) in str(caught.value), "what came"
-    assert "expected" in str(caught.value), "what would do"
+    assert name in str(caught.value), "names the field"
+    assert repr(value) in str(caught.value), "shows the value"
+    assert "expected" in str(caught.value), "says what is accepted"
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
@@ -62,7 +62,7 @@ def test_what_must_be_a_list_is_not_one_element(name):
 def test_params_in_range(values):
     params = sd.SamplingParams(**values)
     assert all(getattr(params, name) == value for name, value in values.items() if name != "stop_token_ids")
-    assert isinstance(params.stop_token_ids, tuple), "frozen, whatever came"
+    assert isinstance(params.stop_token_ids, tuple), "a tuple, whatever was passed"
 
 
 def test_scalars_of_numpy_are_numbers():
@@ -80,7 +80,7 @@ def test_greedy_generation_config():
     assert sd.SamplingParams.from_generation_config(given) == sd.SamplingParams(max_new_tokens=7)
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers doubts settings of sampling in a greedy config
+@pytest.mark.filterwarnings("ignore")  # transformers warns of sampling settings in a greedy config
 def test_greedy_generation_config_ignores_the_temperature():
     given = GenerationConfig(do_sample=False, temperature=0.7, top_k=50, top_p=0.9)
     params = sd.SamplingParams.from_generation_config(given)
@@ -202,7 +202,7 @@ def test_keywords_make_the_same_config():
     assert sd.EngineConfig.from_keywords({}) == sd.EngineConfig()
 
 
-# One letter off, another library's word for it, and nothing like any.
+# One letter off, another library's name for it, and a name like no other.
 @pytest.mark.parametrize(
     ("keyword", "suggestion"),
     [("num_draft_token", "num_draft_tokens"), ("batch_size", "max_batch_size"), ("xyzzy", None)],

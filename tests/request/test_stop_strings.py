@@ -26,7 +26,7 @@ K = 4
 
 @dataclass(frozen=True)
 class Case:
-    """What a model emits, piece by piece, and where that has to end."""
+    """The pieces of text that a model emits, and where the text has to end."""
 
     name: str
     pieces: tuple[str | bytes, ...]
@@ -85,7 +85,7 @@ CASES = (
 
 
 class Play:
-    """One model whose script has all cases one after the other: a case's prompt is as long as its place needs."""
+    """One model whose script holds all cases in a row; the length of a case's prompt selects its place in it."""
 
     def __init__(self, cases: tuple[Case, ...]) -> None:
         self.cases = cases
@@ -169,7 +169,7 @@ def test_cases_stand_where_they_say(play):
     assert (len(first["next block"].token_ids), first["next block"].finish_reason) == (K + 1, None)
 
 
-# What a stream gives out token by token: nothing that a stop string can still claim, everything else at once.
+# What a stream gives out token by token: nothing that may still become a stop string, everything else at once.
 @pytest.mark.parametrize(
     ("name", "texts"),
     [("almost, then not", ["", "", "ENx", "", "", ""]), ("almost, to the end", ["a", "", "EN"]),

@@ -1,4 +1,4 @@
-"""Where texts end, and the traps that break other implementations.
+"""Where texts end, and the cases that other implementations get wrong.
 
 With the target as its own draft every block is accepted whole, so it is known which token falls where: emitted
 token i is a draft token unless ``i % (K + 1) == K``, which is the bonus after a full acceptance.
@@ -96,7 +96,7 @@ def test_list_of_eos_ids_in_the_generation_config(target, draft, prompt, plain):
 
 
 def test_no_eos_in_the_generation_config_never_stops(target, draft, prompt_ids, expected):
-    """As ``generate()`` has it: only the generation config says where a text ends, not the model's config."""
+    """As in ``generate()``, only the generation config says where a text ends, not the model's config."""
     model = copy.deepcopy(target)
     model.generation_config.eos_token_id = None
     assert model.config.eos_token_id is not None

@@ -1,4 +1,4 @@
-"""Tokenizers that raise: the request they were called for ends with a typed error, its neighbours do not notice."""
+"""Tokenizers that raise: the request they were called for ends with a typed error, and no other does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.scripted import ByteTokenizer, scripted_model
 
 PIECES = [b"-", b"a", b"b", b"c", b"d", b"X", b"e", b"f", b"g", *(bytes([byte]) for byte in "é🚀".encode())]
 BAD = PIECES.index(b"X")
-SCRIPTS = [b"abcdefg", b"abXcdef", b"gfedcba"]  # each from a position of its own on
+SCRIPTS = [b"abcdefg", b"abXcdef", b"gfedcba"]  # each begins at another position
 NUM_TOKENS = 7
 
 
@@ -123,7 +123,7 @@ def test_what_ends_a_program_is_no_failure(model, kind):
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 def test_a_text_that_is_whole_at_the_end_is_no_failure(num_draft_tokens):
-    """A decoder that is strict about UTF-8 raises on every character whose bytes have not all come."""
+    """A strict UTF-8 decoder raises while the last character lacks some of its bytes."""
 
     class Strict(ByteTokenizer):
         def decode(self, token_ids, **kwargs):
@@ -139,7 +139,7 @@ def test_a_text_that_is_whole_at_the_end_is_no_failure(num_draft_tokens):
 
 
 class Own:
-    """A tokenizer with no more than the engine asks for, here without a single word of its own."""
+    """A tokenizer with nothing but what the engine calls; its vocabulary is empty."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -155,7 +155,7 @@ class Own:
 
 
 def test_a_custom_tokenizer_beside_a_draft_model(target, draft, tokenizer):
-    """It need not list its words, so they cannot be compared; it is taken even if its length is 0."""
+    """It need not list its vocabulary, which then is not compared; it is accepted even if its length is 0."""
     assert load_tokenizer(draft.config._name_or_path) is not None
     engine = sd.Engine(target, draft, tokenizer=Own(tokenizer))
     (output,) = engine.generate("Items:", sd.SamplingParams(max_new_tokens=3))

@@ -1,4 +1,4 @@
-"""Who steps when: nobody waits too long, equal lengths go together, a batch is never too large or empty."""
+"""Which sequences step: none waits too long, equal lengths go together, no batch is too large or empty."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sequence_of(length: int, index: int = 0) -> Sequence:
 class Simulation:
     """An engine without models: sequences join when there is room, grow by what they emit, and leave.
 
-    It counts by itself how long each has waited, so the schedulers' own counter is not what is trusted.
+    It counts how long each has waited, and does not trust the schedulers' counter.
     """
 
     scheduler: Scheduler
@@ -47,7 +47,7 @@ class Simulation:
             self.joined += 1
         before = list(self.resident)
         chosen = self.scheduler.plan(self.resident)
-        assert self.resident == before, "planning moves nobody"
+        assert self.resident == before, "planning changes no residents"
         self.check(chosen)
         for sequence in chosen:
             sequence.token_ids += [0] * self.rng.randint(1, most_emitted)
@@ -76,7 +76,7 @@ def configs(draw: st.DrawFn, method: str) -> EngineConfig:
 schedule = {
     "seed": st.integers(0, 2**31),
     "most_emitted": st.sampled_from([1, 2, 6]),  # 1: lengths keep their distances; 6: they scatter
-    "leaving": st.sampled_from([0.0, 0.02, 0.3]),  # 0: the window stays full and nobody ever makes room
+    "leaving": st.sampled_from([0.0, 0.02, 0.3]),  # 0: the window stays full, and no sequence ever makes room
 }
 
 
@@ -96,7 +96,7 @@ def test_eqspec_steps_all_until_the_batch_has_ended(config, seed, most_emitted, 
     for _ in range(40):
         before = {sequence.index for sequence in simulation.resident}
         chosen = {sequence.index for sequence in simulation.step(most_emitted, leaving)}
-        assert not before or chosen == before, "nobody joins a running batch, nobody sits out"
+        assert not before or chosen == before, "no sequence joins a running batch, and none is left out of a step"
     assert simulation.longest_wait == 0
 
 
