@@ -89,12 +89,12 @@ def test_misspelt_name_is_compared_with_registered_ones(nearest, target):
         sd.Engine(target, "neerest")
 
 
-def test_wrong_draft_is_told_every_registered_name(nearest, target):
+def test_error_of_a_wrong_draft_lists_registered_names(nearest, target):
     with pytest.raises(sd.ConfigError, match="'ngram', 'none', 'nearest'"):
         sd.Engine(target, 5.0)
 
 
-def test_factory_that_makes_no_drafter_is_told(monkeypatch, target):
+def test_factory_that_makes_no_drafter_is_an_error(monkeypatch, target):
     monkeypatch.setitem(DRAFTERS, "nothing", lambda context: None)
     with pytest.raises(sd.DrafterError, match=r"DRAFTERS\['nothing'\] made a NoneType; expected a Drafter"):
         sd.Engine(target, "nothing")

@@ -80,7 +80,7 @@ def test_auto_reaches_the_best_fixed_k(regime, batch_size):
 
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
 @pytest.mark.parametrize("regime", SHORT)
-def test_books_are_kept_where_steps_are_short(regime, batch_size):
+def test_choosing_is_charged_where_steps_are_short(regime, batch_size):
     """Choosing and observing are charged, the more the larger the batch; what holds for longer steps holds here."""
     for acceptance in ACCEPTANCES:
         run = world(regime, acceptance, batch_size, num_sequences=max(64, 8 * batch_size))
@@ -94,12 +94,12 @@ def test_books_are_kept_where_steps_are_short(regime, batch_size):
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.6])
-def test_books_take_about_a_percent(acceptance):
+def test_choosing_takes_about_a_percent(acceptance):
     run = world("short steps", acceptance, 4, num_sequences=96)
     lengths = run.warm()
-    before = run.book_seconds(lengths)
+    before = run.choosing_seconds(lengths)
     seconds = 96 * run.new_tokens / tokens_per_second(run, lengths)
-    assert 0.001 < (run.book_seconds(lengths) - before) / seconds < 0.02
+    assert 0.001 < (run.choosing_seconds(lengths) - before) / seconds < 0.02
 
 
 @pytest.mark.parametrize("regime", ["flat", "costly draft"])
@@ -140,7 +140,7 @@ def on_two_cores(acceptance, batch_size, **options):
 
 @pytest.mark.parametrize("batch_size", [4, 16, 32])
 @pytest.mark.parametrize("new_tokens", [32, 128])
-def test_batch_that_nobody_joins(batch_size, new_tokens):
+def test_batch_that_no_sequence_joins(batch_size, new_tokens):
     """The steps of the last ones cost much for few rows: where drafting gains little, it must even out the ends."""
     for acceptance in ACCEPTANCES[:-1]:
         run = on_two_cores(acceptance, batch_size, new_tokens=new_tokens, is_refilled=False)
@@ -154,7 +154,7 @@ def test_batch_that_nobody_joins(batch_size, new_tokens):
 
 @pytest.mark.parametrize("batch_size", [4, 16, 32])
 def test_forwards_that_were_measured_once(batch_size):
-    """Each measurement is wrong by a tenth: no engine of six may go on with what does not pay, nor lose its gain."""
+    """Each measurement is wrong by a tenth: no engine of six may draft where it does not pay, nor lose its gain."""
     for acceptance in ACCEPTANCES[:-1]:
         run = on_two_cores(acceptance, batch_size, mismeasured=0.1)
         runs = [replace(run, seed=seed) for seed in range(6)]
@@ -188,7 +188,7 @@ def test_long_prompt_with_few_tokens_to_come_is_not_worth_a_prefill():
 def test_short_texts_and_a_draft_model_that_is_dear_to_prefill(batch_size):
     """Two cores, Qwen3-1.7B's shape and Qwen3-0.6B's as its draft: if drafting pays, then only from a text's start.
 
-    Nor may those whom the draft model has taken in lead others into what does not pay from a text's start.
+    Sequences that the draft model has prefilled must not make others draft where that does not pay from a text's start.
     """
     costs = {"verify": lambda n: 0.112 + 0.005 * (n - 1), "draft": lambda n: 0.0436 + 0.0046 * (n - 1)}
     for acceptance in ACCEPTANCES:
@@ -201,7 +201,7 @@ def test_short_texts_and_a_draft_model_that_is_dear_to_prefill(batch_size):
 
 
 def test_forwards_that_were_measured_on_a_busy_machine():
-    """What verifications show to be wrong is corrected for drafting as well, which is never tried at such a price."""
+    """What verifications show to be wrong is corrected for drafting as well, which is not tried at such a cost."""
     run = world("flat", 0.9, 4, num_sequences=24)
     busy = replace(run, verify=lambda n: 100 * run.verify(n), draft=lambda n: 100 * run.draft(n))
     lengths = busy.adaptive()

@@ -101,7 +101,7 @@ def test_rows_that_are_not_proposed_are_not_charged():
     assert rare < full
 
 
-def test_weights_of_those_who_end_last():
+def test_weights_of_the_last_sequences():
     weights = tail_weights([200, 10, 150, 200], one=3.0, others=1.5)
     assert sum(weights) == pytest.approx(4)
     assert weights[0] == weights[3] > weights[2] > weights[1]
@@ -110,7 +110,7 @@ def test_weights_of_those_who_end_last():
     assert tail_weights([40, 10, 30], one=1.0, others=2.0) == pytest.approx([1, 1, 1])  # where rows are all there is
 
 
-def test_who_counts_more_gets_more():
+def test_larger_weights_get_more():
     costs = Costs([1 + 0.2 * n for n in range(9)], [0, 0.1, 0.2], [0, 0])
     assert allocate([[0.5] * 4] * 2, [4, 4], costs).lengths[0] == allocate([[0.5] * 4] * 2, [4, 4], costs).lengths[1]
     first, second = allocate([[0.5] * 4] * 2, [4, 4], costs._replace(weights=[0.2, 1.8])).lengths

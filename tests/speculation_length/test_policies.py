@@ -1,4 +1,4 @@
-"""Policies for K of the caller's own: by name and as an instance, and held to their contract."""
+"""Custom policies for K, by name and as an instance, and their contract."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
 
 class RandomLengths(LengthPolicy):
-    """Any K for anybody, and long stretches of nothing, so that a draft model has much to catch up with."""
+    """Any K for any sequence, and long stretches of 0, so that a draft model has much to catch up with."""
 
     def __init__(self, seed, most):
         self.max_draft_tokens = most
@@ -97,7 +97,7 @@ def test_limits_know_when_no_sequence_takes_the_place_of_an_ended_one(target, pr
     monkeypatch.setattr(engine.length_policy, "forget", ended.append)
 
     def watched(batch, no_refill):
-        if len(batch) > 1:  # whoever is alone has no others
+        if len(batch) > 1:  # a sequence that is alone has no others
             seen.append((no_refill, len(prompt_ids) - len(ended)))
         return limits(batch, no_refill)
 
@@ -169,13 +169,13 @@ def test_plain_decoding_has_nothing_to_adapt(target, prompt_ids, expected):
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
 
 
-def test_misspelt_auto_is_told():
+def test_misspelt_auto_is_an_error():
     with pytest.raises(sd.ConfigError, match="num_draft_tokens='adaptive': expected an integer >= 0, or 'auto'"):
         sd.EngineConfig(num_draft_tokens="adaptive")
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_a_draft_model_tells_what_drafting_takes(target, draft, enforce_eager):
+def test_a_draft_model_measures_what_drafting_takes(target, draft, enforce_eager):
     """Forwards by sequences, and at 0 what a proposal takes besides; nothing is left behind."""
     drafter = sd.Engine(target, draft, enforce_eager=enforce_eager).drafter
     seconds = drafter.forward_seconds([1, 2, 16])

@@ -75,7 +75,7 @@ class World:
             costs = StepCosts(verify, measured(self.draft, 64), self.once, self.draft(64) / 64)
         return AdaptiveLength(costs._replace(choice_seconds=self.choice, observation_seconds=self.observation))
 
-    def book_seconds(self, lengths: LengthPolicy) -> float:
+    def choosing_seconds(self, lengths: LengthPolicy) -> float:
         """Return what choosing and observing have taken so far."""
         if not isinstance(lengths, AdaptiveLength):
             return 0.0
@@ -84,7 +84,7 @@ class World:
 
 def tokens_per_second(world: World, lengths: LengthPolicy) -> float:
     """Decode every sequence in batches, and return the speed."""
-    number, clock, tokens = 0, -world.book_seconds(lengths), 0
+    number, clock, tokens = 0, -world.choosing_seconds(lengths), 0
     rng = np.random.default_rng(world.seed)
     batch: list[tuple[int, SimulatedSequence]] = []
     total = world.num_sequences or 3 * world.batch_size
@@ -128,7 +128,7 @@ def tokens_per_second(world: World, lengths: LengthPolicy) -> float:
             if not s.num_remaining:
                 lengths.forget(s)
         batch = [(i, s) for i, s in batch if s.num_remaining]
-    return tokens / (clock + world.book_seconds(lengths))
+    return tokens / (clock + world.choosing_seconds(lengths))
 
 
 def speed(runs: list[World], lengths: Callable[[World], LengthPolicy]) -> float:
