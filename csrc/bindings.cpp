@@ -80,7 +80,7 @@ using Sinks = std::pair<std::uintptr_t, int>;  // address, or 0 for none, and dt
 void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<std::uintptr_t, 2> caches,
                      std::array<std::int64_t, 6> shape, std::array<std::uintptr_t, 3> indices,
                      std::array<std::int64_t, 2> batch, std::array<std::int64_t, 2> tree_mask,
-                     std::array<double, 3> scores, const Sinks& sinks, std::uintptr_t out, int num_threads) {
+                     std::array<double, 3> params, const Sinks& sinks, std::uintptr_t out, int num_threads) {
   specdec::paged_attention({static_cast<specdec::DType>(dtype),
                             query[3],
                             pointer<const void>(static_cast<std::uintptr_t>(query[0])),
@@ -94,9 +94,9 @@ void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<st
                             batch[0],
                             pointer<const std::int32_t>(static_cast<std::uintptr_t>(tree_mask[0])),
                             tree_mask[1],
-                            static_cast<float>(scores[0]),
-                            static_cast<std::int64_t>(scores[1]),
-                            static_cast<float>(scores[2]),
+                            static_cast<float>(params[0]),
+                            static_cast<std::int64_t>(params[1]),
+                            static_cast<float>(params[2]),
                             pointer<const void>(sinks.first),
                             static_cast<specdec::DType>(sinks.second),
                             pointer<void>(out), num_threads});
@@ -257,14 +257,14 @@ void bind_program(py::module_& m) {
            })
       .def("add_attend",
            [](Program& self, std::int64_t layer, std::int64_t num_heads, std::array<std::int64_t, 3> query, int out,
-              std::array<double, 3> scores, const Sinks& sinks) {
+              std::array<double, 3> params, const Sinks& sinks) {
              self.add(specdec::AttendStep{layer,
                                           num_heads,
                                           {static_cast<int>(query[0]), query[1], query[2]},
                                           out,
-                                          static_cast<float>(scores[0]),
-                                          static_cast<float>(scores[2]),
-                                          static_cast<std::int64_t>(scores[1]),
+                                          static_cast<float>(params[0]),
+                                          static_cast<float>(params[2]),
+                                          static_cast<std::int64_t>(params[1]),
                                           pointer<const void>(sinks.first),
                                           static_cast<specdec::DType>(sinks.second)});
            })

@@ -200,20 +200,20 @@ def _num_splits(batch: PagedBatch, window: int, num_tiles: int, rows_of_tile: in
     return num_splits if pays else 0
 
 
-def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
+def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
     """Launch one kernel, or two if contexts are split; the contract is the oracle's. Pages are not checked."""
     (num_rows, num_heads, head_dim), (num_kv_heads, value_dim) = query.shape, kv[1].shape[2:]
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     if out.numel() == 0:
         return out
-    group, tree, sinks = num_heads // num_kv_heads, batch.tree_mask is not None, scores.sinks
+    group, tree, sinks = num_heads // num_kv_heads, batch.tree_mask is not None, params.sinks
     launch = launch_config(query.dtype, head_dim, value_dim, group)
-    launch = _with(launch, SOFTCAP=scores.softcap is not None, TREE=tree, SINKS=sinks is not None)
+    launch = _with(launch, SOFTCAP=params.softcap is not None, TREE=tree, SINKS=sinks is not None)
     sinks = query if sinks is None else sinks
     block_m = launch.constexprs["BLOCK_M"]
     max_tiles = triton.cdiv(batch.max_seqlen_q * group, block_m)
     columns = batch.seqused_k.numel() * num_kv_heads
-    window = min(scores.sliding_window or _NO_WINDOW, _NO_WINDOW)
+    window = min(params.sliding_window or _NO_WINDOW, _NO_WINDOW)
     rows_of_tile = triton.cdiv(block_m, group) + 1
     num_splits = _num_splits(batch, window, columns * max_tiles, rows_of_tile, 4 * out.numel())
     partial_sums = torch.empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32, device=query.device)
@@ -237,8 +237,8 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         num_splits,
         0 if batch.tree_mask is None else batch.tree_mask.shape[1],
         window,
-        scores.scale / (scores.softcap or 1.0),
-        _LOG2_E * (scores.softcap or scores.scale),
+        params.scale / (params.softcap or 1.0),
+        _LOG2_E * (params.softcap or params.scale),
         **_with(launch, PAGE_SIZE=kv[0].shape[1]).options,
     )
     if num_splits:

@@ -44,7 +44,7 @@ class AttentionShape:
             "query": torch.randn(sum(self.rows), self.heads, self.head_dim, **drawn),
             "kv": (torch.randn(cache, **drawn), torch.randn(cache, **drawn)),
             "batch": paged_batch(self.rows, torch.tensor(self.contexts, device=device), table.to(device)),
-            "scores": AttentionParams(self.head_dim**-0.5),
+            "params": AttentionParams(self.head_dim**-0.5),
         }
 
 

@@ -34,14 +34,14 @@ class Reference:
     prepare: Callable[..., Call | None]
 
 
-def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call | None:
+def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Call | None:
     """Call torch's SDPA on a dense batch ``[B, num_kv_heads, context, head_dim]``.
 
     It gets a mask, or for whole prompts ``is_causal``, which is faster. Contexts and row counts must be equal, without
     window, soft cap, sinks or tree.
     """
     contexts, counts = set(batch.seqused_k.tolist()), set(batch.cu_seqlens_q.diff().tolist())
-    special = (scores.sliding_window, scores.softcap, scores.sinks, batch.tree_mask)
+    special = (params.sliding_window, params.softcap, params.sinks, batch.tree_mask)
     if len(contexts) != 1 or len(counts) != 1 or any(x is not None for x in special):
         return None
     context, num_rows = contexts.pop(), counts.pop()
@@ -50,12 +50,12 @@ def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scor
     rows = query.unflatten(0, (-1, num_rows)).transpose(1, 2).contiguous()  # [B, num_heads, rows, head_dim]
     if num_rows == context:
         return lambda: scaled_dot_product_attention(
-            rows, key, value, is_causal=True, scale=scores.scale, enable_gqa=True
+            rows, key, value, is_causal=True, scale=params.scale, enable_gqa=True
         )
     column = torch.arange(context, device=query.device)
     visible = column <= column[context - num_rows :, None]  # [rows, context]
     mask = visible.expand(len(rows), 1, -1, -1).contiguous()
-    return lambda: scaled_dot_product_attention(rows, key, value, mask, scale=scores.scale, enable_gqa=True)
+    return lambda: scaled_dot_product_attention(rows, key, value, mask, scale=params.scale, enable_gqa=True)
 
 
 def argmax_and_compare(
@@ -109,7 +109,7 @@ def sort_and_draw(
 
 
 def attention_in_float64(
-    query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams
+    query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams
 ) -> Tensor:
     """Compute ``paged_attention`` by its definition in fp64; every entry of a context must be finite."""
     out = torch.empty(*query.shape[:2], kv[1].shape[3], dtype=torch.float64, device=query.device)
@@ -117,16 +117,16 @@ def attention_in_float64(
     for b, context in enumerate(batch.seqused_k.tolist()):
         pages = batch.block_table[b, : -(-context // kv[0].shape[1])].long()
         key, value = (cache[pages].flatten(0, 1)[:context].double() for cache in kv)  # [context, num_kv_heads, D]
-        seen = _seen(batch, b, context, scores.sliding_window)
+        seen = _seen(batch, b, context, params.sliding_window)
         for first in range(starts[b], starts[b + 1], ROW_BLOCK):
             block = slice(first, min(first + ROW_BLOCK, starts[b + 1]))
             rows = query[block].double().unflatten(1, (key.shape[1], -1))  # [rows, num_kv_heads, group, D]
-            products = torch.einsum("rhgd,chd->hgrc", rows, key) * scores.scale
-            if scores.softcap is not None:
-                products = scores.softcap * torch.tanh(products / scores.softcap)
+            products = torch.einsum("rhgd,chd->hgrc", rows, key) * params.scale
+            if params.softcap is not None:
+                products = params.softcap * torch.tanh(products / params.softcap)
             products.masked_fill_(~seen[block.start - starts[b] : block.stop - starts[b]], float("-inf"))
-            if scores.sinks is not None:
-                column = scores.sinks.double().view(*products.shape[:2], 1, 1).expand(*products.shape[:3], 1)
+            if params.sinks is not None:
+                column = params.sinks.double().view(*products.shape[:2], 1, 1).expand(*products.shape[:3], 1)
                 products = torch.cat([products, column], dim=-1)
             heads = torch.einsum("hgrc,chd->rhgd", products.softmax(dim=-1)[..., :context], value)
             out[block] = heads.flatten(1, 2)

@@ -27,7 +27,7 @@ def _contexts(kv: tuple[Tensor, Tensor], batch: PagedBatch, length: int) -> list
     return [cache[pages, places % page_size] for cache in kv]
 
 
-def varlen_paged(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call:
+def varlen_paged(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Call:
     """Call ``varlen_attn`` on a block table of large pages."""
     from torch.nn.attention.varlen import varlen_attn  # not on every platform
 
@@ -39,13 +39,13 @@ def varlen_paged(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, sc
         "block_table": table.view(-1, pages_each),
         "window_size": (-1, 0),
         "enable_gqa": True,
-        "scale": scores.scale,
+        "scale": params.scale,
     }
     shape = (batch.cu_seqlens_q, None, batch.max_seqlen_q, batch.max_seqlen_k)
     return lambda: varlen_attn(query, key, value, *shape, **options)
 
 
-def varlen_packed(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call:
+def varlen_packed(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Call:
     """Call ``varlen_attn`` on contexts one after the other, without pages."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -54,11 +54,11 @@ def varlen_packed(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, s
     key, value = (torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]) for x in padded)
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(query.device)
     shape = (batch.cu_seqlens_q, starts, batch.max_seqlen_q, batch.max_seqlen_k)
-    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True, "scale": scores.scale}
+    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True, "scale": params.scale}
     return lambda: varlen_attn(query, key, value, *shape, **options)
 
 
-def sdpa_causal(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Call:
+def sdpa_causal(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Call:
     """Call SDPA on a dense batch of equal lengths, causal from the lower right, so without a mask."""
     counts, contexts = set(batch.cu_seqlens_q.diff().tolist()), set(batch.seqused_k.tolist())
     if len(counts) != 1 or len(contexts) != 1:
@@ -68,7 +68,7 @@ def sdpa_causal(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, sco
     causal = causal_lower_right(rows.shape[2], key.shape[2])
 
     def attend() -> Tensor:
-        heads = scaled_dot_product_attention(rows, key, value, causal, scale=scores.scale, enable_gqa=True)
+        heads = scaled_dot_product_attention(rows, key, value, causal, scale=params.scale, enable_gqa=True)
         return heads.transpose(1, 2).flatten(0, 1)
 
     return attend

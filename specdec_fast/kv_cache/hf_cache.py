@@ -63,7 +63,7 @@ class PagedCache(Cache):
         """Hand back the states of one layer: what a model caches need not be what it attends over."""
         return key_states, value_states
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: AttentionParams) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, params: AttentionParams) -> Tensor:
         """Write one layer's keys and values, unless it attends over those of an earlier one, and attend over its pages.
 
         Args:
@@ -71,7 +71,7 @@ class PagedCache(Cache):
             key: ``[1, num_kv_heads, T, key_head_dim]``.
             value: ``[1, num_kv_heads, T, value_head_dim]``.
             layer_idx: the layer's.
-            scores: how it makes them.
+            params: scale, sliding window, soft cap and sinks.
 
         Returns:
             ``[1, T, num_heads, value_head_dim]``.
@@ -86,7 +86,7 @@ class PagedCache(Cache):
             self._check("values", layer_idx, value, value_head_dim, value.shape[1] == num_heads)
             rows = (self._own(key), self._own(value))  # [T, num_kv_heads, head size]
             apart(self.ops.append_kv_, *pages, *rows, self.batch.slot_mapping)
-        out = apart(self.ops.paged_attention, self._own(query), pages, self._attended, scores)
+        out = apart(self.ops.paged_attention, self._own(query), pages, self._attended, params)
         return (pad(out, (0, 0, 0, 0, 0, self._padding)) if self._padding else out)[None]
 
     def _own(self, states: Tensor) -> Tensor:

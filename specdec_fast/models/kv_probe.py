@@ -37,7 +37,7 @@ class KVProbe(Cache):
         self._cached.add(layer_idx)
         return key_states, value_states
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: AttentionParams) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, params: AttentionParams) -> Tensor:
         """Record keys and values; return zeros ``[1, T, num_heads, value_head_dim]`` as the result."""
         num_heads, num_rows = query.shape[1:3]
         fits = key.shape[0] == 1 and key.shape[2] == num_rows and key.shape[3] == query.shape[3]

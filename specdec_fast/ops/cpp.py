@@ -32,12 +32,12 @@ def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tenso
     )
 
 
-def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
+def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
     """Run ``csrc/ops/paged_attention.cpp``; the contract is the oracle's."""
     if query.stride(-1) != 1:
         query = query.contiguous()
     num_pages, page_size, num_kv_heads, head_dim = kv[0].shape
-    value_dim, tree_mask, sinks = kv[1].shape[3], batch.tree_mask, scores.sinks
+    value_dim, tree_mask, sinks = kv[1].shape[3], batch.tree_mask, params.sinks
     out = torch.empty(*query.shape[:2], value_dim, dtype=query.dtype, device=query.device)
     _C.paged_attention(
         DTYPE_CODES[query.dtype],
@@ -47,7 +47,7 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         (batch.block_table.data_ptr(), batch.cu_seqlens_q.data_ptr(), batch.seqused_k.data_ptr()),
         tuple(batch.block_table.shape),
         (0, 0) if tree_mask is None else (tree_mask.data_ptr(), tree_mask.shape[1]),
-        (scores.scale, scores.sliding_window or 0, scores.softcap or 0.0),
+        (params.scale, params.sliding_window or 0, params.softcap or 0.0),
         (0, 0) if sinks is None else (sinks.data_ptr(), DTYPE_CODES[sinks.dtype]),
         out.data_ptr(),
         torch.get_num_threads(),

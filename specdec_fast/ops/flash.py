@@ -31,16 +31,16 @@ def _package() -> Callable[..., Tensor] | None:
         return None
 
 
-def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
+def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
     """Run FlashAttention; the contract is the oracle's, except for what raises a BackendError."""
     package = _package()
-    _expect_served(query, kv, batch, scores, package is not None)
+    _expect_served(query, kv, batch, params, package is not None)
     if query.numel() == 0:
         return torch.empty_like(query)
     # Both bounds of a window count from a row's own position and include it.
-    window = (-1 if scores.sliding_window is None else scores.sliding_window - 1, 0)
+    window = (-1 if params.sliding_window is None else params.sliding_window - 1, 0)
     if package is None:
-        return _varlen(query, kv, batch, scores.scale, window)
+        return _varlen(query, kv, batch, params.scale, window)
     rows = _right_aligned(batch, query.shape[0])
     padded = query if rows is None else query.new_zeros(batch.seqused_k.numel() * batch.max_seqlen_q, *query.shape[1:])
     if rows is not None:
@@ -50,10 +50,10 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         *kv,
         cache_seqlens=batch.seqused_k,
         block_table=batch.block_table,
-        softmax_scale=scores.scale,
+        softmax_scale=params.scale,
         causal=True,
         window_size=window,
-        softcap=scores.softcap or 0.0,
+        softcap=params.softcap or 0.0,
         num_splits=1,
     ).flatten(0, 1)
     return out if rows is None else out[rows]
@@ -119,7 +119,7 @@ def _right_aligned(batch: PagedBatch, num_rows: int) -> Tensor | None:
 
 
 def _expect_served(
-    query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams, package: bool
+    query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams, package: bool
 ) -> None:
     """Raise a BackendError if FlashAttention does not have what is requested."""
     takes_any_page = not package and attention.current_flash_attention_impl() is not None
@@ -130,11 +130,11 @@ def _expect_served(
         limits.append(f"heads of {head_dim}; it takes multiples of 8 up to 256")
     if head_dim != value_dim:
         limits.append(f"values of {value_dim} beside keys of {head_dim}; it takes one size")
-    if scores.sinks is not None:
+    if params.sinks is not None:
         limits.append("attention sinks")
     if batch.tree_mask is not None:
         limits.append("a tree mask; it takes chains")
-    if scores.softcap is not None and not package:
+    if params.softcap is not None and not package:
         limits.append("a soft cap; only the flash-attn package has one: install it")
     if page_size % _PAGE_MULTIPLE != 0 and not takes_any_page:
         limits.append(f"pages of {page_size}; it takes multiples of {_PAGE_MULTIPLE}: pass page_size={_PAGE_MULTIPLE}")

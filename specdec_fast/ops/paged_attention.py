@@ -15,7 +15,7 @@ from specdec_fast.ops.checks import FLOATS, expect, expect_maximum, expect_offse
 from specdec_fast.ops.registry import Case, Op
 
 
-def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> None:
+def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> None:
     device, dtype = query.device, (query.dtype,)
     key_cache, value_cache = kv
     expect_tensor("query", query, (None,) * 3, FLOATS, device)
@@ -25,12 +25,12 @@ def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: 
     expect(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads.")
     _check_batch(batch, query.shape[0], device)
     expect(all(x.is_contiguous() for x in kv), "the caches must be contiguous.")
-    window, softcap = scores.sliding_window, scores.softcap
+    window, softcap = params.sliding_window, params.softcap
     expect(window is None or window > 0, f"sliding_window={window}; expected None or > 0.")
     expect(softcap is None or softcap > 0, f"softcap={softcap}; expected None or > 0.")
-    if scores.sinks is not None:
-        expect_tensor("sinks", scores.sinks, (heads,), (query.dtype, torch.float32), device)
-        expect(scores.sinks.is_contiguous(), "sinks must be contiguous.")
+    if params.sinks is not None:
+        expect_tensor("sinks", params.sinks, (heads,), (query.dtype, torch.float32), device)
+        expect(params.sinks.is_contiguous(), "sinks must be contiguous.")
     if batch.tree_mask is not None and window is not None:
         most_rows = batch.tree_mask.shape[1] * TREE_MASK_BITS
         expect(window >= most_rows, f"sliding_window={window} is shorter than a tree of up to {most_rows} rows.")
@@ -104,7 +104,7 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
         "query": query.transpose(0, 1).to(device),
         "kv": tuple(cache[..., :dim].contiguous().to(device) for cache, dim in zip(kv, dims, strict=True)),
         "batch": batch,
-        "scores": AttentionParams(shape.head_dim**-0.5, shape.sliding_window, shape.softcap, sinks),
+        "params": AttentionParams(shape.head_dim**-0.5, shape.sliding_window, shape.softcap, sinks),
     }
 
 
@@ -169,10 +169,10 @@ def _benchmarks() -> Iterator[Case]:
         yield Case(f"prefill_16_heads_{tokens}", f"{why}, Qwen3-0.6B", partial(_make, small((tokens,), (tokens,))))
 
 
-def _bytes_moved(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> int:
+def _bytes_moved(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> int:
     entries = batch.seqused_k
-    if scores.sliding_window is not None:
-        entries = entries.minimum(scores.sliding_window + batch.cu_seqlens_q.diff() - 1)
+    if params.sliding_window is not None:
+        entries = entries.minimum(params.sliding_window + batch.cu_seqlens_q.diff() - 1)
     (num_rows, num_heads, head_dim), (num_kv_heads, value_dim) = query.shape, kv[1].shape[2:]
     numbers = int(entries.sum()) * num_kv_heads + num_rows * num_heads  # keys and queries, values and output
     return numbers * (head_dim + value_dim) * query.element_size()

@@ -49,12 +49,12 @@ class _RecordingCache(PagedCache):
         self._own_ops = self.ops
         self.ops = self.ops.replaced(grouped_linear=self._choose_experts)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, scores: AttentionParams) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, params: AttentionParams) -> Tensor:
         with self._recorder.paused():
-            result = super().attend(query, key, value, layer_idx, scores)
+            result = super().attend(query, key, value, layer_idx, params)
         if self.pool.layout.sources[layer_idx] == layer_idx:
             self._recorder.tape.append(layer_idx, key, value)
-        self._recorder.tape.attend(layer_idx, query, scores, result)
+        self._recorder.tape.attend(layer_idx, query, params, result)
         return result
 
     def _choose_experts(self, rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

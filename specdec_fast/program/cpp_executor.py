@@ -200,9 +200,9 @@ class Program:
 
     @_add.register
     def _(self, step: Attend) -> None:
-        scores = (step.scale, step.sliding_window or 0, step.softcap or 0.0)
+        params = (step.scale, step.sliding_window or 0, step.softcap or 0.0)
         sinks = (0, 0) if step.sinks is None else (step.sinks.data_ptr(), DTYPE_CODES[step.sinks.dtype])
-        self._program.add_attend(step.layer, step.num_heads, self._heads(step.query), step.out, scores, sinks)
+        self._program.add_attend(step.layer, step.num_heads, self._heads(step.query), step.out, params, sinks)
 
     @_add.register
     def _(self, step: Gather) -> None:

@@ -214,14 +214,14 @@ class Tape:
         """Record that ``[1, num_kv_heads, T, head size]`` keys and values are written into pages."""
         self.instructions.append(Append(layer, self._heads(keys), self._heads(values)))
 
-    def attend(self, layer: int, query: Tensor, scores: AttentionParams, result: Tensor) -> None:
+    def attend(self, layer: int, query: Tensor, params: AttentionParams, result: Tensor) -> None:
         """Record the attention of ``[1, num_heads, T, key_head_dim]`` queries.
 
         ``result`` is ``[1, T, num_heads, value_head_dim]``.
         """
         heads, out = self._heads(query), self.fresh_like(result, 1, ROWS)
-        sinks = None if scores.sinks is None else self._constant(scores.sinks)
-        rule = (scores.scale, scores.sliding_window, scores.softcap, sinks)
+        sinks = None if params.sinks is None else self._constant(params.sinks)
+        rule = (params.scale, params.sliding_window, params.softcap, sinks)
         self.instructions.append(Attend(layer, query.shape[1], heads, out.buffer, *rule))
         self.bind(result, out)
 

@@ -186,8 +186,8 @@ def test_without_a_gpu_it_says_how_to_try(capsys, tmp_path):
 # What is wrong turns red
 
 
-def window_too_short(query, kv, batch, scores):
-    return paged_attention(query, kv, batch, replace(scores, sliding_window=max(1, batch.max_seqlen_k - 4)))
+def window_too_short(query, kv, batch, params):
+    return paged_attention(query, kv, batch, replace(params, sliding_window=max(1, batch.max_seqlen_k - 4)))
 
 
 def test_a_wrong_kernel_is_red_and_has_no_speed(tmp_path, only, on_cpp, capsys):

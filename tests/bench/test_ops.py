@@ -55,9 +55,9 @@ def accepts_one_more(*args, **kwargs):
     return target_tokens, num_accepted + 1, next_tokens
 
 
-def misses_the_first_entries(query, kv, batch, scores):
+def misses_the_first_entries(query, kv, batch, params):
     """Attend without some entries: the first row lacks one of its 251, the last one six of its 256."""
-    return paged_attention(query, kv, batch, replace(scores, sliding_window=batch.max_seqlen_k - batch.max_seqlen_q))
+    return paged_attention(query, kv, batch, replace(params, sliding_window=batch.max_seqlen_k - batch.max_seqlen_q))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def make(dtype: torch.dtype = torch.float16, **shape: Any) -> dict[str, Any]:
     return _make(_Shape(**given), torch.Generator().manual_seed(0), dtype, CPU)
 
 
-def scores_of(scale: float, window: tuple[int, int], softcap: float = 0.0) -> AttentionParams:
+def params_of(scale: float, window: tuple[int, int], softcap: float = 0.0) -> AttentionParams:
     """Convert the library's arguments back: a window counts the entries before the row's own, and -1 is none."""
     assert window[1] == 0, "causal"
     return AttentionParams(scale, None if window[0] < 0 else window[0] + 1, softcap or None)
@@ -53,8 +53,8 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **given
             max_seqlen_q=count,
             max_seqlen_k=context,
         )
-        scores = scores_of(given["softmax_scale"], given["window_size"], given["softcap"])
-        out[b, q.shape[1] - count :] = ORACLE(q[b, q.shape[1] - count :], (k_cache, v_cache), batch, scores)
+        params = params_of(given["softmax_scale"], given["window_size"], given["softcap"])
+        out[b, q.shape[1] - count :] = ORACLE(q[b, q.shape[1] - count :], (k_cache, v_cache), batch, params)
     return out
 
 
@@ -72,7 +72,7 @@ def varlen_attn(
         max_seqlen_q=max_q,
         max_seqlen_k=max_k,
     )
-    return ORACLE(query, (key, value), batch, scores_of(given["scale"], given["window_size"]))
+    return ORACLE(query, (key, value), batch, params_of(given["scale"], given["window_size"]))
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_varlen(shape):
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
     "wrong",
-    [lambda args: changed(args, "scores.sliding_window", lambda window: window + 1),
+    [lambda args: changed(args, "params.sliding_window", lambda window: window + 1),
      lambda args: {**args, "query": args["query"].flip(0)}],
     ids=["window", "rows"],
 )  # fmt: skip

@@ -122,12 +122,12 @@ def narrowed(**args: Any) -> Tensor:
 
 
 def window_too_short(**args: Any) -> Tensor:
-    return OP.load("torch")(**changed(args, "scores.sliding_window", lambda window: window - 1))
+    return OP.load("torch")(**changed(args, "params.sliding_window", lambda window: window - 1))
 
 
 def window_too_long(**args: Any) -> Tensor:
     """See an entry that no row may see; it is NaN."""
-    return OP.load("torch")(**changed(args, "scores.sliding_window", lambda window: window + 1))
+    return OP.load("torch")(**changed(args, "params.sliding_window", lambda window: window + 1))
 
 
 SMALL = AttentionCall(
@@ -136,7 +136,7 @@ SMALL = AttentionCall(
     kv_heads=2,
     group=2,
     head_dim=20,
-    scores=AttentionParams(20**-0.5, sliding_window=8),
+    params=AttentionParams(20**-0.5, sliding_window=8),
     reach=None,
     layout="transposed",
     spare=1,
@@ -208,7 +208,7 @@ def assert_nan_reaches_only_rows_that_see_it(attention: Attention, call: Attenti
     start, stop = args["batch"].cu_seqlens_q[b : b + 2].tolist()
     see = torch.zeros(len(args["query"]), dtype=torch.bool)
     for row in range(start, stop):
-        see[row] = position in positions_seen(args["batch"], b, row, call.scores.sliding_window)
+        see[row] = position in positions_seen(args["batch"], b, row, call.params.sliding_window)
     before, after = attention(**args), attention(**spoiled)
     assert same_bits(after[~see], before[~see])
     of_head = after[see].unflatten(1, (call.kv_heads, call.group))[:, kv_head]
@@ -251,8 +251,8 @@ def test_nan_in_triton_reaches_only_rows_that_see_it_at_length(call):
 
 
 def test_nan_check_rejects_weights_of_zero():
-    def attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
-        out = attention_in_fp64(query, kv, batch, scores)
+    def attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
+        out = attention_in_fp64(query, kv, batch, params)
         for b, (start, stop) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
             if start < stop:
                 last = int(batch.seqused_k[b]) - 1

@@ -118,7 +118,7 @@ def test_every_version_serves_every_head_size(version, head_dim):
 @pytest.mark.parametrize("window", [None, 5, 70])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 def test_rows_are_independent_in_every_version(version, dtype, window):
-    args = changed(long_prefill(dtype), "scores.sliding_window", lambda _: window)
+    args = changed(long_prefill(dtype), "params.sliding_window", lambda _: window)
     assert_rows_independent(ATTENTION.load("cpp"), args, chunk=5)
     assert_agrees(ATTENTION, ATTENTION.load("cpp")(**args), ATTENTION.load("torch")(**args), args)
 

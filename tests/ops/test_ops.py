@@ -87,7 +87,7 @@ def from_the_left_only(realign: Callable[..., None], **args: Any) -> None:
 
 
 def window_too_long(attention: Callable[..., Tensor], **args: Any) -> Tensor:
-    return attention(**changed(args, "scores.sliding_window", lambda window: window + 1))
+    return attention(**changed(args, "params.sliding_window", lambda window: window + 1))
 
 
 # Negative controls: one plausible mistake per op.
@@ -152,7 +152,7 @@ def test_cpp_attention_rows_are_independent(dtype, chunk):
         assert_rows_independent(attention, args, chunk)
 
 
-def attention_in_pieces(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
+def attention_in_pieces(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
     """Sum in more pieces the more rows there are: right within rounding, but the batch changes bits."""
     out, starts = torch.empty_like(query), batch.cu_seqlens_q.tolist()
     for b, context in enumerate(batch.seqused_k.tolist()):
@@ -160,7 +160,7 @@ def attention_in_pieces(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBa
         pages = batch.block_table[b].long()
         key, value = (c[pages].flatten(0, 1)[:context].repeat_interleave(2, 1) for c in kv)
         at = torch.arange(context - len(rows), context)[:, None] - torch.arange(context)
-        weights = (torch.einsum("rhd,khd->hrk", rows, key) * scores.scale).exp().masked_fill(at < 0, 0)
+        weights = (torch.einsum("rhd,khd->hrk", rows, key) * params.scale).exp().masked_fill(at < 0, 0)
         pieces = torch.arange(context).tensor_split(1 + len(query) // 50)
         total = sum(torch.einsum("hrk,khd->rhd", weights[:, :, p], value[p]) for p in pieces)
         out[starts[b] : starts[b + 1]] = total / weights.sum(-1).T[:, :, None]

@@ -313,7 +313,7 @@ def test_reads_what_is_seen_and_no_more(name, dtype, small_pieces, monkeypatch):
 
 def test_reading_check_sees_another_window(small_pieces, monkeypatch):
     args = make(PIECES["window"])
-    wider = changed(args, "scores.sliding_window", lambda window: window + 40)
+    wider = changed(args, "params.sliding_window", lambda window: window + 40)
     assert read_by(args, monkeypatch)[0] < read_by(wider, monkeypatch)[0]
 
 

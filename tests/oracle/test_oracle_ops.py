@@ -80,7 +80,7 @@ FORGOTTEN = [*WINDOWED, ("softcap", "softcap"), ("window_softcap", "softcap"), *
 @pytest.mark.parametrize(("case", "forgotten"), FORGOTTEN)
 def test_attention_check_sees_a_forgotten_parameter(case, forgotten, dtype):
     args = make("paged_attention", case, dtype)
-    wrong = all_ops()["paged_attention"].load("torch")(**changed(args, f"scores.{forgotten}", lambda _: None))
+    wrong = all_ops()["paged_attention"].load("torch")(**changed(args, f"params.{forgotten}", lambda _: None))
     with pytest.raises(AssertionError):
         assert_within_rounding(wrong, attention_by_hand(**args), args)
 
@@ -304,7 +304,7 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "mask_words": ("batch.tree_mask", lambda x: x[:, :2].contiguous(), "tree_mask has no bits for 70 rows"),
     },
     ("paged_attention", "tree_window"): {  # 9 rows of one sequence at most: one word
-        "window_within_tree": ("scores.sliding_window", lambda _: 31, "shorter than a tree of up to 32 rows"),
+        "window_within_tree": ("params.sliding_window", lambda _: 31, "shorter than a tree of up to 32 rows"),
     },
     ("paged_attention", "verify"): {  # 16 rows of 4 sequences
         "query_rank": ("query", lambda x: x.flatten(1), "query has shape"),
@@ -330,11 +330,11 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "cu_ends_beyond": ("batch.cu_seqlens_q", offsets(0, 6, 12, 15, 17), "cu_seqlens_q"),
         "rows_understated": ("batch.max_seqlen_q", lambda _: 5, "max_seqlen_q is 5; the largest is 6"),
         "context_understated": ("batch.max_seqlen_k", lambda _: 128, "max_seqlen_k is 128; the largest is 129"),
-        "window_zero": ("scores.sliding_window", lambda _: 0, "sliding_window=0; expected None or > 0"),
-        "sinks_short": ("scores.sinks", lambda _: torch.zeros(3), r"sinks has shape \[3\]; expected \[4\]"),
-        "sinks_dtype": ("scores.sinks", lambda _: torch.zeros(4).half(), "sinks is torch.float16; expected float32"),
-        "sinks_strided": ("scores.sinks", lambda _: torch.zeros(8)[::2], "sinks must be contiguous"),
-        "softcap_zero": ("scores.softcap", lambda _: 0.0, r"softcap=0\.0; expected None or > 0"),
+        "window_zero": ("params.sliding_window", lambda _: 0, "sliding_window=0; expected None or > 0"),
+        "sinks_short": ("params.sinks", lambda _: torch.zeros(3), r"sinks has shape \[3\]; expected \[4\]"),
+        "sinks_dtype": ("params.sinks", lambda _: torch.zeros(4).half(), "sinks is torch.float16; expected float32"),
+        "sinks_strided": ("params.sinks", lambda _: torch.zeros(8)[::2], "sinks must be contiguous"),
+        "softcap_zero": ("params.softcap", lambda _: 0.0, r"softcap=0\.0; expected None or > 0"),
     },
 }
 

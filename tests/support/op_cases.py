@@ -30,29 +30,29 @@ def make(op: str, case: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
     return CASES[op, case].make(torch.Generator().manual_seed(seed), dtype, CPU)
 
 
-def attention_by_hand(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
+def attention_by_hand(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
     """Softmax attention in fp64, position by position, every KV entry looked up through the block table."""
     queries, keys, values = (x.cpu().double().numpy() for x in (query, *kv))
     out = torch.zeros(*query.shape[:2], values.shape[3], dtype=torch.float64)
     starts, pages, page_size = batch.cu_seqlens_q.tolist(), batch.block_table.tolist(), keys.shape[1]
     for b in range(len(starts) - 1):
         for row in range(starts[b], starts[b + 1]):
-            seen = positions_seen(batch, b, row, scores.sliding_window)
+            seen = positions_seen(batch, b, row, params.sliding_window)
             for head in range(queries.shape[1]):
                 kv_head = head // (queries.shape[1] // keys.shape[2])
                 places = [(pages[b][i // page_size], i % page_size, kv_head) for i in seen]
-                products = [queries[row, head] @ keys[place] * scores.scale for place in places]
-                if scores.softcap is not None:
-                    products = [scores.softcap * math.tanh(product / scores.softcap) for product in products]
-                if scores.sinks is not None:
-                    products.append(float(scores.sinks[head]))
+                products = [queries[row, head] @ keys[place] * params.scale for place in places]
+                if params.softcap is not None:
+                    products = [params.softcap * math.tanh(product / params.softcap) for product in products]
+                if params.sinks is not None:
+                    products.append(float(params.sinks[head]))
                 weights = [math.exp(product - max(products)) for product in products]
                 for place, weight in zip(places, weights, strict=False):  # no place is the sink's
                     out[row, head] += torch.from_numpy(values[place]) * (weight / sum(weights))
     return out
 
 
-def attention_in_fp64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
+def attention_in_fp64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
     """``attention_by_hand`` for all rows of a sequence at once: a hundred times faster, the same within rounding."""
     page_size, num_kv_heads = kv[0].shape[1:3]
     out = torch.empty(*query.shape[:2], kv[1].shape[3], dtype=torch.float64)
@@ -61,15 +61,15 @@ def attention_in_fp64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatc
         pages = batch.block_table[b].cpu()[position // page_size].long()
         keys, values = (cache.cpu()[pages, position % page_size].double() for cache in kv)  # [context, H_kv, D]
         queries = query[start:stop].cpu().double().unflatten(1, (num_kv_heads, -1))
-        products = torch.einsum("rhgd,nhd->rhgn", queries, keys) * scores.scale
-        if scores.softcap is not None:
-            products = scores.softcap * torch.tanh(products / scores.softcap)
+        products = torch.einsum("rhgd,nhd->rhgn", queries, keys) * params.scale
+        if params.softcap is not None:
+            products = params.softcap * torch.tanh(products / params.softcap)
         visible = torch.zeros(stop - start, len(position), dtype=torch.bool)
         for row in range(start, stop):
-            visible[row - start, positions_seen(batch, b, row, scores.sliding_window)] = True
+            visible[row - start, positions_seen(batch, b, row, params.sliding_window)] = True
         products = products.masked_fill(~visible[:, None, None], -math.inf)
-        if scores.sinks is not None:
-            column = scores.sinks.cpu().double().view(1, num_kv_heads, -1, 1).expand(*products.shape[:3], 1)
+        if params.sinks is not None:
+            column = params.sinks.cpu().double().view(1, num_kv_heads, -1, 1).expand(*products.shape[:3], 1)
             products = torch.cat([products, column], dim=-1)
         weights = products.softmax(dim=-1)[..., : len(position)]
         total = torch.einsum("rhgn,nhd->rhgd", weights, values.nan_to_num(0))

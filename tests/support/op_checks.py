@@ -117,5 +117,5 @@ def long_prefill(dtype: torch.dtype) -> dict[str, Any]:
             max_seqlen_q=203,
             max_seqlen_k=203,
         ),
-        "scores": AttentionParams(24**-0.5),
+        "params": AttentionParams(24**-0.5),
     }

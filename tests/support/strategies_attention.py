@@ -35,7 +35,7 @@ class AttentionCall:
     kv_heads: int
     group: int
     head_dim: int
-    scores: AttentionParams  # without sinks
+    params: AttentionParams  # without sinks
     reach: int | None  # of a tree's parents; None: chains
     layout: str
     spare: int  # unused places of the block table, and unused words of the tree mask
@@ -64,18 +64,18 @@ class AttentionCall:
             max_seqlen_k=max((context for context, _ in self.sequences), default=0),
             tree_mask=mask,
         )
-        scores = self.scores
+        params = self.params
         if self.sinks is not None:
-            scores = replace(scores, sinks=2 * torch.randn(query.shape[1], generator=g).to(self.sinks).to(device))
+            params = replace(params, sinks=2 * torch.randn(query.shape[1], generator=g).to(self.sinks).to(device))
         caches = tuple(cache[..., :dim].contiguous().to(device) for cache, dim in zip(kv, dims, strict=True))
-        return {"query": laid_out(query.to(device), self.layout), "kv": caches, "batch": batch, "scores": scores}
+        return {"query": laid_out(query.to(device), self.layout), "kv": caches, "batch": batch, "params": params}
 
     def has_rows(self) -> bool:
         return any(rows for _, rows in self.sequences)
 
     def first_seen(self, context: int, rows: int) -> int:
         """Where the earliest row, a chain's first or a tree's root, begins to see; the context's end without rows."""
-        window = self.scores.sliding_window or context
+        window = self.params.sliding_window or context
         return max(0, context - rows - window + 1) if rows else context
 
 
@@ -103,7 +103,7 @@ def attention_calls(draw: st.DrawFn, limits: CallSizes, trees: bool = False) -> 
         kv_heads=kv_heads,
         group=draw(st.integers(1, min(8, limits.heads // kv_heads))),
         head_dim=head_dim,
-        scores=AttentionParams(
+        params=AttentionParams(
             scale=draw(st.sampled_from((head_dim**-0.5, 0.25))),
             sliding_window=draw(st.none() | windows),
             softcap=draw(st.sampled_from((None, None, 0.5, 30.0))),

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
 
 
-def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scores: AttentionParams) -> Tensor:
+def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
     """Attend from every query row to the KV entries of its own sequence, up to and including its own entry.
 
     With a tree mask, a row sees all entries before its sequence's rows, and among those rows its ancestors and itself.
@@ -21,7 +21,7 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         kv: key cache ``[num_pages, page_size, num_kv_heads, head_dim]`` and value cache
             ``[num_pages, page_size, num_kv_heads, value_head_dim]``.
         batch: the rows and the pages of each sequence.
-        scores: scale, sliding window, soft cap and sinks.
+        params: scale, sliding window, soft cap and sinks.
 
     Returns:
         ``[T, num_heads, value_head_dim]`` in the dtype of ``query``. An entry that is not finite makes the rows that
@@ -36,15 +36,15 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         pages = batch.block_table[b, : -(-context // page_size)].long()
         key, value = (cache[pages].flatten(0, 1)[:context].transpose(0, 1) for cache in kv)  # [H_kv, context, D]
         tree = None if batch.tree_mask is None else batch.tree_mask[starts[b] : starts[b + 1]]
-        visible = _visible(num_rows, context, scores.sliding_window, tree, query.device)
+        visible = _visible(num_rows, context, params.sliding_window, tree, query.device)
         if num_rows:
             # [H, rows, D], copied because a library may add in another order at another alignment.
             rows = query[starts[b] : starts[b + 1]].transpose(0, 1).clone()
-            out[starts[b] : starts[b + 1]] = _attend_finite(rows, key, value, visible, scores).transpose(0, 1)
+            out[starts[b] : starts[b + 1]] = _attend_finite(rows, key, value, visible, params).transpose(0, 1)
     return out
 
 
-def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: AttentionParams) -> Tensor:
+def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, params: AttentionParams) -> Tensor:
     """Attend over finite entries: ``[num_heads, rows, value_head_dim]``, NaN in rows that see other entries.
 
     A weight of 0 would spread a NaN to rows that do not see it, and ``scaled_dot_product_attention`` treats a row whose
@@ -58,7 +58,7 @@ def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, s
     )
     seen = visible.any(dim=0)  # entries that no row sees are left out
     mask = None if query.shape[1] == 1 else visible[:, seen]
-    out = _attend(query[None], key[None, :, seen], value[None, :, seen], mask, scores)[0]
+    out = _attend(query[None], key[None, :, seen], value[None, :, seen], mask, params)[0]
     for broken in (
         is_broken[1].any(-1, keepdim=True),
         is_broken[2],
@@ -88,18 +88,18 @@ def _visible(
     return visible
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: AttentionParams) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
     """Attend over entries that at least one of the rows sees: ``[1, num_heads, rows, value_head_dim]``."""
-    if scores.softcap is None and scores.sinks is None:
-        return scaled_dot_product_attention(query, key, value, mask, scale=scores.scale, enable_gqa=True)
+    if params.softcap is None and params.sinks is None:
+        return scaled_dot_product_attention(query, key, value, mask, scale=params.scale, enable_gqa=True)
     group = query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
-    products = query.float() @ key.transpose(-1, -2) * scores.scale
-    if scores.softcap is not None:
-        products = scores.softcap * torch.tanh(products / scores.softcap)
+    products = query.float() @ key.transpose(-1, -2) * params.scale
+    if params.softcap is not None:
+        products = params.softcap * torch.tanh(products / params.softcap)
     if mask is not None:
         products = products.masked_fill(~mask, float("-inf"))
-    if scores.sinks is not None:  # one more column, whose weight has no value
-        column = scores.sinks.float()[:, None, None].expand(*products.shape[:3], 1)
+    if params.sinks is not None:  # one more column, whose weight has no value
+        column = params.sinks.float()[:, None, None].expand(*products.shape[:3], 1)
         products = torch.cat([products, column], dim=-1)
     return (products.softmax(dim=-1)[..., : key.shape[2]] @ value).to(query.dtype)
