@@ -59,21 +59,27 @@ if __name__ == "__main__":
     assert kept["rows"][0]["compiled"] == result["compilations"], "written before the task has ended"
     compiled = kernels_in(cache)
     assert len(compiled) == result["compilations"]
-    launching = """
+    first, second = run(
+        f"""
+import json
+from pathlib import Path
 from triton.runtime.jit import JITFunction
 from bench.gpu_ import compilation as gpu_compile
 from bench.gpu_ import launches
+from specdec_fast.triton_kernels import verify_chain
 compiles = JITFunction._do_compile
-with launches.noted(gpu_compile.HOPPER):
-    JITFunction._do_compile = compiles
-    for name, call in gpu_compile._smoke_calls():
-        {change}
-        call()
-"""
-    run(launching.format(change="pass"), cache)
-    assert kernels_in(cache) == compiled
-    run(launching.format(change="import specdec_fast.triton_kernels.verify_chain as v; v._CHUNK = 4096"), cache)
-    assert kernels_in(cache) > compiled, "a launch of another size is compiled"
+for chunk in (verify_chain._CHUNK, 4096):
+    verify_chain._CHUNK = chunk
+    with launches.noted(gpu_compile.HOPPER):
+        JITFunction._do_compile = compiles
+        for name, call in gpu_compile._smoke_calls():
+            call()
+    print(json.dumps([str(path) for path in Path({str(cache)!r}).rglob("*.cubin")]))
+""",
+        cache,
+    ).splitlines()
+    assert set(map(Path, json.loads(first))) == compiled
+    assert set(map(Path, json.loads(second))) > compiled, "a launch of another size is compiled"
 
 
 def test_kernels_are_found_in_a_checkout_that_is_not_installed(tmp_path):
