@@ -40,8 +40,8 @@ from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.drafters.draft_model import ROWS_EACH, ModelDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.models.prefill import prefill
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 
 PLAIN = "plain"

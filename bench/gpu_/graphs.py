@@ -34,11 +34,12 @@ from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.capture import CAPTURES
 from specdec_fast.drafters.draft_model import ROWS_EACH
-from specdec_fast.engine import verify
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models import verification
+from specdec_fast.models.draft_step import greedy_tokens
 from specdec_fast.models.prefill import prefill
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 
 BATCH_SIZE, NUM_DRAFT_TOKENS, SAMPLES, CALLS = 4, 3, 5, 8
@@ -109,7 +110,7 @@ def nothing_waits(engine: Engine) -> Iterator[None]:
     if engine.target.layout.device.type != "cuda":
         yield
         return
-    stages, to_host, mode = (engine._launch, engine._finish), verify.to_host, torch.cuda.get_sync_debug_mode()
+    stages, to_host, mode = (engine._launch, engine._finish), verification.to_host, torch.cuda.get_sync_debug_mode()
 
     def watched(stage: Any, *args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -125,12 +126,12 @@ def nothing_waits(engine: Engine) -> Iterator[None]:
         return values
 
     engine._launch, engine._finish = (partial(watched, stage) for stage in stages)  # type: ignore[method-assign]
-    verify.to_host = allowed
+    verification.to_host = allowed
     try:
         yield
     finally:
         del engine._launch, engine._finish  # the methods of the class apply again
-        verify.to_host = to_host
+        verification.to_host = to_host
 
 
 # Times
@@ -210,25 +211,22 @@ class _Forward:
 
     def eager(self) -> Tensor:
         """Launch the operations of the forward one by one."""
-        return self.model._run_eagerly(self.batch, self.pool, None)
+        return self.model.hf.forward(self.batch, self.pool, None)
 
     def drafted(self) -> Tensor:
         """Run the forwards as a drafter does."""
         graphs = self.model.graphs
-        tokens = graphs and graphs.draft(self.batch, self.num_forwards, self.pool, _likeliest)
+        tokens = graphs and graphs.draft(self.batch, self.num_forwards, self.pool, self.model.vocab_size)
         return self.drafted_eagerly() if tokens is None else tokens
 
     def drafted_eagerly(self) -> Tensor:
         """Lay the forwards out and launch their operations one by one."""
         tokens, chosen = self.batch.token_ids, []
         for batch_of in decode_batches(self.pool, self.rows, self.num_forwards):
-            tokens = _likeliest(self.model._run_eagerly(batch_of(token_ids=tokens), self.pool, None))
+            logits = self.model.hf.forward(batch_of(token_ids=tokens), self.pool, None)
+            tokens = greedy_tokens(self.model.ops, logits, self.model.vocab_size)
             chosen.append(tokens)
         return torch.stack(chosen)
-
-
-def _likeliest(logits: Tensor) -> Tensor:
-    return logits.argmax(dim=-1)
 
 
 def _time(what: str, bench: _Forward, ways: tuple[Call, Call], bandwidth: float, progress: Progress) -> None:

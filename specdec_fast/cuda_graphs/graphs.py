@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from specdec_fast.model_watch import Watch, hooked_class
 MOST_GRAPHS = 64  # per model; a graph of a large model holds some megabytes besides its logits
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None], Tensor]
-Choose = Callable[[Tensor], Tensor]
+Choose = Callable[[Tensor, int], Tensor]
 
 
 class _Graph(NamedTuple):
@@ -50,14 +49,16 @@ class Graphs:
         forward: runs one forward, operation by operation.
         capture: records what a call does.
         limits: the sizes of the largest buckets.
+        choose: chooses tokens ``[N]`` from logits ``[N, V]``, with ids below a number, without waiting for the device.
 
     Attributes:
         why_not: the reason why the model cannot have graphs; None if it can.
 
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, capture: Capture, limits: Limits) -> None:
+    def __init__(self, model: nn.Module, forward: Forward, capture: Capture, limits: Limits, choose: Choose) -> None:
         self._model, self._forward, self._capture, self._limits = model, forward, capture, limits
+        self._choose = choose
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
         self._asked: set[tuple[Bucket, int]] = set()
         # No reference to the pool itself, so that its memory is free before another pool is allocated.
@@ -86,24 +87,25 @@ class Graphs:
         logits = _run(graph, batch)
         return logits[: batch.token_ids.shape[0]] if logit_rows is None else logits[logit_rows]
 
-    def draft(self, batch: RaggedBatch, num_forwards: int, pool: PagePool, choose: Choose) -> Tensor | None:
+    def draft(self, batch: RaggedBatch, num_forwards: int, pool: PagePool, vocab_size: int) -> Tensor | None:
         """Compute a batch, then one more row of each sequence per forward, on the token chosen before.
 
         Args:
             batch: ``B`` sequences, whose pages suffice for the rows of all forwards.
             num_forwards: number of forwards, ``K``.
             pool: the pool of these pages.
-            choose: chooses tokens ``[N]`` in the vocabulary from logits ``[N, vocab_size]``, without waiting for the
-                device.
+            vocab_size: chosen ids are below it.
 
         Returns:
             ``[K, B]`` int64, the tokens chosen after each forward; None if there is no graph for the batch.
 
         """
-        graph = self._graph(batch, pool, num_forwards, choose) if num_forwards == self._limits.num_forwards else None
+        graph = (
+            self._graph(batch, pool, num_forwards, vocab_size) if num_forwards == self._limits.num_forwards else None
+        )
         return None if graph is None else _run(graph, batch)[:, : batch.cu_seqlens.shape[0] - 1].clone()
 
-    def _graph(self, batch: RaggedBatch, pool: PagePool, num_forwards: int, choose: Choose | None) -> _Graph | None:
+    def _graph(self, batch: RaggedBatch, pool: PagePool, num_forwards: int, vocab_size: int | None) -> _Graph | None:
         bucket = None
         if self.why_not is None:
             bucket = self._limits.bucket(batch, pool.page_size, pool.row_padding, num_forwards)
@@ -113,9 +115,9 @@ class Graphs:
             self._graphs.clear()
             self._pool = weakref.ref(pool)
         shape = (bucket, num_forwards)
-        key = (*shape, None if choose is None else _weak(choose))
+        key = (*shape, vocab_size)
         if key not in self._graphs and shape in self._asked:
-            graph = self._recorded(bucket, num_forwards, choose, batch, pool)
+            graph = self._recorded(bucket, num_forwards, vocab_size, batch, pool)
             if graph is not None:
                 self._graphs[key] = graph
         self._asked.add(shape)
@@ -123,7 +125,7 @@ class Graphs:
 
     @torch.inference_mode()
     def _recorded(
-        self, bucket: Bucket, num_forwards: int, choose: Choose | None, batch: RaggedBatch, pool: PagePool
+        self, bucket: Bucket, num_forwards: int, vocab_size: int | None, batch: RaggedBatch, pool: PagePool
     ) -> _Graph | None:
         """Record a graph on the batch that needs it; computing it several times gives the same result each time."""
         if len(self._graphs) == MOST_GRAPHS:
@@ -132,9 +134,9 @@ class Graphs:
         inputs.fill(batch)
 
         def run() -> Tensor:
-            if choose is None:
+            if vocab_size is None:
                 return self._forward(inputs.batch, pool, None)
-            return self._draft(inputs.batch, bucket, num_forwards, pool, choose)
+            return self._draft(inputs.batch, bucket, num_forwards, pool, vocab_size)
 
         try:
             captured = self._capture(run)
@@ -144,13 +146,14 @@ class Graphs:
             return None
         return _Graph(inputs, captured)
 
-    def _draft(self, first: RaggedBatch, bucket: Bucket, num_forwards: int, pool: PagePool, choose: Choose) -> Tensor:
+    def _draft(self, first: RaggedBatch, bucket: Bucket, num_forwards: int, pool: PagePool, vocab_size: int) -> Tensor:
         """Run the forwards of a drafting step, laid out on the device; return ``[K, one_each]`` tokens."""
         last_rows = (first.cu_seqlens_q[1 : bucket.one_each + 1] - 1).long()
-        tokens = choose(self._forward(first, pool, last_rows))
+        tokens = self._choose(self._forward(first, pool, last_rows), vocab_size)
         chosen = [tokens]
         for ahead in range(num_forwards - 1):
-            tokens = choose(self._forward(_one_row_each(first, tokens, ahead, pool.page_size), pool, None))
+            rows = _one_row_each(first, tokens, ahead, pool.page_size)
+            tokens = self._choose(self._forward(rows, pool, None), vocab_size)
             chosen.append(tokens)
         return torch.stack(chosen)
 
@@ -158,11 +161,6 @@ class Graphs:
 def _why_not(model: nn.Module) -> str | None:
     hooked = hooked_class(model)
     return None if hooked is None else f"a {hooked} has forward hooks, which a graph would not call"
-
-
-def _weak(choose: Choose) -> weakref.ref[Any]:
-    """Return a weak reference to a function; a strong one to a method would keep a drafter and its pool alive."""
-    return weakref.WeakMethod(choose) if isinstance(choose, MethodType) else weakref.ref(choose)
 
 
 def _one_row_each(first: RaggedBatch, token_ids: Tensor, ahead: int, page_size: int) -> RaggedBatch:

@@ -18,9 +18,9 @@ from specdec_fast.drafters.ngram import NgramDrafter
 from specdec_fast.drafters.none import NoDrafter
 from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
 from specdec_fast.models.batch_invariance import make_deterministic
-from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe_errors import named_failures
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import Ops
 from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
 

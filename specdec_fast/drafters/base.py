@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import DrafterError
-from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
 
 

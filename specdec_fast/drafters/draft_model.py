@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
 from specdec_fast.cuda_graphs.graphs import described
-from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, Drafter
-from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out, spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.models.prefill import prefill
 from specdec_fast.models.profiling import forward_seconds
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.sampling_params import SamplingParams
 
-# PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
-_LARGE_VOCABULARY = 8192
 _MEASURED_LENGTHS, _MEASURED_TIMES = (1, 4), 3  # of proposals
 ROWS_EACH = 2  # of one sequence in one forward at most: after a full acceptance its KV lacks two tokens
 
@@ -98,62 +91,12 @@ class ModelDrafter(Drafter):
         drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
         if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
-        if self.model.has_fused_step and all(s.params.repetition_penalty == 1 for s in drafting):
-            token_ids = self._draft_in_one_call(drafting)
-        else:
-            with self.model.attached():
-                token_ids = self._in_order(self._draft(sequences, limits), limits)
+        token_ids = self.model.draft_step(
+            self._pool(), list(drafting), self._caught_up(list(drafting)), list(drafting.values()), self._vocab_size
+        )
         for sequence, limit in drafting.items():
             self.draft_kv_length[sequence] = sequence.length - 1 + limit
         return Draft(token_ids, limits)
-
-    def _draft_in_one_call(self, drafting: dict[Sequence, int]) -> Tensor:
-        """Return the tokens of sequence after sequence, ``drafting[s]`` of each; nobody may have a penalty."""
-        sequences, limits = list(drafting), list(drafting.values())
-        sampling = sampling_of(sequences, self.model.layout.device)
-        rows, token_ids = self._catch_up(sequences)
-        spans = spans_of(self._pool(), rows, ahead=[limit - 1 for limit in limits])
-        assert self.model.program is not None
-        return self.model.program.draft(spans, token_ids, limits, (self._vocab_size, sampling))
-
-    def _in_order(self, drafted: list[Tensor], limits: list[int]) -> Tensor:
-        """Bring the tokens of forward after forward into the order of the sequences."""
-        if len(drafted) == min(limits):  # as many from everybody
-            return torch.stack(drafted, dim=1).flatten()
-        return torch.cat(drafted)[to_device(_by_sequence(limits), self.model.layout.device)]
-
-    def _draft(self, sequences: list[Sequence], limits: list[int]) -> list[Tensor]:
-        """Return the tokens of each forward: one of every sequence that may draft so many, in batch order."""
-        drafted: list[Tensor] = []
-        before: list[int] = []  # who took part in the last forward
-        for num_forwards, members in _stages(limits):
-            drafting = [sequences[i] for i in members]
-            # What earlier members drafted in this step is missing from a penalty's seen tokens: it costs acceptance.
-            sampling = sampling_of(drafting, self.model.layout.device, ahead=len(drafted))
-            if drafted:
-                rows = [Rows(s, s.length - 1 + len(drafted), 1) for s in drafting]
-                tokens = drafted[-1][to_device([before.index(i) for i in members], self.model.layout.device)]
-            else:
-                rows, token_ids = self._catch_up(drafting)
-                tokens = to_device(token_ids, self.model.layout.device)
-            drafted += self._run(rows, num_forwards, tokens, sampling)
-            before = members
-        return drafted
-
-    def _run(self, rows: list[Rows], num_forwards: int, tokens: Tensor, sampling: Sampling | None) -> Iterable[Tensor]:
-        """Compute ``[T]`` tokens, then one row more each on the tokens chosen before; return each forward's ``[B]``."""
-        pool = self._pool()
-        if self.model.graphs is not None and sampling is None:
-            batch = lay_out(pool, rows, tokens, ahead=num_forwards - 1)
-            of_graph = self.model.graphs.draft(batch, num_forwards, pool, self._likeliest)
-            if of_graph is not None:
-                return of_graph.unbind()
-        drafted: list[Tensor] = []
-        for batch_of in decode_batches(pool, rows, num_forwards):
-            tokens = self._choose(batch_of(token_ids=tokens), sampling)
-            drafted.append(tokens)
-            sampling = sampling and after(sampling, tokens)
-        return drafted
 
     def commit(self, sequences: list[Sequence]) -> None:
         """Keep the KV entries of accepted tokens, give up those of rejected ones."""
@@ -187,60 +130,12 @@ class ModelDrafter(Drafter):
         for sequence in sequences:
             self.draft_kv_length[sequence] = sequence.length - 1
 
-    def _catch_up(self, sequences: list[Sequence]) -> tuple[list[Rows], list[int]]:
-        """Return the committed tokens that each sequence's KV lacks: their spans, and their ids.
+    def _caught_up(self, sequences: list[Sequence]) -> list[int]:
+        """Return how many positions of each sequence have their KV entries.
 
-        If they are too many for one forward, because some have not been drafted for in a while, all but the last of
-        each are computed first.
+        If those that lack them are too many for one forward, because some have not been drafted for in a while, all
+        but the last of each are computed first.
         """
         if sum(s.length - self.draft_kv_length[s] for s in sequences) > self.model.row_padding.largest:
             self._feed(sequences)
-        rows: list[Rows] = []
-        token_ids: list[int] = []
-        for sequence in sequences:
-            start = self.draft_kv_length[sequence]
-            rows.append(Rows(sequence, start, sequence.length - start))
-            token_ids += sequence.token_ids[start:]
-        return rows, self._known(token_ids)
-
-    def _choose(self, batch: RaggedBatch, sampling: Sampling | None) -> Tensor:
-        """Compute the rows; return each sequence's next token ``[B]``, chosen as the target chooses its own."""
-        last = batch.last_rows if batch.most_rows > 1 else None
-        logits = self.model.forward(batch, self._pool(), last)
-        return self._chosen(logits, batch.token_ids if last is None else batch.token_ids[last], sampling)
-
-    def _likeliest(self, logits: Tensor) -> Tensor:
-        """Return each row's likeliest token ``[N]``; what was fed makes no difference to it."""
-        return self._chosen(logits, logits.new_zeros(len(logits), dtype=torch.int64), None)
-
-    def _chosen(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
-        """Return each row's token ``[N]``, every row being the only one of its sequence and fed one of ``fed``."""
-        if self._vocab_size < logits.shape[1]:
-            logits = logits[:, : self._vocab_size]
-        if sampling is None and logits.shape[1] < _LARGE_VOCABULARY:
-            return logits.argmax(dim=-1)
-        # Made here, because this may be recorded in a graph: what is shared may be gone when that is replayed.
-        one_each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
-        ops = self.model.ops.unchecked or self.model.ops
-        tokens = ops.verify_chain(logits, fed, one_each, sampling)[0]
-        return tokens.clamp_(min=0)  # NaN logits have no token; any other is as wrong, and can be fed
-
-
-def _stages(limits: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """Yield (number of forwards, members): successive forwards in which the same sequences draft."""
-    start = 0
-    for stop in sorted(set(limits) - {0}):
-        yield stop - start, [i for i, limit in enumerate(limits) if limit >= stop]
-        start = stop
-
-
-def _by_sequence(limits: list[int]) -> list[int]:
-    """Return the places that bring the tokens of one forward after the other into the order of the sequences."""
-    places: list[list[int]] = [[] for _ in limits]
-    place = 0
-    for forward in range(max(limits)):
-        for i, limit in enumerate(limits):
-            if limit > forward:
-                places[i].append(place)
-                place += 1
-    return [place for own in places for place in own]
+        return [self.draft_kv_length[s] for s in sequences]

@@ -26,15 +26,14 @@ from specdec_fast.engine.output import Steps, chunks_of, output_of
 from specdec_fast.engine.progress import Progress
 from specdec_fast.engine.step import Step, propose
 from specdec_fast.engine.turns import Turn
-from specdec_fast.engine.verify import verify
 from specdec_fast.errors import KVCacheTooSmallError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.batch_invariance import make_deterministic
-from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.prefill import prefill
 from specdec_fast.models.probe_errors import named_failures
 from specdec_fast.models.profiling import forward_seconds
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.request.detokenizer import expect_tokenizer, load_tokenizer
 from specdec_fast.request.sequence import Sequence
@@ -143,7 +142,7 @@ class Engine:
             "device": str(self.target.layout.device),
             "deterministic": self.config.deterministic,
             "row_multiple": self.target.row_padding.multiple,
-            "own_linears": len(self.target.linears.served(self.target.row_padding.multiple > 1)),
+            "own_linears": len(self.target.hf.linears.served(self.target.row_padding.multiple > 1)),
             "forward_program": self.target.program is not None,
             "why_no_program": self.target.why_no_program,
             "attend_per_row": self.target.row_padding.attend_per_row,
@@ -254,7 +253,7 @@ class Engine:
             draft = propose(self.drafter, batch, limits, self.target.layout.device)
         drafted = perf_counter()
         with timer("verify"):
-            verification = verify(self.target, self._pool(), batch, draft)
+            verification = self.target.verify_step(self._pool(), batch, draft.token_ids, draft.num_draft_tokens)
         timer.move(verification.accept_seconds, "verify", "accept")
         return Step(batch, limits, draft.num_draft_tokens, verification, started, drafted)
 

@@ -15,7 +15,7 @@ from specdec_fast.errors import (
     PromptTooLongError,
     RequestError,
 )
-from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.detokenizer import Detokenizer, tokenizer_failures
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.stopping import StopStrings

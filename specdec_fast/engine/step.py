@@ -8,8 +8,8 @@ from time import perf_counter
 import torch
 
 from specdec_fast.drafters import Draft, Drafter
-from specdec_fast.engine.verify import Verification
 from specdec_fast.errors import DrafterError
+from specdec_fast.models.verification import Verification
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length import StepObservation
 

@@ -25,7 +25,7 @@ from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.errors import DeterminismError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.hf_model import MAX_PREFILL_ROWS, RaggedModel
+from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS, RaggedModel
 from specdec_fast.models.row_mixing import RowMixing, sizes_of_rows
 
 # PyTorch's loops on a CPU process so many elements at once: two vectors of the narrowest numbers in the widest
@@ -75,11 +75,11 @@ def _why_mixing(model: RaggedModel) -> str | None:
     if counts is None:
         return "nearly every number of rows that could be tried divides one of its sizes"
     found = None
-    for model.linears.sees_all in (False, True):
+    for model.hf.linears.sees_all in (False, True):
         found = _mixing(model, *counts)
         if found is None:
             return None
-    model.linears.sees_all = False
+    model.hf.linears.sees_all = False
     return found
 
 

@@ -29,6 +29,7 @@ _OTHER_LENGTH = 2**20 + 3
 # Two sequences at once, then one row of one of them, because models may treat decoding differently.
 _FORWARDS = ([Rows("a", 0, 5), Rows("b", 0, 3)], [Rows("a", 5, 1)])
 
+RaggedForward = Callable[[RaggedBatch, PagePool], Tensor]
 MakeCache = Callable[[PagePool, RaggedBatch], PagedCache]
 Forward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
 
@@ -141,3 +142,41 @@ def _logits(
         found.append(forward(batch.token_ids[None], batch.positions[None], cache, None).clone())
         questions |= cache.questions
     return found, questions
+
+
+def check_reproduces(
+    model_name: str, forward: RaggedForward, layout: KVLayout, page_size: int, token_ids: Tensor, expected: Tensor
+) -> None:
+    """Compare ragged logits (two sequences, two forwards) with the model's own dense ones.
+
+    The bound is the square root of the dtype's rounding unit, on the relative L2 distance: far above rounding, far
+    below what a wrong position, mask or cache entry does.
+
+    Args:
+        model_name: for the message.
+        forward: computes a batch on a pool's pages: logits ``[T, vocab_size]``.
+        layout: of the model's KV cache.
+        page_size: of the pages.
+        token_ids: ``[8]`` int64.
+        expected: ``[8, vocab_size]``, what the model computes of them as it is.
+
+    Raises:
+        UnsupportedModelError: they are further apart than that.
+
+    """
+    pool = PagePool(layout, 2 * (len(token_ids) + page_size), page_size)
+    pieces = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)]]
+    for owner in "ab":
+        pool.reserve(owner, len(token_ids))
+    for rows in pieces:
+        positions = torch.cat([torch.arange(r.start, r.start + r.count, device=token_ids.device) for r in rows])
+        ragged = forward(lay_out(pool, rows, token_ids[positions]), pool).float()
+        dense = expected[positions].float()
+        distance = float((ragged - dense).norm() / dense.norm())
+        bound = torch.finfo(layout.dtype).eps ** 0.5
+        if not distance <= bound:
+            raise UnsupportedModelError(
+                f"{model_name} does not reproduce its own logits on a paged KV cache (relative "
+                f"distance {distance:.1e}, bound {bound:.1e}): it does not attend through transformers' "
+                "AttentionInterface, or adds terms of its own to the scores."
+            )

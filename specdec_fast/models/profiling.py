@@ -10,7 +10,7 @@ import torch
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.ragged_model import RaggedModel
 
 _REPEATS = 3
 _BUDGET_SECONDS = 0.5  # repeats end after this time,

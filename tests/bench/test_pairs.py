@@ -84,8 +84,8 @@ def test_replay_accepts_as_often_as_asked_and_changes_no_token(replaying, method
 def test_a_replayed_draft_model_really_runs(replaying, monkeypatch):
     setting = replaying.method_setting("eqspec", 2, 3, 0.5)
     model, calls = setting.run.drafter.inner.model, []
-    forward = model._forward
-    monkeypatch.setattr(model, "_forward", lambda *args: calls.append(1) or forward(*args))
+    forward = model.hf.forward
+    monkeypatch.setattr(model.hf, "forward", lambda *args: calls.append(1) or forward(*args))
     if model.program is not None:  # then several forwards are one call
         draft = model.program.draft
         monkeypatch.setattr(

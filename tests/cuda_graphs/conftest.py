@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.graphs import CPU, LIMITS, RULE, Everything
 from support.models import tiny_model

@@ -53,7 +53,7 @@ def test_a_drafting_loop_has_the_bits_of_eager_forwards(model, counts, start, se
         expected.append(tokens)
     batch = lay_out(pools[1], rows, torch.arange(sum(counts)), ahead=LIMITS.num_forwards - 1)
     for _ in range(2):
-        chosen = model.graphs.draft(batch, LIMITS.num_forwards, pools[1], likeliest)
+        chosen = model.graphs.draft(batch, LIMITS.num_forwards, pools[1], VOCAB_SIZE)
         assert torch.equal(chosen, torch.stack(expected))
         assert torch.equal(pools[0].tensors[0][:, :, 1:], pools[1].tensors[0][:, :, 1:])
     assert model.graphs.draft(batch, LIMITS.num_forwards - 1, pools[1], likeliest) is None
@@ -112,7 +112,7 @@ def test_graphs_do_not_keep_a_drafter(model):
     for owner in range(OWNERS):
         drafter.pool.reserve(owner, 20)
     batch = lay_out(drafter.pool, [Rows(0, 0, 2)], torch.arange(2), ahead=LIMITS.num_forwards - 1)
-    chosen = model.graphs.draft(batch, LIMITS.num_forwards, drafter.pool, drafter._likeliest)
+    chosen = model.graphs.draft(batch, LIMITS.num_forwards, drafter.pool, VOCAB_SIZE)
     assert chosen.shape == (LIMITS.num_forwards, 1)
     assert model.graphs.num_captured == 1
     gone = [weakref.ref(drafter), weakref.ref(drafter.pool)]
@@ -121,12 +121,13 @@ def test_graphs_do_not_keep_a_drafter(model):
     assert [one() for one in gone] == [None, None]
 
 
-def test_a_method_is_recognised_and_another_drafter_gets_a_graph_of_its_own(model):
+def test_another_vocabulary_gets_a_graph_of_its_own(model):
+    """One draft model may serve targets of different vocabularies."""
     pool = opened_pool(model)
     batch = lay_out(pool, [Rows(0, 0, 2)], torch.arange(2), ahead=LIMITS.num_forwards - 1)
-    drafters = [ModelDrafter(model, VOCAB_SIZE) for _ in range(2)]
-    numbers = []
-    for drafter in (*drafters, *drafters):
-        model.graphs.draft(batch, LIMITS.num_forwards, pool, drafter._likeliest)
+    numbers, largest = [], []
+    for vocab_size in (VOCAB_SIZE, 5, VOCAB_SIZE, 5):
+        largest.append(int(model.graphs.draft(batch, LIMITS.num_forwards, pool, vocab_size).max()))
         numbers.append(model.graphs.num_captured)
     assert numbers == [1, 2, 2, 2]
+    assert max(largest[1], largest[3]) < 5 <= largest[0]

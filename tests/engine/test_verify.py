@@ -8,11 +8,10 @@ import torch
 import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.drafters import Draft, Drafter
-from specdec_fast.engine.verify import verify
 from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.hf_model import RaggedModel
 from specdec_fast.models.prefill import prefill
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import INVALID_TOKEN, resolve
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.request.sequence import Sequence
@@ -49,7 +48,7 @@ def filled_pool(model, sequences):
 
 
 def draft_of(tokens):
-    return Draft(torch.tensor([t for own in tokens for t in own], dtype=torch.int64), list(map(len, tokens)))
+    return torch.tensor([t for own in tokens for t in own], dtype=torch.int64), list(map(len, tokens))
 
 
 @needs_programs
@@ -64,13 +63,13 @@ def test_one_call_is_its_parts(monkeypatch, dtype, params):
         monkeypatch.setattr(RaggedModel, "has_fused_step", in_one_call)
         sequences = sequences_of(sd.SamplingParams(max_new_tokens=20, **params))
         pool = filled_pool(model, sequences)
-        first = verify(model, pool, sequences, draft_of(DRAFTED))
+        first = model.verify_step(pool, sequences, *draft_of(DRAFTED))
         # again, with drafts from the first result: some are right now, and one is outside the vocabulary
         right = [
             [*emission[: len(own)], *own[len(emission) :]]
             for emission, own in zip(first.emissions(), DRAFTED, strict=True)
         ]
-        second = verify(model, pool, sequences, draft_of([*right[:3], [VOCAB_SIZE + 3]]))
+        second = model.verify_step(pool, sequences, *draft_of([*right[:3], [VOCAB_SIZE + 3]]))
         assert isinstance(first.results, list) is in_one_call
         assert first.forward_seconds > 0
         assert first.accept_seconds > 0
@@ -90,7 +89,7 @@ def test_no_token_is_chosen_where_logits_are_nan():
     model = RaggedModel(tiny_model("llama"), resolve(CPU))
     model.model.lm_head.weight[7] = float("nan")
     sequences = sequences_of(sd.SamplingParams())
-    found = verify(model, filled_pool(model, sequences), sequences, draft_of(DRAFTED))
+    found = model.verify_step(filled_pool(model, sequences), sequences, *draft_of(DRAFTED))
     assert found.emissions() == [[INVALID_TOKEN]] * 4
 
 

@@ -16,7 +16,7 @@ import specdec_fast as sd
 from specdec_fast.errors import DeterminismError
 from specdec_fast.models import row_counts
 from specdec_fast.models.batch_invariance import make_deterministic
-from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.grids import grid
 from support.models import CONFIGS, tiny_model
@@ -123,7 +123,7 @@ def test_linears_without_a_module_are_computed_in_chunks():
     model = changed(with_routers)
     engine = sd.Engine(model, None, backend="torch")
     assert engine.describe()["rows_one_by_one"] is False
-    assert engine.target.linears.sees_all
+    assert engine.target.hf.linears.sees_all
     alone = Alone(model, PROMPTS, backend="torch")
     assert_same_bits(model, model, PROMPTS, alone, max_batch_size=5, num_draft_tokens=3, backend="torch")
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import specdec_fast as sd
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.models.experts import mixture
-from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
 from support.models import TINY_GROUPED
@@ -101,7 +101,7 @@ def test_only_a_forward_exchanges_what_computes_the_experts():
     model.set_experts_implementation("batched_mm")
     ragged = RaggedModel(model, resolve(CPU))
     assert model.config._experts_implementation == "batched_mm"
-    with ragged._hooked():
+    with ragged.hf.hooked():
         assert model.config._experts_implementation == "specdec_grouped"
     assert model.config._experts_implementation == "batched_mm"
     model(torch.tensor([[1, 2, 3]]))

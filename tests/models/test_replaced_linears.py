@@ -111,7 +111,7 @@ def wide():
 
 def test_plain_linears_are_served_and_only_during_a_forward(wide):
     engine = sd.Engine(wide, None, enforce_eager=True)
-    linears = engine.target.linears
+    linears = engine.target.hf.linears
     served = {name for name, module in wide.named_modules() if module in linears.served(are_chunked=True)}
     layer = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
     layer += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]

@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import specdec_fast as sd
 from specdec_fast.errors import UnsupportedModelError
-from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.models import tiny_model
 from support.programs import CPU, needs_programs, ragged_logits

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from specdec_fast.models.hf_model import RaggedModel
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.program.ir import LOGIT_ROWS, RowOp
 from specdec_fast.program.memory_plan import _lives, _steps, placed

@@ -34,7 +34,7 @@ def opened_pool(model, page_size=16):
 
 
 def eagerly(model, batch, pool, logit_rows=None):
-    return model._run_eagerly(batch, pool, logit_rows)
+    return model.hf.forward(batch, pool, logit_rows)
 
 
 def batches(pool, counts_of, seed=0):

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec_fast.cuda_graphs.capture import CAPTURES, Captured
-from specdec_fast.engine import verify
+from specdec_fast.models import verification
 from specdec_fast.program import executors
 
 
@@ -83,7 +83,7 @@ def _holds_list(index: Any) -> bool:
 def waits(monkeypatch: Any) -> Iterator[list[str]]:
     """Note everything that would wait for a GPU; the one transfer that a step may wait for is called "to_host"."""
     functions = Waits()
-    to_host = verify.to_host
+    to_host = verification.to_host
 
     def noted(tensors: Any) -> list[list[int]]:
         seen = len(functions.found)
@@ -92,5 +92,5 @@ def waits(monkeypatch: Any) -> Iterator[list[str]]:
         return values
 
     with monkeypatch.context() as patch, functions, _WaitingOps(functions.found):
-        patch.setattr(verify, "to_host", noted)
+        patch.setattr(verification, "to_host", noted)
         yield functions.found

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
-from specdec_fast.engine import verify
 
 NEW_TOKENS = 24
 
@@ -19,20 +17,19 @@ class RecordedEngine:
     def __init__(self, target, draft, **settings):
         self.engine = sd.Engine(target, draft, **settings)
         self.logits = {}
+        self._verify, self.engine.target.verify_step = self.engine.target.verify_step, self.verify
 
-    def verify(self, target, pool, batch, draft):
-        found = verify.verify(target, pool, batch, draft)
+    def verify(self, pool, batch, draft_tokens, num_draft_tokens):
+        found = self._verify(pool, batch, draft_tokens, num_draft_tokens)
         rows = iter(found.logits)
-        for sequence, drafted in zip(batch, draft.token_ids.split(draft.num_draft_tokens), strict=True):
+        for sequence, drafted in zip(batch, draft_tokens.split(num_draft_tokens), strict=True):
             for i in range(len(drafted) + 1):
                 self.logits[sequence.index, (*sequence.token_ids, *drafted[:i].tolist())] = next(rows).clone()
         return found
 
     def decode(self, prompts):
         params = sd.SamplingParams(max_new_tokens=NEW_TOKENS)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("specdec_fast.engine.engine.verify", self.verify)
-            outputs = self.engine.generate(prompts, params, progress=False)
+        outputs = self.engine.generate(prompts, params, progress=False)
         return [output.raise_for_error().token_ids for output in outputs]
 
 

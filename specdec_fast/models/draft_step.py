@@ -1,0 +1,135 @@
+"""A draft model's forwards of one step, one after the other, where no program runs them in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
+from specdec_fast.device_copy import to_device
+from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.ops import Ops
+from specdec_fast.request.sequence import Sequence
+
+if TYPE_CHECKING:
+    from specdec_fast.models.ragged_model import RaggedModel
+
+# PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
+_LARGE_VOCABULARY = 8192
+
+
+def greedy_tokens(ops: Ops, logits: Tensor, vocab_size: int) -> Tensor:
+    """Return the id below ``vocab_size`` with the largest logit of each row, ``[N]`` int64; 0 for a row with a NaN."""
+    return _chosen(ops, logits, vocab_size, None, None)
+
+
+class DraftLoop:
+    """The forwards of one drafting step.
+
+    Args:
+        model: computes them.
+        pool: its pages.
+        vocab_size: ids that may be chosen are below it.
+
+    """
+
+    def __init__(self, model: RaggedModel, pool: PagePool, vocab_size: int) -> None:
+        self._model, self._pool, self._vocab_size = model, pool, vocab_size
+        self._device = model.layout.device
+
+    def run(self, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int]) -> Tensor:
+        """Draft for the sequences that own ``rows``.
+
+        Args:
+            rows: of the first forward, one span per sequence.
+            token_ids: of those rows.
+            num_draft_tokens: of each sequence, at least 1.
+
+        Returns:
+            ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
+
+        """
+        drafted = self._draft(rows, token_ids, num_draft_tokens)
+        if len(drafted) == min(num_draft_tokens):  # every sequence gets as many
+            return torch.stack(drafted, dim=1).flatten()
+        return torch.cat(drafted)[to_device(_by_sequence(num_draft_tokens), self._device)]
+
+    def _draft(self, first: list[Rows], token_ids: list[int], num_draft_tokens: list[int]) -> list[Tensor]:
+        """Return the tokens of each forward: one of every sequence that gets so many, in batch order."""
+        drafted: list[Tensor] = []
+        before: list[int] = []  # the sequences of the last forward
+        for num_forwards, members in _stages(num_draft_tokens):
+            sequences: list[Sequence] = [first[i].owner for i in members]  # type: ignore[misc]
+            # A repetition penalty does not see what this step has drafted so far: it costs acceptance, no token.
+            sampling = sampling_of(sequences, self._device, ahead=len(drafted))
+            if drafted:
+                rows = [Rows(s, s.length - 1 + len(drafted), 1) for s in sequences]
+                tokens = drafted[-1][to_device([before.index(i) for i in members], self._device)]
+            else:
+                rows, tokens = first, to_device(token_ids, self._device)
+            drafted += self._forwards(rows, num_forwards, tokens, sampling)
+            before = members
+        return drafted
+
+    def _forwards(
+        self, rows: list[Rows], num_forwards: int, tokens: Tensor, sampling: Sampling | None
+    ) -> Iterable[Tensor]:
+        """Compute ``[T]`` tokens, then one row more each on the tokens chosen before; return each forward's ``[B]``."""
+        graphs = self._model.graphs
+        if graphs is not None and sampling is None:
+            batch = lay_out(self._pool, rows, tokens, ahead=num_forwards - 1)
+            of_graph = graphs.draft(batch, num_forwards, self._pool, self._vocab_size)
+            if of_graph is not None:
+                return of_graph.unbind()
+        drafted: list[Tensor] = []
+        for batch_of in decode_batches(self._pool, rows, num_forwards):
+            tokens = self._next_tokens(batch_of(token_ids=tokens), sampling)
+            drafted.append(tokens)
+            sampling = sampling and after(sampling, tokens)
+        return drafted
+
+    def _next_tokens(self, batch: RaggedBatch, sampling: Sampling | None) -> Tensor:
+        """Compute the rows; return each sequence's next token ``[B]``, chosen as the target chooses its own."""
+        last = batch.last_rows if batch.most_rows > 1 else None
+        logits = self._model.forward(batch, self._pool, last)
+        fed = batch.token_ids if last is None else batch.token_ids[last]
+        return _chosen(self._model.ops, logits, self._vocab_size, fed, sampling)
+
+
+def _chosen(ops: Ops, logits: Tensor, vocab_size: int, fed: Tensor | None, sampling: Sampling | None) -> Tensor:
+    """Return each row's token ``[N]``; every row is the only one of its sequence, and was fed one of ``fed``."""
+    if vocab_size < logits.shape[1]:
+        logits = logits[:, :vocab_size]
+    if sampling is None and logits.shape[1] < _LARGE_VOCABULARY:
+        return logits.argmax(dim=-1)
+    if fed is None:
+        fed = logits.new_zeros(len(logits), dtype=torch.int64)  # a greedy choice does not read it
+    # Made here, because this may be recorded in a graph: a shared tensor may be gone when that is replayed.
+    one_each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
+    tokens = (ops.unchecked or ops).verify_chain(logits, fed, one_each, sampling)[0]
+    return tokens.clamp_(min=0)  # NaN logits have no token; the target rejects whatever stands for it
+
+
+def _stages(num_draft_tokens: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield (number of forwards, members): successive forwards in which the same sequences draft."""
+    start = 0
+    for stop in sorted(set(num_draft_tokens)):
+        yield stop - start, [i for i, count in enumerate(num_draft_tokens) if count >= stop]
+        start = stop
+
+
+def _by_sequence(num_draft_tokens: list[int]) -> list[int]:
+    """Return the places that bring the tokens of one forward after the other into the order of the sequences."""
+    places: list[list[int]] = [[] for _ in num_draft_tokens]
+    place = 0
+    for forward in range(max(num_draft_tokens)):
+        for i, count in enumerate(num_draft_tokens):
+            if count > forward:
+                places[i].append(place)
+                place += 1
+    return [place for own in places for place in own]

@@ -1,0 +1,237 @@
+"""A causal language model on ragged rows: one way to compute rows, one to draft, one to verify.
+
+Whether a program, a graph or PyTorch runs a forward is decided here. Whether a model can be served at all is checked
+when it is loaded, by comparing its ragged logits with its own dense ones.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding, Rows
+from specdec_fast.batch.sampling_batch import sampling_of
+from specdec_fast.cuda_graphs.buckets import Limits
+from specdec_fast.cuda_graphs.capture import capture_for
+from specdec_fast.cuda_graphs.graphs import Graphs
+from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.kv_cache.forward_layout import lay_out, spans_of
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.model_watch import Watch
+from specdec_fast.models.draft_step import DraftLoop, greedy_tokens
+from specdec_fast.models.hf_model import HFModel
+from specdec_fast.models.loading import eos_token_ids
+from specdec_fast.models.model_checks import check_decoder, check_ignores_answers, check_reproduces, max_positions
+from specdec_fast.models.probe_errors import named_failures
+from specdec_fast.models.verification import Verification, interleaved
+from specdec_fast.ops import Ops
+from specdec_fast.program import NotLowerableError, compile_forward
+from specdec_fast.program.executors import executor_for
+from specdec_fast.program.ir import ForwardProgram
+from specdec_fast.request.sequence import Sequence
+
+MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
+
+
+class RaggedModel:
+    """A causal language model that computes any rows of any sequences in one forward.
+
+    Attributes:
+        model: the Hugging Face model, as given.
+        hf: its forwards by PyTorch.
+        layout: what one position of its KV cache is made of.
+        vocab_size: width of its logits.
+        max_positions: positions it can serve; None if it does not say.
+        eos_token_ids: ids that end a text, from its generation config.
+        program: its whole forward in one call, made when it is loaded; None where PyTorch runs it.
+        why_no_program: the reason for that.
+        graphs: its forwards of few rows as graphs; None until ``use_graphs``, and where the device has none.
+        row_padding: what its page pools have forwards computed by; as the model does, unless ``make_deterministic``
+            asked for more.
+        why_one_by_one: what in it mixes rows, if that is why it computes them one by one.
+        page_size: of the pages that it is probed with: those it will be served with, because an op may refuse others.
+
+    """
+
+    def __init__(self, model: PreTrainedModel, ops: Ops, page_size: int = 16, enforce_eager: bool = False) -> None:
+        check_decoder(model)
+        self.model, self.ops, self.page_size = model, ops, page_size
+        self.row_padding = RowPadding(largest=MAX_PREFILL_ROWS)
+        self.why_one_by_one: str | None = None
+        self.program: ForwardProgram | None = None
+        self._watch: Watch | None = None
+        self._enforces_eager = enforce_eager
+        self.why_no_program: str | None = None
+        self.graphs: Graphs | None = None
+        self.eos_token_ids = eos_token_ids(model)
+        config = model.config.get_text_config(decoder=True)
+        self.max_positions = max_positions(config)
+        probe = torch.arange(8, device=model.device) % config.vocab_size
+        with named_failures(model):
+            self.hf = HFModel(model, ops, probe)
+            logits = self.hf.dense_logits(probe)
+            self.layout, self.vocab_size = self.hf.layout, logits.shape[-1]
+            self._make_program(probe, logits)
+            if self.program is None:
+                self._expect_to_reproduce(probe, logits)
+            with self.hf.hooked():
+                check_ignores_answers(type(model).__name__, self.hf.call, self.layout, self.hf.make_cache, page_size)
+
+    @property
+    def name(self) -> str:
+        """The name or folder the model was loaded from, or its class."""
+        return self.path or type(self.model).__name__
+
+    @property
+    def path(self) -> str:
+        """The name or folder the model was loaded from; empty if it was made otherwise."""
+        return getattr(self.model.config, "_name_or_path", None) or ""
+
+    @property
+    def has_fused_step(self) -> bool:
+        """Whether its program's ``draft`` and ``verify`` serve it: it has one, whose rows need no padding."""
+        return self.program is not None and self.row_padding.multiple == 1
+
+    def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None = None) -> Tensor:
+        """Compute the batch's rows, writing their KV entries into ``pool``.
+
+        Args:
+            batch: ``T`` rows.
+            pool: this model's pages.
+            logit_rows: ``[R]`` int64 row indices whose logits are wanted; None wants all.
+
+        Returns:
+            Logits ``[R, vocab_size]`` (``[T, vocab_size]`` without ``logit_rows``) in the model's dtype, to be read
+            before the model's next forward: of a graph they are always in the same memory.
+
+        """
+        if self.program is not None:
+            return self.program(batch.token_ids, batch, pool.pages, logit_rows)
+        logits = None if self.graphs is None else self.graphs.forward(batch, pool, logit_rows)
+        return self.hf.forward(batch, pool, logit_rows) if logits is None else logits
+
+    def verify_step(
+        self, pool: PagePool, sequences: list[Sequence], draft_tokens: Tensor, num_draft_tokens: list[int]
+    ) -> Verification:
+        """Compute logits at every sequence's last committed token and its draft tokens, and choose from them.
+
+        Args:
+            pool: this model's pages.
+            sequences: ``B`` of them; the pool has the KV entries of all their tokens but the last.
+            draft_tokens: ``[sum(num_draft_tokens)]`` int64 on any device, sequence after sequence.
+            num_draft_tokens: of each sequence, 0 included.
+
+        """
+        counts = [count + 1 for count in num_draft_tokens]
+        rows = [Rows(s, s.target_kv_length, count) for s, count in zip(sequences, counts, strict=True)]
+        last = [s.token_ids[-1] for s in sequences]
+        sampling = sampling_of(sequences, self.layout.device)
+        draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
+        if self.has_fused_step:
+            assert self.program is not None
+            before = self.program.seconds
+            logits, emissions, seconds = self.program.verify(spans_of(pool, rows), last, draft_tokens, sampling)
+            return Verification(counts, logits, emissions, self.program.seconds - before, seconds)
+        token_ids = interleaved(last, draft_tokens, num_draft_tokens, self.vocab_size)
+        batch = lay_out(pool, rows, token_ids)
+        started = perf_counter()
+        logits = self.forward(batch, pool)
+        computed = perf_counter()
+        results = (self.ops.unchecked or self.ops).verify_chain(logits, token_ids, batch.cu_seqlens, sampling)
+        return Verification(counts, logits, results, computed - started, perf_counter() - computed)
+
+    def draft_step(
+        self,
+        pool: PagePool,
+        sequences: list[Sequence],
+        kv_lengths: list[int],
+        num_draft_tokens: list[int],
+        vocab_size: int,
+    ) -> Tensor:
+        """Continue every sequence by the model's own choice, with the noise that the target will use.
+
+        Args:
+            pool: this model's pages, reserved for all the positions that will be computed.
+            sequences: ``B`` of them.
+            kv_lengths: positions of each whose KV entries the pool has, fewer than its length; the other committed
+                tokens are computed first, ids beyond this model's vocabulary as its last one.
+            num_draft_tokens: of each sequence, at least 1.
+            vocab_size: ids that may be chosen are below it.
+
+        Returns:
+            ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
+
+        """
+        rows = [Rows(s, start, s.length - start) for s, start in zip(sequences, kv_lengths, strict=True)]
+        largest = self.vocab_size - 1
+        token_ids = [
+            min(token, largest) for s, start in zip(sequences, kv_lengths, strict=True) for token in s.token_ids[start:]
+        ]
+        if self.has_fused_step and all(s.params.repetition_penalty == 1 for s in sequences):
+            assert self.program is not None
+            spans = spans_of(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
+            sampling = sampling_of(sequences, self.layout.device)
+            return self.program.draft(spans, token_ids, num_draft_tokens, (vocab_size, sampling))
+        with self.attached():
+            return DraftLoop(self, pool, vocab_size).run(rows, token_ids, num_draft_tokens)
+
+    def use_graphs(self, limits: Limits) -> None:
+        """From now on replay forwards within ``limits`` as graphs, on a device that has them."""
+        if self.program is not None or self._enforces_eager:
+            return
+        capture = capture_for(self.layout.device)
+        if capture is not None:
+            self.graphs = Graphs(self.model, self.hf.forward, capture, limits, partial(greedy_tokens, self.ops))
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Do what every forward does around itself, once for several forwards: see ``HFModel.attached``."""
+        return nullcontext() if self.program is not None else self.hf.attached()
+
+    def _make_program(self, token_ids: Tensor, dense_logits: Tensor) -> None:
+        """Write the forward down as a program, if it can be and reproduces the model's own logits."""
+        executor, self.why_no_program = executor_for(self.ops)
+        if self._enforces_eager:
+            executor, self.why_no_program = None, "enforce_eager=True"
+        if executor is None:
+            return
+        try:
+            with self.hf.hooked():  # with linears that ATen sees
+                plan = compile_forward(self.model, self.hf.call, self.layout, self.ops, self.hf.sliding_layers)
+            self.program = executor(plan)
+            self._watch = Watch(self.model, plan.baked)
+            self._expect_to_reproduce(token_ids, dense_logits)
+        except (NotLowerableError, UnsupportedModelError) as error:
+            self.program, self.why_no_program = None, str(error)
+        except Exception as error:  # a model's own code may do anything; PyTorch runs it all the same
+            self.program, self.why_no_program = None, f"recording it failed: {type(error).__name__}: {error}"
+
+    def _expect_to_reproduce(self, token_ids: Tensor, dense_logits: Tensor) -> None:
+        name = type(self.model).__name__
+        check_reproduces(name, self.forward, self.layout, self.page_size, token_ids, dense_logits)
+
+    def expect_same_weights(self) -> None:
+        """Hold the model to what it was when it was loaded.
+
+        Raises:
+            UnsupportedModelError: something has changed since that its program would not see, or PyTorch would run it
+                in training mode.
+
+        """
+        if self.program is None and self.model.training:
+            raise UnsupportedModelError(
+                f"{self.name} has been put in training mode since the engine was made, so dropout would change its "
+                "output; call model.eval() first."
+            )
+        if self.graphs is not None:
+            self.graphs.expect_same_weights()
+        change = None if self.program is None or self._watch is None else self._watch.change()
+        if change is not None:
+            raise UnsupportedModelError(
+                f"{self.name} is not what it was when the engine was made: {change}; make a new Engine. (Other changes "
+                "of weights in place are seen.)"
+            )
