@@ -67,7 +67,7 @@ class Ablation(Bench):
                 config = EngineConfig(max_batch_size=batch_size, num_draft_tokens=self.num_draft_tokens, **options)
                 engine = Engine(self.target, self.draft, config)
                 if scheduler is not None:
-                    engine.scheduler = scheduler(config)
+                    engine.core.scheduler = scheduler(config)
                 yield MethodSetting(name, batch_size, EngineRunner(engine, engine.drafter, self.workload))
 
 

@@ -21,7 +21,7 @@ page, block table  a fixed number of KV positions; the map from a sequence's pos
 
 from specdec_fast.api import generate
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import Draft, Drafter
+from specdec_fast.drafters import Draft, Drafter, StepResult
 from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import (
     BackendError,
@@ -84,6 +84,7 @@ __all__ = [
     "Sequence",
     "SpecDecError",
     "StepObservation",
+    "StepResult",
     "StreamChunk",
     "UnsupportedModelError",
     "VocabularyMismatchError",

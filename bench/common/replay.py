@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_fast.drafters import Draft, Drafter
+from specdec_fast.drafters import Draft, Drafter, StepResult
 from specdec_fast.request.sequence import Sequence
 
 _BEYOND = -1  # in the table: no token to replay, so the drafted token stays
@@ -88,13 +88,17 @@ class ReplayDrafter(Drafter):
         """Call the inner drafter."""
         self.inner.prepare(num_tokens, page_size)
 
+    def grow(self, num_tokens: int) -> None:
+        """Call the inner drafter."""
+        self.inner.grow(num_tokens)
+
     def admit(self, sequences: list[Sequence]) -> None:
         """Call the inner drafter."""
         self.inner.admit(sequences)
 
-    def commit(self, sequences: list[Sequence]) -> None:
+    def commit(self, sequences: list[Sequence], result: StepResult) -> None:
         """Call the inner drafter."""
-        self.inner.commit(sequences)
+        self.inner.commit(sequences, result)
 
     def release(self, sequence: Sequence) -> None:
         """Call the inner drafter."""

@@ -98,7 +98,7 @@ class PolicyRunner(EngineRunner):
 
     def __call__(self) -> Measurement:
         """Decode."""
-        self.engine.length_policy = self.policy
+        self.engine.core.length_policy = self.policy
         return super().__call__()
 
 

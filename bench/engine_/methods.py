@@ -56,7 +56,7 @@ class EngineRunner:
 
     def __call__(self) -> Measurement:
         """Decode all prompts."""
-        self.engine.drafter = self.drafter  # all acceptances of a replayed draft share one engine
+        self.engine.core.drafter = self.drafter  # all acceptances of a replayed draft share one engine
         self.engine.tokenizer = None  # ids in and out, as with the other methods: detokenizing is not measured
         self._make_pools()
         prompts = self.workload.prompts
@@ -93,14 +93,14 @@ class EngineRunner:
     def _make_pools(self) -> None:
         if self._pool_tokens:
             engine, page_size = self.engine, self.engine.config.page_size
-            engine.pool = PagePool(engine.target.layout, self._pool_tokens, page_size, engine.target.row_padding)
+            engine.core.pool = PagePool(engine.target.layout, self._pool_tokens, page_size, engine.target.row_padding)
             self.drafter.prepare(self._pool_tokens, page_size)
 
     def _release_pools(self) -> int:
         """Free the pools; return their bytes."""
         engine, num_bytes = self.engine, 0
-        self._pool_tokens = engine.pool.num_pages * engine.config.page_size
-        for owner in (engine, self._draft):
+        self._pool_tokens = engine.core.pool.num_pages * engine.config.page_size
+        for owner in (engine.core, self._draft):
             if owner is not None and owner.pool is not None:
                 num_bytes += owner.pool.num_pages * owner.pool.page_size * owner.pool.layout.bytes_per_token
                 owner.pool = None

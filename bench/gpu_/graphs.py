@@ -110,7 +110,8 @@ def nothing_waits(engine: Engine) -> Iterator[None]:
     if engine.target.layout.device.type != "cuda":
         yield
         return
-    stages, to_host, mode = (engine._launch, engine._finish), verification.to_host, torch.cuda.get_sync_debug_mode()
+    core, to_host, mode = engine.core, verification.to_host, torch.cuda.get_sync_debug_mode()
+    stages = core._launch, core._finish
 
     def watched(stage: Any, *args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -125,12 +126,12 @@ def nothing_waits(engine: Engine) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("error")
         return values
 
-    engine._launch, engine._finish = (partial(watched, stage) for stage in stages)  # type: ignore[method-assign]
+    core._launch, core._finish = (partial(watched, stage) for stage in stages)  # type: ignore[method-assign]
     verification.to_host = allowed
     try:
         yield
     finally:
-        del engine._launch, engine._finish  # the methods of the class apply again
+        del core._launch, core._finish  # the methods of the class apply again
         verification.to_host = to_host
 
 

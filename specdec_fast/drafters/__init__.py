@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.cuda_graphs.buckets import Limits
-from specdec_fast.drafters.base import Draft, Drafter, DrafterContext
+from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResult
 from specdec_fast.drafters.draft_model import ROWS_EACH, ModelDrafter
 from specdec_fast.drafters.ngram import NgramDrafter
 from specdec_fast.drafters.none import NoDrafter
@@ -29,7 +29,7 @@ NO_DRAFT = "none"  # the same as None, as on the command line
 # Every drafter that has a name, and what makes it. Any other string is the name or folder of a draft model.
 DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {"ngram": NgramDrafter, NO_DRAFT: NoDrafter}
 
-__all__ = ["DRAFTERS", "NO_DRAFT", "Draft", "Drafter", "DrafterContext", "make_drafter", "wanted_draft"]
+__all__ = ["DRAFTERS", "NO_DRAFT", "Draft", "Drafter", "DrafterContext", "StepResult", "make_drafter", "wanted_draft"]
 
 
 def wanted_draft(draft: Any, config: EngineConfig) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.errors import DrafterError
+from specdec_fast.errors import DrafterError, NotYetSupportedError
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
 
@@ -45,11 +45,14 @@ class Draft:
         token_ids: ``[sum(num_draft_tokens)]`` int64, sequence after sequence; best on the target's device, else
             they are copied there.
         num_draft_tokens: per sequence, in batch order; 0 is allowed.
+        parents: for a tree, ``[sum(num_draft_tokens)]`` int32: the index of each token's parent among the tokens of its
+            own sequence, -1 for a child of the last committed token. None for a chain; trees are not served yet.
 
     """
 
     token_ids: Tensor
     num_draft_tokens: list[int]
+    parents: Tensor | None = None
 
     def check(self, limits: list[int]) -> None:
         """Hold a drafter to its contract.
@@ -57,8 +60,14 @@ class Draft:
         Raises:
             DrafterError: the counts are not one per sequence, exceed a limit, or do not add up to the tokens; or
                 these are no dense tensor of int64 that can be read.
+            NotYetSupportedError: the draft is a tree.
 
         """
+        if self.parents is not None:
+            raise NotYetSupportedError(
+                "a drafter proposed a tree (Draft.parents), and trees are not served yet; propose a chain, with "
+                "parents=None."
+            )
         counts = self.num_draft_tokens
         if not isinstance(self.token_ids, Tensor) or self.token_ids.dtype != torch.int64:
             kind = getattr(self.token_ids, "dtype", type(self.token_ids).__name__)
@@ -77,12 +86,29 @@ class Draft:
             )
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """What one verification left behind, of ``B`` sequences.
+
+    Attributes:
+        accepted_rows: per sequence the rows of the target's forward that hold committed tokens: of the token that was
+            its last one, then of each draft token that was accepted.
+        hidden_states: what the target computed at every row of that forward, ``[T, ...]``; None, because nothing asks
+            for it yet.
+
+    """
+
+    accepted_rows: list[range]
+    hidden_states: Tensor | None = None
+
+
 class Drafter(ABC):
     """Proposes tokens. A poor proposal costs time, never a wrong token: the target verifies every one.
 
-    The engine calls ``prepare`` when a run begins, ``admit`` before sequences are proposed for the first time (so
-    never, if that does not pay), then per step ``propose`` and, once the target's tokens are committed, ``commit``;
-    ``release`` when a sequence leaves, for whatever reason. Steps may pass in which nothing is asked for a sequence.
+    The engine calls ``prepare`` when a run begins and ``grow`` when later requests need more room; ``admit`` before it
+    asks for a sequence's first draft; then per step ``propose`` and, once the target's tokens are committed,
+    ``commit``; ``release`` when a sequence leaves, for whatever reason. The engine may run steps without asking for a
+    sequence's draft, and need never admit a sequence.
     """
 
     @property
@@ -114,13 +140,22 @@ class Drafter(ABC):
         return None
 
     def prepare(self, num_tokens: int, page_size: int) -> None:  # noqa: B027
-        """Make room for ``num_tokens`` KV positions in all, in pages of ``page_size``."""
+        """Make room for ``num_tokens`` KV positions in all, in pages of ``page_size``; no sequence is admitted."""
+
+    def grow(self, num_tokens: int) -> None:  # noqa: B027
+        """Make room for ``num_tokens`` KV positions in all, and keep those of the sequences that are admitted."""
 
     def admit(self, sequences: list[Sequence]) -> None:  # noqa: B027
-        """Take in sequences, each of at most ``max_length`` tokens; prefill what they have but for the last."""
+        """Admit sequences, each of at most ``max_length`` tokens; prefill all their tokens but the last."""
 
-    def commit(self, sequences: list[Sequence]) -> None:  # noqa: B027
-        """Learn that ``token_ids`` of these, all admitted, have grown by what the target emitted."""
+    def commit(self, sequences: list[Sequence], result: StepResult) -> None:  # noqa: B027
+        """Observe that ``token_ids`` of these sequences, all admitted, have grown by what the target emitted.
+
+        Args:
+            sequences: ``B`` of the step's; those that ended with it are not among them.
+            result: of the step, for the same ``B``.
+
+        """
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
         """Forget a sequence. It may be unknown: nothing was proposed for it, or an error came before ``admit``."""

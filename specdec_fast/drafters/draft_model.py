@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from specdec_fast.cuda_graphs.graphs import described
-from specdec_fast.drafters.base import Draft, Drafter
+from specdec_fast.drafters.base import Draft, Drafter, StepResult
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.prefill import prefill
 from specdec_fast.models.profiling import forward_seconds
@@ -65,16 +65,22 @@ class ModelDrafter(Drafter):
             started = perf_counter()
             self.propose([sequence], [num_draft_tokens]).token_ids.tolist()  # on a GPU it is only queued
             seconds.append(perf_counter() - started)
-            self.commit([sequence])
+            self.commit([sequence], StepResult([range(1)]))
         self.release(sequence)
         return min(seconds)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the one at hand if it is large enough and an interrupted call left nothing."""
         self.model.expect_same_weights()
-        if self.pool is None or not self.pool.is_vacant or self.pool.num_pages * page_size < num_tokens:
-            self.draft_kv_length.clear()
+        self.draft_kv_length.clear()
+        if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
+            self.pool = None  # give the old one back before asking for more
             self.pool = PagePool(self.model.layout, num_tokens, page_size, self.model.row_padding)
+
+    def grow(self, num_tokens: int) -> None:
+        """Exchange the pool for a larger one that holds the same pages."""
+        if self._pool().num_tokens < num_tokens:
+            self.pool = self._pool().grown(num_tokens)
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prefill every prompt but for its last token."""
@@ -98,7 +104,7 @@ class ModelDrafter(Drafter):
             self.draft_kv_length[sequence] = sequence.length - 1 + limit
         return Draft(token_ids, limits)
 
-    def commit(self, sequences: list[Sequence]) -> None:
+    def commit(self, sequences: list[Sequence], result: StepResult) -> None:
         """Keep the KV entries of accepted tokens, give up those of rejected ones."""
         for sequence in sequences:
             self.draft_kv_length[sequence] = min(self.draft_kv_length[sequence], sequence.length - 1)

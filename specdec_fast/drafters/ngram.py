@@ -35,6 +35,10 @@ class NgramDrafter(Drafter):
         token_ids = [token for proposal in proposals for token in proposal]
         return Draft(to_device(token_ids, self._device), [len(proposal) for proposal in proposals])
 
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        """Drop what an interrupted run left."""
+        self._indexes.clear()
+
     def release(self, sequence: Sequence) -> None:
         """Drop the sequence's index, if it has one."""
         self._indexes.pop(sequence, None)

@@ -1,36 +1,28 @@
-"""The engine: plan -> draft -> verify -> commit, on ragged rows and a paged KV cache.
-
-Nothing is padded and nothing is realigned. A step feeds every sequence its last committed token and its draft
-tokens; the target's own choice at each row decides how many are accepted; rejecting only lowers a length.
-"""
+"""The engine as its users call it: models are loaded once, and every call decodes prompts to their end."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from os import PathLike
 from time import perf_counter
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig, as_config
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters import Drafter, make_drafter, wanted_draft
-from specdec_fast.engine.commit import commit, logprobs_of
+from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list, as_prompt_list
-from specdec_fast.engine.output import Steps, chunks_of, output_of
+from specdec_fast.engine.output import Outputs, chunks_of, output_of
 from specdec_fast.engine.progress import Progress
-from specdec_fast.engine.step import Step, propose
+from specdec_fast.engine.step import StepOutput
 from specdec_fast.engine.turns import Turn
-from specdec_fast.errors import KVCacheTooSmallError
-from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.errors import EngineBusyError, RequestError
 from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model
-from specdec_fast.models.prefill import prefill
 from specdec_fast.models.probe_errors import named_failures
 from specdec_fast.models.profiling import forward_seconds
 from specdec_fast.models.ragged_model import RaggedModel
@@ -46,7 +38,8 @@ class Engine:
     """A target, a drafter and their KV pools, loaded once and used for any number of calls.
 
     One call at a time: an engine is not shared between threads, and a stream must be finished or closed before the
-    next call. The models are the caller's and may be used elsewhere between calls.
+    next call. The models are the caller's and may be used elsewhere between calls. Requests that come at any time are
+    served by ``core``, one step after the other.
 
     Args:
         target: name, folder or loaded Hugging Face causal model.
@@ -75,7 +68,7 @@ class Engine:
         **keywords: Any,
     ) -> None:
         self.config = as_config(config, keywords)
-        self.scheduler = make_scheduler(self.config)
+        scheduler = make_scheduler(self.config)
         wanted = wanted_draft(draft, self.config)
         expect_tokenizer(tokenizer)
         self._turn = Turn()
@@ -87,14 +80,20 @@ class Engine:
                 make_deterministic(self.target)
             self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
-        self.drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
-        self.length_policy = make_length_policy(0 if wanted is None else self.config.num_draft_tokens)
+        drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
+        length_policy = make_length_policy(0 if wanted is None else self.config.num_draft_tokens)
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
-        self.length_policy.prepare(
-            Profiler(self.config.max_batch_size, self._overlap, verify_seconds, self.drafter.forward_seconds)
+        is_asynchronous = self.target.layout.device.type != "cpu"
+        length_policy.prepare(
+            Profiler(self.config.max_batch_size, is_asynchronous, verify_seconds, drafter.forward_seconds)
         )
-        self.pool: PagePool | None = None
+        self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config)
         self.last_run = RunStats()
+
+    @property
+    def drafter(self) -> Drafter:
+        """What proposes tokens."""
+        return self.core.drafter
 
     def generate(self, prompts: Any, params: Any = None, *, progress: bool | None = None) -> list[GenerationOutput]:
         """Decode every prompt.
@@ -117,8 +116,8 @@ class Engine:
         """
         sequences = self._build(prompts, params)
         with Progress(len(sequences), progress) as bar:
-            for sequence, tokens in self._decode(sequences):
-                bar.update(len(tokens), sequence.finish_reason is not None)
+            for output in self._decode(sequences):
+                bar.update(len(output.token_ids), output.finish_reason is not None)
         return [output_of(sequence, self.tokenizer) for sequence in sequences]
 
     def stream(self, prompts: Any, params: Any = None) -> Iterator[StreamChunk]:
@@ -152,7 +151,7 @@ class Engine:
             "draft": self.drafter.describe(),
             "ops": dict(self._ops.chosen),
             "kv_bytes_per_token": self.target.layout.bytes_per_token,
-            "kv_pages": self.pool.num_pages if self.pool else 0,
+            "kv_pages": self.core.pool.num_pages if self.core.pool else 0,
         }
 
     def _build(self, prompts: Any, params: Any) -> list[Sequence]:
@@ -162,138 +161,34 @@ class Engine:
         pairs = zip(items, as_params_list(params, len(items)), strict=True)
         return [builder.build(index, prompt, p) for index, (prompt, p) in enumerate(pairs)]
 
-    @property
-    def _overlap(self) -> bool:
-        """Whether a step's outputs are returned when the next step has been launched.
-
-        A GPU then computes while the caller handles them. On a CPU launches are synchronous, so outputs are returned
-        first.
-        """
-        return self.target.layout.device.type != "cpu"
-
-    def _decode(self, sequences: list[Sequence]) -> Steps:
-        """Run to the end; yield (sequence, tokens) for each sequence that a step served or that failed."""
+    def _decode(self, sequences: list[Sequence]) -> Outputs:
+        """Run to the end; yield an output for each sequence that a step served or that failed."""
         with self._turn.taken():  # another call may have begun since this generator was made
-            self.last_run, started = RunStats(), perf_counter()
-            resident: list[Sequence] = []
+            core, started = self.core, perf_counter()
+            if core.has_work:
+                raise EngineBusyError(
+                    "requests that were added to engine.core have not ended; call core.step() until it has no work, or "
+                    "core.cancel_all()."
+                )
+            self.last_run = core.stats = RunStats()
             try:
-                self._prepare([s for s in sequences if s.finish_reason is None])
-                waiting = deque(s for s in sequences if s.finish_reason is None)
-                pending_outputs: list[tuple[Sequence, list[int]]] = [
-                    (s, []) for s in sequences if s.finish_reason is not None
-                ]
-                while waiting or resident:
-                    if not self._overlap:
-                        yield from pending_outputs
-                        pending_outputs = []
-                    try:
-                        self._admit(waiting, resident)
-                        batch = self.scheduler.plan(resident)
-                        is_refilled = waiting and self.scheduler.num_to_admit(len(resident) - 1)
-                        step = self._launch(batch, len(batch) == len(resident) and not is_refilled)
-                    except Exception:
-                        yield from pending_outputs  # it was emitted before
-                        raise
-                    yield from pending_outputs
-                    pending_outputs = self._finish(step)
-                    for sequence in [s for s, _ in pending_outputs if s.finish_reason is not None]:
-                        resident.remove(sequence)
-                        self._release([sequence])
+                for sequence in sequences:
+                    if sequence.finish_reason is None:
+                        _add(core, sequence)
+                for sequence in sequences:
+                    if sequence.finish_reason is not None:
+                        yield StepOutput(sequence, [], sequence.finish_reason)
+                while core.has_work:
+                    outputs = core.step()
                     self.last_run.seconds = perf_counter() - started
-                yield from pending_outputs
+                    yield from outputs
             finally:
-                self._release(resident)
+                core.cancel_all()
 
-    def _prepare(self, sequences: list[Sequence]) -> None:
-        """Make room for a full window of the largest sequences, or for what the user allowed."""
-        self.target.expect_same_weights()
-        page_size = self.config.page_size
-        needs = sorted((-(-(s.max_length - 1) // page_size) * page_size for s in sequences), reverse=True)
-        num_tokens = self.config.kv_cache_tokens or sum(needs[: self.scheduler.max_resident])
-        if self.pool is None or not self.pool.is_vacant or self.pool.num_pages * page_size < num_tokens:
-            self.pool = None  # give the old one back before asking for more
-            self.pool = PagePool(self.target.layout, num_tokens, page_size, self.target.row_padding)
-        self.drafter.prepare(self.pool.num_pages * page_size, page_size)
-        for sequence in sequences:
-            if not self.pool.can_ever_fit(sequence.max_length - 1):
-                sequence.fail(
-                    KVCacheTooSmallError(
-                        f"the request needs {sequence.max_length - 1} KV positions (prompt {sequence.prompt_length}, "
-                        f"the rest new tokens), the whole pool has {self.pool.num_pages * page_size}; raise "
-                        "kv_cache_tokens, or lower max_new_tokens."
-                    )
-                )
 
-    def _admit(self, waiting: deque[Sequence], resident: list[Sequence]) -> None:
-        """Let the queue's first sequences join, as many as the scheduler wants and the pool can promise pages to."""
-        pool = self._pool()
-        joining: list[Sequence] = []
-        places = self.scheduler.num_to_admit(len(resident))
-        while waiting and len(joining) < places and pool.fits(waiting[0].max_length - 1):
-            sequence = waiting.popleft()
-            pool.reserve(sequence, sequence.max_length - 1)
-            joining.append(sequence)
-        if not joining:
-            return
-        resident += joining
-        with self.last_run.timer("prefill"):
-            # The last prompt token is left for the first verification, as in every later step (I3).
-            prefill(self.target, pool, {s: s.token_ids[:-1] for s in joining})
-            for sequence in joining:
-                sequence.target_kv_length = sequence.length - 1
-
-    @torch.inference_mode()
-    def _launch(self, batch: list[Sequence], no_refill: bool) -> Step:
-        """Draft and verify for one batch; on a GPU this waits for nothing."""
-        timer = self.last_run.timer
-        limits = self.length_policy.checked_limits(batch, no_refill)
-        self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
-        started = perf_counter()
-        with timer("draft"):
-            draft = propose(self.drafter, batch, limits, self.target.layout.device)
-        drafted = perf_counter()
-        with timer("verify"):
-            verification = self.target.verify_step(self._pool(), batch, draft.token_ids, draft.num_draft_tokens)
-        timer.move(verification.accept_seconds, "verify", "accept")
-        return Step(batch, limits, draft.num_draft_tokens, verification, started, drafted)
-
-    @torch.inference_mode()
-    def _finish(self, step: Step) -> list[tuple[Sequence, list[int]]]:
-        """Accept and commit what ``_launch`` began; return what each sequence emitted."""
-        timer, batch, verification = self.last_run.timer, step.batch, step.verification
-        with timer("accept"):
-            emissions = verification.emissions()
-            logprobs = logprobs_of(batch, verification.counts, emissions, verification.logits)
-        with timer("commit"):
-            emitted = [
-                (sequence, commit(sequence, num_draft_tokens, emission, values))
-                for sequence, num_draft_tokens, emission, values in zip(
-                    batch, step.num_draft_tokens, emissions, logprobs, strict=True
-                )
-            ]
-            self.drafter.commit([s for s in batch if s.is_admitted and s.finish_reason is None])
-        self.length_policy.observe(step.observation([len(emission) - 1 for emission in emissions]))
-        self.last_run.num_steps += 1
-        self.last_run.num_sequence_steps += len(batch)
-        return emitted
-
-    def _admit_to_drafter(self, sequences: list[Sequence]) -> None:
-        """Let the drafter take in what it is about to draft for; where nothing is drafted, no prompt is prefilled."""
-        if sequences:
-            with self.last_run.timer("prefill"):
-                self.drafter.admit(sequences)
-            for sequence in sequences:
-                sequence.is_admitted = True
-
-    def _release(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:  # all pages first: a drafter may fail
-            self._pool().free(sequence)
-            self.last_run.decoding.add(sequence.stats)
-            self.length_policy.forget(sequence)
-        for sequence in sequences:
-            self.drafter.release(sequence)
-
-    def _pool(self) -> PagePool:
-        if self.pool is None:
-            raise RuntimeError("the engine has no page pool before its first call.")
-        return self.pool
+def _add(core: EngineCore, sequence: Sequence) -> None:
+    """Add a sequence; one that cannot be served fails, and no other."""
+    try:
+        core.add(sequence)
+    except RequestError as error:
+        sequence.fail(error)

@@ -6,11 +6,12 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any
 
+from specdec_fast.engine.step import StepOutput
 from specdec_fast.request.detokenizer import Detokenizer
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, StreamChunk
 
-Steps = Generator[tuple[Sequence, list[int]], None, None]  # what a step emitted, sequence by sequence
+Outputs = Generator[StepOutput, None, None]  # of step after step
 
 
 def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
@@ -33,14 +34,14 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
     )
 
 
-def chunks_of(sequences: list[Sequence], tokenizer: Any | None, steps: Steps) -> Iterator[StreamChunk]:
-    """Make a chunk of everything ``steps`` yields; closing the iterator closes ``steps``."""
+def chunks_of(sequences: list[Sequence], tokenizer: Any | None, outputs: Outputs) -> Iterator[StreamChunk]:
+    """Make a chunk of every output; closing the iterator closes ``outputs``."""
     detokenizers = [None if tokenizer is None else Detokenizer(tokenizer) for _ in sequences]
-    with closing(steps):
-        for sequence, tokens in steps:
+    with closing(outputs):
+        for sequence, tokens, finish_reason in outputs:
             detokenizer = detokenizers[sequence.index]
             if sequence.stop_strings is not None:
-                text: str | None = sequence.stop_strings.take(sequence.finish_reason is not None)
+                text: str | None = sequence.stop_strings.take(finish_reason is not None)
             else:
                 text = _text(sequence, detokenizer, tokens) if detokenizer is not None else None
             logprobs = sequence.logprobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +12,23 @@ from specdec_fast.drafters import Draft, Drafter
 from specdec_fast.errors import DrafterError
 from specdec_fast.models.verification import Verification
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.results import FinishReason
 from specdec_fast.speculation_length import StepObservation
+
+
+class StepOutput(NamedTuple):
+    """What one step did for one request.
+
+    Attributes:
+        request: the sequence.
+        token_ids: what it emitted in this step; empty if it ended with an error.
+        finish_reason: None if it goes on.
+
+    """
+
+    request: Sequence
+    token_ids: list[int]
+    finish_reason: FinishReason | None
 
 
 @dataclass(frozen=True)

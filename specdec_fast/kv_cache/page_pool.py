@@ -83,6 +83,11 @@ class PagePool:
         self._make_place(1)
 
     @property
+    def num_tokens(self) -> int:
+        """Positions of all pages together, without the scratch page."""
+        return self.num_pages * self.page_size
+
+    @property
     def num_free_pages(self) -> int:
         """Pages nobody holds."""
         return len(self._free)
@@ -132,6 +137,24 @@ class PagePool:
         self._free.extend(reversed(self._pages_of.pop(owner)))
         self._num_reserved -= self._reserved.pop(owner)
         self._free_places.append(self._places.pop(owner))
+
+    def grown(self, num_tokens: int) -> PagePool:
+        """Return a pool of ``num_tokens`` positions in which every owner holds the same pages, with their entries.
+
+        This pool must not be used any more. Until the copy is made there is memory for both.
+
+        Raises:
+            KVCacheAllocationError: there is not; this pool is as it was.
+
+        """
+        pool = PagePool(self.layout, num_tokens, self.page_size, self.row_padding)
+        for mine, larger in zip(self.tensors, pool.tensors, strict=True):
+            larger[:, :, : self.num_pages + 1] = mine
+        pool._free = [*range(pool.num_pages, self.num_pages, -1), *self._free]
+        pool._pages_of, pool._reserved, pool._num_reserved = self._pages_of, self._reserved, self._num_reserved
+        pool._places, pool._free_places = self._places, self._free_places
+        pool.tables, pool.slots = self.tables, self.slots
+        return pool
 
     def place(self, owner: Hashable) -> int:
         """Return the row of ``tables`` and ``slots`` that is the owner's."""

@@ -28,6 +28,7 @@ class Sequence:
         stop_strings: the search for the request's stop strings; None if it has none.
         logprobs: one log-probability per emitted token; None if the request does not ask for them.
         seed: seed of its noise; None if it is greedy.
+        request_id: the number that ``EngineCore.add`` gave it; 0 before.
 
     """
 
@@ -46,6 +47,7 @@ class Sequence:
     stop_strings: StopStrings | None = None
     logprobs: list[float] | None = None
     seed: int | None = None
+    request_id: int = 0
 
     def __post_init__(self) -> None:
         if self.params.logprobs:

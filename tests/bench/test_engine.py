@@ -333,11 +333,11 @@ def test_engine_gives_its_kv_back_between_runs_and_finds_it_made():
     setting = Bench(workload()).method_setting("exspec", 2, 3)
     runner = setting.run
     first, second = runner(), runner()
-    assert runner.engine.pool is runner.drafter.pool is None
+    assert runner.engine.core.pool is runner.drafter.pool is None
     assert (first.outputs, first.kv_bytes) == (second.outputs, second.kv_bytes)
     seen = []
     stream = runner.engine.stream
-    runner.engine.stream = lambda *args: seen.append((runner.engine.pool, runner.drafter.pool)) or stream(*args)
+    runner.engine.stream = lambda *args: seen.append((runner.engine.core.pool, runner.drafter.pool)) or stream(*args)
     runner()
     assert all(pool is not None for pool in seen[0]), "made before the clock starts"
 

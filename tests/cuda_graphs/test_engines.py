@@ -57,7 +57,7 @@ def test_there_are_none_on_a_cpu(pair):
 def found_in_steps(pair, monkeypatch, params, num_draft_tokens=3):
     """What would wait for a GPU, in every step of a run: in its launch, and in its end."""
     engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=num_draft_tokens)
-    launch, finish, found_in = engine._launch, engine._finish, []
+    launch, finish, found_in = engine.core._launch, engine.core._finish, []
 
     def watched_launch(*args):
         with waits(monkeypatch) as found:
@@ -71,8 +71,8 @@ def found_in_steps(pair, monkeypatch, params, num_draft_tokens=3):
         found_in[-1][1].extend(found)
         return emitted
 
-    monkeypatch.setattr(engine, "_launch", watched_launch)
-    monkeypatch.setattr(engine, "_finish", watched_finish)
+    monkeypatch.setattr(engine.core, "_launch", watched_launch)
+    monkeypatch.setattr(engine.core, "_finish", watched_finish)
     for output in engine.generate(PROMPTS, params, progress=False):
         output.raise_for_error()
     assert len(found_in) > 5

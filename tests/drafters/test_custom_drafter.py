@@ -76,7 +76,7 @@ def test_broken_contract_is_an_error(target, prompt_ids, expected, draft, messag
     engine = sd.Engine(target, drafter)
     with pytest.raises(sd.DrafterError, match=message):
         engine.generate(prompt_ids[:1], PARAMS)
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -95,7 +95,7 @@ def test_engine_survives_an_exception_of_its_drafter(target, prompt_ids, expecte
     engine = sd.Engine(target, Scripted(fail_on_the_third_step), max_batch_size=2)
     with pytest.raises(RuntimeError, match="drafter broke"):
         engine.generate(prompt_ids, PARAMS)
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
     engine.drafter.script = lambda s, limit: []
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
 
@@ -138,7 +138,7 @@ def test_engine_survives_an_exception_on_release(target, prompt_ids, expected):
     drafter.release = fail
     with pytest.raises(RuntimeError, match="release broke"):
         engine.generate(prompt_ids, PARAMS)
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
     del drafter.release
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
 

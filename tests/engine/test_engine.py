@@ -36,7 +36,7 @@ class TestScheduling:
         outputs = engine.generate(prompt_ids, PARAMS)
         assert [o.token_ids for o in outputs] == expected
         assert engine.last_run.num_sequence_steps < 8 * engine.last_run.num_steps, "no sequence had to wait"
-        assert engine.pool.num_free_pages == engine.pool.num_pages
+        assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
         assert engine.drafter.pool.num_free_pages == engine.drafter.pool.num_pages
 
     def test_finished_sequences_leave_the_batch_at_once(self, target, draft, prompt_ids):
@@ -84,9 +84,9 @@ class TestScheduling:
     def test_engine_is_reusable_and_grows_its_pool(self, target, draft, prompt_ids, expected):
         engine = sd.Engine(target, draft)
         engine.generate(prompt_ids[2:4], PARAMS)
-        small = engine.pool.num_pages
+        small = engine.core.pool.num_pages
         assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
-        assert engine.pool.num_pages > small
+        assert engine.core.pool.num_pages > small
 
     def test_one_params_each(self, engine, prompt_ids, expected):
         lengths = [3, 1, 9, 5]
@@ -118,11 +118,11 @@ class TestStream:
     def test_closing_returns_pages(self, engine, prompt_ids):
         stream = engine.stream(prompt_ids, PARAMS)
         next(stream)
-        assert engine.pool.num_free_pages < engine.pool.num_pages
+        assert engine.core.pool.num_free_pages < engine.core.pool.num_pages
         with pytest.raises(sd.EngineBusyError, match="still open"):
             engine.generate(prompt_ids[:1], PARAMS)
         stream.close()
-        assert engine.pool.num_free_pages == engine.pool.num_pages
+        assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
         assert engine.generate(prompt_ids[:1], PARAMS)[0].error is None
 
     def test_arguments_are_checked_at_the_call(self, engine):
@@ -192,7 +192,7 @@ class TestOneBadRequest:
         assert failed.finish_reason == "error"
         with pytest.raises(sd.InvalidLogitsError, match="NaN"):
             failed.raise_for_error()
-        assert engine.pool.num_free_pages == engine.pool.num_pages
+        assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
 
     def test_string_without_a_tokenizer(self):
         engine = sd.Engine(tiny_model("llama"), None)

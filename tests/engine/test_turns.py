@@ -151,7 +151,7 @@ def test_an_interrupt_leaves_an_engine_that_serves(pair, monkeypatch, method, mo
         pair.generate(PROMPTS, PARAMS)
     monkeypatch.undo()
     assert [output.token_ids for output in pair.generate(PROMPTS, PARAMS)] == expected
-    assert pair.pool.is_vacant
+    assert pair.core.pool.is_vacant
     assert pair.drafter.pool.is_vacant
     assert not pair.drafter.draft_kv_length
 

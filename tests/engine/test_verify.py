@@ -8,6 +8,7 @@ import torch
 import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.drafters import Draft, Drafter
+from specdec_fast.engine.core import EngineCore
 from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.prefill import prefill
@@ -126,7 +127,7 @@ def test_spans_that_do_not_fit_are_refused():
 @pytest.fixture(params=[False, True], ids=["in_turn", "ahead"])
 def ahead(request, monkeypatch):
     """As on a GPU: the next step is launched before a step's tokens are handed out."""
-    monkeypatch.setattr(sd.Engine, "_overlap", request.param)
+    monkeypatch.setattr(EngineCore, "_overlap", request.param)
     return request.param
 
 
@@ -140,14 +141,14 @@ def watched(engine, monkeypatch):
     """Note launches and ends of steps as they happen."""
     events = []
     for name in ("_launch", "_finish"):
-        original = getattr(engine, name)
+        original = getattr(engine.core, name)
 
         def noted(*args, name=name, original=original):
             result = original(*args)
             events.append(name)
             return result
 
-        monkeypatch.setattr(engine, name, noted)
+        monkeypatch.setattr(engine.core, name, noted)
     return events
 
 
@@ -198,7 +199,7 @@ def test_a_stream_that_is_closed_gives_its_pages_back(pair, ahead):
     stream = engine.stream(TEXTS, sd.SamplingParams(max_new_tokens=20, ignore_eos=True))
     next(stream)
     stream.close()
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
     assert engine.drafter.pool.num_free_pages == engine.drafter.pool.num_pages
     assert len(engine.generate(TEXTS, sd.SamplingParams(max_new_tokens=3, ignore_eos=True))[3].token_ids) == 3
 

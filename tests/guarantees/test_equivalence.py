@@ -25,7 +25,7 @@ LIMITS = oracle.StopRule(MAX_NEW_TOKENS, frozenset([1]))
 def run_engine(target, draft, prompts, **config):
     engine = sd.Engine(target, draft, **config)
     outputs = engine.generate(prompts, sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
     return [output.token_ids for output in outputs]
 
 

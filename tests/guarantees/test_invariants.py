@@ -71,7 +71,7 @@ def test_invariants_hold_over_random_schedules(pair, schedule):
     assert [output.index for output in outputs] == list(range(len(requests)))
     assert all(output.error is None for output in outputs)
     assert engine.num_checked == sum(output.stats.num_steps for output in outputs)
-    assert engine.engine.pool.num_free_pages == engine.engine.pool.num_pages
+    assert engine.engine.core.pool.num_free_pages == engine.engine.core.pool.num_pages
 
 
 def run(engine):
@@ -92,7 +92,7 @@ def unrejected_entry(original, pool, rows, token_ids):
     return batch
 
 
-def uncomputed_entry(original, drafter, sequences):
+def uncomputed_entry(original, drafter, sequences, result):
     """I2: after a full acceptance the last draft token counts as cached, though the draft model never got it."""
     for sequence in sequences:
         drafter.draft_kv_length[sequence] = sequence.length - 1
@@ -105,7 +105,7 @@ def no_lag(original, sequence, num_draft, num_accepted, emission, logprobs):
     return tokens
 
 
-def no_rollback(original, drafter, sequences):
+def no_rollback(original, drafter, sequences, result):
     """I3: the draft model keeps the entries of rejected tokens."""
 
 

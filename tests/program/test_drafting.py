@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import specdec_fast as sd
+from specdec_fast.drafters import StepResult
 from specdec_fast.drafters.draft_model import ModelDrafter
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
@@ -40,7 +41,7 @@ def test_drafting_in_one_call_drafts_the_same(temperature, vocab_size):
             drafts = [drafter.propose(sequences, [4, 4, 4])]
             for sequence in sequences:
                 sequence.token_ids += [3, 4]
-            drafter.commit(sequences)
+            drafter.commit(sequences, StepResult([range(3)] * len(sequences)))
             drafts.append(drafter.propose(sequences, [5, 0, 2]))
         assert max(int(draft.token_ids.max()) for draft in drafts) < vocab_size
         found.append(([draft.token_ids.tolist() for draft in drafts], drafter.pool.tensors[0]))

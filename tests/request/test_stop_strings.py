@@ -155,7 +155,7 @@ def test_every_case_in_one_batch(play, draft, num_draft_tokens, method):
         assert whole == want, case.name
     texts = [chunk.text for chunk in chunks if chunk.finish_reason is None]
     assert not any(INCOMPLETE in text for text in texts), "a character was split"
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
 
 
 def test_cases_stand_where_they_say(play):

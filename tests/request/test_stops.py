@@ -23,7 +23,7 @@ def decode(target, draft, prompts, stop_ids=(), method="eqspec", max_new_tokens=
     engine = sd.Engine(target, draft, method=method, num_draft_tokens=K, max_batch_size=4)
     params = sd.SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=tuple(stop_ids))
     outputs = engine.generate(prompts, params)
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
     return outputs
 
 

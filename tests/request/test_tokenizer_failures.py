@@ -91,7 +91,7 @@ def test_tokens_that_cannot_be_decoded(model, kind, num_draft_tokens):
     for output, (token_ids, text, last) in zip(outputs, streamed(engine, params), strict=True):
         assert (token_ids, text, last.finish_reason) == (output.token_ids, output.text, output.finish_reason)
         assert (last.error is None) == (output.error is None)
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
@@ -118,7 +118,7 @@ def test_what_ends_a_program_is_no_failure(model, kind):
         engine.generate(prompts(), sd.SamplingParams(max_new_tokens=NUM_TOKENS))
     with pytest.raises(kind):
         list(engine.stream(prompts(), sd.SamplingParams(max_new_tokens=NUM_TOKENS, stop="zzz")))
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])

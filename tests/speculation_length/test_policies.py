@@ -52,7 +52,7 @@ def test_a_registered_policy_has_a_name_everywhere(target, prompt_ids, expected,
     monkeypatch.setitem(LENGTH_POLICIES, "in-turn", InTurn)
     engine = sd.Engine(target, "ngram", num_draft_tokens="in-turn")
     assert [output.token_ids for output in engine.generate(prompt_ids, PARAMS)] == expected
-    assert len(engine.length_policy.steps) == engine.last_run.num_steps
+    assert len(engine.core.length_policy.steps) == engine.last_run.num_steps
     assert engine.describe()["num_draft_tokens"] == "in-turn"
     assert engine.config.most_draft_tokens == 3
     assert num_draft_tokens("in-turn") == "in-turn"
@@ -91,4 +91,4 @@ def test_limits_are_held_to_the_contract(target, prompt_ids, limits, monkeypatch
     engine = sd.Engine(target, "ngram", num_draft_tokens=policy, max_batch_size=4)
     with pytest.raises(sd.LengthPolicyError, match=r"limits of InTurn: .*expected"):
         engine.generate(prompt_ids, sd.SamplingParams(max_new_tokens=3, ignore_eos=True))
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.core.pool.num_free_pages == engine.core.pool.num_pages

@@ -49,7 +49,7 @@ def test_auto_gives_the_tokens_of_plain_decoding(target, draft, prompt_ids, expe
     plain = sd.Engine(target, None, method="eqspec", max_batch_size=1)
     ours, theirs = ([(o.token_ids, o.logprobs) for o in e.generate(prompt_ids, drawn)] for e in (engine, plain))
     assert ours == theirs
-    assert engine.pool.num_free_pages == engine.pool.num_pages
+    assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
 
 
 @pytest.mark.parametrize("largest", [512, 12])
@@ -59,7 +59,7 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
     engine = sd.Engine(target, truncated_copy(target, 2), page_size=4, max_batch_size=3, num_draft_tokens="auto")
     model = engine.drafter.model
     model.row_padding = RowPadding(model.row_padding.multiple, largest)
-    engine.length_policy = lengths = RandomLengths(0, 5)
+    engine.core.length_policy = lengths = RandomLengths(0, 5)
     rows, forward, drafting = [], model.forward, model.program and model.program.draft
 
     def counted(batch, pool, logit_rows=None):
@@ -92,16 +92,16 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
 def test_limits_know_when_no_sequence_takes_the_place_of_an_ended_one(target, prompt_ids, method, window, monkeypatch):
     """Of a fixed batch always; of a window once nobody waits and all that are left take part in every step."""
     engine = sd.Engine(target, "ngram", method=method, max_batch_size=2, window_size=window)
-    limits, seen = engine.length_policy.limits, []
+    limits, seen = engine.core.length_policy.limits, []
     ended = []
-    monkeypatch.setattr(engine.length_policy, "forget", ended.append)
+    monkeypatch.setattr(engine.core.length_policy, "forget", ended.append)
 
     def watched(batch, no_refill):
         if len(batch) > 1:  # a sequence that is alone has no others
             seen.append((no_refill, len(prompt_ids) - len(ended)))
         return limits(batch, no_refill)
 
-    monkeypatch.setattr(engine.length_policy, "limits", watched)
+    monkeypatch.setattr(engine.core.length_policy, "limits", watched)
     unequal = [sd.SamplingParams(max_new_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(prompt_ids))]
     engine.generate(prompt_ids, unequal)
     assert any(no_refill for no_refill, _ in seen)
@@ -110,7 +110,7 @@ def test_limits_know_when_no_sequence_takes_the_place_of_an_ended_one(target, pr
 
 def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, prompt_ids, expected, monkeypatch):
     engine = sd.Engine(target, draft, max_batch_size=4, num_draft_tokens="auto")
-    monkeypatch.setattr(engine.length_policy, "limits", lambda batch, no_refill: [0] * len(batch))
+    monkeypatch.setattr(engine.core.length_policy, "limits", lambda batch, no_refill: [0] * len(batch))
     monkeypatch.setattr(engine.drafter.model, "forward", None)
     monkeypatch.setattr(engine.drafter.model, "program", None)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
@@ -119,7 +119,7 @@ def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, pr
 
 def steps_take(engine, world):
     """Let the engine choose K as if its steps took the simulated times: a busy machine would decide otherwise."""
-    engine.length_policy = lengths = world.adaptive()
+    engine.core.length_policy = lengths = world.adaptive()
     observe = lengths.observe
 
     def observe_simulated(step):
@@ -158,14 +158,14 @@ def test_what_is_kept_of_a_sequence_goes_with_it(target, draft, prompt_ids):
     next(stream)
     stream.close()
     engine.generate(prompt_ids, PARAMS)
-    lengths = engine.length_policy
+    lengths = engine.core.length_policy
     assert isinstance(lengths, AdaptiveLength)
     assert [lengths._plan, lengths._catch_up._drafted_at, lengths._acceptance._own] == [{}, {}, {}]
 
 
 def test_plain_decoding_has_nothing_to_adapt(target, prompt_ids, expected):
     engine = sd.Engine(target, None, num_draft_tokens="auto")
-    assert not isinstance(engine.length_policy, AdaptiveLength)
+    assert not isinstance(engine.core.length_policy, AdaptiveLength)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
 
 

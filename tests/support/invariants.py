@@ -56,8 +56,8 @@ class CheckedEngine:
         self.engine, self.poison = engine, poison
         self.expected = {}
         self.num_checked = 0
-        self._launch, engine._launch = engine._launch, self.launch
-        self._finish, engine._finish = engine._finish, self.finish
+        self._launch, engine.core._launch = engine.core._launch, self.launch
+        self._finish, engine.core._finish = engine.core._finish, self.finish
         self._forward, engine.target.forward = engine.target.forward, self.forward
         if program := engine.target.program:
             self._verify, program.verify = program.verify, self.verify
@@ -70,7 +70,7 @@ class CheckedEngine:
     @property
     def _pools(self):
         """(pool, model, committed KV length per owner) of the target, and of the drafter if it has one."""
-        pools = [(self.engine.pool, self.engine.target.model, lambda s: s.target_kv_length)]
+        pools = [(self.engine.core.pool, self.engine.target.model, lambda s: s.target_kv_length)]
         drafter = self.engine.drafter
         if getattr(drafter, "pool", None) is not None:
             pools.append((drafter.pool, drafter.model.model, lambda s: drafter.draft_kv_length[s]))
@@ -113,7 +113,7 @@ class CheckedEngine:
 
     def verify(self, spans, last_tokens, draft_tokens, sampling):
         """I1 for spans that a program lays out: they begin at the last committed token of their owner."""
-        owners = {place: owner for owner, place in self.engine.pool._places.items()}
+        owners = {place: owner for owner, place in self.engine.core.pool._places.items()}
         for (place, start, count), token in zip(spans.spans, last_tokens, strict=True):
             owner = owners[place]
             assert token == owner.token_ids[-1], "I6: rows stand on the pages of another sequence"

@@ -1,0 +1,289 @@
+"""The core: requests are added at any time, and every step returns what it emitted.
+
+Nothing is padded and nothing is realigned. A step feeds every sequence its last committed token and its draft
+tokens; the target's own choice at each row decides how many are accepted; rejecting only lowers a length.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import nlargest
+from time import perf_counter
+
+import torch
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import Drafter, StepResult
+from specdec_fast.engine.commit import commit, logprobs_of
+from specdec_fast.engine.step import Step, StepOutput, propose
+from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.prefill import prefill
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.results import RunStats
+from specdec_fast.schedulers import Scheduler
+from specdec_fast.speculation_length import LengthPolicy
+
+
+class EngineCore:
+    """Sequences that wait, sequences that are resident, and the KV pool they share.
+
+    For one thread at a time: ``Engine`` guards its calls, and another caller must guard its own.
+
+    Args:
+        target: decides every token.
+        drafter: proposes tokens.
+        scheduler: decides which sequences join, and which take part in a step.
+        length_policy: decides how many draft tokens each of them gets.
+        config: page size, and the size of the KV pool if it is fixed.
+
+    Attributes:
+        waiting: sequences that have no pages yet, in the order in which they were added.
+        resident: sequences that hold pages.
+        pool: the target's KV pages; None before the first step.
+        stats: counts and times of the steps; the caller may exchange it between two steps.
+
+    """
+
+    def __init__(
+        self,
+        target: RaggedModel,
+        drafter: Drafter,
+        scheduler: Scheduler,
+        length_policy: LengthPolicy,
+        config: EngineConfig,
+    ) -> None:
+        self.target, self.drafter = target, drafter
+        self.scheduler, self.length_policy = scheduler, length_policy
+        self.waiting: deque[Sequence] = deque()
+        self.resident: list[Sequence] = []
+        self.pool: PagePool | None = None
+        self.stats = RunStats()
+        self._page_size, self._pool_tokens = config.page_size, config.kv_cache_tokens
+        self._requests: dict[int, Sequence] = {}
+        self._num_added = 0
+        self._is_pool_sized = False  # for all that have been added
+        self._launched: Step | None = None
+        self._launch_error: Exception | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self.waiting or self.resident)
+
+    def add(self, request: Sequence) -> int:
+        """Let a request wait for its first step.
+
+        Args:
+            request: from ``RequestBuilder.build``, and not ended.
+
+        Returns:
+            A number for ``cancel``, different for every request.
+
+        Raises:
+            KVCacheTooSmallError: the request will never fit into the KV pool that the configuration allows.
+
+        """
+        needed = request.max_length - 1
+        if self._pool_tokens is not None and self._rounded(needed) > self._rounded(self._pool_tokens):
+            raise KVCacheTooSmallError(
+                f"the request needs {needed} KV positions (prompt {request.prompt_length}, the rest new tokens), the "
+                f"whole pool has {self._rounded(self._pool_tokens)}; raise kv_cache_tokens, or lower max_new_tokens."
+            )
+        self._num_added += 1
+        self._requests[self._num_added] = request
+        request.request_id = self._num_added
+        self.waiting.append(request)
+        self._is_pool_sized = False
+        return self._num_added
+
+    def cancel(self, request_id: int) -> bool:
+        """Drop a request: no later step returns it, and its pages are free when this or the next step returns.
+
+        Returns:
+            Whether it had not ended.
+
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif self._launched is None or request not in self._launched.batch:
+            self.resident.remove(request)
+            self._release([request])
+        return True  # a request of a step that is under way is released when that step ends
+
+    def cancel_all(self) -> None:
+        """Drop every request, and the step that is under way."""
+        resident, self.resident = self.resident, []
+        self.waiting.clear()
+        self._requests.clear()
+        self._launched = self._launch_error = None
+        self._release(resident)
+
+    def step(self) -> list[StepOutput]:
+        """Run one step: plan, draft, verify, accept, commit. After an exception ``cancel_all`` must be called.
+
+        A GPU computes while the caller handles the tokens: there the next step is launched before this one returns.
+        On a CPU launches are synchronous, so nothing is launched early.
+
+        Returns:
+            What each sequence of the step emitted; nothing if there is no work.
+
+        Raises:
+            UnsupportedModelError: the target is not what it was when it was loaded.
+            KVCacheAllocationError: there is no memory for the KV pool.
+            DrafterError, LengthPolicyError: the drafter, or the policy of K, broke its contract.
+
+        """
+        if self._launch_error is not None:  # raised while the outputs of the step before it were still to be returned
+            error, self._launch_error = self._launch_error, None
+            raise error
+        if not self.has_work:
+            return []
+        step, self._launched = self._launched or self._launch_next(), None
+        emitted = self._finish(step)
+        outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in emitted if s.request_id in self._requests]
+        ended = [s for s in step.batch if s.finish_reason is not None or s.request_id not in self._requests]
+        for sequence in ended:
+            self._requests.pop(sequence.request_id, None)
+            self.resident.remove(sequence)
+        self._release(ended)
+        if self._overlap and self.has_work:
+            try:
+                self._launched = self._launch_next()
+            except Exception as error:
+                self._launch_error = error
+        return outputs
+
+    @property
+    def _overlap(self) -> bool:
+        """Whether the next step is launched before a step's outputs are returned."""
+        return self.target.layout.device.type != "cpu"
+
+    def _launch_next(self) -> Step:
+        self._size_pool()
+        self._admit()
+        batch = self.scheduler.plan(self.resident)
+        is_refilled = self.waiting and self.scheduler.num_to_admit(len(self.resident) - 1)
+        return self._launch(batch, len(batch) == len(self.resident) and not is_refilled)
+
+    def _size_pool(self) -> None:
+        """Make room for a full window of the largest sequences, or for what the configuration allows."""
+        if self._is_pool_sized:
+            return
+        largest = nlargest(self.scheduler.max_resident, (s.max_length - 1 for s in (*self.resident, *self.waiting)))
+        num_tokens = self._pool_tokens or sum(map(self._rounded, largest))
+        if not self.resident:
+            self._prepare(num_tokens)
+        elif self._pool().num_tokens < num_tokens and not self._grow(num_tokens):
+            return
+        self._is_pool_sized = True
+
+    def _prepare(self, num_tokens: int) -> None:
+        """Allocate the pools, or keep those at hand if they are large enough and an interrupted call left nothing."""
+        self.target.expect_same_weights()
+        if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
+            self.pool = None  # give the old one back before asking for more
+            self.pool = PagePool(self.target.layout, num_tokens, self._page_size, self.target.row_padding)
+        self.drafter.prepare(self.pool.num_tokens, self._page_size)
+
+    def _grow(self, num_tokens: int) -> bool:
+        """Exchange the pools for larger ones, unless there is no memory: then sequences wait for pages."""
+        try:
+            pool = self._pool().grown(num_tokens)
+            self.drafter.grow(num_tokens)
+        except KVCacheAllocationError:
+            return False
+        self.pool = pool
+        return True
+
+    def _admit(self) -> None:
+        """Let the first that wait join, as many as the scheduler wants and the pool can promise pages to."""
+        pool = self._pool()
+        joining: list[Sequence] = []
+        places = self.scheduler.num_to_admit(len(self.resident))
+        while self.waiting and len(joining) < places and pool.fits(self.waiting[0].max_length - 1):
+            sequence = self.waiting.popleft()
+            pool.reserve(sequence, sequence.max_length - 1)
+            joining.append(sequence)
+        if not joining:
+            return
+        self.resident += joining
+        with self.stats.timer("prefill"):
+            # The last prompt token is left for the first verification, as in every later step (I3).
+            prefill(self.target, pool, {s: s.token_ids[:-1] for s in joining})
+            for sequence in joining:
+                sequence.target_kv_length = sequence.length - 1
+
+    @torch.inference_mode()
+    def _launch(self, batch: list[Sequence], no_refill: bool) -> Step:
+        """Draft and verify for one batch; on a GPU this waits for nothing."""
+        timer = self.stats.timer
+        limits = self.length_policy.checked_limits(batch, no_refill)
+        self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
+        started = perf_counter()
+        with timer("draft"):
+            draft = propose(self.drafter, batch, limits, self.target.layout.device)
+        drafted = perf_counter()
+        with timer("verify"):
+            verification = self.target.verify_step(self._pool(), batch, draft.token_ids, draft.num_draft_tokens)
+        timer.move(verification.accept_seconds, "verify", "accept")
+        return Step(batch, limits, draft.num_draft_tokens, verification, started, drafted)
+
+    @torch.inference_mode()
+    def _finish(self, step: Step) -> list[tuple[Sequence, list[int]]]:
+        """Accept and commit what ``_launch`` began; return what each sequence emitted."""
+        timer, batch, verification = self.stats.timer, step.batch, step.verification
+        with timer("accept"):
+            emissions = verification.emissions()
+            logprobs = logprobs_of(batch, verification.counts, emissions, verification.logits)
+        with timer("commit"):
+            emitted = [
+                (sequence, commit(sequence, num_draft_tokens, emission, values))
+                for sequence, num_draft_tokens, emission, values in zip(
+                    batch, step.num_draft_tokens, emissions, logprobs, strict=True
+                )
+            ]
+            self._commit_to_drafter(batch, verification.counts, emissions)
+        self.length_policy.observe(step.observation([len(emission) - 1 for emission in emissions]))
+        self.stats.num_steps += 1
+        self.stats.num_sequence_steps += len(batch)
+        return emitted
+
+    def _admit_to_drafter(self, sequences: list[Sequence]) -> None:
+        """Admit what the drafter is about to draft for; where nothing is drafted, no prompt is prefilled."""
+        if sequences:
+            with self.stats.timer("prefill"):
+                self.drafter.admit(sequences)
+            for sequence in sequences:
+                sequence.is_admitted = True
+
+    def _commit_to_drafter(self, batch: list[Sequence], counts: list[int], emissions: list[list[int]]) -> None:
+        """Tell the drafter which rows of the sequences that go on were accepted."""
+        going_on, rows, first_row = [], [], 0
+        for sequence, count, emission in zip(batch, counts, emissions, strict=True):
+            if sequence.is_admitted and sequence.finish_reason is None:
+                going_on.append(sequence)
+                rows.append(range(first_row, first_row + len(emission)))
+            first_row += count
+        self.drafter.commit(going_on, StepResult(rows))
+
+    def _release(self, sequences: list[Sequence]) -> None:
+        """Take back what sequences that were resident hold."""
+        for sequence in sequences:  # all pages first: a drafter may fail
+            self._pool().free(sequence)
+            self.stats.decoding.add(sequence.stats)
+            self.length_policy.forget(sequence)
+        for sequence in sequences:
+            self.drafter.release(sequence)
+
+    def _rounded(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size) * self._page_size
+
+    def _pool(self) -> PagePool:
+        if self.pool is None:
+            raise RuntimeError("the engine has no page pool before its first step.")
+        return self.pool
