@@ -130,28 +130,34 @@ template <typename Type, typename Product>
 SPECDEC_INLINE std::uint64_t load_tile(const PagedAttentionArgs& args, Scratch& scratch, const Task& task,
                                        std::int64_t first, std::int64_t last) {
   using Storage = typename Type::Storage;
-  const std::int32_t* pages = args.block_table + task.sequence * args.max_pages;
-  const std::int64_t value_dim = args.value_dim, tile = first / kTile * kTile;
-  const auto head_at = [&](std::int64_t position) {
-    const std::int64_t slot = pages[position / args.page_size] * args.page_size + position % args.page_size;
-    return slot * args.num_kv_heads + task.kv_head;
-  };
+  const std::int64_t value_dim = args.value_dim, tile = first / kTile * kTile, begin = first - tile, end = last - tile;
+  // Keys are laid out in whole vectors. A position outside of [begin, end) repeats its neighbour, which is read anyway; its
+  // score is hidden afterwards.
+  const std::int64_t first_lane = begin / kLanes * kLanes, end_lane = (end + kLanes - 1) / kLanes * kLanes;
   const char* keys[kTile];
   const Storage* values[kTile];
-  std::uint64_t broken = 0;
-  for (std::int64_t j = 0; j < kTile; ++j) {
-    // A position outside [first, last) repeats its neighbour, which is read anyway; its score is hidden afterwards.
-    const std::int64_t head = head_at(std::clamp(tile + j, first, last - 1));
-    keys[j] = static_cast<const char*>(args.key_cache) + head * args.head_dim * static_cast<std::int64_t>(sizeof(Storage));
-    values[j] = static_cast<const Storage*>(args.value_cache) + head * value_dim;
-    const bool inside = tile + j >= first && tile + j < last;
-    if (inside && finite<Type>(values[j], value_dim)) continue;
-    if (inside) broken |= std::uint64_t{1} << j;
-    values[j] = reinterpret_cast<const Storage*>(scratch.zeros.data());
+  const Storage* const zeros = reinterpret_cast<const Storage*>(scratch.zeros.data());
+  Entries entries(args, task, first);
+  for (std::int64_t j = begin; j < end; ++j) {
+    const std::int64_t entry = entries.next();
+    keys[j] = static_cast<const char*>(args.key_cache) + entry * args.head_dim * static_cast<std::int64_t>(sizeof(Storage));
+    values[j] = static_cast<const Storage*>(args.value_cache) + entry * value_dim;
   }
-  load_keys<Type, Product>(keys, args.head_dim, scratch.keys.data());
-  const std::int64_t step = Product::kNumbers, end = last - tile;
-  for (std::int64_t j = (first - tile) / step * step; j < end; j += step) {
+  std::uint64_t broken = 0;
+  if (!all_finite<Type>(values + begin, end - begin, value_dim)) {
+    for (std::int64_t j = begin; j < end; ++j) {
+      if (all_finite<Type>(values + j, 1, value_dim)) continue;
+      broken |= std::uint64_t{1} << j;
+      values[j] = zeros;
+    }
+  }
+  std::fill(keys + first_lane, keys + begin, keys[begin]);
+  std::fill(keys + end, keys + end_lane, keys[end - 1]);
+  constexpr std::int64_t step = Product::kNumbers;
+  if (begin % step != 0) values[begin - 1] = zeros;
+  if (end % step != 0) values[end] = zeros;
+  load_keys<Type, Product>(keys, first_lane, end_lane, args.head_dim, scratch.keys.data());
+  for (std::int64_t j = begin / step * step; j < end; j += step) {
     load_values<Type, Product>(values + j, value_dim, scratch.values.data() + j / step * scratch.columns);
   }
   return broken;

@@ -105,6 +105,28 @@ SPECDEC_INLINE std::int64_t first_seen(const PagedAttentionArgs& args, const Row
   return first_visible(args, args.tree_mask ? rows.prefix : rows.prefix + rows.first_row + row);
 }
 
+// The entries of a task's positions from `first` on: where each is, in numbers of heads from the beginning of a cache.
+class Entries {
+ public:
+  SPECDEC_INLINE Entries(const PagedAttentionArgs& args, const Task& task, std::int64_t first)
+      : pages_(args.block_table + task.sequence * args.max_pages + first / args.page_size),
+        in_page_(first % args.page_size),
+        page_size_(args.page_size),
+        num_heads_(args.num_kv_heads),
+        kv_head_(task.kv_head) {}
+
+  // Returns the entry of the current position and goes on to the next one.
+  SPECDEC_INLINE std::int64_t next() {
+    const std::int64_t slot = *pages_ * page_size_ + in_page_;
+    if (++in_page_ == page_size_) in_page_ = 0, ++pages_;
+    return slot * num_heads_ + kv_head_;
+  }
+
+ private:
+  const std::int32_t* pages_;
+  std::int64_t in_page_, page_size_, num_heads_, kv_head_;
+};
+
 // One past the last position that a row of the task may see.
 SPECDEC_INLINE std::int64_t end_seen(const Rows& rows, std::int64_t row) { return rows.prefix + rows.first_row + row + 1; }
 

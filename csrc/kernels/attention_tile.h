@@ -103,12 +103,13 @@ SPECDEC_INLINE void store_keys(Words words, std::int64_t w, float* to) {
   }
 }
 
-// Lay out the keys at `rows`, [head_dim] numbers each. If head_dim is odd, the last word ends with 0.
+// Lay out the keys at rows [begin, end), whole vectors of positions, [head_dim] numbers each. If head_dim is odd, the last
+// word ends with 0.
 template <typename Type, typename Product>
-SPECDEC_INLINE void load_keys(const char* const* rows, std::int64_t head_dim, float* keys) {
+SPECDEC_INLINE void load_keys(const char* const* rows, std::int64_t begin, std::int64_t end, std::int64_t head_dim, float* keys) {
   constexpr std::int64_t size = sizeof(typename Type::Storage);
   const std::int64_t bytes = head_dim * size, num_quads = bytes / 16;
-  for (std::int64_t j = 0; j < kTile; j += kLanes) {
+  for (std::int64_t j = begin; j < end; j += kLanes) {
     Words words[4];
     for (std::int64_t quad = 0; quad < num_quads; ++quad) {
       transpose(rows + j, 4 * quad, words);
@@ -126,18 +127,25 @@ SPECDEC_INLINE void load_keys(const char* const* rows, std::int64_t head_dim, fl
   }
 }
 
-// Returns whether all numbers are finite.
+// Returns whether all numbers of `num_rows` rows are finite.
 template <typename Type>
-SPECDEC_INLINE bool finite(const typename Type::Storage* numbers, std::int64_t count) {
+SPECDEC_INLINE bool all_finite(const typename Type::Storage* const* rows, std::int64_t num_rows, std::int64_t count) {
   using Bits = std::conditional_t<sizeof(typename Type::Storage) == 4, std::uint32_t, std::uint16_t>;
   constexpr Bits sign = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
-  Bits largest = 0;
-#pragma omp simd reduction(max : largest)
-  for (std::int64_t i = 0; i < count; ++i) {
-    const Bits magnitude = static_cast<Bits>(bit_cast<Bits>(numbers[i]) & static_cast<Bits>(~sign));
-    largest = magnitude > largest ? magnitude : largest;
+  constexpr std::int64_t kAtOnce = 64 / sizeof(Bits);  // so that a row is compared in vectors, across which is looked once
+  Bits largest[kAtOnce] = {};
+  const auto compare = [&largest](const typename Type::Storage* numbers, std::int64_t n) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      const Bits magnitude = static_cast<Bits>(bit_cast<Bits>(numbers[i]) & static_cast<Bits>(~sign));
+      largest[i] = magnitude > largest[i] ? magnitude : largest[i];
+    }
+  };
+  for (std::int64_t row = 0; row < num_rows; ++row) {
+    std::int64_t i = 0;
+    for (; i + kAtOnce <= count; i += kAtOnce) compare(rows[row] + i, kAtOnce);
+    compare(rows[row] + i, count - i);
   }
-  return largest < Type::kInfinity;
+  return *std::max_element(largest, largest + kAtOnce) < Type::kInfinity;
 }
 
 // Lay out word w of the values: position w * kNumbers and, in a pair, the next one. A null pointer stands for zeros.
