@@ -1,7 +1,7 @@
-"""The core: a caller adds requests at any time, and every step returns the tokens that it emitted.
+"""The core: requests are added at any time, and every step returns what it emitted.
 
-The core pads nothing and realigns nothing. A step computes the last committed token and the draft tokens of every
-sequence. The target's own choice at each row decides how many are accepted. Rejecting only lowers a length.
+Nothing is padded and nothing is realigned. A step feeds every sequence its last committed token and its draft
+tokens; the target's own choice at each row decides how many are accepted; rejecting only lowers a length.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from specdec_fast.speculation_length import LengthPolicy
 
 
 class EngineCore:
-    """Waiting sequences, resident sequences, and the KV pool that they share.
+    """Sequences that wait, sequences that are resident, and the KV pool they share.
 
-    Only one thread at a time may use it. ``Engine`` guards its own calls; any other caller must do the same.
+    For one thread at a time: ``Engine`` guards its calls, and another caller must guard its own.
 
     Args:
-        target: the model that decides every token.
+        target: decides every token.
         drafter: proposes tokens.
         scheduler: decides which sequences join, and which take part in a step.
-        length_policy: decides how many draft tokens each sequence of a step gets.
+        length_policy: decides how many draft tokens each of them gets.
         config: page size, and the size of the KV pool if it is fixed.
 
     Attributes:
         waiting: sequences that have no pages yet, in the order in which they were added.
         resident: sequences that hold pages.
         pool: the target's KV pages; None before the first step.
-        stats: counts and times of the steps; the caller may replace it between two steps.
+        stats: counts and times of the steps; the caller may exchange it between two steps.
 
     """
 
@@ -63,7 +63,7 @@ class EngineCore:
         self._page_size, self._pool_tokens = config.page_size, config.kv_cache_tokens
         self._requests: dict[int, Sequence] = {}
         self._num_added = 0
-        self._is_pool_sized = False  # whether the pool is large enough for every request added so far
+        self._is_pool_sized = False  # for all that have been added
         self._launched: Step | None = None
         self._launch_error: Exception | None = None
 
@@ -73,24 +73,23 @@ class EngineCore:
         return bool(self.waiting or self.resident)
 
     def add(self, request: Sequence) -> int:
-        """Put a request into the queue.
+        """Let a request wait for its first step.
 
         Args:
-            request: an unfinished sequence from ``RequestBuilder.build``.
+            request: from ``RequestBuilder.build``, and not ended.
 
         Returns:
             A number for ``cancel``, different for every request.
 
         Raises:
-            KVCacheTooSmallError: the request can never fit into the KV pool that the configuration allows.
+            KVCacheTooSmallError: the request will never fit into the KV pool that the configuration allows.
 
         """
         needed = request.max_length - 1
         if self._pool_tokens is not None and self._rounded(needed) > self._rounded(self._pool_tokens):
             raise KVCacheTooSmallError(
-                f"the request needs {needed} KV positions (prompt {request.prompt_length}, the rest new tokens), but "
-                f"the whole pool has {self._rounded(self._pool_tokens)}; raise kv_cache_tokens, or lower "
-                "max_new_tokens."
+                f"the request needs {needed} KV positions (prompt {request.prompt_length}, the rest new tokens), the "
+                f"whole pool has {self._rounded(self._pool_tokens)}; raise kv_cache_tokens, or lower max_new_tokens."
             )
         self._num_added += 1
         self._requests[self._num_added] = request
@@ -100,12 +99,10 @@ class EngineCore:
         return self._num_added
 
     def cancel(self, request_id: int) -> bool:
-        """Drop a request. No later step returns it.
-
-        Its pages are freed at once, or at the end of the next step if the core has already launched a step with it.
+        """Drop a request: no later step returns it, and its pages are free when this or the next step returns.
 
         Returns:
-            False if the request had already ended, or the id is unknown.
+            Whether it had not ended.
 
         """
         request = self._requests.pop(request_id, None)
@@ -116,10 +113,10 @@ class EngineCore:
         elif self._launched is None or request not in self._launched.batch:
             self.resident.remove(request)
             self._release([request])
-        return True  # step() releases a request of the launched step when it finishes that step
+        return True  # a request of a step that is under way is released when that step ends
 
     def cancel_all(self) -> None:
-        """Drop every request, and the launched step."""
+        """Drop every request, and the step that is under way."""
         resident, self.resident = self.resident, []
         self.waiting.clear()
         self._requests.clear()
@@ -127,21 +124,21 @@ class EngineCore:
         self._release(resident)
 
     def step(self) -> list[StepOutput]:
-        """Run one step: plan, draft, verify, accept, commit. After an exception the caller must call ``cancel_all``.
+        """Run one step: plan, draft, verify, accept, commit. After an exception ``cancel_all`` must be called.
 
-        On a GPU the core launches the next step before this one returns, so the device computes while the caller
-        handles the tokens. On a CPU launches are synchronous, so the core launches nothing early.
+        A GPU computes while the caller handles the tokens: there the next step is launched before this one returns.
+        On a CPU launches are synchronous, so nothing is launched early.
 
         Returns:
-            One output per sequence of the step; an empty list if there is no work.
+            What each sequence of the step emitted; nothing if there is no work.
 
         Raises:
-            UnsupportedModelError: the target's weights or modules have changed since it was loaded.
+            UnsupportedModelError: the target is not what it was when it was loaded.
             KVCacheAllocationError: there is no memory for the KV pool.
             DrafterError, LengthPolicyError: the drafter, or the policy of K, broke its contract.
 
         """
-        if self._launch_error is not None:  # from launching early: the previous call still returned its outputs
+        if self._launch_error is not None:  # raised while the outputs of the step before it were still to be returned
             error, self._launch_error = self._launch_error, None
             raise error
         if not self.has_work:
@@ -163,7 +160,7 @@ class EngineCore:
 
     @property
     def _overlap(self) -> bool:
-        """Whether the core launches the next step before it returns a step's outputs."""
+        """Whether the next step is launched before a step's outputs are returned."""
         return self.target.layout.device.type != "cpu"
 
     def _launch_next(self) -> Step:
@@ -174,7 +171,7 @@ class EngineCore:
         return self._launch(batch, len(batch) == len(self.resident) and not is_refilled)
 
     def _size_pool(self) -> None:
-        """Make room for as many of the largest sequences as may be resident, or for the configured positions."""
+        """Make room for a full window of the largest sequences, or for what the configuration allows."""
         if self._is_pool_sized:
             return
         largest = nlargest(self.scheduler.max_resident, (s.max_length - 1 for s in (*self.resident, *self.waiting)))
@@ -186,15 +183,15 @@ class EngineCore:
         self._is_pool_sized = True
 
     def _prepare(self, num_tokens: int) -> None:
-        """Allocate the pools, or keep the present ones if they are large enough and no interrupted call left pages."""
+        """Allocate the pools, or keep those at hand if they are large enough and an interrupted call left nothing."""
         self.target.expect_same_weights()
         if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
-            self.pool = None  # frees the old pool's memory before the new one is allocated
+            self.pool = None  # give the old one back before asking for more
             self.pool = PagePool(self.target.layout, num_tokens, self._page_size, self.target.row_padding)
         self.drafter.prepare(self.pool.num_tokens, self._page_size)
 
     def _grow(self, num_tokens: int) -> bool:
-        """Replace the pools by larger ones; return False if there is no memory, and let sequences wait for pages."""
+        """Exchange the pools for larger ones, unless there is no memory: then sequences wait for pages."""
         try:
             pool = self._pool().grown(num_tokens)
             self.drafter.grow(num_tokens)
@@ -204,7 +201,7 @@ class EngineCore:
         return True
 
     def _admit(self) -> None:
-        """Admit the first waiting sequences: as many as the scheduler allows and the pool can reserve pages for."""
+        """Let the first that wait join, as many as the scheduler wants and the pool can promise pages to."""
         pool = self._pool()
         joining: list[Sequence] = []
         places = self.scheduler.num_to_admit(len(self.resident))
@@ -216,14 +213,14 @@ class EngineCore:
             return
         self.resident += joining
         with self.stats.timer("prefill"):
-            # The first verification computes the last prompt token, as every later one the last committed token (I3).
+            # The last prompt token is left for the first verification, as in every later step (I3).
             prefill(self.target, pool, {s: s.token_ids[:-1] for s in joining})
             for sequence in joining:
                 sequence.target_kv_length = sequence.length - 1
 
     @torch.inference_mode()
     def _launch(self, batch: list[Sequence], no_refill: bool) -> Step:
-        """Draft and verify for one batch; on a GPU this only queues the work."""
+        """Draft and verify for one batch; on a GPU this waits for nothing."""
         timer = self.stats.timer
         limits = self.length_policy.checked_limits(batch, no_refill)
         self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
@@ -238,7 +235,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def _finish(self, step: Step) -> list[tuple[Sequence, list[int]]]:
-        """Accept and commit the tokens of a launched step; return the tokens that each sequence emitted."""
+        """Accept and commit what ``_launch`` began; return what each sequence emitted."""
         timer, batch, verification = self.stats.timer, step.batch, step.verification
         with timer("accept"):
             emissions = verification.emissions()
@@ -257,7 +254,7 @@ class EngineCore:
         return emitted
 
     def _admit_to_drafter(self, sequences: list[Sequence]) -> None:
-        """Admit sequences to the drafter before it first drafts for them: plain decoding needs no prefill by it."""
+        """Admit what the drafter is about to draft for; where nothing is drafted, no prompt is prefilled."""
         if sequences:
             with self.stats.timer("prefill"):
                 self.drafter.admit(sequences)
@@ -265,18 +262,18 @@ class EngineCore:
                 sequence.is_admitted = True
 
     def _commit_to_drafter(self, batch: list[Sequence], counts: list[int], emissions: list[list[int]]) -> None:
-        """Pass the accepted rows of the unfinished sequences to the drafter."""
-        unfinished, rows, first_row = [], [], 0
+        """Tell the drafter which rows of the sequences that go on were accepted."""
+        going_on, rows, first_row = [], [], 0
         for sequence, count, emission in zip(batch, counts, emissions, strict=True):
             if sequence.is_admitted and sequence.finish_reason is None:
-                unfinished.append(sequence)
+                going_on.append(sequence)
                 rows.append(range(first_row, first_row + len(emission)))
             first_row += count
-        self.drafter.commit(unfinished, StepResult(rows))
+        self.drafter.commit(going_on, StepResult(rows))
 
     def _release(self, sequences: list[Sequence]) -> None:
-        """Free the pages of sequences that were resident; the drafter and the policy of K forget them."""
-        for sequence in sequences:  # all pages first, because the drafter may raise
+        """Take back what sequences that were resident hold."""
+        for sequence in sequences:  # all pages first: a drafter may fail
             self._pool().free(sequence)
             self.stats.decoding.add(sequence.stats)
             self.length_policy.forget(sequence)

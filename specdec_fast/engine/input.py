@@ -1,4 +1,4 @@
-"""Makes sequences from the caller's prompts and parameters; an invalid prompt fails its own request only."""
+"""From what the caller passes to sequences ready to be decoded; faults of one request stay with it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """Accept a list of prompts; one prompt (a string or a flat list of ids); or the mapping a tokenizer returns.
+    """Accept a list of prompts; one prompt (a string or a flat list of ids); or what a tokenizer returns.
 
     Raises:
-        ConfigError: ``prompts`` is none of these, or a padded tensor without its attention mask.
+        ConfigError: something else, or a padded tensor without the mask that tells pads from content.
 
     """
     if isinstance(prompts, str):
@@ -41,8 +41,8 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     dimensions = getattr(prompts, "ndim", None)
     if dimensions == 2:
         raise ConfigError(
-            "prompts is a 2-D tensor, which does not say which ids are padding; pass one list of token ids per prompt, "
-            "or the tokenizer's whole result (input_ids and attention_mask)."
+            "prompts is a 2-D tensor, which cannot tell padding from content; pass lists of token ids of their own "
+            "lengths, or the tokenizer's whole result (input_ids and attention_mask)."
         )
     try:
         items = as_list(prompts) if dimensions == 1 else list(prompts)
@@ -56,7 +56,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
 
 
 def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
-    """Return the prompts of a tokenizer's result (a ``BatchEncoding``) without their padding."""
+    """Take the prompts out of a tokenizer's result (a ``BatchEncoding``), leaving its padding behind."""
     if "input_ids" not in encoding:
         raise ConfigError(f"prompts is a mapping of {', '.join(map(repr, encoding))}; expected a list, or input_ids.")
     ids, mask = as_list(encoding["input_ids"]), as_list(encoding.get("attention_mask"))
@@ -68,25 +68,25 @@ def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
     if mask is None:
         return list(ids)
     if len(mask) != len(ids):
-        raise ConfigError(f"attention_mask has {len(mask)} rows, input_ids has {len(ids)}; expected as many.")
-    return [_without_padding(i, *(as_list(row) for row in rows)) for i, rows in enumerate(zip(ids, mask, strict=True))]
+        raise ConfigError(f"attention_mask is of {len(mask)} prompts, input_ids of {len(ids)}; expected as many.")
+    return [_kept(i, *(as_list(row) for row in rows)) for i, rows in enumerate(zip(ids, mask, strict=True))]
 
 
-def _without_padding(index: int, ids: Any, mask: Any) -> list[Any]:
+def _kept(index: int, ids: Any, mask: Any) -> list[Any]:
     lists = isinstance(ids, (list, tuple)) and isinstance(mask, (list, tuple))
-    if not lists or len(ids) != len(mask) or any(not isinstance(bit, Integral) or bit not in (0, 1) for bit in mask):
+    if not lists or len(ids) != len(mask) or any(not isinstance(kept, Integral) or kept not in (0, 1) for kept in mask):
         raise ConfigError(
             f"attention_mask of prompt {index} is {mask!r:.80}; expected one 0 or 1 for each of its input_ids, "
             f"{ids!r:.80}."
         )
-    return [token for token, is_kept in zip(ids, mask, strict=True) if is_kept]
+    return [token for token, kept in zip(ids, mask, strict=True) if kept]
 
 
 def as_list(value: Any) -> Any:
-    """Return a tensor or an array as nested lists, and any other value unchanged.
+    """Return a tensor or an array as nested lists, and whatever else as it is.
 
     Raises:
-        ConfigError: it holds no values, like a tensor on the meta device.
+        ConfigError: it holds no values, as a tensor on the meta device.
 
     """
     try:
@@ -112,7 +112,7 @@ class RequestBuilder:
         self._tokenizer = tokenizer
 
     def build(self, index: int, prompt: Any, params: SamplingParams) -> Sequence:
-        """Return the sequence of one request; if it cannot be served, the sequence has already failed."""
+        """Make the sequence of one request; one that cannot be served comes back ended, with its error."""
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._target.eos_token_ids
@@ -138,7 +138,7 @@ class RequestBuilder:
                     "the prompt is a string, but no tokenizer is known for this target; pass tokenizer=..., "
                     "or token ids."
                 )
-            # A prompt with lone surrogates is not valid Unicode; fast tokenizers raise on it.
+            # It may be text that is not valid Unicode.
             with tokenizer_failures(InvalidPromptError, "the tokenizer cannot encode the prompt"):
                 token_ids = _as_ids(self._tokenizer(prompt).input_ids)
         else:
@@ -158,7 +158,7 @@ class RequestBuilder:
         if self._tokenizer is None:
             raise MissingTokenizerError(
                 f"stop={params.stop!r}, but no tokenizer is known for this target, so its tokens have no text; pass "
-                "tokenizer=..., or use stop_token_ids."
+                "tokenizer=..., or stop_token_ids instead."
             )
         return StopStrings(Detokenizer(self._tokenizer), params.stop)
 
@@ -169,14 +169,13 @@ class RequestBuilder:
             return wanted
         if num_tokens > limit:
             raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens, but the target has {limit} positions; shorten the prompt to at "
-                f"most {limit} tokens."
+                f"the prompt has {num_tokens} tokens, the target {limit} positions; shorten it to at most {limit}."
             )
-        return min(wanted, limit + 1)  # the target never computes the last emitted token, so that needs no position
+        return min(wanted, limit + 1)  # the last token emitted is never fed, so it needs no position
 
 
 def _seed(params: SamplingParams) -> int | None:
-    """Return the request's seed; if it has none, a new one from torch's generator; None if it is greedy."""
+    """Return the request's seed, a fresh one from torch's generator (``torch.manual_seed``) if it names none."""
     if params.temperature == 0:
         return None
     return int(torch.randint(2**63 - 1, (), device="cpu")) if params.seed is None else params.seed

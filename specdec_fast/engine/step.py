@@ -1,4 +1,4 @@
-"""One step of the engine: the call of the drafter, a launched step, and the output of a finished one."""
+"""One step of the engine: what is asked of the drafter, and what is known of a step that has been launched."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from specdec_fast.speculation_length import StepObservation
 
 
 class StepOutput(NamedTuple):
-    """The output of one step for one request.
+    """What one step did for one request.
 
     Attributes:
         request: the sequence.
-        token_ids: tokens that it emitted in this step; empty if it failed before emitting one.
-        finish_reason: None if it has not ended.
+        token_ids: what it emitted in this step; empty if it ended with an error.
+        finish_reason: None if it goes on.
 
     """
 
@@ -37,11 +37,11 @@ class Step:
 
     Attributes:
         batch: its ``B`` sequences.
-        limits: per sequence, the number of draft tokens that the engine asked for.
-        num_draft_tokens: per sequence, the number of draft tokens that the drafter proposed.
-        verification: the target's verification of these tokens.
-        started: time at which drafting began, by ``perf_counter``.
-        drafted: time at which it ended.
+        limits: draft tokens asked for, of each.
+        num_draft_tokens: draft tokens proposed, of each.
+        verification: of them.
+        started: when drafting began.
+        drafted: when it ended.
 
     """
 
@@ -53,7 +53,7 @@ class Step:
     drafted: float
 
     def observation(self, num_accepted: list[int]) -> StepObservation:
-        """Return the counts and times of the finished step, for ``LengthPolicy.observe``."""
+        """Return what ``LengthPolicy`` learns from, now that the step has ended."""
         draft_seconds, verify_seconds = self.drafted - self.started, self.verification.forward_seconds
         other_seconds = perf_counter() - self.drafted - verify_seconds
         counts = (self.limits, self.num_draft_tokens, num_accepted)
@@ -61,21 +61,21 @@ class Step:
 
 
 def propose(drafter: Drafter, batch: list[Sequence], limits: list[int], device: torch.device) -> Draft:
-    """Ask a drafter for at most ``limits[i]`` tokens of sequence i, and check its draft against the contract.
+    """Ask a drafter for at most ``limits[i]`` tokens of each sequence, and hold it to its contract.
 
     Args:
-        drafter: the drafter; not called if all limits are 0 (every sequence is at its last token, or K is 0).
+        drafter: who proposes; not asked if all limits are 0: every sequence is at its last token, or K is 0.
         batch: ``B`` sequences.
-        limits: per sequence, the largest number of draft tokens.
+        limits: of each.
         device: the target's.
 
     Raises:
-        DrafterError: the drafter did not return a valid Draft, or it changed a sequence.
+        DrafterError: what it proposes is no draft, or it changed a sequence.
 
     """
     if not any(limits):
         return Draft(torch.empty(0, dtype=torch.int64, device=device), [0] * len(batch))
-    ends = [(s.length, s.token_ids[-1]) for s in batch]  # comparing all tokens would take longer than a step
+    ends = [(s.length, s.token_ids[-1]) for s in batch]  # comparing all of the tokens would take longer than a step
     draft = drafter.propose(batch, list(limits))
     if [(s.length, *s.token_ids[-1:]) for s in batch] != ends:
         raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")

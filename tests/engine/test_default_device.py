@@ -9,6 +9,7 @@ import torch
 
 import specdec_fast as sd
 from support.demo import MAX_NEW_TOKENS
+from support.grids import diagonal
 from support.source_tree import PACKAGE, shown
 
 FACTORIES = {f"torch.{name}" for name in (
@@ -26,8 +27,10 @@ def _meta():
 
 
 @pytest.mark.usefixtures("_meta")
-@pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}, {"backend": "torch"}], ids=str)
-@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@diagonal(
+    drafter=["model", "ngram"],
+    settings={"program": {}, "eager": {"enforce_eager": True}, "torch": {"backend": "torch"}},
+)
 def test_an_engine_lives_under_another_default_device(target, draft, prompt_ids, expected, drafter, settings):
     engine = sd.Engine(target, draft if drafter == "model" else drafter, max_batch_size=4, **settings)
     params = [sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, logprobs=True) for _ in prompt_ids[:6]]

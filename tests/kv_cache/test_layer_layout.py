@@ -27,6 +27,7 @@ from specdec_fast.models.kv_probe import KVProbe
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
+from support.grids import grid
 from support.invariants import CheckedEngine
 from support.models import MAX_POSITIONS, VOCAB_SIZE
 
@@ -143,7 +144,7 @@ def test_tokens_are_those_of_transformers(pair, expected, backend):
     assert 0 < decoding.num_accepted_tokens < decoding.num_draft_tokens, "acceptance should be ragged"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", grid(["float32", "bfloat16"], keep=["bfloat16"]))
 def test_bits_are_those_of_plain_decoding(pair, dtype):
     _, target, draft = (
         copy.deepcopy(model).to(getattr(torch, dtype)) if isinstance(model, torch.nn.Module) else model

@@ -12,6 +12,7 @@ from specdec_fast.speculation_length.acceptance import Acceptance
 from specdec_fast.speculation_length.base import num_at_least
 from specdec_fast.speculation_length.cost_model import CostCurve
 from specdec_fast.speculation_length.fixed import FixedLength
+from support.grids import diagonal, grid
 from support.simulated import MOST, World, best_fixed, speed, tokens_per_second
 
 # Verifying is bound by memory with a cheap and with a costly draft, by arithmetic, by one and then the other, by what a
@@ -60,11 +61,10 @@ def world(regime, acceptance, batch_size, **options):
     return World(acceptance=constant, batch_size=batch_size, **{**REGIMES, **SHORT}[regime] | options)
 
 
-GRID = [(r, b) for r in REGIMES for b in (1, 4, 32)]
 ACCEPTANCES = (0.0, 0.2, 0.5, 0.8, 0.95, 1.0)
 
 
-@pytest.mark.parametrize(("regime", "batch_size"), GRID)
+@diagonal(regime=list(REGIMES), batch_size=[1, 4, 32])
 def test_auto_reaches_the_best_fixed_k(regime, batch_size):
     """From the first token on never under 0.97 of plain decoding; once warm 0.95 of the best fixed K, over three runs.
 
@@ -78,8 +78,7 @@ def test_auto_reaches_the_best_fixed_k(regime, batch_size):
         assert speed(runs, World.warm) >= 0.95 * best_fixed(runs), f"acceptance {acceptance}"
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 32])
-@pytest.mark.parametrize("regime", SHORT)
+@diagonal(regime=list(SHORT), batch_size=[4, 32, 1])
 def test_choosing_is_charged_where_steps_are_short(regime, batch_size):
     """Choosing and observing are charged, the more the larger the batch; what holds for longer steps holds here."""
     for acceptance in ACCEPTANCES:
@@ -138,8 +137,7 @@ def on_two_cores(acceptance, batch_size, **options):
     )
 
 
-@pytest.mark.parametrize("batch_size", [4, 16, 32])
-@pytest.mark.parametrize("new_tokens", [32, 128])
+@diagonal(batch_size=[4, 16, 32], new_tokens=[32, 128])
 def test_batch_that_no_sequence_joins(batch_size, new_tokens):
     """The steps of the last ones cost much for few rows: where drafting gains little, it must even out the ends."""
     for acceptance in ACCEPTANCES[:-1]:
@@ -152,7 +150,7 @@ def test_batch_that_no_sequence_joins(batch_size, new_tokens):
             assert warm >= 1.01 * fixed  # which every sequence's token counting the same does not reach
 
 
-@pytest.mark.parametrize("batch_size", [4, 16, 32])
+@pytest.mark.parametrize("batch_size", grid([4, 16, 32], keep=[4]))
 def test_forwards_that_were_measured_once(batch_size):
     """Each measurement is wrong by a tenth: no engine of six may draft where it does not pay, nor lose its gain."""
     for acceptance in ACCEPTANCES[:-1]:
@@ -184,7 +182,7 @@ def test_long_prompt_with_few_tokens_to_come_is_not_worth_a_prefill():
     assert tokens_per_second(run, run.adaptive()) >= 0.99 * plain
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("batch_size", grid([1, 4], keep=[1]))
 def test_short_texts_and_a_draft_model_that_is_dear_to_prefill(batch_size):
     """Two cores, Qwen3-1.7B's shape and Qwen3-0.6B's as its draft: if drafting pays, then only from a text's start.
 
