@@ -51,8 +51,13 @@ def report(request: pytest.FixtureRequest) -> dict[str, Any]:
     targets, kernels = request.param
     jobs = "1" if kernels else str(os.cpu_count() or 1)  # few are compiled sooner than a process starts
     returncode, result = run_aot("--targets", ",".join(targets), "--kernels", kernels, "--jobs", jobs)
-    assert returncode == 0, [row for row in result["kernels"] if row["error"] or row["spill_bytes"]]
+    assert returncode == 0, failing(result)
     return result
+
+
+def failing(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the compilations that fail a report; spills on AMD are reported only."""
+    return [row for row in result["kernels"] if row["error"] or (row["spill_bytes"] and row["target"][:3] == "sm_")]
 
 
 def test_every_kernel_file_is_compiled_for_every_target(report):
@@ -63,8 +68,7 @@ def test_every_kernel_file_is_compiled_for_every_target(report):
 
 def test_nothing_spills_or_fails(report):
     assert report["failures"] == 0
-    assert [row for row in report["kernels"] if row["error"]] == []
-    assert [row for row in report["kernels"] if row["spill_bytes"] and row["target"].startswith("sm_")] == []
+    assert failing(report) == []
 
 
 def test_moves_in_place_wait_between_loading_and_storing(report):
