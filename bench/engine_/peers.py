@@ -44,10 +44,13 @@ def transformers_continuous(workload: Workload, models: Path | None) -> Run:
         max_new_tokens=workload.max_new_tokens, do_sample=False, eos_token_id=eos or None, pad_token_id=0
     )
 
+    fields = ContinuousBatchingConfig.__dataclass_fields__
+    page_size = {"page_size" if "page_size" in fields else "block_size": _PAGE_SIZE}  # renamed in transformers 5.18
+
     def run(batch_size: int, num_draft_tokens: int | str | None) -> Measurement:
         pages = -(-longest // _PAGE_SIZE) + 1
         batching = ContinuousBatchingConfig(
-            page_size=_PAGE_SIZE,
+            **page_size,
             num_blocks=pages * batch_size + 1,
             max_batch_tokens=max(longest, batch_size),
             max_requests_per_batch=batch_size,

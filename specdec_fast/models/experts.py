@@ -36,13 +36,13 @@ def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Te
         UnsupportedModelError: the experts are spread over several devices.
 
     """
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", False):  # an attribute since transformers 5.20
         raise UnsupportedModelError(f"the experts of {type(module).__name__} are spread over several devices.")
     name = "gate_up_proj" if module.has_gate else "up_proj"
     products = apart(ops.grouped_linear, rows[:, None], expert_ids, *_weights(module, name))
     products = module._apply_gate(products) if module.has_gate else module.act_fn(products)
     products = apart(ops.grouped_linear, products, expert_ids, *_weights(module, "down_proj"))
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # an attribute since transformers 5.18
         products = module.post_expert_norm(products)
     weighted = products * weights[..., None]
     total = weighted[:, 0].float()
@@ -58,8 +58,9 @@ def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
 
 def expert_configs(model: nn.Module) -> list[Any]:
     """Return the configs, each once, that name how the model's experts are computed."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "_is_expert_parallel")}
-    return list(configs.values())
+    decorated = ("has_gate", "has_bias", "is_transposed")  # what every version's decorator sets
+    mixtures = [module for module in model.modules() if all(hasattr(module, name) for name in decorated)]
+    return list({id(module.config): module.config for module in mixtures}.values())
 
 
 @contextmanager

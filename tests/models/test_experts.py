@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.errors import UnsupportedModelError
-from specdec_fast.models.experts import mixture
+from specdec_fast.models.experts import expert_configs, mixture
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
@@ -134,6 +134,15 @@ def experts_of(name):
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return experts.requires_grad_(False)
+
+
+def test_experts_need_no_attribute_that_transformers_5_17_lacks():
+    experts, rows, expert_ids = experts_of("plain"), torch.randn(3, 24), torch.tensor([[0, 4], [1, 0], [3, 2]])
+    expected = mixture(resolve(CPU), experts, rows, expert_ids, torch.ones(3, 2))
+    for name in {"_is_expert_parallel", "has_post_expert_norm"} & vars(experts).keys():
+        delattr(experts, name)
+    assert expert_configs(experts) == [experts.config]
+    assert torch.equal(mixture(resolve(CPU), experts, rows, expert_ids, torch.ones(3, 2)), expected)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
