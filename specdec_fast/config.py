@@ -40,6 +40,8 @@ class EngineConfig:
         kv_cache_tokens: KV positions in the pool (the draft model's pool gets as many); None makes room for a full
             window of each call's largest requests.
         page_size: KV positions per page.
+        max_prefill_tokens: prompt tokens that a step prefills at most, so that a long prompt does not keep the other
+            sequences waiting; they decode meanwhile. None: all prompts that join, which makes a batch end soonest.
         dtype: of the weights (a torch dtype or its name); None takes the checkpoint's.
         device: where to run; None takes CUDA where there is one, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
@@ -63,6 +65,7 @@ class EngineConfig:
     max_wait_steps: int = 4
     kv_cache_tokens: int | None = None
     page_size: int = 16
+    max_prefill_tokens: int | None = None
     dtype: torch.dtype | str | None = None
     device: torch.device | str | None = None
     backend: str = "auto"
@@ -79,8 +82,9 @@ class EngineConfig:
         for name, smallest in (("max_batch_size", 1), ("max_wait_steps", 0), ("page_size", 1)):
             _expect_at_least(name, getattr(self, name), smallest)
         make_length_policy(self.num_draft_tokens)  # raises what is wrong with it
-        if self.kv_cache_tokens is not None:
-            _expect_at_least("kv_cache_tokens", self.kv_cache_tokens, 1)
+        for name in ("kv_cache_tokens", "max_prefill_tokens"):
+            if getattr(self, name) is not None:
+                _expect_at_least(name, getattr(self, name), 1)
         self._check_window()
         object.__setattr__(self, "dtype", _as_dtype(self.dtype))
         object.__setattr__(self, "device", _as_device(self.device))
@@ -116,7 +120,7 @@ class EngineConfig:
         """
         known = [f.name for f in fields(cls)]
         for name in keywords:
-            if name in {f.name for f in fields(SamplingParams)}:
+            if name not in known and name in {f.name for f in fields(SamplingParams)}:
                 raise ConfigError(f"{name!r} belongs to a request; pass params=SamplingParams({name}=...).")
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)

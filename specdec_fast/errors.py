@@ -78,12 +78,20 @@ class DetokenizationError(RequestError, ValueError):
     """The tokenizer cannot decode the request's tokens; they are kept, its text ends where the tokenizer failed."""
 
 
+class TooManyDraftTokensError(RequestError, ValueError):
+    """The request allows itself more draft tokens than any step of the engine has."""
+
+
 class PromptTooLongError(RequestError, ValueError):
     """The prompt alone has more tokens than the model has positions."""
 
 
 class KVCacheTooSmallError(RequestError):
     """The request alone needs more KV positions than the whole page pool holds."""
+
+
+class StepError(RequestError, RuntimeError):
+    """A step that served this request failed; its ``__cause__`` says how. Requests outside that step go on."""
 
 
 class InvalidLogitsError(RequestError, ArithmeticError):

@@ -85,6 +85,8 @@ class SamplingParams:
         ignore_eos: go on after the target's EOS (``stop_token_ids`` still end the request).
         logprobs: also return the log-probability of every emitted token: the float32 ``log_softmax`` of the target's
             own logits over its whole vocabulary, before temperature, penalties and filters.
+        num_draft_tokens: draft tokens of this request in a step, at most; 0 decodes it plainly. It bounds what the
+            engine's own ``num_draft_tokens`` gives; None does not.
 
     Raises:
         InvalidParamsError: a value is out of range; the message names it.
@@ -102,6 +104,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -133,6 +136,11 @@ class SamplingParams:
             ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
             ("logprobs", isinstance(self.logprobs, bool), "True or False"),
+            (
+                "num_draft_tokens",
+                self.num_draft_tokens is None or (_is_int(self.num_draft_tokens) and self.num_draft_tokens >= 0),
+                "an integer >= 0 (0 decodes plainly), or None for the engine's",
+            ),
         )
         for name, ok, expected in checks:
             if not ok:

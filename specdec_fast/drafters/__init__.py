@@ -87,7 +87,7 @@ def make_drafter(
             make_deterministic(model)
     model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))
     _check_vocabulary(model, target, tokenizer)
-    return ModelDrafter(model, target.vocab_size)
+    return ModelDrafter(model, target.vocab_size, config.max_prefill_tokens)
 
 
 def _expect_drafter(name: str, made: Any) -> Drafter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from time import perf_counter
 from typing import Any
 
@@ -29,8 +28,9 @@ class ModelDrafter(Drafter):
     ``draft_kv_length`` (I4); a prompt is computed once.
     """
 
-    def __init__(self, model: RaggedModel, target_vocab_size: int) -> None:
+    def __init__(self, model: RaggedModel, target_vocab_size: int, max_prefill_tokens: int | None = None) -> None:
         self.model = model
+        self._max_prefill_tokens = max_prefill_tokens  # of a step; a sequence that lacks more is drafted for later
         # Checkpoints of one family pad the same vocabulary to different widths; ids beyond the shorter are no words.
         self._vocab_size = min(model.vocab_size, target_vocab_size)
         self._is_narrower = model.vocab_size < target_vocab_size
@@ -83,17 +83,20 @@ class ModelDrafter(Drafter):
             self.pool = self._pool().grown(num_tokens)
 
     def admit(self, sequences: list[Sequence]) -> None:
-        """Prefill every prompt but for its last token."""
+        """Prefill every prompt but for its last token, unless steps prefill a limited number of tokens."""
         pool = self._pool()
         served = [sequence for sequence in sequences if self._room(sequence) > 0]
         for sequence in sequences:
             pool.reserve(sequence, sequence.max_length - 1)
             self.draft_kv_length[sequence] = 0
-        self._feed(served)
+        if self._max_prefill_tokens is None:
+            self._feed({sequence: sequence.length - 1 for sequence in served})
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Run the draft model ``max(limits)`` times, each time on one row per sequence still drafting."""
         limits = [min(limit, self._room(s)) for s, limit in zip(sequences, limits, strict=True)]
+        if self._max_prefill_tokens is not None:
+            self._catch_up(sequences, limits, self._max_prefill_tokens)
         drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
         if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
@@ -129,12 +132,26 @@ class ModelDrafter(Drafter):
         """Replace ids beyond the draft model's embedding: such a token costs acceptance, never correctness."""
         return [min(token, self.model.vocab_size - 1) for token in token_ids] if self._is_narrower else token_ids
 
-    def _feed(self, sequences: list[Sequence]) -> None:
-        """Compute the KV entries of all committed tokens but the last."""
-        known: dict[Hashable, list[int]] = {s: self._known(s.token_ids[:-1]) for s in sequences}
-        prefill(self.model, self._pool(), known, {s: self.draft_kv_length[s] for s in sequences})
-        for sequence in sequences:
-            self.draft_kv_length[sequence] = sequence.length - 1
+    def _feed(self, stops: dict[Sequence, int]) -> None:
+        """Compute the KV entries of the first tokens of sequences, ``stops`` of each, as far as they lack them."""
+        known = {s: self._known(s.token_ids[:stop]) for s, stop in stops.items()}
+        prefill(self.model, self._pool(), known, {s: self.draft_kv_length[s] for s in stops})
+        self.draft_kv_length.update(stops)
+
+    def _catch_up(self, sequences: list[Sequence], limits: list[int], left: int) -> None:
+        """Feed what a step before has not left behind, ``left`` tokens at most; limits of those who lack more become 0.
+
+        In the first forward of a proposal a sequence may have ``ROWS_EACH`` rows; it does not count as lacking them.
+        """
+        stops = {}
+        for i, sequence in enumerate(sequences):
+            start, stop = self.draft_kv_length.get(sequence, 0), sequence.length - 1
+            if limits[i] and stop - start >= ROWS_EACH:
+                stops[sequence] = min(stop, start + left)
+                left -= stops[sequence] - start
+                limits[i] = limits[i] if stops[sequence] == stop else 0
+        if stops:
+            self._feed(stops)
 
     def _caught_up(self, sequences: list[Sequence]) -> list[int]:
         """Return how many positions of each sequence have their KV entries.
@@ -143,5 +160,5 @@ class ModelDrafter(Drafter):
         but the last of each are computed first.
         """
         if sum(s.length - self.draft_kv_length[s] for s in sequences) > self.model.row_padding.largest:
-            self._feed(sequences)
+            self._feed({sequence: sequence.length - 1 for sequence in sequences})
         return [self.draft_kv_length[s] for s in sequences]

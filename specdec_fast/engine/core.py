@@ -7,7 +7,6 @@ tokens; the target's own choice at each row decides how many are accepted; rejec
 from __future__ import annotations
 
 from collections import deque
-from heapq import nlargest
 from time import perf_counter
 
 import torch
@@ -15,10 +14,11 @@ import torch
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter, StepResult
 from specdec_fast.engine.commit import commit, logprobs_of
-from specdec_fast.engine.step import Step, StepOutput, propose
-from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
+from specdec_fast.engine.pools import Pools
+from specdec_fast.engine.prefilling import Prefilling
+from specdec_fast.engine.step import Step, StepOutput, draft_limits, propose
+from specdec_fast.errors import StepError
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.prefill import prefill
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import RunStats
@@ -41,7 +41,6 @@ class EngineCore:
     Attributes:
         waiting: sequences that have no pages yet, in the order in which they were added.
         resident: sequences that hold pages.
-        pool: the target's KV pages; None before the first step.
         stats: counts and times of the steps; the caller may exchange it between two steps.
 
     """
@@ -58,14 +57,24 @@ class EngineCore:
         self.scheduler, self.length_policy = scheduler, length_policy
         self.waiting: deque[Sequence] = deque()
         self.resident: list[Sequence] = []
-        self.pool: PagePool | None = None
         self.stats = RunStats()
-        self._page_size, self._pool_tokens = config.page_size, config.kv_cache_tokens
+        self._pools = Pools(target, drafter, config)
+        self._prefilling = Prefilling(target, config.max_prefill_tokens)
+        self._in_step: list[Sequence] = []  # what is being computed just now, for whatever fails there
         self._requests: dict[int, Sequence] = {}
         self._num_added = 0
-        self._is_pool_sized = False  # for all that have been added
         self._launched: Step | None = None
         self._launch_error: Exception | None = None
+
+    @property
+    def pool(self) -> PagePool | None:
+        """The target's KV pages; None before the first step."""
+        return self._pools.target_pool
+
+    @pool.setter
+    def pool(self, pool: PagePool) -> None:
+        """Let the next steps use another pool; nothing may be resident."""
+        self._pools.target_pool = pool
 
     @property
     def has_work(self) -> bool:
@@ -85,17 +94,12 @@ class EngineCore:
             KVCacheTooSmallError: the request will never fit into the KV pool that the configuration allows.
 
         """
-        needed = request.max_length - 1
-        if self._pool_tokens is not None and self._rounded(needed) > self._rounded(self._pool_tokens):
-            raise KVCacheTooSmallError(
-                f"the request needs {needed} KV positions (prompt {request.prompt_length}, the rest new tokens), the "
-                f"whole pool has {self._rounded(self._pool_tokens)}; raise kv_cache_tokens, or lower max_new_tokens."
-            )
+        self._pools.expect_room(request)
         self._num_added += 1
         self._requests[self._num_added] = request
         request.request_id = self._num_added
         self.waiting.append(request)
-        self._is_pool_sized = False
+        self._pools.is_sized = False
         return self._num_added
 
     def cancel(self, request_id: int) -> bool:
@@ -111,26 +115,28 @@ class EngineCore:
         if request in self.waiting:
             self.waiting.remove(request)
         elif self._launched is None or request not in self._launched.batch:
-            self.resident.remove(request)
-            self._release([request])
+            self._leave([request])
         return True  # a request of a step that is under way is released when that step ends
 
     def cancel_all(self) -> None:
         """Drop every request, and the step that is under way."""
         resident, self.resident = self.resident, []
+        self._prefilling.drop(resident)
         self.waiting.clear()
         self._requests.clear()
         self._launched = self._launch_error = None
         self._release(resident)
 
     def step(self) -> list[StepOutput]:
-        """Run one step: plan, draft, verify, accept, commit. After an exception ``cancel_all`` must be called.
+        """Run one step: plan, draft, verify, accept, commit.
+
+        After an exception ``drop_failed`` or ``cancel_all`` must be called.
 
         A GPU computes while the caller handles the tokens: there the next step is launched before this one returns.
         On a CPU launches are synchronous, so nothing is launched early.
 
         Returns:
-            What each sequence of the step emitted; nothing if there is no work.
+            What each sequence of the step emitted; nothing if there is no work, or if the step only prefilled.
 
         Raises:
             UnsupportedModelError: the target is not what it was when it was loaded.
@@ -144,13 +150,13 @@ class EngineCore:
         if not self.has_work:
             return []
         step, self._launched = self._launched or self._launch_next(), None
+        if step is None:
+            return []
+        self._in_step = step.batch
         emitted = self._finish(step)
         outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in emitted if s.request_id in self._requests]
         ended = [s for s in step.batch if s.finish_reason is not None or s.request_id not in self._requests]
-        for sequence in ended:
-            self._requests.pop(sequence.request_id, None)
-            self.resident.remove(sequence)
-        self._release(ended)
+        self._leave(ended)
         if self._overlap and self.has_work:
             try:
                 self._launched = self._launch_next()
@@ -158,78 +164,78 @@ class EngineCore:
                 self._launch_error = error
         return outputs
 
+    def expect_room(self, request: Sequence) -> None:
+        """Raise what ``add`` would; any thread may ask."""
+        self._pools.expect_room(request)
+
+    def drop_failed(self, error: BaseException) -> None:
+        """Drop what a step was computing when it raised; sequences outside that step go on.
+
+        An interrupt (KeyboardInterrupt, for example) may come in the middle of a change, so it drops whatever has
+        pages. An error that comes before a step has sequences drops all, those that wait included.
+
+        Args:
+            error: what ``step`` raised; it is the cause of the ``StepError`` with which they fail.
+
+        """
+        failed = self._in_step if isinstance(error, Exception) else self.resident
+        failed = list(failed) if failed or not isinstance(error, Exception) else [*self.resident, *self.waiting]
+        for sequence in failed:
+            if sequence.finish_reason is None:
+                reason = StepError(f"the step that served this request failed: {type(error).__name__}: {error}")
+                reason.__cause__ = error
+                sequence.fail(reason)
+            self._requests.pop(sequence.request_id, None)
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.finish_reason is None)
+        self._launched, self._launch_error, self._in_step = None, None, []
+        self._pools.is_sized = False  # the next step looks at what is left of them
+        self._leave([s for s in self.resident if s.request_id not in self._requests])
+
     @property
     def _overlap(self) -> bool:
         """Whether the next step is launched before a step's outputs are returned."""
         return self.target.layout.device.type != "cpu"
 
-    def _launch_next(self) -> Step:
-        self._size_pool()
+    def _launch_next(self) -> Step | None:
+        """Launch the next step; None if no sequence has its whole prompt in the cache yet."""
+        self._in_step = []
+        self._pools.size(self.resident, self.waiting, self.scheduler.max_resident)
         self._admit()
-        batch = self.scheduler.plan(self.resident)
+        if self._prefilling:
+            chunk = self._prefilling.next_chunk()
+            self._in_step = list(chunk)
+            with self.stats.timer("prefill"):
+                self._prefilling.compute(self._pools.pool(), chunk)
+        ready = self._prefilling.ready(self.resident) if self._prefilling else self.resident
+        if not ready:
+            return None
+        batch = self._in_step = self.scheduler.plan(ready)
         is_refilled = self.waiting and self.scheduler.num_to_admit(len(self.resident) - 1)
         return self._launch(batch, len(batch) == len(self.resident) and not is_refilled)
 
-    def _size_pool(self) -> None:
-        """Make room for a full window of the largest sequences, or for what the configuration allows."""
-        if self._is_pool_sized:
-            return
-        largest = nlargest(self.scheduler.max_resident, (s.max_length - 1 for s in (*self.resident, *self.waiting)))
-        num_tokens = self._pool_tokens or sum(map(self._rounded, largest))
-        if not self.resident:
-            self._prepare(num_tokens)
-        elif self._pool().num_tokens < num_tokens and not self._grow(num_tokens):
-            return
-        self._is_pool_sized = True
-
-    def _prepare(self, num_tokens: int) -> None:
-        """Allocate the pools, or keep those at hand if they are large enough and an interrupted call left nothing."""
-        self.target.expect_same_weights()
-        if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
-            self.pool = None  # give the old one back before asking for more
-            self.pool = PagePool(self.target.layout, num_tokens, self._page_size, self.target.row_padding)
-        self.drafter.prepare(self.pool.num_tokens, self._page_size)
-
-    def _grow(self, num_tokens: int) -> bool:
-        """Exchange the pools for larger ones, unless there is no memory: then sequences wait for pages."""
-        try:
-            pool = self._pool().grown(num_tokens)
-            self.drafter.grow(num_tokens)
-        except KVCacheAllocationError:
-            return False
-        self.pool = pool
-        return True
-
     def _admit(self) -> None:
         """Let the first that wait join, as many as the scheduler wants and the pool can promise pages to."""
-        pool = self._pool()
-        joining: list[Sequence] = []
+        pool = self._pools.pool()
         places = self.scheduler.num_to_admit(len(self.resident))
-        while self.waiting and len(joining) < places and pool.fits(self.waiting[0].max_length - 1):
+        while self.waiting and places > 0 and pool.fits(self.waiting[0].max_length - 1):
             sequence = self.waiting.popleft()
             pool.reserve(sequence, sequence.max_length - 1)
-            joining.append(sequence)
-        if not joining:
-            return
-        self.resident += joining
-        with self.stats.timer("prefill"):
-            # The last prompt token is left for the first verification, as in every later step (I3).
-            prefill(self.target, pool, {s: s.token_ids[:-1] for s in joining})
-            for sequence in joining:
-                sequence.target_kv_length = sequence.length - 1
+            self._prefilling.add(sequence)
+            self.resident.append(sequence)
+            places -= 1
 
     @torch.inference_mode()
     def _launch(self, batch: list[Sequence], no_refill: bool) -> Step:
         """Draft and verify for one batch; on a GPU this waits for nothing."""
         timer = self.stats.timer
-        limits = self.length_policy.checked_limits(batch, no_refill)
+        limits = draft_limits(self.length_policy, batch, no_refill)
         self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
         started = perf_counter()
         with timer("draft"):
             draft = propose(self.drafter, batch, limits, self.target.layout.device)
         drafted = perf_counter()
         with timer("verify"):
-            verification = self.target.verify_step(self._pool(), batch, draft.token_ids, draft.num_draft_tokens)
+            verification = self.target.verify_step(self._pools.pool(), batch, draft.token_ids, draft.num_draft_tokens)
         timer.move(verification.accept_seconds, "verify", "accept")
         return Step(batch, limits, draft.num_draft_tokens, verification, started, drafted)
 
@@ -271,19 +277,20 @@ class EngineCore:
             first_row += count
         self.drafter.commit(going_on, StepResult(rows))
 
+    def _leave(self, sequences: list[Sequence]) -> None:
+        """Let resident sequences go."""
+        for sequence in sequences:
+            self._requests.pop(sequence.request_id, None)
+            self.resident.remove(sequence)
+        if self._prefilling:
+            self._prefilling.drop(sequences)
+        self._release(sequences)
+
     def _release(self, sequences: list[Sequence]) -> None:
         """Take back what sequences that were resident hold."""
         for sequence in sequences:  # all pages first: a drafter may fail
-            self._pool().free(sequence)
+            self._pools.pool().free(sequence)
             self.stats.decoding.add(sequence.stats)
             self.length_policy.forget(sequence)
         for sequence in sequences:
             self.drafter.release(sequence)
-
-    def _rounded(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size) * self._page_size
-
-    def _pool(self) -> PagePool:
-        if self.pool is None:
-            raise RuntimeError("the engine has no page pool before its first step.")
-        return self.pool

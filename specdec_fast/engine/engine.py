@@ -157,7 +157,7 @@ class Engine:
     def _build(self, prompts: Any, params: Any) -> list[Sequence]:
         self._turn.expect_free()
         items = as_prompt_list(prompts)
-        builder = RequestBuilder(self.target, self.tokenizer)
+        builder = RequestBuilder(self.target, self.tokenizer, self.core.length_policy.max_draft_tokens)
         pairs = zip(items, as_params_list(params, len(items)), strict=True)
         return [builder.build(index, prompt, p) for index, (prompt, p) in enumerate(pairs)]
 

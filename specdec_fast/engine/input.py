@@ -14,6 +14,7 @@ from specdec_fast.errors import (
     MissingTokenizerError,
     PromptTooLongError,
     RequestError,
+    TooManyDraftTokensError,
 )
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.detokenizer import Detokenizer, tokenizer_failures
@@ -105,11 +106,19 @@ def as_params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
 
 
 class RequestBuilder:
-    """Checks prompts against one target and encodes them."""
+    """Checks prompts against one target and encodes them.
 
-    def __init__(self, target: RaggedModel, tokenizer: Any | None) -> None:
+    Args:
+        target: the model that decodes them.
+        tokenizer: the target's, if known.
+        most_draft_tokens: the largest K of a step; 0 if the engine decodes plainly.
+
+    """
+
+    def __init__(self, target: RaggedModel, tokenizer: Any | None, most_draft_tokens: int = 0) -> None:
         self._target = target
         self._tokenizer = tokenizer
+        self._most_draft_tokens = most_draft_tokens
 
     def build(self, index: int, prompt: Any, params: SamplingParams) -> Sequence:
         """Make the sequence of one request; one that cannot be served comes back ended, with its error."""
@@ -118,6 +127,7 @@ class RequestBuilder:
             stop_ids |= self._target.eos_token_ids
         seed = _seed(params)
         try:
+            self._expect_few_draft_tokens(params)
             token_ids = self._encode(prompt)
             max_length = self._max_length(len(token_ids), params)
             stop_strings = self._stop_strings(params)
@@ -151,6 +161,14 @@ class RequestBuilder:
                 f"token id {wrong} is outside the target's vocabulary; expected 0 to {self._target.vocab_size - 1}."
             )
         return token_ids
+
+    def _expect_few_draft_tokens(self, params: SamplingParams) -> None:
+        """Plain decoding takes any number: such an engine serves as the reference of every other."""
+        if 0 < self._most_draft_tokens < (params.num_draft_tokens or 0):
+            raise TooManyDraftTokensError(
+                f"num_draft_tokens={params.num_draft_tokens} of a request: the engine's steps have at most "
+                f"{self._most_draft_tokens}; lower it, or make the engine with a larger num_draft_tokens."
+            )
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
         if not params.stop:

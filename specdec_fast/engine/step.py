@@ -13,7 +13,7 @@ from specdec_fast.errors import DrafterError
 from specdec_fast.models.verification import Verification
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import FinishReason
-from specdec_fast.speculation_length import StepObservation
+from specdec_fast.speculation_length import LengthPolicy, StepObservation
 
 
 class StepOutput(NamedTuple):
@@ -58,6 +58,18 @@ class Step:
         other_seconds = perf_counter() - self.drafted - verify_seconds
         counts = (self.limits, self.num_draft_tokens, num_accepted)
         return StepObservation(self.batch, *counts, draft_seconds, verify_seconds, other_seconds)
+
+
+def draft_limits(policy: LengthPolicy, batch: list[Sequence], no_refill: bool) -> list[int]:
+    """Return how many draft tokens each sequence may get: what the policy gives, and what its request allows.
+
+    Raises:
+        LengthPolicyError: the policy broke its contract.
+
+    """
+    limits = policy.checked_limits(batch, no_refill)
+    most = [sequence.params.num_draft_tokens for sequence in batch]
+    return [k if m is None else min(k, m) for k, m in zip(limits, most, strict=True)]
 
 
 def propose(drafter: Drafter, batch: list[Sequence], limits: list[int], device: torch.device) -> Draft:

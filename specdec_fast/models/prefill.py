@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.device_copy import to_device
@@ -14,8 +15,8 @@ from specdec_fast.models.ragged_model import RaggedModel
 def prefill(
     model: RaggedModel,
     pool: PagePool,
-    prompts: Mapping[Hashable, list[int]],
-    starts: Mapping[Hashable, int] | None = None,
+    prompts: Mapping[Any, list[int]],
+    starts: Mapping[Any, int] | None = None,
 ) -> None:
     """Compute the KV entries of whole prompts, several in one forward, at most ``row_padding.largest`` rows each.
 
@@ -32,7 +33,7 @@ def prefill(
 
 
 def _prefill_forwards(
-    prompts: Mapping[Hashable, list[int]], most_rows: int, starts: Mapping[Hashable, int]
+    prompts: Mapping[Any, list[int]], most_rows: int, starts: Mapping[Any, int]
 ) -> Iterator[tuple[list[Rows], list[int]]]:
     rows: list[Rows] = []
     token_ids: list[int] = []

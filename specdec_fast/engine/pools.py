@@ -1,0 +1,88 @@
+"""The KV pools of a core: how large they are, when they grow, and which request they will never hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import nlargest
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import Drafter
+from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.request.sequence import Sequence
+
+
+class Pools:
+    """The target's pool and, through the drafter, the drafter's: both have the same number of positions.
+
+    Args:
+        target: the model whose pages they are.
+        drafter: is asked to make room for as many positions.
+        config: page size, and the number of positions if it is fixed.
+
+    Attributes:
+        target_pool: the target's pages; None before the first step.
+        is_sized: whether the pools have been sized for every request that has been added.
+
+    """
+
+    def __init__(self, target: RaggedModel, drafter: Drafter, config: EngineConfig) -> None:
+        self._target, self._drafter = target, drafter
+        self._page_size, self._fixed_tokens = config.page_size, config.kv_cache_tokens
+        self.target_pool: PagePool | None = None
+        self.is_sized = False
+
+    def expect_room(self, request: Sequence) -> None:
+        """See to it that the configured pool can hold a request by itself.
+
+        Raises:
+            KVCacheTooSmallError: it never will.
+
+        """
+        needed = request.max_length - 1
+        if self._fixed_tokens is not None and self._rounded(needed) > self._rounded(self._fixed_tokens):
+            raise KVCacheTooSmallError(
+                f"the request needs {needed} KV positions (prompt {request.prompt_length}, the rest new tokens), the "
+                f"whole pool has {self._rounded(self._fixed_tokens)}; raise kv_cache_tokens, or lower max_new_tokens."
+            )
+
+    def size(self, resident: list[Sequence], waiting: Iterable[Sequence], max_resident: int) -> None:
+        """Make room for a full window of the largest sequences, or for what the configuration allows."""
+        if self.is_sized:
+            return
+        largest = nlargest(max_resident, (s.max_length - 1 for s in (*resident, *waiting)))
+        num_tokens = self._fixed_tokens or sum(map(self._rounded, largest))
+        if not resident:
+            self._prepare(num_tokens)
+        elif self.pool().num_tokens < num_tokens and not self._grow(num_tokens):
+            return
+        self.is_sized = True
+
+    def pool(self) -> PagePool:
+        """Return the target's pool, which a step has made."""
+        if self.target_pool is None:
+            raise RuntimeError("the engine has no page pool before its first step.")
+        return self.target_pool
+
+    def _prepare(self, num_tokens: int) -> None:
+        """Allocate the pools, or keep those at hand if they are large enough and an interrupted call left nothing."""
+        self._target.expect_same_weights()
+        pool = self.target_pool
+        if pool is None or not pool.is_vacant or pool.num_tokens < num_tokens:
+            pool = self.target_pool = None  # give the old one back before asking for more
+            self.target_pool = PagePool(self._target.layout, num_tokens, self._page_size, self._target.row_padding)
+        self._drafter.prepare(self.pool().num_tokens, self._page_size)
+
+    def _grow(self, num_tokens: int) -> bool:
+        """Exchange the pools for larger ones, unless there is no memory: then sequences wait for pages."""
+        try:
+            pool = self.pool().grown(num_tokens)
+            self._drafter.grow(num_tokens)
+        except KVCacheAllocationError:
+            return False
+        self.target_pool = pool
+        return True
+
+    def _rounded(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size) * self._page_size

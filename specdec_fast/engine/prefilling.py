@@ -1,0 +1,64 @@
+"""Prompts that are being prefilled, a chunk of them in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.prefill import prefill
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.request.sequence import Sequence
+
+
+class Prefilling:
+    """The resident sequences that lack KV entries for their prompts, in the order in which they joined.
+
+    The last prompt token gets no entry: it is left for the first verification, as in every later step (I3).
+
+    Args:
+        target: computes the entries.
+        max_tokens: prompt tokens per step at most; None: all.
+
+    """
+
+    def __init__(self, target: RaggedModel, max_tokens: int | None) -> None:
+        self._target, self._max_tokens = target, max_tokens
+        self._sequences: list[Sequence] = []
+
+    def __bool__(self) -> bool:
+        """Return whether a sequence lacks entries."""
+        return bool(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence that has joined wait for its entries."""
+        self._sequences.append(sequence)
+
+    def drop(self, sequences: Collection[Sequence]) -> None:
+        """Forget sequences; they may be unknown."""
+        self._sequences = [sequence for sequence in self._sequences if sequence not in sequences]
+
+    def ready(self, resident: list[Sequence]) -> list[Sequence]:
+        """Return the resident sequences that lack nothing."""
+        return [sequence for sequence in resident if sequence not in self._sequences]
+
+    def next_chunk(self) -> dict[Sequence, int]:
+        """Return how many positions of which sequences have entries after the next chunk."""
+        chunk: dict[Sequence, int] = {}
+        left = self._max_tokens
+        for sequence in self._sequences:
+            start, stop = sequence.target_kv_length, sequence.length - 1
+            if left is not None:
+                stop = min(stop, start + left)
+                left -= stop - start
+            chunk[sequence] = stop
+            if left == 0:
+                break
+        return chunk
+
+    def compute(self, pool: PagePool, chunk: dict[Sequence, int]) -> None:
+        """Compute the entries of a chunk; sequences that lack no more are forgotten."""
+        starts = {sequence: sequence.target_kv_length for sequence in chunk}
+        prefill(self._target, pool, {s: s.token_ids[:stop] for s, stop in chunk.items()}, starts)
+        for sequence, stop in chunk.items():
+            sequence.target_kv_length = stop
+        self._sequences = [s for s in self._sequences if s.target_kv_length < s.length - 1]

@@ -1,0 +1,113 @@
+"""A step that fails takes along the requests that it was computing, and no other."""
+
+from __future__ import annotations
+
+import pytest
+
+import specdec_fast as sd
+from specdec_fast.engine.core import EngineCore
+from specdec_fast.engine.input import RequestBuilder
+from support.models import tiny_model, truncated_copy
+
+PARAMS = sd.SamplingParams(max_new_tokens=15, ignore_eos=True, logprobs=True)
+PROMPTS = [[3, 4], [5], [6, 7, 8], [9, 1], [2], [4, 4, 4]]
+PLACES = ["verify_step", "propose", "commit", "prefill"]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_model("llama")
+    return target, truncated_copy(target, 2)
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    return [(o.token_ids, o.logprobs) for o in sd.Engine(pair[0], None, max_batch_size=1).generate(PROMPTS, PARAMS)]
+
+
+def fail_at(monkeypatch, engine, place, error, count):
+    """Let the ``count``-th call of one part of a step raise, after it has done its work."""
+    owner = {"verify_step": engine.target, "prefill": engine.core._prefilling}.get(place, engine.drafter)
+    name = "compute" if place == "prefill" else place
+    original, calls = getattr(owner, name), []
+
+    def failing(*args):
+        result = original(*args)
+        calls.append(args)
+        if len(calls) == count:
+            raise error
+        return result
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("place", PLACES)
+def test_only_the_requests_of_the_step_fail(pair, expected, monkeypatch, ahead, place):
+    """Two sequences a step, four resident, two that wait."""
+    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    engine = sd.Engine(*pair, max_batch_size=2, max_prefill_tokens=None if place != "prefill" else 2)
+    core, builder = engine.core, RequestBuilder(engine.target, None)
+    requests = [builder.build(i, prompt, PARAMS) for i, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        core.add(request)
+    error = ZeroDivisionError("by chance")
+    fail_at(monkeypatch, engine, place, error, 2)
+    failures = []
+    while core.has_work:
+        try:
+            core.step()
+        except ZeroDivisionError as raised:
+            failures.append(raised)
+            core.drop_failed(raised)
+    assert failures == [error]
+    failed = [request for request in requests if request.error is not None]
+    assert 1 <= len(failed) <= 2
+    for request in requests:
+        tokens, logprobs = expected[request.index]
+        if request in failed:
+            assert isinstance(request.error, sd.StepError)
+            assert request.error.__cause__ is error
+            assert "ZeroDivisionError: by chance" in str(request.error)
+            assert request.emitted_ids == tokens[: len(request.emitted_ids)]
+        else:
+            assert (request.emitted_ids, request.logprobs) == (tokens, logprobs)
+    assert core.pool.is_vacant
+    assert engine.drafter.pool.is_vacant
+
+
+def test_an_interrupt_drops_what_has_pages(pair, expected, monkeypatch):
+    """What waits has nothing yet that could be broken."""
+    engine = sd.Engine(*pair, max_batch_size=2)
+    core, builder = engine.core, RequestBuilder(engine.target, None)
+    requests = [builder.build(i, prompt, PARAMS) for i, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        core.add(request)
+    fail_at(monkeypatch, engine, "verify_step", KeyboardInterrupt(), 1)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        core.step()
+    core.drop_failed(raised.value)
+    while core.has_work:
+        core.step()
+    assert [request.finish_reason for request in requests] == ["error"] * 4 + ["length"] * 2
+    assert [(r.emitted_ids, r.logprobs) for r in requests[4:]] == expected[4:]
+    assert core.pool.is_vacant
+
+
+def test_an_error_before_a_step_has_sequences_drops_all(pair, monkeypatch):
+    engine = sd.Engine(*pair, max_batch_size=2)
+    core, builder = engine.core, RequestBuilder(engine.target, None)
+    requests = [builder.build(i, prompt, PARAMS) for i, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        core.add(request)
+    refusal = sd.UnsupportedModelError("it is not what it was")
+
+    def refuse():
+        raise refusal
+
+    monkeypatch.setattr(engine.target, "expect_same_weights", refuse)
+    with pytest.raises(sd.UnsupportedModelError):
+        core.step()
+    core.drop_failed(refusal)
+    assert not core.has_work
+    assert all(request.error.__cause__ is refusal for request in requests)
