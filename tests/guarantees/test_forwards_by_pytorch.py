@@ -165,6 +165,35 @@ def test_a_model_that_is_never_the_same_is_refused():
         make_deterministic(counting(never_twice_alike))
 
 
+def test_a_model_that_is_computed_one_by_one_is_checked_on_few_rows(monkeypatch):
+    """Its forwards have one row each, so every row of the check costs a forward of the whole model."""
+    model, checked = RaggedModel(changed(in_a_batch_of_matrices), resolve(CPU, "torch")), []
+    forward = model.hf.forward
+
+    def counted(batch, pool, logit_rows):
+        if pool.row_padding.one_by_one:
+            checked.append(len(batch.token_ids))
+        return forward(batch, pool, logit_rows)
+
+    monkeypatch.setattr(model.hf, "forward", counted)
+    make_deterministic(model)
+    assert model.row_padding.one_by_one
+    assert 64 <= sum(checked) <= 96, "a text of 32 tokens, computed twice, and some rows of another"
+
+
+def test_a_model_that_remembers_its_last_row_is_refused():
+    """One row at a time, its rows are repeated by the same forwards, but after those of another text."""
+    last = [torch.zeros(())]
+
+    def remembering(mlp, rows):
+        out = type(mlp).__mro__[1].forward(mlp, rows) + 1e-5 * last[0]
+        last[0] = rows[0, -1].clone()
+        return out
+
+    with pytest.raises(DeterminismError, match="not even one row at a time"):
+        make_deterministic(RaggedModel(changed(remembering), resolve(CPU, "torch")))
+
+
 def test_bits_do_depend_on_the_batch_without_determinism():
     """Negative control: what is computed by one rule above differs without it."""
     target, _ = pair(torch.float32)
