@@ -1,1 +1,1 @@
-"""The engine: requests in, steps, outputs."""
+"""The engine: it turns prompts into requests, runs steps, and returns outputs."""

@@ -1,4 +1,4 @@
-"""The end of a step: what each sequence emits, with which log-probabilities, and its commitment."""
+"""The end of a step: log-probabilities of the emitted tokens, and the commit of each sequence."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from specdec_fast.request.sequence import Sequence
 def logprobs_of(
     batch: Many[Sequence], counts: Many[int], emissions: Many[list[int]], logits: Tensor
 ) -> list[list[float] | None]:
-    """Look up the log-probabilities of what is emitted, for the sequences that ask; all in one transfer.
+    """Return the log-probabilities of emitted tokens for the sequences that request them, in one transfer.
 
     Args:
         batch: ``B`` sequences.
-        counts: rows of each; ``T`` in all. Token i of an emission was chosen at its sequence's row i.
-        emissions: of each, from ``Verification.emissions``.
-        logits: ``[T, vocab_size]``, as the target made them.
+        counts: rows of each sequence; ``T`` in all. Token i of an emission was chosen at its sequence's row i.
+        emissions: tokens of each sequence, from ``Verification.emissions``.
+        logits: ``[T, vocab_size]``, the target's.
 
     Returns:
-        Per sequence one value per token of its emission, none for ``INVALID_TOKEN``; None where nobody asks.
+        Per sequence one value per token of its emission except ``INVALID_TOKEN``; None for a sequence that does not
+        request them.
 
     """
     if all(sequence.logprobs is None for sequence in batch):
@@ -47,10 +48,10 @@ def logprobs_of(
 
 
 def token_logprobs(logits: Tensor, rows: list[int], tokens: list[int]) -> list[float]:
-    """Return the log-probability of ``tokens[i]`` at row ``rows[i]``, each row by itself.
+    """Return the log-probability of ``tokens[i]`` at row ``rows[i]``.
 
     Args:
-        logits: ``[T, vocab_size]``, of any float dtype; the sum over the vocabulary is taken in float32.
+        logits: ``[T, vocab_size]``, of any float dtype; the sum over the vocabulary is computed in float32.
         rows: ``R`` rows of ``logits``.
         tokens: ``R`` token ids.
 
@@ -64,16 +65,16 @@ def token_logprobs(logits: Tensor, rows: list[int], tokens: list[int]) -> list[f
 
 
 def commit(sequence: Sequence, num_draft_tokens: int, emission: list[int], logprobs: list[float] | None) -> list[int]:
-    """Commit what one sequence emits; a row of NaN logits ends the request after the tokens before it.
+    """Commit the emission of one sequence; a row of NaN logits ends the request after the tokens before it.
 
     Args:
-        sequence: whose step it was.
-        num_draft_tokens: draft tokens verified in it.
-        emission: from ``Verification.emissions``.
-        logprobs: from ``logprobs_of``.
+        sequence: the sequence that emits.
+        num_draft_tokens: number of its draft tokens verified in this step.
+        emission: its tokens, from ``Verification.emissions``.
+        logprobs: its log-probabilities, from ``logprobs_of``.
 
     Returns:
-        The tokens committed.
+        The committed tokens.
 
     """
     num_accepted, valid = len(emission) - 1, emission[-1] != INVALID_TOKEN

@@ -1,7 +1,7 @@
-"""The core: requests are added at any time, and every step returns what it emitted.
+"""The core: a caller adds requests at any time, and every step returns the tokens that it emitted.
 
-Nothing is padded and nothing is realigned. A step feeds every sequence its last committed token and its draft
-tokens; the target's own choice at each row decides how many are accepted; rejecting only lowers a length.
+The core pads nothing and realigns nothing. A step computes the last committed token and the draft tokens of every
+sequence. The target's own choice at each row decides how many are accepted. Rejecting only lowers a length.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from specdec_fast.speculation_length import LengthPolicy
 
 
 class EngineCore:
-    """Sequences that wait, sequences that are resident, and the KV pool they share.
+    """Waiting sequences, resident sequences, and the KV pool that they share.
 
-    For one thread at a time: ``Engine`` guards its calls, and another caller must guard its own.
+    Only one thread at a time may use it. ``Engine`` guards its own calls; any other caller must do the same.
 
     Args:
-        target: decides every token.
+        target: the model that decides every token.
         drafter: proposes tokens.
         scheduler: decides which sequences join, and which take part in a step.
-        length_policy: decides how many draft tokens each of them gets.
+        length_policy: decides how many draft tokens each sequence of a step gets.
         config: page size, and the size of the KV pool if it is fixed.
 
     Attributes:
         waiting: sequences that have no pages yet, in the order in which they were added.
         resident: sequences that hold pages.
-        stats: counts and times of the steps; the caller may exchange it between two steps.
+        stats: counts and times of the steps; the caller may replace it between two steps.
 
     """
 
@@ -60,7 +60,7 @@ class EngineCore:
         self.stats = RunStats()
         self._pools = Pools(target, drafter, config)
         self._prefilling = Prefilling(target, config.max_prefill_tokens)
-        self._in_step: list[Sequence] = []  # what is being computed just now, for whatever fails there
+        self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
         self._requests: dict[int, Sequence] = {}
         self._num_added = 0
         self._launched: Step | None = None
@@ -82,16 +82,16 @@ class EngineCore:
         return bool(self.waiting or self.resident)
 
     def add(self, request: Sequence) -> int:
-        """Let a request wait for its first step.
+        """Put a request into the queue.
 
         Args:
-            request: from ``RequestBuilder.build``, and not ended.
+            request: an unfinished sequence from ``RequestBuilder.build``.
 
         Returns:
             A number for ``cancel``, different for every request.
 
         Raises:
-            KVCacheTooSmallError: the request will never fit into the KV pool that the configuration allows.
+            KVCacheTooSmallError: the request can never fit into the KV pool that the configuration allows.
 
         """
         self._pools.expect_room(request)
@@ -103,10 +103,12 @@ class EngineCore:
         return self._num_added
 
     def cancel(self, request_id: int) -> bool:
-        """Drop a request: no later step returns it, and its pages are free when this or the next step returns.
+        """Drop a request. No later step returns it.
+
+        Its pages are freed at once, or at the end of the next step if the core has already launched a step with it.
 
         Returns:
-            Whether it had not ended.
+            False if the request had already ended, or the id is unknown.
 
         """
         request = self._requests.pop(request_id, None)
@@ -116,10 +118,10 @@ class EngineCore:
             self.waiting.remove(request)
         elif self._launched is None or request not in self._launched.batch:
             self._leave([request])
-        return True  # a request of a step that is under way is released when that step ends
+        return True  # step() releases a request of the launched step when it finishes that step
 
     def cancel_all(self) -> None:
-        """Drop every request, and the step that is under way."""
+        """Drop every request, and the launched step."""
         resident, self.resident = self.resident, []
         self._prefilling.drop(resident)
         self.waiting.clear()
@@ -130,21 +132,21 @@ class EngineCore:
     def step(self) -> list[StepOutput]:
         """Run one step: plan, draft, verify, accept, commit.
 
-        After an exception ``drop_failed`` or ``cancel_all`` must be called.
+        After an exception the caller must call ``drop_failed`` or ``cancel_all``.
 
-        A GPU computes while the caller handles the tokens: there the next step is launched before this one returns.
-        On a CPU launches are synchronous, so nothing is launched early.
+        On a GPU the core launches the next step before this one returns, so the device computes while the caller
+        handles the tokens. On a CPU launches are synchronous, so the core launches nothing early.
 
         Returns:
-            What each sequence of the step emitted; nothing if there is no work, or if the step only prefilled.
+            One output per sequence of the step; an empty list if there is no work, or if the step only prefilled.
 
         Raises:
-            UnsupportedModelError: the target is not what it was when it was loaded.
+            UnsupportedModelError: the target's weights or modules have changed since it was loaded.
             KVCacheAllocationError: there is no memory for the KV pool.
             DrafterError, LengthPolicyError: the drafter, or the policy of K, broke its contract.
 
         """
-        if self._launch_error is not None:  # raised while the outputs of the step before it were still to be returned
+        if self._launch_error is not None:  # from launching early: the previous call still returned its outputs
             error, self._launch_error = self._launch_error, None
             raise error
         if not self.has_work:
@@ -165,17 +167,17 @@ class EngineCore:
         return outputs
 
     def expect_room(self, request: Sequence) -> None:
-        """Raise what ``add`` would; any thread may ask."""
+        """Raise the error with which ``add`` would refuse the request; any thread may call this."""
         self._pools.expect_room(request)
 
     def drop_failed(self, error: BaseException) -> None:
-        """Drop what a step was computing when it raised; sequences outside that step go on.
+        """Drop the sequences of a step that raised; the other sequences go on.
 
-        An interrupt (KeyboardInterrupt, for example) may come in the middle of a change, so it drops whatever has
-        pages. An error that comes before a step has sequences drops all, those that wait included.
+        An interrupt (KeyboardInterrupt, for example) may leave pools half changed, so it drops every sequence that has
+        pages. An error before the scheduler has chosen sequences drops all sequences, waiting ones included.
 
         Args:
-            error: what ``step`` raised; it is the cause of the ``StepError`` with which they fail.
+            error: the exception of ``step``; it becomes the cause of the ``StepError`` of every dropped sequence.
 
         """
         failed = self._in_step if isinstance(error, Exception) else self.resident
@@ -188,16 +190,16 @@ class EngineCore:
             self._requests.pop(sequence.request_id, None)
         self.waiting = deque(sequence for sequence in self.waiting if sequence.finish_reason is None)
         self._launched, self._launch_error, self._in_step = None, None, []
-        self._pools.is_sized = False  # the next step looks at what is left of them
+        self._pools.is_sized = False  # the next step checks the pools again
         self._leave([s for s in self.resident if s.request_id not in self._requests])
 
     @property
     def _overlap(self) -> bool:
-        """Whether the next step is launched before a step's outputs are returned."""
+        """Whether the core launches the next step before it returns a step's outputs."""
         return self.target.layout.device.type != "cpu"
 
     def _launch_next(self) -> Step | None:
-        """Launch the next step; None if no sequence has its whole prompt in the cache yet."""
+        """Launch the next step; return None if no sequence has its whole prompt in the cache yet."""
         self._in_step = []
         self._pools.size(self.resident, self.waiting, self.scheduler.max_resident)
         self._admit()
@@ -214,7 +216,7 @@ class EngineCore:
         return self._launch(batch, len(batch) == len(self.resident) and not is_refilled)
 
     def _admit(self) -> None:
-        """Let the first that wait join, as many as the scheduler wants and the pool can promise pages to."""
+        """Admit the first waiting sequences: as many as the scheduler allows and the pool can reserve pages for."""
         pool = self._pools.pool()
         places = self.scheduler.num_to_admit(len(self.resident))
         while self.waiting and places > 0 and pool.fits(self.waiting[0].max_length - 1):
@@ -226,7 +228,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def _launch(self, batch: list[Sequence], no_refill: bool) -> Step:
-        """Draft and verify for one batch; on a GPU this waits for nothing."""
+        """Draft and verify for one batch; on a GPU this only queues the work."""
         timer = self.stats.timer
         limits = draft_limits(self.length_policy, batch, no_refill)
         self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
@@ -241,7 +243,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def _finish(self, step: Step) -> list[tuple[Sequence, list[int]]]:
-        """Accept and commit what ``_launch`` began; return what each sequence emitted."""
+        """Accept and commit the tokens of a launched step; return the tokens that each sequence emitted."""
         timer, batch, verification = self.stats.timer, step.batch, step.verification
         with timer("accept"):
             emissions = verification.emissions()
@@ -260,7 +262,7 @@ class EngineCore:
         return emitted
 
     def _admit_to_drafter(self, sequences: list[Sequence]) -> None:
-        """Admit what the drafter is about to draft for; where nothing is drafted, no prompt is prefilled."""
+        """Admit sequences to the drafter before it first drafts for them: plain decoding needs no prefill by it."""
         if sequences:
             with self.stats.timer("prefill"):
                 self.drafter.admit(sequences)
@@ -268,17 +270,17 @@ class EngineCore:
                 sequence.is_admitted = True
 
     def _commit_to_drafter(self, batch: list[Sequence], counts: list[int], emissions: list[list[int]]) -> None:
-        """Tell the drafter which rows of the sequences that go on were accepted."""
-        going_on, rows, first_row = [], [], 0
+        """Pass the accepted rows of the unfinished sequences to the drafter."""
+        unfinished, rows, first_row = [], [], 0
         for sequence, count, emission in zip(batch, counts, emissions, strict=True):
             if sequence.is_admitted and sequence.finish_reason is None:
-                going_on.append(sequence)
+                unfinished.append(sequence)
                 rows.append(range(first_row, first_row + len(emission)))
             first_row += count
-        self.drafter.commit(going_on, StepResult(rows))
+        self.drafter.commit(unfinished, StepResult(rows))
 
     def _leave(self, sequences: list[Sequence]) -> None:
-        """Let resident sequences go."""
+        """Remove sequences that are resident, and release what they hold."""
         for sequence in sequences:
             self._requests.pop(sequence.request_id, None)
             self.resident.remove(sequence)
@@ -287,8 +289,8 @@ class EngineCore:
         self._release(sequences)
 
     def _release(self, sequences: list[Sequence]) -> None:
-        """Take back what sequences that were resident hold."""
-        for sequence in sequences:  # all pages first: a drafter may fail
+        """Free the pages of sequences that were resident; the drafter and the policy of K forget them."""
+        for sequence in sequences:  # all pages first, because the drafter may raise
             self._pools.pool().free(sequence)
             self.stats.decoding.add(sequence.stats)
             self.length_policy.forget(sequence)

@@ -1,4 +1,4 @@
-"""The engine as its users call it: models are loaded once, and every call decodes prompts to their end."""
+"""The synchronous engine: it loads its models once, and every call decodes prompts to their end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from specdec_fast.config import EngineConfig, as_config
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters import Drafter, make_drafter, wanted_draft
+from specdec_fast.engine.call_guard import CallGuard
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list, as_prompt_list
 from specdec_fast.engine.output import Outputs, chunks_of, output_of
 from specdec_fast.engine.progress import Progress
 from specdec_fast.engine.step import StepOutput
-from specdec_fast.engine.turns import Turn
 from specdec_fast.errors import EngineBusyError, RequestError
 from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model
@@ -37,9 +37,9 @@ from specdec_fast.speculation_length import Profiler, make_length_policy
 class Engine:
     """A target, a drafter and their KV pools, loaded once and used for any number of calls.
 
-    One call at a time: an engine is not shared between threads, and a stream must be finished or closed before the
-    next call. The models are the caller's and may be used elsewhere between calls. Requests that come at any time are
-    served by ``core``, one step after the other.
+    An engine serves one call at a time: threads may not share it, and a stream must be finished or closed before the
+    next call. The caller may use the models elsewhere between calls. To add requests at any time and run single
+    steps, use ``core``.
 
     Args:
         target: name, folder or loaded Hugging Face causal model.
@@ -47,13 +47,15 @@ class Engine:
             ``"none"``) for plain decoding.
         config: an EngineConfig; its fields may be given as keywords instead.
         tokenizer: the target's; None loads the one beside the model, if there is one. Or an object of your own, with
-            ``__call__(text).input_ids`` and ``decode(ids, skip_special_tokens=True)``: more ids may only add text.
+            ``__call__(text).input_ids`` and ``decode(ids, skip_special_tokens=True)``; decoding more ids may only
+            extend the text.
 
     Raises:
         ConfigError: unknown method, keyword or backend, or a value out of range.
-        UnsupportedModelError, VocabularyMismatchError: a model cannot be paged; the draft's tokens are others.
-        BackendError: the backend asked for cannot run here.
-        ForkedProcessError: this process was forked from one that has made an engine, and has several threads.
+        UnsupportedModelError: a model cannot be paged.
+        VocabularyMismatchError: the draft model has another vocabulary than the target.
+        BackendError: the requested backend cannot run here.
+        ForkedProcessError: this process was forked from one that has made an engine, and uses several threads.
         DeterminismError: ``deterministic=True``, and a model's bits depend on the batch even one row at a time.
 
     """
@@ -71,7 +73,7 @@ class Engine:
         scheduler = make_scheduler(self.config)
         wanted = wanted_draft(draft, self.config)
         expect_tokenizer(tokenizer)
-        self._turn = Turn()
+        self._guard = CallGuard()
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         with named_failures(model):
@@ -92,7 +94,7 @@ class Engine:
 
     @property
     def drafter(self) -> Drafter:
-        """What proposes tokens."""
+        """The drafter that proposes tokens."""
         return self.core.drafter
 
     def generate(self, prompts: Any, params: Any = None, *, progress: bool | None = None) -> list[GenerationOutput]:
@@ -105,12 +107,12 @@ class Engine:
 
         Returns:
             One output per prompt, in input order. A request that could not be served has ``finish_reason="error"``
-            and the typed error in ``.error``; the others are not touched.
+            and the typed error in ``.error``; the other requests are unaffected.
 
         Raises:
-            InvalidParamsError, NotYetSupportedError, ConfigError: before any work, for arguments that are wrong as
-                a whole.
-            EngineBusyError: a stream of this engine is still open, or another thread is in a call of it.
+            InvalidParamsError, NotYetSupportedError, ConfigError: before any work, for arguments that are wrong for
+                the whole call.
+            EngineBusyError: a stream of this engine is still open, or another thread is calling it.
             ForkedProcessError: the engine was made in the process that this one was forked from.
 
         """
@@ -123,14 +125,14 @@ class Engine:
     def stream(self, prompts: Any, params: Any = None) -> Iterator[StreamChunk]:
         """Decode every prompt and yield tokens as steps emit them.
 
-        Takes and raises what ``generate`` does. Chunks of different prompts interleave; the chunks of one prompt add
-        up to its ``generate`` output. Close the iterator to stop early: its KV pages return at once.
+        Arguments and errors are those of ``generate``. Chunks of different prompts interleave; the chunks of one
+        prompt add up to its ``generate`` output. To stop early, close the iterator: that frees its KV pages at once.
         """
         sequences = self._build(prompts, params)
         return chunks_of(sequences, self.tokenizer, self._decode(sequences))
 
     def describe(self) -> dict[str, Any]:
-        """Return what this engine runs: models, scheduler, backends, KV pool."""
+        """Return the names of this engine's models, method and backends, and how its forwards run."""
         return {
             "target": self.target.name,
             "drafter": self.drafter.name,
@@ -155,20 +157,20 @@ class Engine:
         }
 
     def _build(self, prompts: Any, params: Any) -> list[Sequence]:
-        self._turn.expect_free()
+        self._guard.expect_no_call()
         items = as_prompt_list(prompts)
         builder = RequestBuilder(self.target, self.tokenizer, self.core.length_policy.max_draft_tokens)
         pairs = zip(items, as_params_list(params, len(items)), strict=True)
         return [builder.build(index, prompt, p) for index, (prompt, p) in enumerate(pairs)]
 
     def _decode(self, sequences: list[Sequence]) -> Outputs:
-        """Run to the end; yield an output for each sequence that a step served or that failed."""
-        with self._turn.taken():  # another call may have begun since this generator was made
+        """Run to the end; yield the outputs of every step, and one for each sequence that failed before the first."""
+        with self._guard.begin_call():  # another call may have begun since this generator was made
             core, started = self.core, perf_counter()
             if core.has_work:
                 raise EngineBusyError(
-                    "requests that were added to engine.core have not ended; call core.step() until it has no work, or "
-                    "core.cancel_all()."
+                    "requests that were added to engine.core have not ended; call core.step() until core.has_work is "
+                    "False, or core.cancel_all()."
                 )
             self.last_run = core.stats = RunStats()
             try:
@@ -187,7 +189,7 @@ class Engine:
 
 
 def _add(core: EngineCore, sequence: Sequence) -> None:
-    """Add a sequence; one that cannot be served fails, and no other."""
+    """Add a sequence; if the core refuses it, only this sequence fails."""
     try:
         core.add(sequence)
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""From what the caller passes to sequences ready to be decoded; faults of one request stay with it."""
+"""Makes sequences from the caller's prompts and parameters; an invalid prompt fails its own request only."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """Accept a list of prompts; one prompt (a string or a flat list of ids); or what a tokenizer returns.
+    """Accept a list of prompts; one prompt (a string or a flat list of ids); or the mapping a tokenizer returns.
 
     Raises:
-        ConfigError: something else, or a padded tensor without the mask that tells pads from content.
+        ConfigError: ``prompts`` is none of these, or a padded tensor without its attention mask.
 
     """
     if isinstance(prompts, str):
@@ -42,8 +42,8 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     dimensions = getattr(prompts, "ndim", None)
     if dimensions == 2:
         raise ConfigError(
-            "prompts is a 2-D tensor, which cannot tell padding from content; pass lists of token ids of their own "
-            "lengths, or the tokenizer's whole result (input_ids and attention_mask)."
+            "prompts is a 2-D tensor, which does not say which ids are padding; pass one list of token ids per prompt, "
+            "or the tokenizer's whole result (input_ids and attention_mask)."
         )
     try:
         items = as_list(prompts) if dimensions == 1 else list(prompts)
@@ -57,7 +57,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
 
 
 def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
-    """Take the prompts out of a tokenizer's result (a ``BatchEncoding``), leaving its padding behind."""
+    """Return the prompts of a tokenizer's result (a ``BatchEncoding``) without their padding."""
     if "input_ids" not in encoding:
         raise ConfigError(f"prompts is a mapping of {', '.join(map(repr, encoding))}; expected a list, or input_ids.")
     ids, mask = as_list(encoding["input_ids"]), as_list(encoding.get("attention_mask"))
@@ -69,25 +69,25 @@ def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
     if mask is None:
         return list(ids)
     if len(mask) != len(ids):
-        raise ConfigError(f"attention_mask is of {len(mask)} prompts, input_ids of {len(ids)}; expected as many.")
-    return [_kept(i, *(as_list(row) for row in rows)) for i, rows in enumerate(zip(ids, mask, strict=True))]
+        raise ConfigError(f"attention_mask has {len(mask)} rows, input_ids has {len(ids)}; expected as many.")
+    return [_without_padding(i, *(as_list(row) for row in rows)) for i, rows in enumerate(zip(ids, mask, strict=True))]
 
 
-def _kept(index: int, ids: Any, mask: Any) -> list[Any]:
+def _without_padding(index: int, ids: Any, mask: Any) -> list[Any]:
     lists = isinstance(ids, (list, tuple)) and isinstance(mask, (list, tuple))
-    if not lists or len(ids) != len(mask) or any(not isinstance(kept, Integral) or kept not in (0, 1) for kept in mask):
+    if not lists or len(ids) != len(mask) or any(not isinstance(bit, Integral) or bit not in (0, 1) for bit in mask):
         raise ConfigError(
             f"attention_mask of prompt {index} is {mask!r:.80}; expected one 0 or 1 for each of its input_ids, "
             f"{ids!r:.80}."
         )
-    return [token for token, kept in zip(ids, mask, strict=True) if kept]
+    return [token for token, is_kept in zip(ids, mask, strict=True) if is_kept]
 
 
 def as_list(value: Any) -> Any:
-    """Return a tensor or an array as nested lists, and whatever else as it is.
+    """Return a tensor or an array as nested lists, and any other value unchanged.
 
     Raises:
-        ConfigError: it holds no values, as a tensor on the meta device.
+        ConfigError: it holds no values, like a tensor on the meta device.
 
     """
     try:
@@ -121,7 +121,7 @@ class RequestBuilder:
         self._most_draft_tokens = most_draft_tokens
 
     def build(self, index: int, prompt: Any, params: SamplingParams) -> Sequence:
-        """Make the sequence of one request; one that cannot be served comes back ended, with its error."""
+        """Return the sequence of one request; if it cannot be served, the sequence has already failed."""
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._target.eos_token_ids
@@ -148,7 +148,7 @@ class RequestBuilder:
                     "the prompt is a string, but no tokenizer is known for this target; pass tokenizer=..., "
                     "or token ids."
                 )
-            # It may be text that is not valid Unicode.
+            # A prompt with lone surrogates is not valid Unicode; fast tokenizers raise on it.
             with tokenizer_failures(InvalidPromptError, "the tokenizer cannot encode the prompt"):
                 token_ids = _as_ids(self._tokenizer(prompt).input_ids)
         else:
@@ -163,11 +163,11 @@ class RequestBuilder:
         return token_ids
 
     def _expect_few_draft_tokens(self, params: SamplingParams) -> None:
-        """Plain decoding takes any number: such an engine serves as the reference of every other."""
+        """Check the request's own K; plain decoding accepts any, so that it can be the reference of every engine."""
         if 0 < self._most_draft_tokens < (params.num_draft_tokens or 0):
             raise TooManyDraftTokensError(
-                f"num_draft_tokens={params.num_draft_tokens} of a request: the engine's steps have at most "
-                f"{self._most_draft_tokens}; lower it, or make the engine with a larger num_draft_tokens."
+                f"num_draft_tokens={params.num_draft_tokens} of a request: the engine drafts at most "
+                f"{self._most_draft_tokens} per step; lower it, or make the engine with a larger num_draft_tokens."
             )
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
@@ -176,7 +176,7 @@ class RequestBuilder:
         if self._tokenizer is None:
             raise MissingTokenizerError(
                 f"stop={params.stop!r}, but no tokenizer is known for this target, so its tokens have no text; pass "
-                "tokenizer=..., or stop_token_ids instead."
+                "tokenizer=..., or use stop_token_ids."
             )
         return StopStrings(Detokenizer(self._tokenizer), params.stop)
 
@@ -187,13 +187,14 @@ class RequestBuilder:
             return wanted
         if num_tokens > limit:
             raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens, the target {limit} positions; shorten it to at most {limit}."
+                f"the prompt has {num_tokens} tokens, but the target has {limit} positions; shorten the prompt to at "
+                f"most {limit} tokens."
             )
-        return min(wanted, limit + 1)  # the last token emitted is never fed, so it needs no position
+        return min(wanted, limit + 1)  # the target never computes the last emitted token, so that needs no position
 
 
 def _seed(params: SamplingParams) -> int | None:
-    """Return the request's seed, a fresh one from torch's generator (``torch.manual_seed``) if it names none."""
+    """Return the request's seed; if it has none, a new one from torch's generator; None if it is greedy."""
     if params.temperature == 0:
         return None
     return int(torch.randint(2**63 - 1, (), device="cpu")) if params.seed is None else params.seed

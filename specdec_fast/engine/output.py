@@ -1,4 +1,4 @@
-"""From sequences to what the caller gets: whole outputs, or chunks as steps emit them."""
+"""Makes the caller's outputs from sequences: whole outputs, or chunks as steps emit them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specdec_fast.request.detokenizer import Detokenizer
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, StreamChunk
 
-Outputs = Generator[StepOutput, None, None]  # of step after step
+Outputs = Generator[StepOutput, None, None]  # the outputs of all steps, in order
 
 
 def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
-    """Make the output of a sequence that has ended."""
+    """Return the output of a sequence that has ended."""
     emitted_ids = sequence.emitted_ids
     if sequence.stop_strings is not None:
         text: str | None = sequence.stop_strings.take(last=True)
@@ -35,7 +35,7 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
 
 
 def chunks_of(sequences: list[Sequence], tokenizer: Any | None, outputs: Outputs) -> Iterator[StreamChunk]:
-    """Make a chunk of every output; closing the iterator closes ``outputs``."""
+    """Yield one chunk per output; closing the iterator closes ``outputs``."""
     detokenizers = [None if tokenizer is None else Detokenizer(tokenizer) for _ in sequences]
     with closing(outputs):
         for sequence, tokens, finish_reason in outputs:
@@ -51,7 +51,7 @@ def chunks_of(sequences: list[Sequence], tokenizer: Any | None, outputs: Outputs
 
 
 def _text(sequence: Sequence, detokenizer: Detokenizer, tokens: list[int]) -> str:
-    """Return the text that becomes certain with ``tokens``; a sequence whose tokens have none fails when it ends."""
+    """Return the text that ``tokens`` make final; fail a sequence at its end if its tokens could not be decoded."""
     last = sequence.finish_reason is not None
     text = detokenizer.add(tokens, last)
     if last and detokenizer.error is not None and sequence.error is None:

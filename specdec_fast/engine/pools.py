@@ -1,4 +1,4 @@
-"""The KV pools of a core: how large they are, when they grow, and which request they will never hold."""
+"""The KV pools of a core: their size, their growth, and the check whether a request can ever fit."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from specdec_fast.request.sequence import Sequence
 
 
 class Pools:
-    """The target's pool and, through the drafter, the drafter's: both have the same number of positions.
+    """The target's pool and, through the drafter, the drafter's pool; both have the same number of positions.
 
     Args:
-        target: the model whose pages they are.
-        drafter: is asked to make room for as many positions.
+        target: the model whose KV entries the pool holds.
+        drafter: receives ``prepare`` and ``grow`` with the same number of positions.
         config: page size, and the number of positions if it is fixed.
 
     Attributes:
         target_pool: the target's pages; None before the first step.
-        is_sized: whether the pools have been sized for every request that has been added.
+        is_sized: whether the pools are large enough for every request added so far.
 
     """
 
@@ -34,21 +34,22 @@ class Pools:
         self.is_sized = False
 
     def expect_room(self, request: Sequence) -> None:
-        """See to it that the configured pool can hold a request by itself.
+        """Check that the configured pool can hold a request alone.
 
         Raises:
-            KVCacheTooSmallError: it never will.
+            KVCacheTooSmallError: it cannot.
 
         """
         needed = request.max_length - 1
         if self._fixed_tokens is not None and self._rounded(needed) > self._rounded(self._fixed_tokens):
             raise KVCacheTooSmallError(
-                f"the request needs {needed} KV positions (prompt {request.prompt_length}, the rest new tokens), the "
-                f"whole pool has {self._rounded(self._fixed_tokens)}; raise kv_cache_tokens, or lower max_new_tokens."
+                f"the request needs {needed} KV positions (prompt {request.prompt_length}, the rest new tokens), but "
+                f"the whole pool has {self._rounded(self._fixed_tokens)}; raise kv_cache_tokens, or lower "
+                "max_new_tokens."
             )
 
     def size(self, resident: list[Sequence], waiting: Iterable[Sequence], max_resident: int) -> None:
-        """Make room for a full window of the largest sequences, or for what the configuration allows."""
+        """Make room for as many of the largest sequences as may be resident, or for the configured positions."""
         if self.is_sized:
             return
         largest = nlargest(max_resident, (s.max_length - 1 for s in (*resident, *waiting)))
@@ -60,22 +61,22 @@ class Pools:
         self.is_sized = True
 
     def pool(self) -> PagePool:
-        """Return the target's pool, which a step has made."""
+        """Return the target's pool; ``size`` must have been called."""
         if self.target_pool is None:
             raise RuntimeError("the engine has no page pool before its first step.")
         return self.target_pool
 
     def _prepare(self, num_tokens: int) -> None:
-        """Allocate the pools, or keep those at hand if they are large enough and an interrupted call left nothing."""
+        """Allocate the pools, or keep the present ones if they are large enough and no interrupted call left pages."""
         self._target.expect_same_weights()
         pool = self.target_pool
         if pool is None or not pool.is_vacant or pool.num_tokens < num_tokens:
-            pool = self.target_pool = None  # give the old one back before asking for more
+            pool = self.target_pool = None  # frees the old pool's memory before the new one is allocated
             self.target_pool = PagePool(self._target.layout, num_tokens, self._page_size, self._target.row_padding)
         self._drafter.prepare(self.pool().num_tokens, self._page_size)
 
     def _grow(self, num_tokens: int) -> bool:
-        """Exchange the pools for larger ones, unless there is no memory: then sequences wait for pages."""
+        """Replace the pools by larger ones; return False if there is no memory, and let sequences wait for pages."""
         try:
             pool = self.pool().grown(num_tokens)
             self._drafter.grow(num_tokens)

@@ -1,4 +1,4 @@
-"""Prompts that are being prefilled, a chunk of them in every step."""
+"""The prompts that the engine is prefilling, one chunk per step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from specdec_fast.request.sequence import Sequence
 class Prefilling:
     """The resident sequences that lack KV entries for their prompts, in the order in which they joined.
 
-    The last prompt token gets no entry: it is left for the first verification, as in every later step (I3).
+    Prefill computes no entry for the last prompt token: the first verification does, as every later verification does
+    for the last committed token (I3).
 
     Args:
-        target: computes the entries.
-        max_tokens: prompt tokens per step at most; None: all.
+        target: the model that computes the entries.
+        max_tokens: largest number of prompt tokens per step; None: all.
 
     """
 
@@ -30,19 +31,19 @@ class Prefilling:
         return bool(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence that has joined wait for its entries."""
+        """Queue a sequence that has joined."""
         self._sequences.append(sequence)
 
     def drop(self, sequences: Collection[Sequence]) -> None:
-        """Forget sequences; they may be unknown."""
+        """Forget sequences; some may not be queued."""
         self._sequences = [sequence for sequence in self._sequences if sequence not in sequences]
 
     def ready(self, resident: list[Sequence]) -> list[Sequence]:
-        """Return the resident sequences that lack nothing."""
+        """Return the resident sequences that lack no entries."""
         return [sequence for sequence in resident if sequence not in self._sequences]
 
     def next_chunk(self) -> dict[Sequence, int]:
-        """Return how many positions of which sequences have entries after the next chunk."""
+        """Return the next chunk: per sequence, the number of positions that will have entries after it."""
         chunk: dict[Sequence, int] = {}
         left = self._max_tokens
         for sequence in self._sequences:
@@ -56,7 +57,7 @@ class Prefilling:
         return chunk
 
     def compute(self, pool: PagePool, chunk: dict[Sequence, int]) -> None:
-        """Compute the entries of a chunk; sequences that lack no more are forgotten."""
+        """Compute the entries of a chunk, and forget the sequences that then lack none."""
         starts = {sequence: sequence.target_kv_length for sequence in chunk}
         prefill(self._target, pool, {s: s.token_ids[:stop] for s, stop in chunk.items()}, starts)
         for sequence, stop in chunk.items():

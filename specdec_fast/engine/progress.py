@@ -11,7 +11,16 @@ from specdec_fast.errors import ConfigError
 
 
 class Progress:
-    """A tqdm bar over requests, with tokens per second beside it; silent where it is not wanted."""
+    """A tqdm bar over requests, with tokens per second beside it; it shows nothing if ``show`` is False.
+
+    Args:
+        num_requests: length of the bar.
+        show: None shows the bar if stderr is a terminal.
+
+    Raises:
+        ConfigError: ``show`` is neither a bool nor None.
+
+    """
 
     def __init__(self, num_requests: int, show: bool | None) -> None:
         if not isinstance(show, bool) and show is not None:
@@ -22,7 +31,7 @@ class Progress:
         self._num_tokens = 0
 
     def update(self, num_tokens: int, finished: bool) -> None:
-        """Count tokens of one sequence, and the sequence itself when it has ended."""
+        """Count the tokens that one sequence emitted, and the sequence itself when it has ended."""
         self._num_tokens += num_tokens
         if finished and not self._bar.disable:
             elapsed = self._bar.format_dict["elapsed"]

@@ -1,4 +1,4 @@
-"""One step of the engine: what is asked of the drafter, and what is known of a step that has been launched."""
+"""One step of the engine: the call of the drafter, a launched step, and the output of a finished one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from specdec_fast.speculation_length import LengthPolicy, StepObservation
 
 
 class StepOutput(NamedTuple):
-    """What one step did for one request.
+    """The output of one step for one request.
 
     Attributes:
         request: the sequence.
-        token_ids: what it emitted in this step; empty if it ended with an error.
-        finish_reason: None if it goes on.
+        token_ids: tokens that it emitted in this step; empty if it failed before emitting one.
+        finish_reason: None if it has not ended.
 
     """
 
@@ -37,11 +37,11 @@ class Step:
 
     Attributes:
         batch: its ``B`` sequences.
-        limits: draft tokens asked for, of each.
-        num_draft_tokens: draft tokens proposed, of each.
-        verification: of them.
-        started: when drafting began.
-        drafted: when it ended.
+        limits: per sequence, the number of draft tokens that the engine asked for.
+        num_draft_tokens: per sequence, the number of draft tokens that the drafter proposed.
+        verification: the target's verification of these tokens.
+        started: time at which drafting began, by ``perf_counter``.
+        drafted: time at which it ended.
 
     """
 
@@ -53,7 +53,7 @@ class Step:
     drafted: float
 
     def observation(self, num_accepted: list[int]) -> StepObservation:
-        """Return what ``LengthPolicy`` learns from, now that the step has ended."""
+        """Return the counts and times of the finished step, for ``LengthPolicy.observe``."""
         draft_seconds, verify_seconds = self.drafted - self.started, self.verification.forward_seconds
         other_seconds = perf_counter() - self.drafted - verify_seconds
         counts = (self.limits, self.num_draft_tokens, num_accepted)
@@ -61,7 +61,7 @@ class Step:
 
 
 def draft_limits(policy: LengthPolicy, batch: list[Sequence], no_refill: bool) -> list[int]:
-    """Return how many draft tokens each sequence may get: what the policy gives, and what its request allows.
+    """Return how many draft tokens each sequence may get: the policy's number, or the request's if that is smaller.
 
     Raises:
         LengthPolicyError: the policy broke its contract.
@@ -73,21 +73,21 @@ def draft_limits(policy: LengthPolicy, batch: list[Sequence], no_refill: bool) -
 
 
 def propose(drafter: Drafter, batch: list[Sequence], limits: list[int], device: torch.device) -> Draft:
-    """Ask a drafter for at most ``limits[i]`` tokens of each sequence, and hold it to its contract.
+    """Ask a drafter for at most ``limits[i]`` tokens of sequence i, and check its draft against the contract.
 
     Args:
-        drafter: who proposes; not asked if all limits are 0: every sequence is at its last token, or K is 0.
+        drafter: the drafter; not called if all limits are 0 (every sequence is at its last token, or K is 0).
         batch: ``B`` sequences.
-        limits: of each.
+        limits: per sequence, the largest number of draft tokens.
         device: the target's.
 
     Raises:
-        DrafterError: what it proposes is no draft, or it changed a sequence.
+        DrafterError: the drafter did not return a valid Draft, or it changed a sequence.
 
     """
     if not any(limits):
         return Draft(torch.empty(0, dtype=torch.int64, device=device), [0] * len(batch))
-    ends = [(s.length, s.token_ids[-1]) for s in batch]  # comparing all of the tokens would take longer than a step
+    ends = [(s.length, s.token_ids[-1]) for s in batch]  # comparing all tokens would take longer than a step
     draft = drafter.propose(batch, list(limits))
     if [(s.length, *s.token_ids[-1:]) for s in batch] != ends:
         raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")

@@ -321,7 +321,7 @@ def test_unsupported_model(make, message):
 
 
 def test_window_that_only_the_mask_knows_is_refused():
-    """PhiMoE has its window in its mask. On pages it would see too much, and its probe is too short to show that."""
+    """PhiMoE applies its window by the mask alone: over pages it would attend to too much, and the probe is short."""
     config = PhimoeConfig(**TINY_GROUPED, num_local_experts=2, sliding_window=20)
     with pytest.raises(sd.UnsupportedModelError, match="window through the mask alone"):
         sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
@@ -419,7 +419,7 @@ class TestShapesOfPrompts:
             engine.generate({"a", "b"})
 
     def test_padded_tensor_without_its_mask(self, engine):
-        with pytest.raises(sd.ConfigError, match="cannot tell padding from content"):
+        with pytest.raises(sd.ConfigError, match="does not say which ids are padding"):
             engine.generate(torch.zeros(2, 3, dtype=torch.int64))
 
     @pytest.mark.parametrize(

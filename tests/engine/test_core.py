@@ -1,4 +1,4 @@
-"""The engine's core: requests that come and go between steps, each served as if it were alone."""
+"""The engine's core: requests join and leave between steps, and each gets the tokens of plain decoding."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def pair():
     return target, truncated_copy(target, 2)
 
 
-@pytest.fixture(params=[False, True], ids=["in_turn", "ahead"])
-def ahead(request, monkeypatch):
-    """As on a GPU: the next step is launched before a step's outputs are returned."""
+@pytest.fixture(params=[False, True], ids=["no_overlap", "overlap"])
+def overlap(request, monkeypatch):
+    """Whether the core launches the next step before it returns a step's outputs, as on a GPU."""
     monkeypatch.setattr(EngineCore, "_overlap", request.param)
     return request.param
 
@@ -36,7 +36,7 @@ def request_of(engine, index, prompt, **params):
 
 
 def requests_of(engine, seed=0):
-    """Greedy and sampled ones, of many lengths, with the bits of their log-probabilities."""
+    """Return greedy and sampled requests of many lengths that ask for log-probabilities."""
     draw = random.Random(seed)
     return [
         request_of(
@@ -53,7 +53,7 @@ def requests_of(engine, seed=0):
 
 
 def alone(target):
-    """Return what plain decoding makes of each request by itself."""
+    """Return tokens and log-probabilities of each request by plain decoding at batch 1."""
     engine = sd.Engine(target, None, max_batch_size=1)
     found = []
     for request in requests_of(engine):
@@ -63,7 +63,7 @@ def alone(target):
 
 
 def drain(core):
-    """Step until nothing is left; return what each request emitted."""
+    """Step until no request is left; return the tokens of each request."""
     emitted = {}
     while core.has_work:
         for output in core.step():
@@ -78,8 +78,8 @@ def vacant(engine):
 
 @pytest.mark.parametrize("draft", ["model", "ngram", None])
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
-def test_requests_that_come_and_go_are_served_as_if_alone(pair, ahead, method, draft):
-    """Some are added while others are decoded, some are cancelled; pools grow between steps."""
+def test_requests_that_join_and_leave_get_the_tokens_of_plain_decoding(pair, overlap, method, draft):
+    """The test adds and cancels requests while others are decoded, and pools grow between steps."""
     target, expected = pair[0], alone(pair[0])
     draw = random.Random(f"{method} {draft}")
     engine = sd.Engine(target, pair[1] if draft == "model" else draft, method=method, max_batch_size=3, page_size=4)
@@ -90,9 +90,9 @@ def test_requests_that_come_and_go_are_served_as_if_alone(pair, ahead, method, d
             if to_come:
                 request = to_come.pop(0)
                 ids[request.index] = core.add(request)
-        going_on = [r for r in requests if r.index in ids and r.finish_reason is None and r.index not in cancelled]
-        if going_on and len(cancelled) < 3 and draw.random() < 0.4:
-            index = draw.choice(going_on).index
+        unfinished = [r for r in requests if r.index in ids and r.finish_reason is None and r.index not in cancelled]
+        if unfinished and len(cancelled) < 3 and draw.random() < 0.4:
+            index = draw.choice(unfinished).index
             assert core.cancel(ids[index])
             cancelled.add(index)
         for output in core.step():
@@ -111,7 +111,7 @@ def test_requests_that_come_and_go_are_served_as_if_alone(pair, ahead, method, d
 
 
 def test_a_pool_grows_under_running_sequences(pair):
-    """The entries that are there stay, whoever wrote them."""
+    """Sequences keep their KV entries, in the target's pool and in the draft model's."""
     engine = sd.Engine(*pair, max_batch_size=4, page_size=4)
     expected = alone(pair[0])
     short, *long = sorted(requests_of(engine), key=lambda request: request.max_length)
@@ -131,7 +131,7 @@ def test_a_pool_grows_under_running_sequences(pair):
         assert (request.emitted_ids, request.logprobs) == expected[request.index]
 
 
-def test_where_there_is_no_memory_to_grow_requests_wait(pair, monkeypatch):
+def test_requests_wait_if_there_is_no_memory_for_a_larger_pool(pair, monkeypatch):
     engine = sd.Engine(*pair, max_batch_size=4)
     core, (first, second, *_) = engine.core, requests_of(engine)
     expected = alone(pair[0])
@@ -157,7 +157,7 @@ def test_where_there_is_no_memory_to_grow_requests_wait(pair, monkeypatch):
     assert [r.emitted_ids for r in (first, second)] == [tokens for tokens, _ in expected[:2]]
 
 
-def test_a_cancelled_request_gives_its_pages_back_within_a_step(pair, ahead):
+def test_pages_of_a_cancelled_request_are_free_after_the_next_step(pair, overlap):
     engine = sd.Engine(*pair, max_batch_size=2)
     core = engine.core
     ids = [core.add(request_of(engine, i, [5 + i, 6], max_new_tokens=100)) for i in range(3)]
@@ -175,7 +175,7 @@ def test_a_cancelled_request_gives_its_pages_back_within_a_step(pair, ahead):
     assert not core.cancel(12345)
 
 
-def test_a_request_that_will_never_fit_is_refused_at_once(pair):
+def test_a_request_larger_than_the_pool_is_refused_at_once(pair):
     core = sd.Engine(*pair, kv_cache_tokens=64).core
     with pytest.raises(sd.KVCacheTooSmallError, match=r"needs 66 KV positions .*whole pool has 64; raise"):
         core.add(request_of(core, 0, [1, 2], max_new_tokens=65))
@@ -195,11 +195,11 @@ def test_a_pool_of_fixed_size_does_not_grow(pair):
     assert [r.emitted_ids for r in requests] == [tokens for tokens, _ in expected]
 
 
-def test_generate_leaves_requests_of_the_core_alone(pair):
+def test_generate_is_refused_while_the_core_has_requests(pair):
     engine = sd.Engine(*pair)
     request = request_of(engine, 0, [1, 2, 3])
     engine.core.add(request)
-    with pytest.raises(sd.EngineBusyError, match=r"step\(\) until it has no work, or core.cancel_all"):
+    with pytest.raises(sd.EngineBusyError, match=r"step\(\) until core.has_work is False, or core.cancel_all"):
         engine.generate([[4]])
     drain(engine.core)
     assert len(request.emitted_ids) == 12
@@ -222,7 +222,7 @@ def test_trees_are_refused(pair):
 
 
 class Observing(Drafter):
-    """Proposes what it is given, and keeps what it gets to know of each step."""
+    """Proposes tokens around the expected ones, and records every StepResult."""
 
     name = "observing"
 

@@ -1,4 +1,4 @@
-"""The engine as its users meet it: order, queueing, pages, streams, failures of single requests."""
+"""``Engine``: order of outputs, queueing, pages, streams, failures of single requests."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class TestStream:
 
 
 class TestOneBadRequest:
-    """It gets a typed error of its own; the others get what they get without it."""
+    """It gets a typed error; the other requests get the same outputs as without it."""
 
     @pytest.mark.parametrize(
         ("bad", "error", "message"),
@@ -167,9 +167,9 @@ class TestOneBadRequest:
     @pytest.mark.parametrize("backend", ["auto", "torch"])
     @pytest.mark.parametrize("draft_name", ["model", "ngram"])
     def test_nan_logits(self, target, draft, prompt_ids, expected, draft_name, backend):
-        """One token's embedding is NaN, so a text fails where that token comes, and no other text does.
+        """One token's embedding is NaN: the one text with this token fails there, and no other text fails.
 
-        Other sequences may well have that token proposed to them and reject it.
+        The drafter may propose this token for other sequences too; the target rejects it there.
         """
         texts = [set(p + e) for p, e in zip(prompt_ids, expected, strict=True)]
         alone, victim = next(
@@ -203,7 +203,7 @@ class TestOneBadRequest:
 
 
 def test_generate_with_names_and_a_generation_config(prompts):
-    """The README's way in: folders or names, strings, a transformers GenerationConfig."""
+    """The README's example: folders or names, strings, a transformers GenerationConfig."""
     outputs = sd.generate(
         str(demo_pair() / "target"),
         str(demo_pair() / "draft"),
@@ -216,7 +216,7 @@ def test_generate_with_names_and_a_generation_config(prompts):
 
 
 def test_draft_with_fewer_positions_than_the_target(prompt_ids, expected, target, draft):
-    """Beyond its own positions the draft model proposes nothing; the target goes on alone."""
+    """Beyond its own positions the draft model proposes nothing; the target decodes plainly."""
     short = copy.deepcopy(draft)
     short.config.max_position_embeddings = 30
     engine = sd.Engine(target, short, max_batch_size=4)

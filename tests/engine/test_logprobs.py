@@ -19,14 +19,14 @@ PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, logprobs=True)
 
 @torch.inference_mode()
 def dense_logprobs(model, prompt, tokens):
-    """What ``transformers`` makes of the tokens in one forward of its own, in the model's dtype."""
+    """Return the log-probabilities that ``transformers`` computes in one forward, in the model's dtype."""
     logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
     return logits.log_softmax(dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].double()
 
 
 @pytest.fixture(scope="module")
 def reference(target, prompt_ids, expected):
-    """Per prompt the log-probabilities in float64, and the largest error of ``transformers`` itself in float32."""
+    """Return each prompt's log-probabilities in float64, and the largest error of ``transformers`` in float32."""
     exact_target = copy.deepcopy(target).double()
     texts = list(zip(prompt_ids, expected, strict=True))
     exact = [dense_logprobs(exact_target, *text) for text in texts]
@@ -88,7 +88,7 @@ def run(models, params, draft=None, num_draft_tokens=4, method="exspec"):
 @pytest.mark.parametrize("draft", ["itself", "draft", "ngram"])
 @pytest.mark.parametrize("num_draft_tokens", range(1, 6))
 def test_equal_logits_give_equal_bits(models, draft, num_draft_tokens, method):
-    """Cut by nothing, a stop string, a stop id and the number of tokens, each inside some block."""
+    """Outputs end by length, a stop string or a stop id, for some K in the middle of a draft."""
     params = [
         sd.SamplingParams(max_new_tokens=15, logprobs=True),
         sd.SamplingParams(max_new_tokens=15, logprobs=True, stop="jk"),

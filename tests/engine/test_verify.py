@@ -1,4 +1,4 @@
-"""Verification in one call against its parts, and handing out a step's tokens while the next step runs."""
+"""The fused verification against its parts, and outputs returned while the next step runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def draft_of(tokens):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
 def test_one_call_is_its_parts(monkeypatch, dtype, params):
-    """Logits and KV entries bit for bit, and emissions; ids outside the vocabulary are fed as the nearest inside."""
+    """Logits, KV entries and emissions are equal, bit for bit; ids outside the vocabulary are clamped."""
     model = RaggedModel(tiny_model("llama").to(dtype), resolve(CPU))
     found = []
     for in_one_call in (True, False):
@@ -97,7 +97,7 @@ def test_no_token_is_chosen_where_logits_are_nan():
 @needs_programs
 @torch.inference_mode()
 def test_spans_that_do_not_fit_are_refused():
-    """Before anything is read or written outside of what there is."""
+    """The refusal comes before any read or write outside the tables."""
     model = RaggedModel(tiny_model("llama"), resolve(CPU))
     pool = PagePool(model.layout, 64, 4, model.row_padding)
     pool.reserve("a", 20)
@@ -121,12 +121,12 @@ def test_spans_that_do_not_fit_are_refused():
         program.verify(spans._replace(spans=[(place, 0, 1)]), [VOCAB_SIZE], none, None)
 
 
-# Running ahead
+# The next step overlaps with the caller's handling of the outputs
 
 
-@pytest.fixture(params=[False, True], ids=["in_turn", "ahead"])
-def ahead(request, monkeypatch):
-    """As on a GPU: the next step is launched before a step's tokens are handed out."""
+@pytest.fixture(params=[False, True], ids=["no_overlap", "overlap"])
+def overlap(request, monkeypatch):
+    """Whether the core launches the next step before it returns a step's outputs, as on a GPU."""
     monkeypatch.setattr(EngineCore, "_overlap", request.param)
     return request.param
 
@@ -138,7 +138,7 @@ def pair():
 
 
 def watched(engine, monkeypatch):
-    """Note launches and ends of steps as they happen."""
+    """Record launches and ends of steps in their order."""
     events = []
     for name in ("_launch", "_finish"):
         original = getattr(engine.core, name)
@@ -152,12 +152,12 @@ def watched(engine, monkeypatch):
     return events
 
 
-def test_tokens_are_handed_out_while_the_next_step_runs(pair, monkeypatch, ahead):
+def test_outputs_are_returned_while_the_next_step_runs(pair, monkeypatch, overlap):
     engine = sd.Engine(*pair, max_batch_size=1, num_draft_tokens=2)
     events = watched(engine, monkeypatch)
     for chunk in engine.stream([TEXTS[0]], sd.SamplingParams(max_new_tokens=9, ignore_eos=True)):
         events.append("last chunk" if chunk.finish_reason else "chunk")
-    inner = ["_launch", "chunk", "_finish"] if ahead else ["chunk", "_launch", "_finish"]
+    inner = ["_launch", "chunk", "_finish"] if overlap else ["chunk", "_launch", "_finish"]
     num_steps = engine.last_run.num_steps
     assert num_steps > 2
     assert events == ["_launch", "_finish", *inner * (num_steps - 1), "last chunk"]
@@ -165,7 +165,7 @@ def test_tokens_are_handed_out_while_the_next_step_runs(pair, monkeypatch, ahead
 
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, "auto"])
-def test_handing_out_late_changes_nothing(pair, ahead, method, num_draft_tokens):
+def test_overlap_changes_no_token(pair, overlap, method, num_draft_tokens):
     params = [
         sd.SamplingParams(max_new_tokens=11 + i, temperature=0.7 * (i % 2), seed=i, logprobs=i == 2) for i in range(4)
     ]
@@ -194,7 +194,7 @@ class Letters:
         return "".join(chr(97 + i % 26) for i in ids)
 
 
-def test_a_stream_that_is_closed_gives_its_pages_back(pair, ahead):
+def test_closing_a_stream_frees_its_pages(pair, overlap):
     engine = sd.Engine(*pair, max_batch_size=2)
     stream = engine.stream(TEXTS, sd.SamplingParams(max_new_tokens=20, ignore_eos=True))
     next(stream)
@@ -205,7 +205,7 @@ def test_a_stream_that_is_closed_gives_its_pages_back(pair, ahead):
 
 
 class Failing(Drafter):
-    """Proposes one token twice, then breaks."""
+    """Proposes tokens in two steps, then raises."""
 
     name = "failing"
 
@@ -219,7 +219,7 @@ class Failing(Drafter):
         return Draft(torch.zeros(sum(limits), dtype=torch.int64), limits)
 
 
-def test_what_was_emitted_is_handed_out_before_an_error(pair, ahead):
+def test_emitted_tokens_are_returned_before_an_error_is_raised(pair, overlap):
     stream = sd.Engine(pair[0], Failing(), num_draft_tokens=1).stream(TEXTS, sd.SamplingParams(ignore_eos=True))
     assert [next(stream).index for _ in range(2 * len(TEXTS))] == [0, 1, 2, 3] * 2
     with pytest.raises(OSError, match="gone"):

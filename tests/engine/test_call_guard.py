@@ -161,7 +161,7 @@ def test_an_engine_is_not_duplicated(pair, duplicate):
     expected = [output.token_ids for output in pair.generate(PROMPTS, PARAMS)]
     with pytest.raises(sd.EngineCopyError, match="make another Engine of the same models"):
         duplicate(pair)
-    twin = copy.copy(pair)  # has the same turn, pool and models
+    twin = copy.copy(pair)  # has the same call guard, pool and models
     stream = pair.stream(PROMPTS, PARAMS)
     next(stream)
     with pytest.raises(sd.EngineBusyError):
