@@ -1,4 +1,4 @@
-"""Drafters: what proposes the tokens that the target verifies."""
+"""Drafters: they propose the tokens that the target verifies."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import Ops
 from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
 
-NO_DRAFT = "none"  # the same as None, as on the command line
+NO_DRAFT = "none"  # the same as None; the command line needs a string
 
-# Every drafter that has a name, and what makes it. Any other string is the name or folder of a draft model.
+# Every drafter that has a name, and the function that makes it. Any other string names a draft model or its folder.
 DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {"ngram": NgramDrafter, NO_DRAFT: NoDrafter}
 
-__all__ = ["DRAFTERS", "NO_DRAFT", "Draft", "Drafter", "DrafterContext", "StepResult", "make_drafter", "wanted_draft"]
+__all__ = ["DRAFTERS", "NO_DRAFT", "Draft", "Drafter", "DrafterContext", "StepResult", "checked_draft", "make_drafter"]
 
 
-def wanted_draft(draft: Any, config: EngineConfig) -> Any:
-    """Return what is to draft, None for plain decoding; called before anything is loaded.
+def checked_draft(draft: Any, config: EngineConfig) -> Any:
+    """Return ``draft``, or None for plain decoding. The engine calls this before it loads anything.
 
     Raises:
-        ConfigError: it is nothing that ``make_drafter`` takes, or looks misspelt.
+        ConfigError: ``draft`` has a type that ``make_drafter`` does not accept, or looks like a misspelt drafter.
 
     """
     if not isinstance(draft, (str, PathLike, nn.Module, Drafter)) and draft is not None:
@@ -46,7 +46,7 @@ def wanted_draft(draft: Any, config: EngineConfig) -> Any:
         )
     close = difflib.get_close_matches(draft, DRAFTERS) if isinstance(draft, str) and draft not in DRAFTERS else []
     if close:
-        raise ConfigError(f"draft={draft!r}: did you mean {close[0]!r}? A folder of that name is given as './{draft}'.")
+        raise ConfigError(f"draft={draft!r}: did you mean {close[0]!r}? For a folder of that name, pass './{draft}'.")
     is_plain = not config.most_draft_tokens or (isinstance(draft, str) and draft == NO_DRAFT)
     return None if is_plain else draft
 
@@ -58,19 +58,19 @@ def make_drafter(
     ops: Ops,
     tokenizer: Any | None,
 ) -> Drafter:
-    """Build what ``draft`` asks for.
+    """Make the drafter.
 
     Args:
-        draft: from ``wanted_draft``: a drafter's name, a model's name or folder, a loaded model, a Drafter, or None for
-            plain decoding.
-        target: what it drafts for.
-        config: the engine's settings; a model loaded here gets its dtype.
+        draft: from ``checked_draft``: a drafter's name, a model's name or folder, a loaded model, a Drafter, or None
+            for plain decoding.
+        target: the model that will verify its tokens.
+        config: the engine's settings; a model that this function loads gets their dtype.
         ops: implementations for a draft model.
-        tokenizer: the target's, if known; a draft model's own is compared with it.
+        tokenizer: the target's, if known; the draft model's tokenizer must have the same vocabulary.
 
     Raises:
-        VocabularyMismatchError: the draft model's tokens are not the target's.
-        DrafterError: what is registered under the name makes no Drafter.
+        VocabularyMismatchError: the draft model has another vocabulary than the target.
+        DrafterError: the function registered under the name did not return a Drafter.
 
     """
     if isinstance(draft, Drafter):
@@ -99,7 +99,7 @@ def _expect_drafter(name: str, made: Any) -> Drafter:
 def _check_vocabulary(draft: RaggedModel, target: RaggedModel, target_tokenizer: Any | None) -> None:
     try:
         draft_tokenizer = load_tokenizer(draft.path)
-    except ConfigError:  # it needs code of its own; then the sizes have to do
+    except ConfigError:  # the tokenizer needs code of its own; then only the sizes are compared
         draft_tokenizer = None
     is_same: bool | None = None
     if draft_tokenizer is not None and target_tokenizer is not None:
@@ -107,11 +107,11 @@ def _check_vocabulary(draft: RaggedModel, target: RaggedModel, target_tokenizer:
         if is_same:
             return
     if is_same is False:
-        reason = "their tokenizers give different ids to the same words"
+        reason = "and their tokenizers give different ids to the same words"
     elif draft.vocab_size == target.vocab_size:
         return
     else:
-        reason = "and no two tokenizers are known that would show the extra ids to be padding"
+        reason = "and without both tokenizers nothing shows that the extra ids are padding"
     raise VocabularyMismatchError(
         f"draft {draft.name} has {draft.vocab_size} ids, target {target.name} has {target.vocab_size}, {reason}; "
         f"pass a draft of the same family, or a drafter without a model: {', '.join(map(repr, DRAFTERS))}."

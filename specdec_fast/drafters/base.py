@@ -1,4 +1,4 @@
-"""The drafter's contract. To add one: copy ``ngram.py``, and name it in ``DRAFTERS`` of ``drafters/__init__.py``."""
+"""The contract of a drafter. To add one, copy ``ngram.py`` and name it in ``DRAFTERS`` (``drafters/__init__.py``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec_fast.request.sequence import Sequence
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a registered drafter is made with.
+    """The argument of a function registered in ``DRAFTERS``.
 
     Attributes:
         target: the model that verifies; ``target.model`` is the Hugging Face model with its weights, ``target.ops``
@@ -33,20 +33,20 @@ class DrafterContext:
 
     @property
     def device(self) -> torch.device:
-        """Where the target computes, and best where proposed tokens are."""
+        """The target's device; proposed tokens on it need no copy."""
         return self.target.layout.device
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter proposes for one step.
+    """The draft tokens of one step.
 
     Attributes:
-        token_ids: ``[sum(num_draft_tokens)]`` int64, sequence after sequence; best on the target's device, else
-            they are copied there.
-        num_draft_tokens: per sequence, in batch order; 0 is allowed.
+        token_ids: ``[sum(num_draft_tokens)]`` int64, sequence after sequence. The engine copies them to the target's
+            device if they are on another one.
+        num_draft_tokens: number of tokens per sequence, in batch order; 0 is allowed.
         parents: for a tree, ``[sum(num_draft_tokens)]`` int32: the index of each token's parent among the tokens of its
-            own sequence, -1 for a child of the last committed token. None for a chain; trees are not served yet.
+            own sequence, -1 for a child of the last committed token. None for a chain; trees are not supported yet.
 
     """
 
@@ -55,17 +55,20 @@ class Draft:
     parents: Tensor | None = None
 
     def check(self, limits: list[int]) -> None:
-        """Hold a drafter to its contract.
+        """Check the draft against the contract.
+
+        Args:
+            limits: per sequence, the largest number of draft tokens.
 
         Raises:
-            DrafterError: the counts are not one per sequence, exceed a limit, or do not add up to the tokens; or
-                these are no dense tensor of int64 that can be read.
+            DrafterError: there is not one count per sequence, a count exceeds its limit, the counts do not add up to
+                the number of tokens, or the tokens are not a dense int64 tensor in memory.
             NotYetSupportedError: the draft is a tree.
 
         """
         if self.parents is not None:
             raise NotYetSupportedError(
-                "a drafter proposed a tree (Draft.parents), and trees are not served yet; propose a chain, with "
+                "a drafter proposed a tree (Draft.parents), but trees are not supported yet; propose a chain, with "
                 "parents=None."
             )
         counts = self.num_draft_tokens
@@ -88,13 +91,13 @@ class Draft:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one verification left behind, of ``B`` sequences.
+    """The result of one verification, for ``B`` sequences.
 
     Attributes:
-        accepted_rows: per sequence the rows of the target's forward that hold committed tokens: of the token that was
-            its last one, then of each draft token that was accepted.
-        hidden_states: what the target computed at every row of that forward, ``[T, ...]``; None, because nothing asks
-            for it yet.
+        accepted_rows: per sequence, the rows of the target's forward whose tokens are committed: first the token that
+            was the last committed one before this step, then each accepted draft token.
+        hidden_states: the target's hidden states at every row of that forward, ``[T, ...]``. Always None so far,
+            because no drafter uses them.
 
     """
 
@@ -103,18 +106,18 @@ class StepResult:
 
 
 class Drafter(ABC):
-    """Proposes tokens. A poor proposal costs time, never a wrong token: the target verifies every one.
+    """Proposes tokens. A poor proposal costs time, but no wrong token: the target verifies every token.
 
-    The engine calls ``prepare`` when a run begins and ``grow`` when later requests need more room; ``admit`` before it
-    asks for a sequence's first draft; then per step ``propose`` and, once the target's tokens are committed,
-    ``commit``; ``release`` when a sequence leaves, for whatever reason. The engine may run steps without asking for a
-    sequence's draft, and need never admit a sequence.
+    The engine calls ``prepare`` when a run begins, and ``grow`` when later requests need more KV positions. It calls
+    ``admit`` before it asks for a sequence's first draft. In each step it calls ``propose`` and, after committing the
+    target's tokens, ``commit``. It calls ``release`` when a sequence leaves, for whatever reason. The engine may run
+    steps of a sequence without asking for a draft, and it may never admit a sequence.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What reports call it."""
+        """The drafter's name in reports."""
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
@@ -124,38 +127,41 @@ class Drafter(ABC):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return what ``Engine.describe()`` tells of it besides its name."""
+        """Return further entries for ``Engine.describe()``."""
         return {}
 
-    # The hooks below do nothing for a drafter that keeps no state of its own.
+    # A drafter without state of its own need not override the methods below.
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
-        """Measure drafting one token for so many sequences at once; asked when ``num_draft_tokens="auto"``.
+        """Measure the time of drafting one token for several sequences at once; called if K is ``"auto"``.
+
+        Args:
+            row_counts: the numbers of sequences to measure.
 
         Returns:
-            Seconds by count, and at 0 what a proposal takes besides, however long it is. A drafter that does not know
-            is measured while it is at work.
+            Seconds by number of sequences; key 0 has the cost of a proposal that does not depend on its length. None
+            if the drafter does not know: then the engine measures it during the first steps.
 
         """
         return None
 
     def prepare(self, num_tokens: int, page_size: int) -> None:  # noqa: B027
-        """Make room for ``num_tokens`` KV positions in all, in pages of ``page_size``; no sequence is admitted."""
+        """Make room for ``num_tokens`` KV positions in total, in pages of ``page_size``; no sequence is admitted."""
 
     def grow(self, num_tokens: int) -> None:  # noqa: B027
-        """Make room for ``num_tokens`` KV positions in all, and keep those of the sequences that are admitted."""
+        """Make room for ``num_tokens`` KV positions in total, and keep the entries of admitted sequences."""
 
     def admit(self, sequences: list[Sequence]) -> None:  # noqa: B027
-        """Admit sequences, each of at most ``max_length`` tokens; prefill all their tokens but the last."""
+        """Admit sequences, each of at most ``max_length`` tokens; compute the KV of all their tokens but the last."""
 
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:  # noqa: B027
-        """Observe that ``token_ids`` of these sequences, all admitted, have grown by what the target emitted.
+        """Learn the result of a step; ``token_ids`` of the sequences already contain the tokens it emitted.
 
         Args:
-            sequences: ``B`` of the step's; those that ended with it are not among them.
-            result: of the step, for the same ``B``.
+            sequences: the step's ``B`` admitted sequences that have not ended.
+            result: the step's result for these sequences.
 
         """
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
-        """Forget a sequence. It may be unknown: nothing was proposed for it, or an error came before ``admit``."""
+        """Forget a sequence. It may never have been admitted: no draft was needed, or an error came first."""

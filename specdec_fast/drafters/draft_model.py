@@ -16,22 +16,22 @@ from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.sampling_params import SamplingParams
 
-_MEASURED_LENGTHS, _MEASURED_TIMES = (1, 4), 3  # of proposals
-ROWS_EACH = 2  # of one sequence in one forward at most: after a full acceptance its KV lacks two tokens
+_MEASURED_LENGTHS, _NUM_REPEATS = (1, 4), 3  # lengths of the measured proposals, in tokens; runs of each
+ROWS_EACH = 2  # most rows of one sequence in a decoding forward: after a full acceptance its KV lacks two tokens
 
 
 class ModelDrafter(Drafter):
-    """Proposes the draft model's own continuation, chosen as the request asks and with the noise the target will use.
+    """Proposes the draft model's own continuation, by the request's sampling parameters and the target's noise.
 
-    Its KV cache holds a prefix of every sequence's committed tokens (I3): after a step it lacks one token, two when
-    all were accepted, all that was emitted since where it was not asked, and is fed those first. Rejection only lowers
-    ``draft_kv_length`` (I4); a prompt is computed once.
+    Its KV cache holds a prefix of every sequence's committed tokens (I3). After a step it lacks one token, two after a
+    full acceptance, or all tokens emitted since the last proposal. The next proposal computes these first. Rejection
+    only lowers ``draft_kv_length`` (I4), so the draft model computes a prompt once.
     """
 
     def __init__(self, model: RaggedModel, target_vocab_size: int, max_prefill_tokens: int | None = None) -> None:
         self.model = model
-        self._max_prefill_tokens = max_prefill_tokens  # of a step; a sequence that lacks more is drafted for later
-        # Checkpoints of one family pad the same vocabulary to different widths; ids beyond the shorter are no words.
+        self._max_prefill_tokens = max_prefill_tokens  # per step; a sequence that lacks more gets its draft later
+        # Checkpoints of one family pad the same vocabulary to different widths; ids beyond the smaller are padding.
         self._vocab_size = min(model.vocab_size, target_vocab_size)
         self._is_narrower = model.vocab_size < target_vocab_size
         self.draft_kv_length: dict[Sequence, int] = {}
@@ -39,76 +39,77 @@ class ModelDrafter(Drafter):
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The draft model's name."""
         return self.model.name
 
     def describe(self) -> dict[str, Any]:
-        """Return how its forwards run."""
+        """Return whether a forward program or graphs run its forwards."""
         return {"forward_program": self.model.program is not None, **described(self.model.graphs)}
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
-        """Measure the draft model's forward at so many rows, and by proposals of two lengths what they take besides."""
-        found = forward_seconds(self.model, row_counts)
+        """Measure the draft model's forwards, and proposals of two lengths for the cost per forward and per call."""
+        seconds_by_count = forward_seconds(self.model, row_counts)
         short, long = (self._proposal_seconds(count) for count in _MEASURED_LENGTHS)
-        each = max(0.0, long - short) / (_MEASURED_LENGTHS[1] - _MEASURED_LENGTHS[0])
-        besides = max(0.0, found[1] - each)  # a forward by itself is a call from Python; in a proposal several are one
-        found = {count: max(seconds - besides, seconds / 10) for count, seconds in found.items()}
-        return found | {0: max(0.0, short - _MEASURED_LENGTHS[0] * found[1])}
+        per_token = max(0.0, long - short) / (_MEASURED_LENGTHS[1] - _MEASURED_LENGTHS[0])
+        # A measured forward includes a call from Python; the forwards of one proposal share a call.
+        call = max(0.0, seconds_by_count[1] - per_token)
+        seconds_by_count = {count: max(seconds - call, seconds / 10) for count, seconds in seconds_by_count.items()}
+        return seconds_by_count | {0: max(0.0, short - _MEASURED_LENGTHS[0] * seconds_by_count[1])}
 
     def _proposal_seconds(self, num_draft_tokens: int) -> float:
-        """Return what a proposal for one short sequence takes, the least of some."""
+        """Return the seconds of a proposal for one short sequence, the least of several runs."""
         sequence = Sequence(0, [0, 0], 2, 2 + max(_MEASURED_LENGTHS) + 1, SamplingParams(), frozenset())
         self.prepare(sequence.max_length, self.model.page_size)
         self.admit([sequence])
         seconds = []
-        for _ in range(_MEASURED_TIMES):
+        for _ in range(_NUM_REPEATS):
             started = perf_counter()
-            self.propose([sequence], [num_draft_tokens]).token_ids.tolist()  # on a GPU it is only queued
+            self.propose([sequence], [num_draft_tokens]).token_ids.tolist()  # tolist() waits for a GPU
             seconds.append(perf_counter() - started)
             self.commit([sequence], StepResult([range(1)]))
         self.release(sequence)
         return min(seconds)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the one at hand if it is large enough and an interrupted call left nothing."""
+        """Allocate the pool, or keep the present one if it is large enough and no interrupted call left pages."""
         self.model.expect_same_weights()
         self.draft_kv_length.clear()
         if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
-            self.pool = None  # give the old one back before asking for more
+            self.pool = None  # frees the old pool's memory before the new one is allocated
             self.pool = PagePool(self.model.layout, num_tokens, page_size, self.model.row_padding)
 
     def grow(self, num_tokens: int) -> None:
-        """Exchange the pool for a larger one that holds the same pages."""
+        """Replace the pool by a larger one that holds the same pages."""
         if self._pool().num_tokens < num_tokens:
             self.pool = self._pool().grown(num_tokens)
 
     def admit(self, sequences: list[Sequence]) -> None:
-        """Prefill every prompt but for its last token, unless steps prefill a limited number of tokens."""
+        """Prefill every prompt except its last token; with ``max_prefill_tokens``, ``propose`` does so in chunks."""
         pool = self._pool()
-        served = [sequence for sequence in sequences if self._room(sequence) > 0]
+        served = [sequence for sequence in sequences if self._max_draft_tokens(sequence) > 0]
         for sequence in sequences:
             pool.reserve(sequence, sequence.max_length - 1)
             self.draft_kv_length[sequence] = 0
         if self._max_prefill_tokens is None:
-            self._feed({sequence: sequence.length - 1 for sequence in served})
+            self._prefill({sequence: sequence.length - 1 for sequence in served})
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Run the draft model ``max(limits)`` times, each time on one row per sequence still drafting."""
-        limits = [min(limit, self._room(s)) for s, limit in zip(sequences, limits, strict=True)]
+        limits = [min(limit, self._max_draft_tokens(s)) for s, limit in zip(sequences, limits, strict=True)]
         if self._max_prefill_tokens is not None:
-            self._catch_up(sequences, limits, self._max_prefill_tokens)
+            self._prefill_chunk(sequences, limits, self._max_prefill_tokens)
         drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
         if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
         token_ids = self.model.draft_step(
-            self._pool(), list(drafting), self._caught_up(list(drafting)), list(drafting.values()), self._vocab_size
+            self._pool(), list(drafting), self._catch_up(list(drafting)), list(drafting.values()), self._vocab_size
         )
         for sequence, limit in drafting.items():
             self.draft_kv_length[sequence] = sequence.length - 1 + limit
         return Draft(token_ids, limits)
 
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
-        """Keep the KV entries of accepted tokens, give up those of rejected ones."""
+        """Keep the KV entries of accepted tokens, and drop those of rejected ones."""
         for sequence in sequences:
             self.draft_kv_length[sequence] = min(self.draft_kv_length[sequence], sequence.length - 1)
 
@@ -122,26 +123,27 @@ class ModelDrafter(Drafter):
             raise RuntimeError("prepare() has not been called.")
         return self.pool
 
-    def _room(self, sequence: Sequence) -> int:
-        """Return how many tokens the draft model's own positions leave it to propose; the target may have more."""
+    def _max_draft_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens the draft model's positions allow; the target may have more positions."""
         if self.model.max_positions is None:
             return sequence.max_length
         return max(0, self.model.max_positions - sequence.length + 1)
 
-    def _known(self, token_ids: list[int]) -> list[int]:
-        """Replace ids beyond the draft model's embedding: such a token costs acceptance, never correctness."""
+    def _clamped(self, token_ids: list[int]) -> list[int]:
+        """Clamp ids to the draft model's embedding: a clamped id costs acceptance, never correctness."""
         return [min(token, self.model.vocab_size - 1) for token in token_ids] if self._is_narrower else token_ids
 
-    def _feed(self, stops: dict[Sequence, int]) -> None:
-        """Compute the KV entries of the first tokens of sequences, ``stops`` of each, as far as they lack them."""
-        known = {s: self._known(s.token_ids[:stop]) for s, stop in stops.items()}
-        prefill(self.model, self._pool(), known, {s: self.draft_kv_length[s] for s in stops})
+    def _prefill(self, stops: dict[Sequence, int]) -> None:
+        """Compute the missing KV entries of the first ``stops[sequence]`` tokens of each sequence."""
+        prompts = {s: self._clamped(s.token_ids[:stop]) for s, stop in stops.items()}
+        prefill(self.model, self._pool(), prompts, {s: self.draft_kv_length[s] for s in stops})
         self.draft_kv_length.update(stops)
 
-    def _catch_up(self, sequences: list[Sequence], limits: list[int], left: int) -> None:
-        """Feed what a step before has not left behind, ``left`` tokens at most; limits of those who lack more become 0.
+    def _prefill_chunk(self, sequences: list[Sequence], limits: list[int], left: int) -> None:
+        """Compute missing KV entries of at most ``left`` tokens; set the limits of sequences that lack more to 0.
 
-        In the first forward of a proposal a sequence may have ``ROWS_EACH`` rows; it does not count as lacking them.
+        The first forward of a proposal may have ``ROWS_EACH`` rows per sequence: a sequence that lacks fewer entries
+        needs no prefill.
         """
         stops = {}
         for i, sequence in enumerate(sequences):
@@ -151,14 +153,14 @@ class ModelDrafter(Drafter):
                 left -= stops[sequence] - start
                 limits[i] = limits[i] if stops[sequence] == stop else 0
         if stops:
-            self._feed(stops)
+            self._prefill(stops)
 
-    def _caught_up(self, sequences: list[Sequence]) -> list[int]:
-        """Return how many positions of each sequence have their KV entries.
+    def _catch_up(self, sequences: list[Sequence]) -> list[int]:
+        """Return how many positions of each sequence have KV entries.
 
-        If those that lack them are too many for one forward, because some have not been drafted for in a while, all
-        but the last of each are computed first.
+        If one forward cannot hold all positions without entries (nothing was drafted for some sequences for many
+        steps), this prefills all but the last committed token of each sequence first.
         """
         if sum(s.length - self.draft_kv_length[s] for s in sequences) > self.model.row_padding.largest:
-            self._feed({sequence: sequence.length - 1 for sequence in sequences})
+            self._prefill({sequence: sequence.length - 1 for sequence in sequences})
         return [self.draft_kv_length[s] for s in sequences]

@@ -23,7 +23,7 @@ class NgramDrafter(Drafter):
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The drafter's name in reports."""
         return "ngram"
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
@@ -36,7 +36,7 @@ class NgramDrafter(Drafter):
         return Draft(to_device(token_ids, self._device), [len(proposal) for proposal in proposals])
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Drop what an interrupted run left."""
+        """Drop the indexes that an interrupted run left."""
         self._indexes.clear()
 
     def release(self, sequence: Sequence) -> None:
@@ -50,33 +50,35 @@ class NgramDrafter(Drafter):
 
 
 class NgramIndex:
-    """Where each n-gram of one growing list of tokens was last seen; ``oracle/prompt_lookup.py`` defines the result.
+    """The latest position of each n-gram in one growing list of tokens; ``oracle/prompt_lookup.py`` defines the result.
 
-    A table per n maps an n-gram to the position behind its latest copy. The n-gram that ends the list is not entered
-    before a further token follows it, so a look-up finds earlier copies only.
+    A table per n maps an n-gram to the position behind its latest copy. The n-gram at the end of the list is added
+    only once a further token follows it, so a look-up finds earlier copies only.
     """
 
     def __init__(self) -> None:
         self._tables: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in _NGRAM_SIZES}
-        self._num_tokens = 0  # how long the list was at the last look-up
+        self._num_tokens = 0  # length of the list at the last look-up
 
     def propose(self, token_ids: list[int], num_draft_tokens: int) -> list[int]:
-        """Return up to ``num_draft_tokens`` tokens that followed the latest earlier copy of the longest ending.
+        """Return up to ``num_draft_tokens`` tokens that followed the latest earlier copy of the last n tokens.
+
+        The longest n that has an earlier copy counts, from 3 down to 1.
 
         Args:
             token_ids: the list of the last call, with any number of tokens appended.
             num_draft_tokens: at least 1.
 
         """
-        self._enter(token_ids)
+        self._add_ngrams(token_ids)
         for n, table in self._tables.items():
             follows = table.get(tuple(token_ids[-n:]))
             if follows is not None:
                 return token_ids[follows : follows + num_draft_tokens]
         return []
 
-    def _enter(self, token_ids: list[int]) -> None:
-        """Enter the n-grams that a token has followed since the last call."""
+    def _add_ngrams(self, token_ids: list[int]) -> None:
+        """Add the n-grams that have been followed by a token since the last call."""
         stop = len(token_ids)
         for n, table in self._tables.items():
             first = max(n, self._num_tokens)  # the first position with a new n-gram before it

@@ -12,13 +12,13 @@ class NoDrafter(Drafter):
     """Proposes nothing, so that every step emits the one token the target chooses."""
 
     def __init__(self, context: DrafterContext) -> None:
-        self._nothing = torch.empty(0, dtype=torch.int64, device=context.device)
+        self._no_tokens = torch.empty(0, dtype=torch.int64, device=context.device)
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The drafter's name in reports."""
         return "none"
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Propose no token for anybody."""
-        return Draft(self._nothing, [0] * len(sequences))
+        """Propose no token for any sequence."""
+        return Draft(self._no_tokens, [0] * len(sequences))

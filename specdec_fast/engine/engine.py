@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig, as_config
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.graphs import described
-from specdec_fast.drafters import Drafter, make_drafter, wanted_draft
+from specdec_fast.drafters import Drafter, checked_draft, make_drafter
 from specdec_fast.engine.call_guard import CallGuard
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list, as_prompt_list
@@ -71,7 +71,7 @@ class Engine:
     ) -> None:
         self.config = as_config(config, keywords)
         scheduler = make_scheduler(self.config)
-        wanted = wanted_draft(draft, self.config)
+        draft = checked_draft(draft, self.config)
         expect_tokenizer(tokenizer)
         self._guard = CallGuard()
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
@@ -82,8 +82,8 @@ class Engine:
                 make_deterministic(self.target)
             self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
-        drafter = make_drafter(wanted, self.target, self.config, self._ops, self.tokenizer)
-        length_policy = make_length_policy(0 if wanted is None else self.config.num_draft_tokens)
+        drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
+        length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
         is_asynchronous = self.target.layout.device.type != "cpu"
         length_policy.prepare(

@@ -1,1 +1,1 @@
-"""The paged KV cache: pages, how rows are laid out on them, and the cache that a Hugging Face model sees."""
+"""The paged KV cache: pages, the layout of rows on pages, and the cache object for a Hugging Face model."""

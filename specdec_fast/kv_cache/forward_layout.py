@@ -1,7 +1,7 @@
-"""How the rows of a forward are laid out on the pages of a pool: positions, slots, block tables, spans.
+"""The layout of a forward's rows on the pages of a pool: positions, slots, block tables, spans.
 
-A forward is laid out by indexing two arrays of the pool: its block tables and the slot of every position. A drafting
-loop is laid out at once with the rows it catches up with. What depends on row counts alone is made once and shared.
+The layout is read from two arrays of the pool: the block tables, and the slot of every position. The forwards of one
+drafting loop are laid out together. Tensors that depend on row counts only are cached and shared.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from specdec_fast.kv_cache.page_pool import KVPages, PagePool
 
 
 class Spans(NamedTuple):
-    """Rows as a program takes them, which lays them out by itself.
+    """The rows of a forward as a program takes them; the program lays them out itself.
 
     Attributes:
-        spans: (place in ``tables``, start, count) of each sequence.
+        spans: (row of ``tables``, first position, number of positions) of each sequence.
         tables: ``[places, max_pages]`` int32, the block table of every owner.
-        pages: to which these point.
+        pages: the pages that the tables name.
 
     """
 
@@ -35,57 +35,57 @@ class Spans(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """What the rows of a forward have in common with those of every other one of the same counts."""
+    """The part of a layout that all forwards with the same row counts share."""
 
-    cu_seqlens: Tensor  # [B + 1] int32, on the device, as the next
-    last_rows: Tensor  # [B] int64
-    sequence: np.ndarray  # [T], to which each row belongs
-    back: np.ndarray  # [T], each row's position less the end of its sequence's span; negative
+    cu_seqlens: Tensor  # [B + 1] int32, on the device
+    last_rows: Tensor  # [B] int64, on the device
+    sequence: np.ndarray  # [T], index of each row's sequence
+    offset_from_end: np.ndarray  # [T], each row's position minus the end of its sequence's span; negative
     most_rows: int  # of one sequence
 
 
 @lru_cache(maxsize=256)
 def row_layout(counts: tuple[int, ...], device: torch.device) -> RowLayout:
-    """Make it once, because a run asks for the same few again and again. Nobody may write to what is shared."""
+    """Return the layout of row counts. It is cached, because a run repeats few of them; callers must not modify it."""
     cu_seqlens = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=cu_seqlens[1:])
     sequence = np.repeat(np.arange(len(counts)), counts)
-    back = np.arange(len(sequence)) - cu_seqlens[1:][sequence]
+    offset_from_end = np.arange(len(sequence)) - cu_seqlens[1:][sequence]
     on_device = to_device(cu_seqlens, device)
-    return RowLayout(on_device, on_device[1:].long() - 1, sequence, back, max(counts, default=0))
+    return RowLayout(on_device, on_device[1:].long() - 1, sequence, offset_from_end, max(counts, default=0))
 
 
 def lay_out(pool: PagePool, rows: Sequence[Rows], token_ids: Tensor, ahead: int = 0) -> RaggedBatch:
-    """Lay out one forward, allocating the pages that its new positions need.
+    """Lay out one forward, and allocate the pages that its new positions need.
 
     Args:
-        pool: where the owners of ``rows`` have reserved pages.
-        rows: the spans of each sequence, in batch order.
+        pool: the pool in which the owners of ``rows`` have reserved pages.
+        rows: the span of each sequence, in batch order.
         token_ids: ``[T]`` int64 on the pool's device, the spans' tokens one after the other.
-        ahead: how many positions after each span get their pages, and their places in the block table, as well.
+        ahead: number of positions after each span that get pages, and entries in the block table, as well.
 
     Raises:
-        KVCacheTooSmallError: a span, or what comes after it, goes beyond what its owner has reserved.
+        KVCacheTooSmallError: a span with the positions after it exceeds its owner's reservation.
 
     """
     return _laid_out(pool, rows, ahead)[0](token_ids=token_ids)
 
 
 def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> list[partial[RaggedBatch]]:
-    """Lay out several forwards at once: the spans, then the position after each of them, then the next, ...
+    """Lay out several forwards at once: the spans, then the position after each span, then the next one, and so on.
 
-    What a forward computes is known before its tokens are, so a drafting loop need not stop to lay it out.
+    The positions of a forward are known before its tokens, so a drafting loop need not stop for the layout.
 
     Args:
-        pool: where the owners of ``rows`` have reserved pages.
+        pool: the pool in which the owners of ``rows`` have reserved pages.
         rows: the spans of the first forward, in batch order.
-        num_forwards: how many; those after the first have one row per span.
+        num_forwards: number of forwards; every one after the first has one row per span.
 
     Returns:
-        One call per forward, which makes the batch of its ``[T]`` ``token_ids``, a keyword.
+        One function per forward; called with the keyword ``token_ids``, ``[T]``, it returns the batch.
 
     Raises:
-        KVCacheTooSmallError: a span, or what comes after it, goes beyond what its owner has reserved.
+        KVCacheTooSmallError: a span with the positions after it exceeds its owner's reservation.
 
     """
     later = num_forwards - 1
@@ -94,28 +94,33 @@ def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> l
 
 
 def spans_of(pool: PagePool, rows: Sequence[Rows], ahead: Sequence[int] | None = None) -> Spans:
-    """Allocate the pages that one forward's new positions need, and leave the layout to a program.
+    """Allocate the pages that one forward's new positions need; a program will lay the rows out.
 
     Args:
-        pool: where the owners of ``rows`` have reserved pages.
-        rows: the spans of each sequence, in batch order.
-        ahead: how many positions after each span get their pages as well; None: none.
+        pool: the pool in which the owners of ``rows`` have reserved pages.
+        rows: the span of each sequence, in batch order.
+        ahead: per span, the number of positions after it that get pages as well; None: 0 for all.
 
     Raises:
-        KVCacheTooSmallError: a span, or what comes after it, goes beyond what its owner has reserved.
+        KVCacheTooSmallError: a span with the positions after it exceeds its owner's reservation.
 
     """
-    found = []
+    spans = []
     for i, (owner, start, count) in enumerate(rows):
         pool.allocate(owner, start + count + (ahead[i] if ahead else 0))
-        found.append((pool.place(owner), start, count))
-    return Spans(found, torch.from_numpy(pool.tables), pool.pages)  # the same memory
+        spans.append((pool.place(owner), start, count))
+    return Spans(spans, torch.from_numpy(pool.tables), pool.pages)  # from_numpy shares the memory
 
 
 def _laid_out(
     pool: PagePool, rows: Sequence[Rows], later: int
 ) -> tuple[partial[RaggedBatch], np.ndarray, np.ndarray, Tensor]:
-    """Lay out one forward with ``later`` to follow; return it, each span's place and end, and the block table."""
+    """Lay out the first forward, with pages for ``later`` more.
+
+    Returns:
+        The forward, each span's place and end (``[B]`` each), and the block table of all forwards.
+
+    """
     places, ends = [], []
     for owner, start, count in rows:
         ends.append(start + count)
@@ -125,12 +130,34 @@ def _laid_out(
     longest, device = max(ends, default=0), pool.layout.device
     table = to_device(pool.tables[:, : max(1, pool.num_pages_for(longest + later))][place], device)
     layout = row_layout(tuple([count for _, _, count in rows]), device)
-    positions = end[layout.sequence] + layout.back
-    first = partial(
+    positions = end[layout.sequence] + layout.offset_from_end
+    slots = pool.slots[place[layout.sequence], positions]
+    per_row = [to_device(array, device) for array in (positions, slots, end.astype(np.int32))]
+    return _forward(layout, table, longest, *per_row), place, end, table
+
+
+def _one_row_each(
+    pool: PagePool, place: np.ndarray, end: np.ndarray, table: Tensor, num_forwards: int
+) -> list[partial[RaggedBatch]]:
+    """Lay out the forwards after the first: row j of forward i has position ``end[j] + i``."""
+    device = pool.layout.device
+    layout = row_layout((1,) * len(end), device)
+    positions = end + np.arange(num_forwards)[:, None]  # [num_forwards, B]
+    slots, used = pool.slots[place, positions], (positions + 1).astype(np.int32)
+    longest = int(end.max()) + 1
+    per_forward = zip(*(to_device(array, device).unbind() for array in (positions, slots, used)), strict=True)
+    return [_forward(layout, table, longest + i, *arrays) for i, arrays in enumerate(per_forward)]
+
+
+def _forward(
+    layout: RowLayout, table: Tensor, longest: int, positions: Tensor, slots: Tensor, used: Tensor
+) -> partial[RaggedBatch]:
+    """Return the batch of one forward without its ``token_ids``; the longest sequence has ``longest`` KV entries."""
+    return partial(
         RaggedBatch,
-        positions=to_device(positions, device),
-        slot_mapping=to_device(pool.slots[place[layout.sequence], positions], device),
-        seqused_k=to_device(end.astype(np.int32), device),
+        positions=positions,
+        slot_mapping=slots,
+        seqused_k=used,
         cu_seqlens_q=layout.cu_seqlens,
         cu_seqlens=layout.cu_seqlens,
         last_rows=layout.last_rows,
@@ -139,32 +166,3 @@ def _laid_out(
         max_seqlen_q=layout.most_rows,
         max_seqlen_k=longest,
     )
-    return first, place, end, table
-
-
-def _one_row_each(
-    pool: PagePool, place: np.ndarray, end: np.ndarray, table: Tensor, num_forwards: int
-) -> list[partial[RaggedBatch]]:
-    """Lay out the forwards after the first: row j of forward i stands at position ``end[j] + i``."""
-    device = pool.layout.device
-    layout = row_layout((1,) * len(end), device)
-    positions = end + np.arange(num_forwards)[:, None]  # [num_forwards, B]
-    slots, used = pool.slots[place, positions], (positions + 1).astype(np.int32)
-    longest = int(end.max()) + 1
-    per_forward = zip(*(to_device(array, device).unbind() for array in (positions, slots, used)), strict=True)
-    return [
-        partial(
-            RaggedBatch,
-            positions=positions,
-            slot_mapping=slots,
-            seqused_k=used,
-            cu_seqlens_q=layout.cu_seqlens,
-            cu_seqlens=layout.cu_seqlens,
-            last_rows=layout.last_rows,
-            most_rows=1,
-            block_table=table,
-            max_seqlen_q=1,
-            max_seqlen_k=longest + i,
-        )
-        for i, (positions, slots, used) in enumerate(per_forward)
-    ]

@@ -1,4 +1,4 @@
-"""The adapter between a Hugging Face model and the pages: it writes through it, and attends through it."""
+"""The adapter between a Hugging Face model and the pages: it writes KV entries to pages and attends over them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from specdec_fast.torch_threads import apart
 
 
 class PagedCache(Cache):
-    """What a Hugging Face model takes for its KV cache during one forward over a ragged batch.
+    """The ``past_key_values`` of a Hugging Face model during one forward over a ragged batch.
 
-    ``update`` hands the new rows back as they are; the attention hook writes what it is given of them into pages, and
-    reads these. The model may compute rows of padding after those of the batch: they are not written, and zeros come
-    out for them.
+    ``update`` returns the new states unchanged. The attention function writes the keys and values that it receives
+    into pages, and reads pages. The model may compute padding rows after the rows of the batch: they are not written,
+    and their attention output is 0.
 
     Args:
-        pool: whose pages are written and read.
+        pool: the pool whose pages are written and read.
         batch: ``T`` rows.
-        ops: with ``append_kv_`` and ``paged_attention``.
-        sliding_layers: layers that must tell their window with every call.
-        num_logit_rows: rows whose logits are wanted; None if all are.
+        ops: implementations of ``append_kv_`` and ``paged_attention``.
+        sliding_layers: layers that must pass their sliding window to attention.
+        num_logit_rows: number of rows whose logits the caller needs; None: all.
 
     Attributes:
-        real_rows: number of rows after padding to that before, for all counts of the forward; of two that are padded to
-            the same number, the larger.
+        real_rows: maps a padded number of rows to the number before padding, for every row count of the forward; if
+            two counts are padded to the same number, it has the larger one.
 
     """
 
@@ -43,16 +43,16 @@ class PagedCache(Cache):
         sliding_layers: frozenset[int],
         num_logit_rows: int | None = None,
     ) -> None:
-        # Nothing of the base class is kept: what is not answered here has no answer, see below.
+        # The base class is not initialised: every attribute of it that is not defined here raises, see below.
         self.pool, self.batch = pool, batch
-        self.claimed_length = 0  # for a model that only asks; `check_ignores_answers` refuses one that computes with it
-        self.questions: set[str] = set()  # what was answered with it
+        self.claimed_length = 0  # `check_ignores_answers` refuses a model whose logits depend on it
+        self.questions: set[str] = set()  # the methods that returned it
         self._num_rows = batch.positions.shape[0]
         self._padding = pool.row_padding.padding(self._num_rows)
         counts = sorted((self._num_rows, self._num_rows if num_logit_rows is None else num_logit_rows))
         self.real_rows = {count + pool.row_padding.padding(count): count for count in counts}
-        self._attended = batch.row_by_row() if pool.row_padding.attend_per_row else batch
-        # The pool has laid the batch out, so only what the model brings is checked, and that here.
+        self._attention_batch = batch.row_by_row() if pool.row_padding.attend_per_row else batch
+        # The pool made the layout, so only the model's tensors need checks, and `attend` makes them.
         self.ops = ops.unchecked or ops
         self.sliding_layers = sliding_layers
         self.num_attended = 0  # calls of attend: one per layer, if the model goes through the hook
@@ -60,17 +60,17 @@ class PagedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hand back the states of one layer: what a model caches need not be what it attends over."""
+        """Return the states of one layer unchanged: a model may cache other states than it attends over."""
         return key_states, value_states
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, params: AttentionParams) -> Tensor:
-        """Write one layer's keys and values, unless it attends over those of an earlier one, and attend over its pages.
+        """Attend over one layer's pages, after writing its keys and values unless it shares those of an earlier layer.
 
         Args:
             query: ``[1, num_heads, T, key_head_dim]``.
             key: ``[1, num_kv_heads, T, key_head_dim]``.
             value: ``[1, num_kv_heads, T, value_head_dim]``.
-            layer_idx: the layer's.
+            layer_idx: index of the layer.
             params: scale, sliding window, soft cap and sinks.
 
         Returns:
@@ -84,17 +84,17 @@ class PagedCache(Cache):
         if self.pool.layout.sources[layer_idx] == layer_idx:
             self._check("keys", layer_idx, key, key_head_dim, key.shape[1] == num_heads)
             self._check("values", layer_idx, value, value_head_dim, value.shape[1] == num_heads)
-            rows = (self._own(key), self._own(value))  # [T, num_kv_heads, head size]
+            rows = (self._real_rows_of(key), self._real_rows_of(value))  # [T, num_kv_heads, head size]
             apart(self.ops.append_kv_, *pages, *rows, self.batch.slot_mapping)
-        out = apart(self.ops.paged_attention, self._own(query), pages, self._attended, params)
+        out = apart(self.ops.paged_attention, self._real_rows_of(query), pages, self._attention_batch, params)
         return (pad(out, (0, 0, 0, 0, 0, self._padding)) if self._padding else out)[None]
 
-    def _own(self, states: Tensor) -> Tensor:
-        """Return the batch's rows of ``[1, heads, T + padding, head size]``: ``[T, heads, head size]``."""
+    def _real_rows_of(self, states: Tensor) -> Tensor:
+        """Drop padding and batch axis of ``[1, heads, T + padding, head size]``: return ``[T, heads, head size]``."""
         return states[0].transpose(0, 1)[: self._num_rows]
 
     def _check(self, name: str, layer_idx: int, states: Tensor, head_dim: int, heads_fit: bool) -> None:
-        """Hold what the model computed to the pool's layout: a kernel would read and write past its rows."""
+        """Check the model's tensors against the pool's layout: with others a kernel would read and write past rows."""
         layout, num_rows = self.pool.layout, self._num_rows + self._padding
         fits = heads_fit and (states.shape[0], *states.shape[2:]) == (1, num_rows, head_dim)
         if not fits or states.dtype != layout.dtype:
@@ -105,26 +105,26 @@ class PagedCache(Cache):
             )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return ``claimed_length``: sequences have many lengths, and positions are passed to the model explicitly."""
+        """Return ``claimed_length``: the batch has many lengths, and the model receives its positions explicitly."""
         self.questions.add("get_seq_length")
         return self.claimed_length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return the same."""
+        """Return ``claimed_length``, for the same reason."""
         self.questions.add("get_query_offset")
         return self.claimed_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return length and offset of a mask over ``claimed_length`` entries and the rows: there is no mask."""
+        """Return length and offset of a mask over ``claimed_length`` entries and the rows; the engine uses no mask."""
         self.questions.add("get_mask_sizes")
         return self.claimed_length + int(query_length), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: the pages have no length of their own."""
+        """Return -1: the cache has no maximum length."""
         return -1
 
     def __len__(self) -> int:
-        """Return how many layers it has."""
+        """Return the number of layers that attend."""
         return self.pool.layout.num_layers
 
     @property
@@ -134,14 +134,14 @@ class PagedCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether each layer is a linear attention: none is."""
+        """Whether each layer has linear attention: no layer has."""
         return [False] * len(self)
 
     is_dummy = is_linear
 
     @property
     def is_compileable(self) -> bool:
-        """Whether ``torch.compile`` may take it: no."""
+        """Whether ``torch.compile`` supports this cache: it does not."""
         return False
 
     @property
@@ -151,7 +151,7 @@ class PagedCache(Cache):
 
 
 def _refuse(name: str) -> property:
-    """Make an attribute of a base class' cache that nobody may read."""
+    """Return a property that raises when the model reads it."""
 
     def refuse(self: PagedCache) -> Any:
         raise UnsupportedModelError(f"the model asks its KV cache for `{name}`, which a paged cache cannot answer.")
@@ -159,7 +159,7 @@ def _refuse(name: str) -> property:
     return property(refuse)
 
 
-# What the base class would answer from layers that are not there: a wrong answer would be computed with.
+# The base class would answer these from layers that do not exist here, and the model would compute with wrong answers.
 for _name in {*dir(Cache), "layers", "layer_class_to_replicate", "offloading"} - set(vars(PagedCache)):
     if not _name.startswith("_"):
         setattr(PagedCache, _name, _refuse(_name))

@@ -1,4 +1,4 @@
-"""What a model keeps of every position, layer by layer, and the memory for it."""
+"""The KV entries of one position, layer by layer, and the memory for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LayerKV = tuple[Tensor, Tensor]  # keys and values, each [num_pages, page_size, 
 
 
 class KVShape(NamedTuple):
-    """What one layer keeps per position: ``num_kv_heads`` keys and as many values, which may differ in size."""
+    """The KV entry of one layer at one position: ``num_kv_heads`` keys and as many values, which may differ in size."""
 
     num_kv_heads: int
     key_head_dim: int
@@ -21,14 +21,14 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What one model keeps per position.
+    """The KV entries of one model at one position.
 
     Attributes:
-        shapes: of every layer that attends, by its index.
-        sources: by the same index, the layer whose entries it attends over: itself, or an earlier one of the same
-            shape, where a model lets layers share keys and values (Gemma-3n, Gemma-4).
-        dtype: of keys and values.
-        device: where they are.
+        shapes: shape of each layer that attends, by layer index.
+        sources: by layer index, the layer whose entries it attends over: itself, or an earlier layer of the same shape
+            in a model whose layers share keys and values (Gemma-3n, Gemma-4).
+        dtype: dtype of keys and values.
+        device: device of keys and values.
 
     """
 
@@ -41,18 +41,18 @@ class KVLayout:
     def uniform(
         cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> KVLayout:
-        """Return the layout of most models: every layer has entries of its own, all of one shape."""
+        """Return the layout of most models: every layer has its own entries, all of one shape."""
         shape = KVShape(num_kv_heads, head_dim, head_dim)
         return cls((shape,) * num_layers, tuple(range(num_layers)), dtype, device)
 
     @property
     def num_layers(self) -> int:
-        """Layers that attend."""
+        """The number of layers that attend."""
         return len(self.shapes)
 
     @property
     def groups(self) -> dict[KVShape, list[int]]:
-        """Layers with entries of their own, by their shape."""
+        """Indices of the layers that have their own entries, by shape."""
         found: dict[KVShape, list[int]] = {}
         for layer, (shape, source) in enumerate(zip(self.shapes, self.sources, strict=True)):
             if source == layer:
@@ -72,9 +72,9 @@ class KVLayout:
         """Return memory for ``num_pages`` pages, filled with zeros.
 
         Returns:
-            The allocations, ``[layers, planes, num_pages, page_size, num_kv_heads, head size]`` each: one per shape,
-            whose two planes are keys and values; two, of one plane each, where these differ in size. And every
-            layer's keys and values, which are views of them.
+            The allocations, each ``[layers, planes, num_pages, page_size, num_kv_heads, head size]``: one per shape,
+            with two planes (keys and values); two of one plane each if keys and values differ in size. And the keys
+            and values of every layer, which are views of the allocations.
 
         """
         tensors: list[Tensor] = []

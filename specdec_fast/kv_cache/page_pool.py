@@ -1,8 +1,8 @@
-"""The pages of a KV cache: who has reserved how many, who holds which.
+"""The pages of a KV cache, and the pages and reservation of each owner.
 
-A page holds ``page_size`` positions of every layer, whatever the layers' shapes. Page 0 is scratch: padding rows may
-write there and nobody reads it. Rejecting draft tokens never touches the pool: the owner of the pages just counts fewer
-positions as its own, and the stale entries are overwritten (invariant I4).
+A page holds ``page_size`` positions of every layer, whatever the layers' shapes. Page 0 is the scratch page: padding
+rows may write to it, and no row reads it. Rejecting draft tokens does not change the pool: the length of the owner
+falls, and later rows overwrite the stale entries (invariant I4).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from specdec_fast.kv_cache.layer_layout import KVLayout
 
 
 class KVPages(NamedTuple):
-    """Where a pool's pages are, as a program takes them.
+    """The memory of a pool's pages, as a program takes it.
 
     Attributes:
-        addresses: ``[num_layers, 2]`` int64 on the CPU, of every layer's keys and values.
-        num_pages: the scratch page included.
+        addresses: ``[num_layers, 2]`` int64 on the CPU, the addresses of every layer's keys and values.
+        num_pages: number of pages, with the scratch page.
         page_size: positions per page.
-        memory: what the addresses point into, kept alive.
+        memory: the tensors behind the addresses; the references keep them alive.
 
     """
 
@@ -37,18 +37,18 @@ class KVPages(NamedTuple):
 
 
 class PagePool:
-    """Pages of one model's KV cache, allocated on demand and taken back when their owner ends.
+    """Pages of one model's KV cache, allocated on demand and freed when their owner ends.
 
-    An owner reserves what it may come to need before it gets its first page, so a running sequence never finds
-    the pool empty: a request that does not fit waits, or is refused if it never will.
+    An owner reserves pages for its largest length before it gets its first page, so a running sequence never finds
+    the pool empty. A request that does not fit waits; a request that can never fit is refused.
 
     Attributes:
         layers: keys and values of every layer, each ``[num_pages + 1, page_size, num_kv_heads, its head size]``.
-        tensors: the allocations of which they are views, see ``KVLayout.allocate``. One with two planes, as every
-            model of uniform layers has it, is what ``compact_kv_`` takes.
-        pages: the same for a program.
-        tables: ``[places, pages]`` int32 on the host, the block table of every owner. Nobody's is place 0, all of whose
-            pages are the scratch page.
+        tensors: the allocations that ``layers`` are views of, see ``KVLayout.allocate``. ``compact_kv_`` takes an
+            allocation with two planes; a model of uniform layers has one such allocation.
+        pages: the same memory, for a program.
+        tables: ``[places, pages]`` int32 on the host, the block table of every owner. A place is the row of one owner
+            in ``tables`` and ``slots``; place 0 has no owner, and all its pages are the scratch page.
         slots: ``[places, pages * page_size]`` int32 on the host, the slot of every position of every owner.
 
     """
@@ -58,14 +58,14 @@ class PagePool:
     ) -> None:
         self.layout, self.row_padding = layout, row_padding or RowPadding()
         self.page_size = page_size
-        self.num_pages = -(-num_tokens // page_size)  # page 0, the scratch page, comes on top
+        self.num_pages = -(-num_tokens // page_size)  # without the scratch page
         try:
             self.tensors, self.layers = layout.allocate(self.num_pages + 1, page_size)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             needed = (self.num_pages + 1) * page_size * layout.bytes_per_token
             raise KVCacheAllocationError(
-                f"a KV cache of {num_tokens} positions needs {needed / 2**30:.1f} GiB on {layout.device}, which is not "
-                "to be had; set kv_cache_tokens, or lower max_new_tokens, max_batch_size or window_size."
+                f"a KV cache of {num_tokens} positions needs {needed / 2**30:.1f} GiB on {layout.device}, which cannot "
+                "be allocated; set kv_cache_tokens, or lower max_new_tokens, max_batch_size or window_size."
             ) from error
         addresses = [[tensor.data_ptr() for tensor in pair] for pair in self.layers]
         on_host = torch.tensor(addresses, dtype=torch.int64, device="cpu").view(-1, 2)
@@ -74,7 +74,7 @@ class PagePool:
         self._pages_of: dict[Hashable, list[int]] = {}
         self._reserved: dict[Hashable, int] = {}
         self._num_reserved = 0
-        # A forward is laid out by indexing arrays with one place per owner.
+        # The layout of a forward indexes arrays that have one row, a place, per owner.
         self._places: dict[Hashable, int] = {}
         self._free_places: list[int] = []
         self._in_page = np.arange(page_size, dtype=np.int32)
@@ -84,37 +84,37 @@ class PagePool:
 
     @property
     def num_tokens(self) -> int:
-        """Positions of all pages together, without the scratch page."""
+        """The number of positions of all pages, without the scratch page."""
         return self.num_pages * self.page_size
 
     @property
     def num_free_pages(self) -> int:
-        """Pages nobody holds."""
+        """The number of pages that no owner holds."""
         return len(self._free)
 
     @property
     def is_vacant(self) -> bool:
-        """Whether nobody has anything of it, as after every call that was not interrupted in the middle of a change."""
+        """Whether no page or place is held or reserved. An interrupt may leave records that say otherwise."""
         is_free = not self._pages_of and not self._num_reserved and len(self._free) == self.num_pages
-        return is_free and len(self._free_places) == len(self.tables) - 1  # place 0 is nobody's
+        return is_free and len(self._free_places) == len(self.tables) - 1  # place 0 has no owner
 
     def block_table(self, owner: Hashable) -> list[int]:
-        """Return the pages ``owner`` holds, in order of position."""
+        """Return the pages of ``owner``, in order of position."""
         return self._pages_of[owner]
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Tell whether an empty pool could hold one owner of ``num_tokens`` positions."""
+        """Return whether an empty pool could hold one owner of ``num_tokens`` positions."""
         return self.num_pages_for(num_tokens) <= self.num_pages
 
     def fits(self, num_tokens: int) -> bool:
-        """Tell whether a new owner of up to ``num_tokens`` positions can be promised its pages now."""
+        """Return whether a new owner can reserve pages for ``num_tokens`` positions now."""
         return self._num_reserved + self.num_pages_for(num_tokens) <= self.num_pages
 
     def reserve(self, owner: Hashable, num_tokens: int) -> None:
-        """Reserve pages for up to ``num_tokens`` positions of a new owner; none is allocated yet.
+        """Reserve pages for up to ``num_tokens`` positions of a new owner, without allocating any.
 
         Raises:
-            KVCacheTooSmallError: they are not to be had now; ask ``fits`` first.
+            KVCacheTooSmallError: too few pages are unreserved; call ``fits`` first.
 
         """
         if owner in self._pages_of:
@@ -133,7 +133,7 @@ class PagePool:
         self.tables[place] = 0
 
     def free(self, owner: Hashable) -> None:
-        """Take back every page and the reservation of ``owner``."""
+        """Free every page and the reservation of ``owner``."""
         self._free.extend(reversed(self._pages_of.pop(owner)))
         self._num_reserved -= self._reserved.pop(owner)
         self._free_places.append(self._places.pop(owner))
@@ -141,15 +141,15 @@ class PagePool:
     def grown(self, num_tokens: int) -> PagePool:
         """Return a pool of ``num_tokens`` positions in which every owner holds the same pages, with their entries.
 
-        This pool must not be used any more. Until the copy is made there is memory for both.
+        The caller must not use this pool afterwards. Both pools need memory until the entries are copied.
 
         Raises:
-            KVCacheAllocationError: there is not; this pool is as it was.
+            KVCacheAllocationError: there is no memory for the larger pool; this pool is unchanged.
 
         """
         pool = PagePool(self.layout, num_tokens, self.page_size, self.row_padding)
-        for mine, larger in zip(self.tensors, pool.tensors, strict=True):
-            larger[:, :, : self.num_pages + 1] = mine
+        for smaller, larger in zip(self.tensors, pool.tensors, strict=True):
+            larger[:, :, : self.num_pages + 1] = smaller
         pool._free = [*range(pool.num_pages, self.num_pages, -1), *self._free]
         pool._pages_of, pool._reserved, pool._num_reserved = self._pages_of, self._reserved, self._num_reserved
         pool._places, pool._free_places = self._places, self._free_places
@@ -157,18 +157,18 @@ class PagePool:
         return pool
 
     def place(self, owner: Hashable) -> int:
-        """Return the row of ``tables`` and ``slots`` that is the owner's."""
+        """Return the owner's row in ``tables`` and ``slots``."""
         return self._places[owner]
 
     def num_pages_for(self, num_tokens: int) -> int:
-        """Return how many pages hold ``num_tokens`` positions."""
+        """Return the number of pages for ``num_tokens`` positions."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, owner: Hashable, num_tokens: int) -> None:
-        """See to it that ``owner`` holds pages for its first ``num_tokens`` positions.
+        """Allocate the pages that ``owner`` lacks for its first ``num_tokens`` positions.
 
         Raises:
-            KVCacheTooSmallError: it has not reserved so many.
+            KVCacheTooSmallError: the owner has reserved fewer pages.
 
         """
         pages = self._pages_of[owner]
@@ -186,7 +186,7 @@ class PagePool:
             pages.append(page)
 
     def _make_place(self, num_pages: int) -> None:
-        """See to it that a place is free, and wide enough for ``num_pages``."""
+        """Grow ``tables`` and ``slots`` until a place is free and every place holds ``num_pages``."""
         places, width = self.tables.shape
         more = 0 if self._free_places else max(8, places)
         wider = max(0, num_pages - width)

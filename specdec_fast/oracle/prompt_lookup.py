@@ -1,4 +1,4 @@
-"""Prompt lookup, as a scan that follows its definition; the drafter ``"ngram"`` keeps an index instead."""
+"""Prompt lookup: a scan that follows its definition. The drafter ``"ngram"`` keeps an index instead."""
 
 from __future__ import annotations
 

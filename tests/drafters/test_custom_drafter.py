@@ -29,7 +29,7 @@ def test_useless_drafts_change_nothing(target, prompt_ids, expected, script):
 
 
 def test_perfect_drafts_are_all_accepted(target, prompt_ids, expected):
-    """The replay of the right answer: K + 1 tokens per step, so as few steps as can be."""
+    """A drafter that replays the expected output gets K + 1 tokens per step, so the run takes the fewest steps."""
 
     def replay(sequence, limit):
         done = sequence.length - sequence.prompt_length
@@ -100,7 +100,7 @@ def test_engine_survives_an_exception_of_its_drafter(target, prompt_ids, expecte
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
 
 
-def test_limits_and_tokens_are_the_engines_own(target, prompt_ids, expected):
+def test_a_drafter_cannot_change_limits_or_tokens(target, prompt_ids, expected):
     """A drafter that raises its own limit, or edits the sequence in place, is an error; no output is wrong."""
     drafter = Scripted(None)
 
@@ -143,8 +143,8 @@ def test_engine_survives_an_exception_on_release(target, prompt_ids, expected):
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
 
 
-def test_drafter_is_not_asked_where_nothing_may_be_proposed(target, prompt_ids, expected):
-    """Otherwise each drafter would have to handle that ``torch.tensor([])`` is a float tensor."""
+def test_drafter_is_not_called_if_all_limits_are_zero(target, prompt_ids, expected):
+    """Otherwise every drafter would have to know that ``torch.tensor([])`` is a float tensor."""
 
     def propose(sequences, limits):
         assert any(limits)

@@ -1,4 +1,4 @@
-"""The drafter ``"ngram"``: its incremental index proposes what the oracle's plain scan proposes, at constant cost."""
+"""The drafter ``"ngram"``: its incremental index proposes the tokens of the oracle's scan, at constant cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter is added by naming it in ``DRAFTERS``: it is then found by name wherever a drafter may be named."""
+"""A drafter that is named in ``DRAFTERS`` can be used by name in the API and on the command line."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_more_than_any_step_has_concerns_one_request(pair):
     engine = sd.Engine(*pair, num_draft_tokens=3)
     refused, served = engine.generate([[1, 2], [3]], [params_of(4), params_of(3)])
     assert isinstance(refused.error, sd.TooManyDraftTokensError)
-    assert "num_draft_tokens=4 of a request: the engine's steps have at most 3" in str(refused.error)
+    assert "num_draft_tokens=4 of a request: the engine drafts at most 3 per step" in str(refused.error)
     assert served.error is None
     assert len(served.token_ids) == 20
 

@@ -105,7 +105,7 @@ def random_prompts(lengths=(1, 9, 18)):
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def pair(request):
-    """A random model, and the same with other weights in places: as a draft it is right at times."""
+    """Return a random model, and a copy with some weights changed: as a draft it is right for some tokens."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.float32).eval()
     for name, parameter in target.named_parameters():
@@ -227,7 +227,7 @@ def attended(*layers):
         ([], "0 of 0 layers of Model attend"),
     ],
 )  # fmt: skip
-def test_what_pages_cannot_keep_is_refused(layers, message):
+def test_layers_that_pages_cannot_store_are_refused(layers, message):
     with pytest.raises(UnsupportedModelError, match=message):
         attended(*layers).layout("Model")
 

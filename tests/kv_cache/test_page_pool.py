@@ -29,34 +29,34 @@ def rows_of(*spans: tuple[str, int, int]) -> tuple[list[Rows], torch.Tensor]:
     return rows, torch.arange(sum(span.count for span in rows))
 
 
-def assert_pages_sound(pool: PagePool, promised: dict[object, int], reached: dict[object, int]) -> None:
+def assert_pages_sound(pool: PagePool, reserved: dict[object, int], reached: dict[object, int]) -> None:
     """Every page is free or held by one owner; no owner holds the scratch page, or more than it has reached."""
-    held = [page for owner in promised for page in pool.block_table(owner)]
+    held = [page for owner in reserved for page in pool.block_table(owner)]
     assert len(set(held)) == len(held), "a page with two owners"
     assert all(1 <= page <= pool.num_pages for page in held), "the scratch page, or one that does not exist"
     assert pool.num_free_pages + len(held) == pool.num_pages, "a page was lost"
     for owner, num_tokens in reached.items():
-        assert len(pool.block_table(owner)) == pages_for(num_tokens, pool.page_size), "handed out on demand only"
+        assert len(pool.block_table(owner)) == pages_for(num_tokens, pool.page_size), "allocated on demand only"
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of joining, growing, rolling back and leaving, compared with counts of pages."""
+    """Owners join, grow, roll back and leave in any order; page counts are compared after every step."""
 
     owners = Bundle("owners")
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(LAYOUT, num_tokens=40, page_size=3)  # 14 pages, so that it is often full
-        self.promised: dict[object, int] = {}
+        self.reserved: dict[object, int] = {}
         self.reached: dict[object, int] = {}
 
-    def unpromised_pages(self) -> int:
-        return 14 - sum(pages_for(n, 3) for n in self.promised.values())
+    def unreserved_pages(self) -> int:
+        return 14 - sum(pages_for(n, 3) for n in self.reserved.values())
 
     @rule(target=owners, num_tokens=st.integers(0, 50))
     def join(self, num_tokens):
         assert self.pool.can_ever_fit(num_tokens) == (pages_for(num_tokens, 3) <= 14)
-        fits = pages_for(num_tokens, 3) <= self.unpromised_pages()
+        fits = pages_for(num_tokens, 3) <= self.unreserved_pages()
         assert self.pool.fits(num_tokens) == fits
         owner = object()
         if not fits:
@@ -64,14 +64,14 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.reserve(owner, num_tokens)
             return multiple()
         self.pool.reserve(owner, num_tokens)
-        self.promised[owner], self.reached[owner] = num_tokens, 0
+        self.reserved[owner], self.reached[owner] = num_tokens, 0
         return owner
 
     @rule(owner=owners, start=st.integers(0, 50), count=st.integers(1, 10))
     def compute(self, owner, start, count):
         start = min(start, self.reached[owner])  # below what it has reached: a rollback, which costs no page
         rows, token_ids = rows_of((owner, start, count))
-        if pages_for(start + count, 3) > pages_for(self.promised[owner], 3):
+        if pages_for(start + count, 3) > pages_for(self.reserved[owner], 3):
             with pytest.raises(KVCacheTooSmallError, match=f"position {start + count - 1} lies beyond"):
                 lay_out(self.pool, rows, token_ids)
             return
@@ -83,11 +83,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(owner=consumes(owners))
     def leave(self, owner):
         self.pool.free(owner)
-        del self.promised[owner], self.reached[owner]
+        del self.reserved[owner], self.reached[owner]
 
     @invariant()
     def pages_are_sound(self):
-        assert_pages_sound(self.pool, self.promised, self.reached)
+        assert_pages_sound(self.pool, self.reserved, self.reached)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
@@ -101,8 +101,8 @@ def test_page_check_rejects(fault):
     pool.reserve("a", 8)
     pool.reserve("b", 8)
     lay_out(pool, *rows_of(("a", 0, 5), ("b", 0, 3)))
-    promised, reached = {"a": 8, "b": 8}, {"a": 5, "b": 3}
-    assert_pages_sound(pool, promised, reached)
+    reserved, reached = {"a": 8, "b": 8}, {"a": 5, "b": 3}
+    assert_pages_sound(pool, reserved, reached)
     if fault == "scratch page":
         pool.block_table("b")[0] = 0
     elif fault == "page twice":
@@ -112,11 +112,11 @@ def test_page_check_rejects(fault):
     else:
         pool.block_table("b").append(pool._free.pop())
     with pytest.raises(AssertionError):
-        assert_pages_sound(pool, promised, reached)
+        assert_pages_sound(pool, reserved, reached)
 
 
 def layout_by_hand(pool: PagePool, rows: list[Rows]) -> dict[str, list]:
-    """Everything of RaggedBatch but the tokens, one number at a time."""
+    """Compute every field of RaggedBatch but the tokens by its definition, one number at a time."""
     positions, slots, cu_seqlens, used = [], [], [0], []
     for span in rows:
         for position in range(span.start, span.start + span.count):
@@ -176,7 +176,7 @@ def test_definition_rejects_another_layout(name):
 @fuzz(200)
 @given(page_size=st.integers(1, 9), spans=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 4)), min_size=1),
        num_forwards=st.integers(1, 6))  # fmt: skip
-def test_successive_forwards_are_those_laid_out_one_by_one(page_size, spans, num_forwards):
+def test_decode_batches_are_the_batches_laid_out_one_by_one(page_size, spans, num_forwards):
     pool = PagePool(LAYOUT, len(spans) * 40, page_size)
     for owner in range(len(spans)):
         pool.reserve(owner, 32)
@@ -237,7 +237,7 @@ def test_full_pool_says_what_is_missing_and_what_to_do():
     assert pool.fits(12)
 
 
-def test_refused_forward_hands_out_nothing_beyond_the_reservation():
+def test_refused_forward_allocates_no_page_beyond_the_reservation():
     pool = PagePool(LAYOUT, 20, page_size=4)
     pool.reserve("a", 6)
     with pytest.raises(KVCacheTooSmallError, match="position 8 lies beyond the 2 pages reserved"):
