@@ -102,10 +102,6 @@ class PagePool:
         """Return the pages of ``owner``, in order of position."""
         return self._pages_of[owner]
 
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """Return whether an empty pool could hold one owner of ``num_tokens`` positions."""
-        return self.num_pages_for(num_tokens) <= self.num_pages
-
     def fits(self, num_tokens: int) -> bool:
         """Return whether a new owner can reserve pages for ``num_tokens`` positions now."""
         return self._num_reserved + self.num_pages_for(num_tokens) <= self.num_pages
