@@ -26,7 +26,7 @@ _TILE = 2048  # weights that a program of four warps loads at a time
 
 @triton.jit(do_not_specialize=["num_products"])
 def _grouped_linear_kernel(
-    rows,  # [num_lines, IN_FEATURES], contiguous: a line per product, or one per NUM_CHOICES products
+    rows,  # [num_vectors, IN_FEATURES], contiguous: a vector per product, or one per NUM_CHOICES products
     expert_ids,  # [num_products]
     order,  # [num_products], sorts the products by expert
     weight,  # [experts, out_features, IN_FEATURES], or with the last two axes exchanged
@@ -80,12 +80,12 @@ def _launch(dtype: torch.dtype, in_features: int, num_choices: int, is_transpose
 
 def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Launch the kernel; the contract is the oracle's, except that expert ids are not checked."""
-    (_, num_lines, in_features), num_choices, out_features = rows.shape, expert_ids.shape[1], weight.shape[1]
+    (_, num_vectors, in_features), num_choices, out_features = rows.shape, expert_ids.shape[1], weight.shape[1]
     out = torch.empty(*expert_ids.shape, out_features, dtype=rows.dtype, device=rows.device)
     if out.numel() == 0:
         return out
-    per_line = num_choices if num_lines == 1 else 1
-    launch = _launch(rows.dtype, in_features, per_line, not weight.is_contiguous(), bias is not None)
+    products_per_vector = num_choices if num_vectors == 1 else 1
+    launch = _launch(rows.dtype, in_features, products_per_vector, not weight.is_contiguous(), bias is not None)
     num_products = expert_ids.numel()
     num_tiles = triton.cdiv(out_features, launch.constexprs["BLOCK_OUT"])
     _grouped_linear_kernel[(num_tiles * num_products,)](
@@ -108,7 +108,7 @@ def variants() -> Iterator[Variant]:
     for dtype, kind in TYPE_NAMES.items():
         signature = dict.fromkeys(pointers, f"*{kind}") | {"expert_ids": "*i64", "order": "*i64"}
         signature |= dict.fromkeys(("num_products", "out_features"), "i32")
-        for name, in_features, per_line, is_transposed, has_bias, is_aligned in (
+        for name, in_features, products_per_vector, is_transposed, has_bias, is_aligned in (
             ("2048_of_8", 2048, 8, False, False, True),
             ("768", 768, 1, False, False, True),
             ("2880_of_4_transposed_bias", 2880, 4, True, True, True),
@@ -116,7 +116,7 @@ def variants() -> Iterator[Variant]:
             ("67_transposed_unaligned", 67, 1, True, False, False),
             ("67_transposed_bias_unaligned", 67, 1, True, True, False),
         ):
-            launch = _launch(dtype, in_features, per_line, is_transposed, has_bias)
+            launch = _launch(dtype, in_features, products_per_vector, is_transposed, has_bias)
             divisible = (*pointers, "out_features") if is_aligned else pointers
             yield launch.variant(f"{kind}_{name}", _grouped_linear_kernel, signature, divisible)
         launch = _launch(dtype, 67, 1, False, False)  # Triton treats an integer that is 1 as a constant

@@ -44,8 +44,8 @@ void grouped_linear(const GroupedLinearArgs& args) {
   const char* rows = static_cast<const char*>(args.rows);
   char* out = static_cast<char*>(args.out);
   const auto input = [&](std::int64_t i) {
-    const std::int64_t line = args.num_lines == 1 ? 0 : i % args.num_choices;
-    return rows + i / args.num_choices * args.row_stride * item + line * in_bytes;
+    const std::int64_t vector = args.num_vectors == 1 ? 0 : i % args.num_choices;
+    return rows + i / args.num_choices * args.row_stride * item + vector * in_bytes;
   };
   std::int64_t largest = 0;
   for (std::int64_t e = 0; e < args.num_experts; ++e) largest = std::max(largest, groups.starts[e + 1] - groups.starts[e]);

@@ -155,9 +155,10 @@ void Program::run_row_ops(const Step& step, Run& run) {
 
 void Program::run_linear(const LinearStep& step, const Run& run) const {
   const std::int64_t num_rows = run.num_rows(buffers_[step.in].domain);
-  const std::int64_t row_stride = step.lines == 1 ? run.buffers[step.in].row_stride / item_size(step.dtype) : step.in_features;
+  const Location& in = run.buffers[step.in];
+  const std::int64_t row_stride = step.num_vectors == 1 ? in.row_stride / item_size(step.dtype) : step.in_features;
   const auto compute = step.transposed ? linear_transposed : linear;
-  compute({step.dtype, num_rows * step.lines, step.in_features, step.out_features, run.buffers[step.in].base + step.in_offset,
+  compute({step.dtype, num_rows * step.num_vectors, step.in_features, step.out_features, in.base + step.in_offset,
            row_stride, step.weight, step.bias, run.buffers[step.out].base, run.forward.num_threads});
 }
 
@@ -171,8 +172,8 @@ void Program::run_grouped_linear(const GroupedLinearStep& step, const Run& run) 
       expert_ids[row * step.choices + i] = static_cast<std::int64_t>(chosen[i]);
     }
   }
-  grouped_linear({step.dtype, num_rows, step.choices, step.lines, step.in_features, step.out_features, step.num_experts,
-                  in.base + step.in_offset, in.row_stride / item_size(step.dtype), expert_ids.data(), step.weight,
+  grouped_linear({step.dtype, num_rows, step.choices, step.num_vectors, step.in_features, step.out_features,
+                  step.num_experts, in.base + step.in_offset, in.row_stride / item_size(step.dtype), expert_ids.data(), step.weight,
                   step.transposed, step.bias, run.buffers[step.out].base, run.forward.num_threads});
 }
 

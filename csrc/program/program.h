@@ -37,7 +37,7 @@ struct LinearStep {
   DType dtype;
   int in, out;                // buffers
   std::int64_t in_offset;     // bytes
-  std::int64_t lines;         // products per row
+  std::int64_t num_vectors;   // products per row
   std::int64_t in_features, out_features;
   const void *weight, *bias;  // bias may be null
   bool transposed;            // weight is [in_features, out_features]
@@ -47,7 +47,7 @@ struct GroupedLinearStep {  // see grouped_linear.h
   DType dtype;
   int in, experts, out;                      // buffers; expert ids are fp32 numbers
   std::int64_t in_offset, experts_offset;    // bytes
-  std::int64_t lines, choices, in_features, out_features, num_experts;
+  std::int64_t num_vectors, choices, in_features, out_features, num_experts;
   const void *weight, *bias;
   bool transposed;
 };

@@ -38,14 +38,14 @@ bool is_dense(const Operand& operand, const Shape& shape) {
   return true;
 }
 
-// Calls visit(line, offset in elements) for every line, a vector along the last axis.
+// Calls visit(index, offset in elements) for every vector along the last axis.
 template <typename Visit>
-void for_each_line(const Shape& shape, const Shape& strides, Visit visit) {
-  std::int64_t line = 0;
+void for_each_vector(const Shape& shape, const Shape& strides, Visit visit) {
+  std::int64_t vector = 0;
   for (std::int64_t i = 0; i < shape[0]; ++i) {
     for (std::int64_t j = 0; j < shape[1]; ++j) {
       for (std::int64_t k = 0; k < shape[2]; ++k) {
-        visit(line++, i * strides[0] + j * strides[1] + k * strides[2]);
+        visit(vector++, i * strides[0] + j * strides[1] + k * strides[2]);
       }
     }
   }
@@ -71,8 +71,8 @@ const float* load(const Operand& operand, const Shape& shape, const RowPlace& pl
     return memory;
   }
   const std::int64_t length = shape[3], stride = operand.strides[3], item = item_size(operand.dtype);
-  for_each_line(shape, operand.strides, [&](std::int64_t line, std::int64_t offset) {
-    float* to = memory + line * length;
+  for_each_vector(shape, operand.strides, [&](std::int64_t vector, std::int64_t offset) {
+    float* to = memory + vector * length;
     const char* numbers = from + offset * item;
     if (stride == 1) {
       widen_all(operand.dtype, numbers, to, length);
@@ -92,8 +92,8 @@ void store(const Operand& operand, const Shape& shape, const float* result, cons
     narrow_all(operand.dtype, result, to, shape[0] * shape[1] * shape[2] * length);
     return;
   }
-  for_each_line(shape, operand.strides, [&](std::int64_t line, std::int64_t offset) {
-    const float* numbers = result + line * length;
+  for_each_vector(shape, operand.strides, [&](std::int64_t vector, std::int64_t offset) {
+    const float* numbers = result + vector * length;
     if (stride == 1) {
       narrow_all(operand.dtype, numbers, to + offset * item, length);
     } else {
@@ -104,11 +104,11 @@ void store(const Operand& operand, const Shape& shape, const float* result, cons
   });
 }
 
-// Runs an operation over the last axis, line by line.
-void run_over_lines(const RowOp& op, const float* const* in, float* result) {
+// Runs an operation over the last axis, vector by vector.
+void run_over_vectors(const RowOp& op, const float* const* in, float* result) {
   const std::int64_t length = op.in[0].length, others = op.in.size() > 1 ? op.in[1].length : 0;
-  for (std::int64_t line = 0; line < op.lines(); ++line, result += op.out.length) {
-    const float *numbers = in[0] + line * length, *second = in[1] + line * others;
+  for (std::int64_t vector = 0; vector < op.num_vectors(); ++vector, result += op.out.length) {
+    const float *numbers = in[0] + vector * length, *second = in[1] + vector * others;
     switch (op.code) {
       case RowCode::kSum: result[0] = sum(numbers, length); break;
       case RowCode::kMean: result[0] = sum(numbers, length) / static_cast<float>(length); break;
@@ -119,9 +119,9 @@ void run_over_lines(const RowOp& op, const float* const* in, float* result) {
         break;
       case RowCode::kScatter:
         std::copy(numbers, numbers + length, result);
-        for (std::int64_t i = 0; i < others; ++i) result[place_of(second[i], length)] = in[2][line * others + i];
+        for (std::int64_t i = 0; i < others; ++i) result[place_of(second[i], length)] = in[2][vector * others + i];
         break;
-      default: layer_norm(numbers, second, in[2] + line * length, op.scalar, result, length);
+      default: layer_norm(numbers, second, in[2] + vector * length, op.scalar, result, length);
     }
   }
 }
@@ -132,7 +132,7 @@ void embed(const RowOp& op, const RowPlace& place) {
     throw std::out_of_range((op.by_position ? "position " : "token id ") + std::to_string(row) +
                             " lies outside a table of " + std::to_string(op.table_rows) + " rows");
   }
-  const std::int64_t bytes = op.lines() * op.out.length * item_size(op.out.dtype);
+  const std::int64_t bytes = op.num_vectors() * op.out.length * item_size(op.out.dtype);
   std::memcpy(address(op.out, place), op.in[0].constant + row * bytes, static_cast<std::size_t>(bytes));
 }
 
@@ -141,7 +141,7 @@ void embed(const RowOp& op, const RowPlace& place) {
 std::int64_t RowOp::size() const {
   std::int64_t longest = out.length;
   for (const Operand& operand : in) longest = std::max(longest, operand.length);
-  return lines() * longest;
+  return num_vectors() * longest;
 }
 
 RowOp prepared(RowOp op) {
@@ -165,9 +165,9 @@ void run_row_op(const RowOp& op, const RowPlace& place, RowScratch& scratch) {
   const bool in_place = op.out.dtype == DType::kFloat32 && op.out.is_dense;
   float* result = in_place ? reinterpret_cast<float*>(address(op.out, place)) : scratch.result.data();
   if (op.code >= RowCode::kMean) {
-    run_over_lines(op, in, result);
+    run_over_vectors(op, in, result);
   } else {
-    run_elementwise(op.code, in[0], in[1], in[2], result, op.lines() * op.out.length);
+    run_elementwise(op.code, in[0], in[1], in[2], result, op.num_vectors() * op.out.length);
   }
   if (!in_place) store(op.out, results, result, place);
 }

@@ -54,7 +54,7 @@ struct RowOp {
   bool by_position;         // kEmbedding
   std::int64_t table_rows;  // kEmbedding
 
-  std::int64_t lines() const { return shape[0] * shape[1] * shape[2]; }  // vectors along the last axis
+  std::int64_t num_vectors() const { return shape[0] * shape[1] * shape[2]; }  // vectors along the last axis
   std::int64_t size() const;                                             // numbers in the largest operand
 };
 

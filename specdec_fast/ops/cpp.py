@@ -78,12 +78,12 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Run ``csrc/ops/grouped_linear.cpp``; the contract is the oracle's."""
     rows = rows.contiguous()
-    num_rows, num_lines, in_features = rows.shape
+    num_rows, num_vectors, in_features = rows.shape
     num_experts, out_features, _ = weight.shape
     out = torch.empty(*expert_ids.shape, out_features, dtype=rows.dtype, device=rows.device)
     _C.grouped_linear(
         DTYPE_CODES[rows.dtype],
-        (num_rows, expert_ids.shape[1], num_lines, in_features, out_features, num_experts),
+        (num_rows, expert_ids.shape[1], num_vectors, in_features, out_features, num_experts),
         rows.data_ptr(),
         expert_ids.data_ptr(),
         weight.data_ptr(),

@@ -19,7 +19,7 @@ def _check(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None
     expect(expert_ids.is_contiguous(), "expert_ids must be contiguous.")
     expect(
         rows.shape[1] in (1, expert_ids.shape[1]),
-        f"rows has {rows.shape[1]} lines per row; expected 1, or one for each of {expert_ids.shape[1]} choices.",
+        f"rows has {rows.shape[1]} vectors per row; expected 1, or one for each of {expert_ids.shape[1]} choices.",
     )
     expect_tensor("weight", weight, (None, None, rows.shape[2]), (rows.dtype,), rows.device)
     expect(rows.shape[2] > 0, "rows have no features.")
@@ -32,7 +32,7 @@ def _check(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None
 def _make(
     shape: tuple[int, int, int],
     choices: tuple[int, int],
-    has_lines: bool,
+    one_per_choice: bool,
     layout: str,
     generator: torch.Generator,
     dtype: torch.dtype,
@@ -40,7 +40,7 @@ def _make(
 ) -> dict[str, Any]:
     """Make normal numbers; ``shape``: rows, in_features, out_features; ``choices``: choices per row, experts."""
     (num_rows, in_features, out_features), (num_choices, num_experts) = shape, choices
-    rows = torch.randn(num_rows, num_choices if has_lines else 1, in_features, generator=generator, device="cpu").to(
+    rows = torch.randn(num_rows, num_choices if one_per_choice else 1, in_features, generator=generator, device="cpu").to(
         dtype
     )
     scores = torch.rand(num_rows, num_experts, generator=generator, device="cpu")
@@ -63,14 +63,14 @@ def _cases() -> Iterator[Case]:
     grid: tuple[tuple[str, str, tuple[int, int, int], tuple[int, int], bool, str], ...] = (
         ("experts_one_row", "plain decoding: every expert has at most one row", (1, 96, 64), (4, 8), False, "plain"),
         ("experts_rows", "several rows per expert, in different places", (13, 64, 70), (3, 5), False, "plain bias"),
-        ("experts_lines", "one input per choice; odd sizes", (7, 67, 33), (2, 6), True, "plain bias"),
+        ("experts_vectors", "one input per choice; odd sizes", (7, 67, 33), (2, 6), True, "plain bias"),
         ("experts_transposed", "transposed weights", (9, 50, 75), (2, 4), False, "transposed bias"),
-        ("experts_lines_transposed", "both", (1, 300, 530), (3, 4), True, "transposed"),
+        ("experts_vectors_transposed", "both", (1, 300, 530), (3, 4), True, "transposed"),
         ("experts_all", "every row chooses every expert", (3, 16, 1), (3, 3), False, "plain"),
         ("experts_no_rows", "an empty batch", (0, 32, 16), (2, 4), False, "plain bias"),
     )  # fmt: skip
-    for name, why, shape, choices, has_lines, layout in grid:
-        yield Case(name, why, partial(_make, shape, choices, has_lines, layout))
+    for name, why, shape, choices, one_per_choice, layout in grid:
+        yield Case(name, why, partial(_make, shape, choices, one_per_choice, layout))
 
 
 def _benchmarks() -> Iterator[Case]:

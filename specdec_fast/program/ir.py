@@ -27,8 +27,8 @@ BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")  # 1 where it holds, else 0
 REDUCTIONS = ("mean", "sum")
 # Along the last axis, of which every operand has its own length. topk returns places, gather and scatter take them.
-OVER_LINES = (*REDUCTIONS, "layer_norm", "softmax", "topk", "gather", "scatter")
-ROW_CODES = (*UNARY, *BINARY, *COMPARISONS, "where", *OVER_LINES, "position", "embedding")
+OVER_VECTORS = (*REDUCTIONS, "layer_norm", "softmax", "topk", "gather", "scatter")
+ROW_CODES = (*UNARY, *BINARY, *COMPARISONS, "where", *OVER_VECTORS, "position", "embedding")
 MAX_RANK = 4
 
 ROWS, LOGIT_ROWS = 0, 1  # domains: the rows of the batch, or those whose logits are wanted

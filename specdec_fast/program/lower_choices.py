@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.program.ir import COMPARISONS
-from specdec_fast.program.lower_math import elementwise, lines_of
+from specdec_fast.program.lower_math import elementwise, vectors_of
 from specdec_fast.program.lowering_table import Lowerings
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.program.tape import Tape
@@ -99,7 +99,7 @@ def _ones_like(tape: Tape, result: Tensor, source: Tensor, **kwargs: Any) -> Non
 
 @LOWERED.entry("softmax.int", "_softmax.default")
 def _softmax(tape: Tape, result: Tensor, source: Tensor, axis: int, *args: Any, **kwargs: Any) -> None:
-    view = lines_of(tape, "softmax", source, axis)
+    view = vectors_of(tape, "softmax", source, axis)
     out = tape.fresh_like(result, view.axis, view.domain)
     tape.row_op("softmax", [view], out)
     tape.bind(result, out)
@@ -116,7 +116,7 @@ def _topk(
     is_sorted: bool = True,
 ) -> None:
     """Among equal numbers, as 16-bit routers have them, choose the same ones as PyTorch on a CPU."""
-    view = lines_of(tape, "topk", source, axis)
+    view = vectors_of(tape, "topk", source, axis)
     if not largest:
         raise NotLowerableError("topk of the smallest")
     values, places = result
@@ -128,7 +128,7 @@ def _topk(
 
 @LOWERED.entry("gather.default")
 def _gather(tape: Tape, result: Tensor, source: Tensor, axis: int, index: Tensor, **kwargs: Any) -> None:
-    view = lines_of(tape, "gather", source, axis)
+    view = vectors_of(tape, "gather", source, axis)
     out = tape.fresh_like(result, view.axis, view.domain)
     tape.row_op("gather", [view, tape.row_view(index)], out)
     tape.bind(result, out)
@@ -136,7 +136,7 @@ def _gather(tape: Tape, result: Tensor, source: Tensor, axis: int, index: Tensor
 
 @LOWERED.entry("scatter.value", "scatter.src")
 def _scatter(tape: Tape, result: Tensor, source: Tensor, axis: int, index: Tensor, values: Any) -> None:
-    view = lines_of(tape, "scatter", source, axis)
+    view = vectors_of(tape, "scatter", source, axis)
     if isinstance(values, Tensor) and values.shape != index.shape:
         raise NotLowerableError("scatter of some numbers of a tensor")
     written = tape.row_view(values) if isinstance(values, Tensor) else float(values)

@@ -131,7 +131,7 @@ def _rsub(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1) -
     _binary(tape, result, right, left, alpha, code="sub")
 
 
-def lines_of(tape: Tape, code: str, source: Tensor, *axes: int) -> RowView:
+def vectors_of(tape: Tape, code: str, source: Tensor, *axes: int) -> RowView:
     """Return a tensor's numbers for an operation along ``axes``, which must be the last axis alone."""
     view = tape.row_view(source)
     if [axis % source.dim() for axis in axes] != [source.dim() - 1] or view.axis == source.dim() - 1:
@@ -142,7 +142,7 @@ def lines_of(tape: Tape, code: str, source: Tensor, *axes: int) -> RowView:
 def _reduce(
     tape: Tape, result: Tensor, source: Tensor, axes: Sequence[int], keepdim: bool = False, *, code: str, **kwargs: Any
 ) -> None:
-    view = lines_of(tape, code, source, *axes)
+    view = vectors_of(tape, code, source, *axes)
     if result.dtype in WHOLE:
         raise NotLowerableError(f"{code} of integers")
     out = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), result.dtype)

@@ -13,7 +13,7 @@ from specdec_fast.batch.ragged_batch import AttentionParams
 from specdec_fast.program.ir import (
     LOGIT_ROWS,
     MAX_RANK,
-    OVER_LINES,
+    OVER_VECTORS,
     ROWS,
     Append,
     Attend,
@@ -146,15 +146,15 @@ class Tape:
                 raise NotLowerableError(f"{code} of tensors whose rows are different axes")
             if isinstance(each, RowView) and each.domain != out.domain:
                 raise NotLowerableError("all rows and rows whose logits are wanted are mixed")
-        over_lines = code in OVER_LINES
-        common = [each[:-1] if over_lines else each for each in sizes]
+        over_vectors = code in OVER_VECTORS
+        common = [each[:-1] if over_vectors else each for each in sizes]
         shape = tuple(max(axis) for axis in zip(*common, strict=True))
         if common[-1] != shape:
             raise NotLowerableError(f"{code} gives a shape {list(sizes[-1])} from one of {list(shape)}")
         strides = [_strides(each, shape, rank) for each in views]
         head, own = collapsed(shape, [each[: len(shape)] for each in strides])
         lengths = [head[-1]] * len(views)
-        if over_lines:
+        if over_vectors:
             lengths = _lengths(views, sizes)
             head = (*head, lengths[0])
             own = [(*o, s[-1]) for o, s in zip(own, strides, strict=True)]

@@ -177,7 +177,7 @@ def test_independence_check_rejects_pieces_by_row_count():
 
 # Enough rows or logits that the kernels go to work with several threads.
 THREADED = [("paged_attention", "verify"), ("verify_chain", "large_vocabulary"), ("linear", "linear_threads")]
-THREADED += [("grouped_linear", "experts_lines_transposed")]
+THREADED += [("grouped_linear", "experts_vectors_transposed")]
 
 
 @pytest.mark.parametrize(("name", "case"), THREADED)
@@ -193,12 +193,12 @@ def test_number_of_threads_changes_no_bit(name, case):
 
 
 @pytest.mark.parametrize("backend", list(all_ops()["grouped_linear"].implementations))
-@pytest.mark.parametrize("case", ["experts_rows", "experts_lines", "experts_transposed"])
+@pytest.mark.parametrize("case", ["experts_rows", "experts_vectors", "experts_transposed"])
 @each_dtype
 def test_rows_of_experts_are_independent(backend, case, dtype):
     """A row has the same bits alone, in the other half of the batch, and with all rows in other places."""
     device_for(all_ops()["grouped_linear"], backend)
-    if backend in INTERPRETED and (case, dtype) != ("experts_lines", torch.float32):
+    if backend in INTERPRETED and (case, dtype) != ("experts_vectors", torch.float32):
         pytest.skip("seconds in the interpreter, for the same order of the same sums")
     grouped, args = all_ops()["grouped_linear"].load(backend), make("grouped_linear", case, dtype)
     rows, expert_ids = args.pop("rows"), args.pop("expert_ids")

@@ -204,7 +204,7 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "rows_lines": (
             "rows",
             lambda x: x.expand(-1, 2, -1),
-            "rows has 2 lines per row; expected 1, or one for each of 3",
+            "rows has 2 vectors per row; expected 1, or one for each of 3",
         ),
         "ids_dtype": ("expert_ids", Tensor.int, "expert_ids is torch.int32; expected int64"),
         "ids_short": ("expert_ids", lambda x: x[1:], r"expert_ids has shape \[12, 3\]; expected \[13, any\]"),
