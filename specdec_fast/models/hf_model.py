@@ -33,18 +33,18 @@ from specdec_fast.torch_threads import one_thread
 class HFModel:
     """A Hugging Face model whose forwards PyTorch runs on ragged rows.
 
-    Only its attention function and linears are exchanged, only during a forward, and by one thread at a time.
+    Only its attention function, experts and linears are replaced, only during a forward, and by one thread at a time.
 
     Args:
         model: the model, as the caller gave it.
         ops: serve attention and linears during a forward.
-        token_ids: ``[n]`` int64, a short text by which the model is probed.
+        token_ids: ``[n]`` int64, a short text with which the model is probed.
 
     Attributes:
-        model: as given.
-        config: of its decoder.
-        linears: how its linears are computed during a forward.
-        layout: what one position of its KV cache is made of.
+        model: the model, as given.
+        config: config of its decoder.
+        linears: computes its linears during a forward.
+        layout: shapes and dtype of the KV entries of one position.
         sliding_layers: the layers that have a sliding window.
 
     """
@@ -55,8 +55,8 @@ class HFModel:
         self.linears = Linears(model, ops)
         self._expert_configs = expert_configs(model)
         self._lock = lock_of(self.config)
-        self._attached_by: int | None = None  # a thread
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._attached_by: int | None = None  # id of the thread inside `attached`
+        self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = KVProbe(ops)
         with torch.inference_mode(), self.hooked():
             self.call(token_ids[None], torch.arange(len(token_ids), device=token_ids.device)[None], probe, None)
@@ -65,7 +65,7 @@ class HFModel:
 
     @torch.inference_mode()
     def dense_logits(self, token_ids: Tensor) -> Tensor:
-        """Run the model as it is on one sequence of ``n`` tokens; return its logits ``[n, vocab_size]``."""
+        """Run the unmodified model on one sequence of ``n`` tokens; return its logits ``[n, vocab_size]``."""
         with self._lock:
             return self.model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True).logits[0]
 
@@ -77,7 +77,7 @@ class HFModel:
         return self._run_attached(batch, pool, logit_rows)
 
     def _run_attached(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
-        # A step is in inference mode already, and a drafting loop attached: each costs microseconds to enter.
+        # A step is already in inference mode, a drafting loop is already attached; entering each costs microseconds.
         if torch.is_inference_mode_enabled() and self._attached_by == get_ident():
             return self._forward(batch, pool, logit_rows)
         with torch.inference_mode(), self.attached():
@@ -87,7 +87,7 @@ class HFModel:
         token_ids, positions, wanted, row_padding = batch.token_ids, batch.positions, logit_rows, pool.row_padding
         num_rows, num_wanted = len(token_ids), len(token_ids) if wanted is None else len(wanted)
         cache = self.make_cache(pool, batch, num_wanted)
-        if missing := row_padding.padding(num_rows):  # any token will do, at a position that every model has
+        if missing := row_padding.padding(num_rows):  # padding rows: token 0 at position 0, which every model has
             token_ids, positions = pad(token_ids, (0, missing)), pad(positions, (0, missing))
         if wanted is not None and (missing := row_padding.padding(num_wanted)):
             wanted = pad(wanted, (0, missing))
@@ -101,17 +101,17 @@ class HFModel:
             )
         if logit_rows is None:
             return logits[:num_rows]
-        return logits[:num_wanted] if self._keeps_rows else logits[logit_rows]
+        return logits[:num_wanted] if self._has_logits_to_keep else logits[logit_rows]
 
     def make_cache(self, pool: PagePool, batch: RaggedBatch, num_logit_rows: int | None = None) -> PagedCache:
-        """Return what the model takes for its KV cache in one forward."""
+        """Return the model's ``past_key_values`` for one forward."""
         return PagedCache(pool, batch, self._ops, self.sliding_layers, num_logit_rows)
 
     def call(
         self, token_ids: Tensor, positions: Tensor, cache: PagedCache | KVProbe, logit_rows: Tensor | None
     ) -> Tensor:
-        """Call the Hugging Face model itself: ``[1, T]`` ids and positions to logits ``[1, R, vocab_size]``."""
-        keep = {"logits_to_keep": logit_rows} if logit_rows is not None and self._keeps_rows else {}
+        """Call the Hugging Face model: ``[1, T]`` ids and positions to logits ``[1, R, vocab_size]``."""
+        keep = {"logits_to_keep": logit_rows} if logit_rows is not None and self._has_logits_to_keep else {}
         token = active_cache.set(cache)
         try:
             return self.model(
@@ -121,15 +121,15 @@ class HFModel:
             active_cache.reset(token)
 
     def hooked(self) -> AbstractContextManager[None]:
-        """Exchange the model's attention function, and what computes its experts, for a ``with`` block."""
+        """Replace the model's attention function, and the function of its experts, for a ``with`` block."""
         return hooked(self.config, self._expert_configs, self._lock)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Exchange the linears as well, as a forward does for itself unless its caller has done it.
+        """Replace the linears as well. A forward does so by itself, unless its caller has done it.
 
-        Worth doing around several forwards (20 microseconds each); not for longer, because the model is the user's:
-        drafters and callbacks may run it between forwards.
+        Around several forwards it saves 20 microseconds per forward. It must not last longer, because drafters and
+        callbacks may run the caller's model between steps.
         """
         with self.hooked(), self.linears.attached():
             before, self._attached_by = self._attached_by, get_ident()

@@ -1,7 +1,7 @@
 """A causal language model on ragged rows: one way to compute rows, one to draft, one to verify.
 
-Whether a program, a graph or PyTorch runs a forward is decided here. Whether a model can be served at all is checked
-when it is loaded, by comparing its ragged logits with its own dense ones.
+``RaggedModel`` decides whether a program, a graph or PyTorch runs a forward. When a model is loaded, it compares the
+model's ragged logits with its dense ones, and refuses a model that it cannot serve.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class RaggedModel:
 
     Attributes:
         model: the Hugging Face model, as given.
-        hf: its forwards by PyTorch.
-        layout: what one position of its KV cache is made of.
+        hf: runs its forwards by PyTorch.
+        layout: shapes and dtype of the KV entries of one position.
         vocab_size: width of its logits.
-        max_positions: positions it can serve; None if it does not say.
+        max_positions: number of positions that it can serve; None if its config has no limit.
         eos_token_ids: ids that end a text, from its generation config.
-        program: its whole forward in one call, made when it is loaded; None where PyTorch runs it.
-        why_no_program: the reason for that.
-        graphs: its forwards of few rows as graphs; None until ``use_graphs``, and where the device has none.
-        row_padding: what its page pools have forwards computed by; as the model does, unless ``make_deterministic``
-            asked for more.
-        why_one_by_one: what in it mixes rows, if that is why it computes them one by one.
-        page_size: of the pages that it is probed with: those it will be served with, because an op may refuse others.
+        program: runs its whole forward in one call; None if PyTorch runs it.
+        why_no_program: the reason why ``program`` is None.
+        graphs: graphs of its forwards of few rows; None before ``use_graphs``, and on a device without graphs.
+        row_padding: how rows are padded and cut, for its page pools. The default changes nothing;
+            ``make_deterministic`` sets it.
+        why_one_by_one: the operation that mixes rows, if that is why it computes rows one by one.
+        page_size: page size of its probes; it must be that of the engine, because an op may refuse another one.
 
     """
 
@@ -65,8 +65,10 @@ class RaggedModel:
         self.why_one_by_one: str | None = None
         self.program: ForwardProgram | None = None
         self._watch: Watch | None = None
-        self._enforces_eager = enforce_eager
-        self.why_no_program: str | None = None
+        self._executor, self.why_no_program = executor_for(ops)
+        self._capture = capture_for(model.device)
+        if enforce_eager:
+            self._executor, self.why_no_program, self._capture = None, "enforce_eager=True", None
         self.graphs: Graphs | None = None
         self.eos_token_ids = eos_token_ids(model)
         config = model.config.get_text_config(decoder=True)
@@ -84,30 +86,30 @@ class RaggedModel:
 
     @property
     def name(self) -> str:
-        """The name or folder the model was loaded from, or its class."""
+        """The name or folder from which the model was loaded, or its class."""
         return self.path or type(self.model).__name__
 
     @property
     def path(self) -> str:
-        """The name or folder the model was loaded from; empty if it was made otherwise."""
+        """The name or folder from which the model was loaded; empty if it was made in memory."""
         return getattr(self.model.config, "_name_or_path", None) or ""
 
     @property
     def has_fused_step(self) -> bool:
-        """Whether its program's ``draft`` and ``verify`` serve it: it has one, whose rows need no padding."""
+        """Whether its program's ``draft`` and ``verify`` run its steps: it has a program, and rows need no padding."""
         return self.program is not None and self.row_padding.multiple == 1
 
     def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None = None) -> Tensor:
-        """Compute the batch's rows, writing their KV entries into ``pool``.
+        """Compute the batch's rows, and write their KV entries into ``pool``.
 
         Args:
             batch: ``T`` rows.
             pool: this model's pages.
-            logit_rows: ``[R]`` int64 row indices whose logits are wanted; None wants all.
+            logit_rows: ``[R]`` int64, the rows whose logits the caller needs; None: all.
 
         Returns:
-            Logits ``[R, vocab_size]`` (``[T, vocab_size]`` without ``logit_rows``) in the model's dtype, to be read
-            before the model's next forward: of a graph they are always in the same memory.
+            Logits ``[R, vocab_size]`` (``[T, vocab_size]`` without ``logit_rows``) in the model's dtype. Read them
+            before the model's next forward, because a graph always writes them to the same memory.
 
         """
         if self.program is not None:
@@ -118,13 +120,13 @@ class RaggedModel:
     def verify_step(
         self, pool: PagePool, sequences: list[Sequence], draft_tokens: Tensor, num_draft_tokens: list[int]
     ) -> Verification:
-        """Compute logits at every sequence's last committed token and its draft tokens, and choose from them.
+        """Compute logits at every sequence's last committed token and its draft tokens, and verify the draft tokens.
 
         Args:
             pool: this model's pages.
-            sequences: ``B`` of them; the pool has the KV entries of all their tokens but the last.
+            sequences: ``B`` sequences; the pool has the KV entries of all their tokens but the last.
             draft_tokens: ``[sum(num_draft_tokens)]`` int64 on any device, sequence after sequence.
-            num_draft_tokens: of each sequence, 0 included.
+            num_draft_tokens: number of draft tokens per sequence; 0 is allowed.
 
         """
         counts = [count + 1 for count in num_draft_tokens]
@@ -156,12 +158,12 @@ class RaggedModel:
         """Continue every sequence by the model's own choice, with the noise that the target will use.
 
         Args:
-            pool: this model's pages, reserved for all the positions that will be computed.
-            sequences: ``B`` of them.
-            kv_lengths: positions of each whose KV entries the pool has, fewer than its length; the other committed
-                tokens are computed first, ids beyond this model's vocabulary as its last one.
-            num_draft_tokens: of each sequence, at least 1.
-            vocab_size: ids that may be chosen are below it.
+            pool: this model's pages, reserved for all positions of the step.
+            sequences: ``B`` sequences.
+            kv_lengths: per sequence, the number of positions that have KV entries, fewer than its length. The step
+                computes the other committed tokens first; ids beyond this model's vocabulary are clamped.
+            num_draft_tokens: number of tokens to draft per sequence, at least 1.
+            vocab_size: the model chooses ids below it.
 
         Returns:
             ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
@@ -181,33 +183,27 @@ class RaggedModel:
             return DraftLoop(self, pool, vocab_size).run(rows, token_ids, num_draft_tokens)
 
     def use_graphs(self, limits: Limits) -> None:
-        """From now on replay forwards within ``limits`` as graphs, on a device that has them."""
-        if self.program is not None or self._enforces_eager:
-            return
-        capture = capture_for(self.layout.device)
-        if capture is not None:
-            self.graphs = Graphs(self.model, self.hf.forward, capture, limits, partial(greedy_tokens, self.ops))
+        """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""
+        if self.program is None and self._capture is not None:
+            self.graphs = Graphs(self.model, self.hf.forward, self._capture, limits, partial(greedy_tokens, self.ops))
 
     def attached(self) -> AbstractContextManager[None]:
-        """Do what every forward does around itself, once for several forwards: see ``HFModel.attached``."""
+        """Replace functions and linears once for several forwards of PyTorch: see ``HFModel.attached``."""
         return nullcontext() if self.program is not None else self.hf.attached()
 
     def _make_program(self, token_ids: Tensor, dense_logits: Tensor) -> None:
-        """Write the forward down as a program, if it can be and reproduces the model's own logits."""
-        executor, self.why_no_program = executor_for(self.ops)
-        if self._enforces_eager:
-            executor, self.why_no_program = None, "enforce_eager=True"
-        if executor is None:
+        """Compile the forward to a program, if it can be compiled and reproduces the model's own logits."""
+        if self._executor is None:
             return
         try:
-            with self.hf.hooked():  # with linears that ATen sees
+            with self.hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
                 plan = compile_forward(self.model, self.hf.call, self.layout, self.ops, self.hf.sliding_layers)
-            self.program = executor(plan)
+            self.program = self._executor(plan)
             self._watch = Watch(self.model, plan.baked)
             self._expect_to_reproduce(token_ids, dense_logits)
         except (NotLowerableError, UnsupportedModelError) as error:
             self.program, self.why_no_program = None, str(error)
-        except Exception as error:  # a model's own code may do anything; PyTorch runs it all the same
+        except Exception as error:  # a model's own code may raise anything here; PyTorch can still run it
             self.program, self.why_no_program = None, f"recording it failed: {type(error).__name__}: {error}"
 
     def _expect_to_reproduce(self, token_ids: Tensor, dense_logits: Tensor) -> None:
@@ -215,11 +211,10 @@ class RaggedModel:
         check_reproduces(name, self.forward, self.layout, self.page_size, token_ids, dense_logits)
 
     def expect_same_weights(self) -> None:
-        """Hold the model to what it was when it was loaded.
+        """Check that the model is as it was when it was loaded. If it is not, its graphs are destroyed.
 
         Raises:
-            UnsupportedModelError: something has changed since that its program would not see, or PyTorch would run it
-                in training mode.
+            UnsupportedModelError: a change that its program would not see, or PyTorch would run it in training mode.
 
         """
         if self.program is None and self.model.training:
@@ -232,6 +227,6 @@ class RaggedModel:
         change = None if self.program is None or self._watch is None else self._watch.change()
         if change is not None:
             raise UnsupportedModelError(
-                f"{self.name} is not what it was when the engine was made: {change}; make a new Engine. (Other changes "
-                "of weights in place are seen.)"
+                f"{self.name} has changed since the engine was made: {change}; make a new Engine. (Other changes "
+                "of weights in place take effect without one.)"
             )

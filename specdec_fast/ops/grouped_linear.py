@@ -40,9 +40,9 @@ def _make(
 ) -> dict[str, Any]:
     """Make normal numbers; ``shape``: rows, in_features, out_features; ``choices``: choices per row, experts."""
     (num_rows, in_features, out_features), (num_choices, num_experts) = shape, choices
-    rows = torch.randn(num_rows, num_choices if one_per_choice else 1, in_features, generator=generator, device="cpu").to(
-        dtype
-    )
+    rows = torch.randn(
+        num_rows, num_choices if one_per_choice else 1, in_features, generator=generator, device="cpu"
+    ).to(dtype)
     scores = torch.rand(num_rows, num_experts, generator=generator, device="cpu")
     weight = torch.randn(num_experts, out_features, in_features, generator=generator, device="cpu")
     weight = (weight / in_features**0.5).to(dtype)
