@@ -1,4 +1,4 @@
-"""Launchers of the C++ ops: from checked tensors to addresses, sizes and strides."""
+"""Launchers of the C++ ops: they pass addresses, sizes and strides of checked tensors."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths
 
 
 def addresses_of(sampling: Sampling | None) -> list[int]:
-    """Return what ``sampling_at`` in csrc/bindings.cpp reads."""
+    """Return the addresses that ``sampling_at`` in csrc/bindings.cpp expects; none for greedy decoding."""
     return [] if sampling is None else [getattr(sampling, field.name).data_ptr() for field in fields(sampling)]
 
 

@@ -1,8 +1,8 @@
-"""The only door to a kernel: ops are declared once and implemented per backend.
+"""The registry of ops: each op is declared once and implemented per backend.
 
-An :class:`Op` names its implementations as import paths, so nothing is imported before it is chosen. ``resolve``
-chooses once, by device or by an explicit name; no other module compares a backend's name. Tests and benchmarks
-sweep ``all_ops()``: an implementation added to a declaration is tested and timed without writing either.
+An :class:`Op` names its implementations as import paths, so the chosen implementation alone is imported. ``resolve``
+chooses once, by device or by an explicit name; no other module compares a backend's name. Tests and benchmarks cover
+``all_ops()``, so an implementation that is added to a declaration is tested and timed without further code.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from specdec_fast.errors import BackendError, ConfigError
 AUTO = "auto"
 _DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "linear", "grouped_linear", "compact_kv", "realign_kv")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then run on the CPU, as NumPy
-# What "auto" takes, best first; "torch" runs anywhere. FlashAttention refuses too much (fp32, most page sizes) and
-# promises too little (in which order it adds) to be taken unasked.
+# The backends that "auto" chooses from, best first; "torch" runs anywhere. "auto" never chooses FlashAttention: it
+# supports neither fp32 nor most page sizes, and does not document the order of its sums.
 _PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "torch")}
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to run ops.
+    """One way to run ops.
 
     Attributes:
-        name: what ``EngineConfig.backend`` and ``specdec-fast doctor`` call it.
-        device_types: the ``torch.device`` types it serves.
+        name: its name in ``EngineConfig.backend`` and ``specdec-fast doctor``.
+        device_types: the ``torch.device`` types that it runs on.
         why_unavailable: returns None if it can run here, else the reason and the remedy.
-        partial: it has some ops only; asked for by name, the others are chosen as by ``"auto"``.
-        on_current_device: it launches on the current device, wherever its arguments are.
+        partial: whether it has some ops only; if it is named explicitly, ``"auto"`` chooses the other ops.
+        on_current_device: whether it launches on the current device instead of the device of its arguments.
 
     """
 
@@ -54,8 +54,8 @@ class Case:
 
     Attributes:
         name: id of the test.
-        why: what this case would catch; of a benchmark, what it stands for.
-        make: builds the keyword arguments from a seeded generator, a dtype and a device.
+        why: the defect that this case would find; for a benchmark, the workload that it represents.
+        make: makes the keyword arguments from a seeded generator, a dtype and a device.
 
     """
 
@@ -66,18 +66,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Op:
-    """One op, whatever runs it.
+    """One op, independent of its backends.
 
     Attributes:
-        name: the public name; a trailing underscore says that arguments are changed in place.
-        implementations: backend name to ``"module:function"``; all share the oracle's signature.
+        name: the public name; a trailing underscore says that the op changes arguments in place.
+        implementations: backend name to ``"module:function"``; all have the oracle's signature.
         check: raises on arguments outside the contract; called before every implementation.
-        cases: argument sets that every implementation must serve as the oracle does.
-        benchmarks: argument sets of the sizes that serving has, for ``python -m bench.ops``.
-        bytes_moved: bytes that must be read or written at least, for given arguments.
+        cases: argument sets for which every implementation must agree with the oracle.
+        benchmarks: argument sets of the sizes of real models, for ``python -m bench.ops``.
+        bytes_moved: returns the least number of bytes to read and write, for given arguments.
         exact: whether implementations must agree bit for bit (integers, copies) or within rounding.
-        preference: what "auto" takes on a device type, where it is not the best backend that runs there.
-        invariant: implementations that give a row the same bits whatever rows are beside it, by construction.
+        preference: device type to the backends that "auto" chooses from, where the general order does not hold.
+        invariant: backends whose implementation gives a row the same bits whatever the other rows, by construction.
 
     """
 
@@ -92,7 +92,7 @@ class Op:
     invariant: frozenset[str] = frozenset()
 
     def load(self, backend: str, check: bool = True) -> Callable[..., Any]:
-        """Import the backend's implementation and put the argument check before it, unless told not to.
+        """Import the backend's implementation, and add the argument check if ``check``.
 
         Raises:
             BackendError: there is no such implementation, or it cannot run here; the message says why.
@@ -125,11 +125,11 @@ class Ops:
     """The implementations chosen for one device; each is an attribute under its op's name, such as ``ops.linear``.
 
     Attributes:
-        chosen: op name to backend name, for every op that is served.
-        functions: op name to the chosen implementation; see ``oracle/ops/`` for what each computes. One that is not
-            served raises a BackendError when it is called.
-        unchecked: the same ops without the argument check, for a caller that repeats a checked call on tensors of
-            the same shapes (the layers of one forward).
+        chosen: op name to backend name, for every op that has an implementation here.
+        functions: op name to the chosen implementation; ``oracle/ops/`` defines the result of each. For an op without
+            an implementation, a function that raises a BackendError.
+        unchecked: the same ops without the argument check, for a caller that has checked tensors of the same shapes
+            before (the layers of one forward).
 
     """
 
@@ -139,9 +139,9 @@ class Ops:
 
     def __post_init__(self) -> None:
         for name, function in self.functions.items():
-            object.__setattr__(self, name, function)  # read as fast as a field, at every layer of every forward
+            object.__setattr__(self, name, function)  # every layer of every forward reads it, so it must be fast
 
-    if TYPE_CHECKING:  # a real one would slow down every other attribute
+    if TYPE_CHECKING:  # for mypy only: at run time it would slow down every other attribute
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
@@ -150,12 +150,12 @@ class Ops:
         return replace(self, functions={**self.functions, **functions})
 
     def is_invariant(self, op: str) -> bool:
-        """Return whether the implementation of ``op`` gives a row the same bits whatever rows are beside it."""
+        """Return whether the chosen implementation of ``op`` gives a row the same bits whatever the other rows."""
         return self.chosen.get(op) in all_ops()[op].invariant
 
 
 def _on_device_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the device of the first tensor the current one meanwhile: a model may be on another, such as cuda:1."""
+    """Return ``function`` with the device of its first tensor as the current device, such as cuda:1."""
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
@@ -206,7 +206,7 @@ BACKENDS: dict[str, Backend] = {
 
 @lru_cache(maxsize=1)
 def all_ops() -> dict[str, Op]:
-    """Return every op by name: the registry itself, so engines made after an op was entered here know it."""
+    """Return every op by name. The dict is the registry: an op added to it is known to engines made afterwards."""
     modules = (importlib.import_module(f"specdec_fast.ops.{name}") for name in _DECLARATIONS)
     return {module.OP.name: module.OP for module in modules}
 
@@ -215,12 +215,12 @@ def resolve(device: torch.device, backend: str = AUTO) -> Ops:
     """Choose an implementation of every op for ``device``.
 
     Args:
-        device: where the tensors live.
-        backend: ``"auto"`` takes per op the best that runs here; a name takes that one for all ops that it has. The
-            other ops raise a BackendError when they are called, not before: a model may need none of them.
+        device: the device of the tensors.
+        backend: ``"auto"`` chooses per op the best backend that runs here. A name chooses that backend for all ops
+            that it has; the other ops raise a BackendError when they are called, because a model may need none.
 
     Raises:
-        ConfigError: no such backend.
+        ConfigError: there is no such backend.
         BackendError: the named backend cannot run here; the message says why.
 
     """
@@ -228,16 +228,16 @@ def resolve(device: torch.device, backend: str = AUTO) -> Ops:
         raise ConfigError(f"backend={backend!r}: expected one of {', '.join([AUTO, *BACKENDS])}.")
     chosen, missing = {}, {}
     for op in all_ops().values():
-        fills_in = backend != AUTO and BACKENDS[backend].partial and backend not in op.implementations
-        choice = _best(op, device) if backend == AUTO or fills_in else backend
+        is_left_to_auto = backend != AUTO and BACKENDS[backend].partial and backend not in op.implementations
+        choice = _best(op, device) if backend == AUTO or is_left_to_auto else backend
         if choice not in op.implementations:
-            missing[op.name] = _not_served(op, device, backend)
+            missing[op.name] = _missing(op, device, backend)
             continue
         chosen[op.name] = choice
-        served = BACKENDS[choice].device_types
-        if device.type not in served:
+        device_types = BACKENDS[choice].device_types
+        if device.type not in device_types:
             raise BackendError(
-                f"backend {backend!r} serves {', '.join(served)}, not {device.type}; pass backend='{AUTO}'."
+                f"backend {backend!r} runs on {', '.join(device_types)}, not {device.type}; pass backend='{AUTO}'."
             )
     unchecked = Ops(chosen, _load(chosen, check=False) | missing)
     return Ops(chosen, _load(chosen, check=True) | missing, unchecked)
@@ -247,8 +247,8 @@ def _load(chosen: Mapping[str, str], check: bool) -> dict[str, Callable[..., Any
     return {name: all_ops()[name].load(choice, check) for name, choice in chosen.items()}
 
 
-def _not_served(op: Op, device: torch.device, backend: str) -> Callable[..., Any]:
-    """Return what stands for an op that ``backend`` lacks."""
+def _missing(op: Op, device: torch.device, backend: str) -> Callable[..., Any]:
+    """Return the function of an op that has no implementation: it raises a BackendError."""
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         there_are = f"there are: {', '.join(op.implementations)}"
@@ -268,8 +268,8 @@ def _imported(path: str) -> Any:
 
 def _best(op: Op, device: torch.device) -> str:
     preferred = op.preference.get(device.type, _PREFERENCE.get(device.type, ()))
-    serving = (name for name in preferred if device.type in BACKENDS[name].device_types)
-    return next((name for name in serving if op.why_unavailable(name) is None), "torch")
+    candidates = (name for name in preferred if device.type in BACKENDS[name].device_types)
+    return next((name for name in candidates if op.why_unavailable(name) is None), "torch")
 
 
 def availability() -> list[tuple[str, str, str | None]]:

@@ -1,4 +1,4 @@
-"""Which executor runs a model's forward program: the one place that names an executor for a backend."""
+"""Chooses the executor of a model's forward program; no other module names an executor for a backend."""
 
 from __future__ import annotations
 
@@ -13,49 +13,51 @@ from specdec_fast.program.row_views import NotLowerableError
 
 Executor = Callable[[Plan], ForwardProgram]
 
-# By the backend whose ops it computes: ``"module:class"``, so that nothing is imported before it is chosen.
+# Backend whose ops the executor computes to ``"module:class"``, so the chosen executor alone is imported.
 EXECUTORS = {"cpp": "specdec_fast.program.cpp_executor:Program"}
 
-# The ops whose work an executor does itself: in every program, and by instruction.
+# The ops that an executor computes itself: in every program, and by instruction.
 _IN_EVERY_PROGRAM = ("append_kv_", "paged_attention", "verify_chain")
 _OF_INSTRUCTION = {Append: "append_kv_", Attend: "paged_attention", Linear: "linear", GroupedLinear: "grouped_linear"}
 
 
 def executor_for(ops: Ops) -> tuple[Executor | None, str | None]:
-    """Return what builds a model's forward from a ``Plan``, and None; or None and the reason why there is none.
+    """Return a function that makes a program of a ``Plan``, and None; or None and the reason why there is no executor.
 
-    An executor replaces ops, so their backend must be its own, or a program would have other bits than the ops that
-    were asked for. Ops that a plan does not use may come from any backend, or from none.
+    An executor computes ops itself, so the engine must have chosen the executor's backend for these ops: otherwise a
+    program would have other bits than the chosen ops. Ops that a plan does not use may have any backend, or none.
 
     Returns:
-        A function of a ``Plan``. It raises a NotLowerableError if another backend serves an op that the plan uses.
+        A function of a ``Plan``. It raises a NotLowerableError if an op of the plan has another backend.
 
     """
     for backend, path in EXECUTORS.items():
-        if not _served_elsewhere(ops, backend, _IN_EVERY_PROGRAM):
+        if not _other_backends(ops, backend, _IN_EVERY_PROGRAM):
             return partial(_build, ops, backend, path), None
     return None, _why_none(ops)
 
 
 def _build(ops: Ops, backend: str, path: str, plan: Plan) -> ForwardProgram:
     used = {_OF_INSTRUCTION[type(step)] for step in plan.instructions if type(step) in _OF_INSTRUCTION}
-    if elsewhere := _served_elsewhere(ops, backend, used):
-        raise NotLowerableError(f"programs run on {backend}, here {elsewhere}")
+    if others := _other_backends(ops, backend, used):
+        raise NotLowerableError(f"programs run on {backend}, here {others}")
     module, name = path.split(":")
     program: ForwardProgram = getattr(importlib.import_module(module), name)(plan)
     return program
 
 
-def _served_elsewhere(ops: Ops, backend: str, used: Iterable[str]) -> str:
-    """Say which of the ops in use another backend serves, or none does; empty if ``backend`` serves all of them."""
-    elsewhere: dict[str, list[str]] = {}
+def _other_backends(ops: Ops, backend: str, used: Iterable[str]) -> str:
+    """Name the ops in use that have another backend, or none; empty if all have ``backend``."""
+    others: dict[str, list[str]] = {}
     for op in sorted(used):
         if (other := ops.chosen.get(op, "no backend")) != backend:
-            elsewhere.setdefault(other, []).append(op)
-    return "; ".join(f"{other} serves {', '.join(names)}" for other, names in elsewhere.items())
+            others.setdefault(other, []).append(op)
+    return "; ".join(f"{other} serves {', '.join(names)}" for other, names in others.items())
 
 
 def _why_none(ops: Ops) -> str:
-    served = [(backend, _served_elsewhere(ops, backend, _IN_EVERY_PROGRAM)) for backend in EXECUTORS]
+    reasons = [
+        f"programs run on {backend}, here {_other_backends(ops, backend, _IN_EVERY_PROGRAM)}" for backend in EXECUTORS
+    ]
     problems = [problem for backend in EXECUTORS if (problem := BACKENDS[backend].why_unavailable())]
-    return "; ".join([*(f"programs run on {backend}, here {elsewhere}" for backend, elsewhere in served), *problems])
+    return "; ".join([*reasons, *problems])

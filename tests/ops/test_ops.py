@@ -270,7 +270,7 @@ def test_interpreted_kernels_serve_no_gpu():
     # the interpreter copies tensors to the host, but not what a list of addresses points to
     if not registry.INTERPRETING:
         pytest.skip("TRITON_INTERPRET is not set")
-    with pytest.raises(BackendError, match="'triton' serves cpu, not cuda"):
+    with pytest.raises(BackendError, match="'triton' runs on cpu, not cuda"):
         resolve(torch.device("cuda"), "triton")
     assert "triton" not in resolve(torch.device("cuda")).chosen.values()
     assert set(resolve(CPU, "triton").chosen.values()) == {"triton"}
@@ -283,7 +283,7 @@ def test_backend_without_the_op_says_which_have_it():
 
 
 def test_backend_of_another_device_is_refused():
-    with pytest.raises(BackendError, match="serves cpu, not cuda"):
+    with pytest.raises(BackendError, match="runs on cpu, not cuda"):
         resolve(torch.device("cuda"), "cpp")
 
 
