@@ -25,33 +25,33 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine decodes. Nothing here changes which tokens come out.
+    """The settings of an engine. None of them changes a token of the output.
 
     Attributes:
-        method: scheduler: ``"exspec"`` (sliding window of sequences, refilled as they end) or ``"eqspec"`` (fixed
+        method: the scheduler: ``"exspec"`` (sliding window of sequences, refilled as they end) or ``"eqspec"`` (fixed
             batches in lockstep).
-        max_batch_size: sequences in one step at most.
-        num_draft_tokens: K, draft tokens per sequence and step; 0 decodes plainly. ``"auto"`` chooses K of 0 to 8 for
-            every sequence, again and again, from costs measured here and from what was accepted of it so far; the
-            engine then takes about a second longer to make (dozens of forwards, however long they take). Or a
-            LengthPolicy of the caller's own, which then serves one engine.
-        window_size: sequences that exspec keeps resident; None takes twice ``max_batch_size``.
-        max_wait_steps: how many steps in a row exspec may pass a resident sequence over.
-        kv_cache_tokens: KV positions in the pool (the draft model's pool gets as many); None makes room for a full
-            window of each call's largest requests.
+        max_batch_size: largest number of sequences in one step.
+        num_draft_tokens: K, draft tokens per sequence and step; 0 decodes plainly. ``"auto"`` chooses K from 0 to 8 for
+            every sequence, and chooses again during the run, by measured costs and the sequence's acceptance so far;
+            making the engine then takes about a second longer (dozens of forwards). An instance of LengthPolicy is
+            accepted too; it must not be shared by two engines.
+        window_size: number of sequences that exspec keeps resident; None: twice ``max_batch_size``.
+        max_wait_steps: number of steps in a row for which exspec may pass a resident sequence over.
+        kv_cache_tokens: KV positions in the pool (the draft model's pool gets as many); None: as many as a full window
+            of each call's largest requests needs.
         page_size: KV positions per page.
-        max_prefill_tokens: prompt tokens that a step prefills at most, so that a long prompt does not keep the other
-            sequences waiting; they decode meanwhile. None: all prompts that join, which makes a batch end soonest.
-        dtype: of the weights (a torch dtype or its name); None takes the checkpoint's.
-        device: where to run; None takes CUDA where there is one, else the CPU.
+        max_prefill_tokens: largest number of prompt tokens that a step prefills, so that the other sequences can decode
+            while a long prompt is prefilled. None: whole prompts at once, so that a batch ends soonest.
+        dtype: dtype of the weights (a torch dtype or its name); None: the checkpoint's.
+        device: the device; None: CUDA if there is a device, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
         deterministic: give every row the same bits in every batch and engine, in any dtype, at one number of threads.
-            Where PyTorch runs forwards, that takes padding and more calls (``describe()`` tells which way).
-            False saves them; near-ties between tokens may then fall differently in different batches.
+            If PyTorch runs the forwards, this takes padding and more calls (``describe()`` says which). False saves
+            them; a near-tie between two tokens may then have another winner in another batch.
         enforce_eager: run every forward as the model's own PyTorch code, operation by operation: for debugging, or for
-            hooks that must see every forward. By default, on the CPU, a forward is written down when an engine is made,
-            with the weights that the model has then, and runs as one call (``specdec_fast/program/``); on a GPU
-            forwards of few rows are recorded as CUDA graphs (``specdec_fast/cuda_graphs/graphs.py``).
+            hooks that must see every forward. By default, an engine on the CPU compiles the forward to a program, with
+            the weights that the model has then (``specdec_fast/program/``). An engine on a GPU records forwards of few
+            rows as CUDA graphs (``specdec_fast/cuda_graphs/graphs.py``).
 
     Raises:
         ConfigError: a value is out of range; the message names it.
@@ -81,7 +81,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected {expected}.")
         for name, smallest in (("max_batch_size", 1), ("max_wait_steps", 0), ("page_size", 1)):
             _expect_at_least(name, getattr(self, name), smallest)
-        make_length_policy(self.num_draft_tokens)  # raises what is wrong with it
+        make_length_policy(self.num_draft_tokens)  # raises if the value is invalid
         for name in ("kv_cache_tokens", "max_prefill_tokens"):
             if getattr(self, name) is not None:
                 _expect_at_least(name, getattr(self, name), 1)
@@ -96,7 +96,7 @@ class EngineConfig:
 
     @property
     def num_resident(self) -> int:
-        """``window_size``, or its default: twice a batch, one batch where nobody may be passed over."""
+        """``window_size``, or its default: twice ``max_batch_size``; once if ``max_wait_steps`` is 0."""
         if self.window_size is not None:
             return self.window_size
         return self.max_batch_size * min(2, self.max_wait_steps + 1)
@@ -130,10 +130,10 @@ class EngineConfig:
 
 
 def as_config(config: EngineConfig | None, keywords: Mapping[str, Any]) -> EngineConfig:
-    """Take a config as it is, or make one of keywords.
+    """Return a config unchanged, or make one from keywords.
 
     Raises:
-        ConfigError: both are given, or the config is none.
+        ConfigError: both are given, or the config is not an EngineConfig.
 
     """
     if config is None:
@@ -163,9 +163,9 @@ def _as_device(value: torch.device | str | None) -> torch.device | None:
         return None
     try:
         device = torch.device(value)
-    except Exception as error:  # other types, and numbers beyond any device's
+    except Exception as error:  # torch raises several types, for other types and for indices out of range
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"device={value!r}: expected cpu, cuda, cuda:1 or the like ({reason}).") from None
     if device.type == "meta":
-        raise ConfigError(f"device={value!r} keeps no numbers; expected cpu, cuda, cuda:1 or the like.")
+        raise ConfigError(f"device={value!r} stores no values; expected cpu, cuda, cuda:1 or the like.")
     return device

@@ -1,8 +1,8 @@
-"""Whether a model is still what its forward program or its graphs were made from.
+"""Detects changes of a model that its forward program or its graphs would not see.
 
-Both read weights where they are, so most changes in place are their own. They do not see tensors that are moved or
-exchanged, modules or hooks that come later, and a program no numbers that it keeps a copy of: scalars, and what was
-computed from weights alone.
+Programs and graphs read weights from the model's memory, so most changes in place take effect. They do not see tensors
+that were moved or replaced, and modules or hooks that were added later. A program does not see changes of numbers that
+it copied: scalars, and results computed from weights alone.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-# Numbers of a tensor that are compared by value; of larger ones, the counter of changes that PyTorch keeps.
+# Tensors up to this size are compared by value; for larger ones, PyTorch's version counter is compared.
 _MOST_COPIED = 1 << 16
 _GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
 
 
 def hooked_class(model: nn.Module) -> str | None:
-    """Return the class of a module with forward hooks, None if there is none: what is recorded would not call them."""
+    """Return the class of a module with forward hooks, which recordings would not call; None if there is none."""
     if any(_GLOBAL_HOOKS):
-        return nn.Module.__name__  # hooks of every module
+        return nn.Module.__name__  # global hooks run for every module
     hooked = next((m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks), None)
     return None if hooked is None else type(hooked).__name__
 
 
 class Watch:
-    """What a model was when its program or its graphs were made. Its tensors are kept alive.
+    """The state of a model when its program or its graphs were made. It keeps the model's tensors alive.
 
     Args:
         model: the model.
-        baked: parameters and buffers of which numbers are kept instead of reading them.
+        baked: parameters and buffers whose numbers a program has copied instead of reading them.
 
     """
 
@@ -50,15 +50,15 @@ class Watch:
         self._versions = [(t, t._version) for t, copied in zip(baked, is_copied, strict=True) if not copied]
 
     def change(self) -> str | None:
-        """Return what has changed that would not be seen; None if nothing has."""
+        """Describe a change that the program or the graphs would not see; None if there is none."""
         if any(self._hooks):
             return "forward hooks have been added to it, which would not be called"
         for place, values in self._places:
             if len(place) != len(values) or not all(map(is_, place.values(), values)):
-                return "its weights, buffers or modules have been exchanged"
+                return "its weights, buffers or modules have been replaced"
         if self._addresses != [tensor.data_ptr() for tensor in self._tensors]:
             return "its weights have been moved or cast"
         changed = any(not torch.equal(tensor, copy) for tensor, copy in self._copies)
         if changed or any(tensor._version != version for tensor, version in self._versions):
-            return "weights have been changed in place of which the program keeps numbers (scalars, or sums like 1 + w)"
+            return "weights whose numbers the program copied (scalars, or sums like 1 + w) have been changed in place"
         return None

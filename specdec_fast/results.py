@@ -1,4 +1,4 @@
-"""The values that cross the public border: outputs, stream chunks and their statistics."""
+"""The results that callers receive: outputs, stream chunks and their statistics."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class DecodingStats:
     """Counts of one sequence, or of a whole run when summed.
 
     Attributes:
-        num_drafts: verifications that carried at least one draft token.
+        num_drafts: verifications with at least one draft token.
         num_draft_tokens: draft tokens verified.
         num_accepted_tokens: draft tokens accepted.
         num_steps: steps the sequence took part in (verifications, with or without draft tokens).
         num_emitted_tokens: tokens emitted, cut at EOS, a stop string and ``max_new_tokens``.
-        accepted_per_position: at index i, how often draft token i (0-based) was accepted.
+        accepted_per_position: at index i, the number of times that draft token i (0-based) was accepted.
 
     """
 
@@ -68,7 +68,7 @@ class DecodingStats:
 
 
 class _Stage:
-    """A ``with`` block that is timed; a generator would take three times as long, and a step has several."""
+    """Times a ``with`` block. A generator would take three times as long, and a step has several blocks."""
 
     __slots__ = ("_name", "_seconds", "_start")
 
@@ -94,7 +94,7 @@ class StageTimer:
         return _Stage(self.seconds, stage)
 
     def move(self, seconds: float, source: str, destination: str) -> None:
-        """Count time of one stage as another's: of a call that does the work of both."""
+        """Count seconds of stage ``source`` as seconds of ``destination``, because one call did the work of both."""
         self.seconds[source] -= seconds
         self.seconds[destination] = self.seconds.get(destination, 0.0) + seconds
 
@@ -111,12 +111,12 @@ class StageTimer:
 
 @dataclass
 class RunStats:
-    """What one call of ``generate`` or ``stream`` did.
+    """Counts and times of one call of ``generate`` or ``stream``.
 
     Attributes:
         num_steps: steps of the engine (one verification each).
-        num_sequence_steps: sequences summed over the steps.
-        seconds: wall-clock time of the call so far; stages add up to less, the rest is host work between them.
+        num_sequence_steps: number of sequences, summed over the steps.
+        seconds: wall-clock time of the call so far. The stages add up to less: the rest is host work between them.
         timer: seconds per stage: prefill, draft, verify, accept, commit.
         decoding: acceptance counts, summed over all sequences.
 
@@ -131,20 +131,20 @@ class RunStats:
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """What came out of one prompt.
+    """The output of one prompt.
 
     Attributes:
         index: position of the prompt in the call; outputs are returned in this order.
-        prompt_ids: the token ids the target was given.
-        token_ids: emitted ids, the EOS or stop id that ended them included, or the token that completed a stop string.
-        text: the emitted ids decoded without special tokens, up to where a stop string begins; None when no tokenizer
-            is known.
+        prompt_ids: the prompt's token ids.
+        token_ids: emitted ids, including the EOS or stop id, or the token that completed a stop string.
+        text: the emitted ids decoded without special tokens, up to the beginning of a stop string; None if no
+            tokenizer is known.
         finish_reason: ``"stop"`` (EOS, a stop id or a stop string), ``"length"`` (``max_new_tokens``, or no position
             left), or ``"error"``.
         stats: acceptance counts of this sequence.
-        error: why ``finish_reason`` is ``"error"``; None otherwise. Tokens emitted before the fault are kept.
-        logprobs: one per token of ``token_ids``, see ``SamplingParams.logprobs``; None if not asked for.
-        seed: with which the same tokens are drawn again; None for greedy decoding.
+        error: the reason why ``finish_reason`` is ``"error"``; None otherwise. Tokens emitted before it are kept.
+        logprobs: one per token of ``token_ids``, see ``SamplingParams.logprobs``; None if not requested.
+        seed: the seed that draws the same tokens again; None for greedy decoding.
 
     """
 
@@ -172,12 +172,12 @@ class StreamChunk:
     Attributes:
         index: position of the prompt in the call.
         token_ids: ids emitted by this step; several when draft tokens were accepted.
-        text: text that became certain with them (what later tokens may change is held back, such as a character split
-            over tokens, and so is what may yet become a stop string); None when no tokenizer is known. The
-            concatenation over a sequence is its ``GenerationOutput.text``.
+        text: text that became certain with these ids; None if no tokenizer is known. Text that later tokens may change
+            (an incomplete character, for example) or complete to a stop string is held back. The chunks of a sequence
+            concatenate to its ``GenerationOutput.text``.
         finish_reason: None until the sequence's last chunk.
         error: set on the last chunk of a request that failed.
-        logprobs: one per token of ``token_ids``; None if not asked for.
+        logprobs: one per token of ``token_ids``; None if not requested.
 
     """
 

@@ -1,4 +1,4 @@
-"""How one request is to be decoded: :class:`SamplingParams`."""
+"""The parameters of one request: :class:`SamplingParams`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from specdec_fast.errors import InvalidParamsError, NotYetSupportedError
 
-# GenerationConfig fields with a counterpart here. Any other field that was set is an error, never dropped.
+# GenerationConfig fields with a counterpart here. Any other field that is set raises an error; none is dropped.
 _FROM_GENERATION_CONFIG = (
     "max_new_tokens",
     "temperature",
@@ -21,7 +21,7 @@ _FROM_GENERATION_CONFIG = (
     "repetition_penalty",
     "stop_strings",
 )
-# Fields that say nothing about which tokens come out (or that the target's own config already answers).
+# Fields that do not change the tokens, or that `from_generation_config` reads apart from the fields above.
 _NEUTRAL_GENERATION_FIELDS = {
     "bos_token_id",
     "pad_token_id",
@@ -34,7 +34,7 @@ _NEUTRAL_GENERATION_FIELDS = {
     "return_dict_in_generate",
     "_from_model_config",
 }
-# Fields that older generation configs spell out at the value that does nothing.
+# Fields that older generation configs contain with a value that has no effect.
 _NEUTRAL_VALUES = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -53,9 +53,9 @@ _NEUTRAL_VALUES = {
 }
 
 
-_LARGEST = sys.float_info.max  # an integer beyond it is no number that can be calculated with
+_LARGEST = sys.float_info.max  # a larger integer does not fit a float
 
-# What transformers' generate() takes where a sampling config says nothing.
+# The defaults of transformers' generate() for sampling.
 _SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_k": 50}
 
 
@@ -68,25 +68,25 @@ class SamplingParams:
     ``min_p`` apply in this order, as in transformers; tokens of equal score are kept or dropped together.
 
     Attributes:
-        max_new_tokens: tokens to emit at most, at least 1. The EOS token counts and is part of the output. A text
-            also ends, with the reason ``"length"``, when the target has no position left for another token.
+        max_new_tokens: largest number of tokens to emit, at least 1. The EOS token counts and is part of the output. A
+            text also ends, with the reason ``"length"``, if the target has no position left for another token.
         temperature: 0 is greedy: the target's most likely token, the lowest id among equals.
         top_k: keep the k most likely tokens; 0 keeps all. The filters have no effect in greedy decoding.
         top_p: keep the smallest set of tokens with this much probability; 1 keeps all.
         min_p: drop tokens less likely than this share of the best one's probability; 0 keeps all.
-        repetition_penalty: divide the positive logits of tokens in the prompt or the output by it, multiply negative
-            ones (in greedy decoding too); 1 leaves them.
-        seed: of the request's own noise. None draws a fresh one from torch's generator (``torch.manual_seed``);
-            ``GenerationOutput.seed`` tells which. Prompts that share a seed share their noise: give each its own.
-        stop: strings that end the request. They are looked for in the emitted text, never in the prompt, across
-            tokens; ``text`` ends just before the first, ``token_ids`` with the token that completes it, and the reason
-            is ``"stop"``. Special tokens have no text; name those in ``stop_token_ids``. Needs a tokenizer.
-        stop_token_ids: ids that end the request as EOS does.
-        ignore_eos: go on after the target's EOS (``stop_token_ids`` still end the request).
+        repetition_penalty: divide positive logits of tokens in the prompt or the output by it, and multiply negative
+            ones (in greedy decoding too); 1 changes nothing.
+        seed: seed of the request's noise. None draws a new seed from torch's generator (``torch.manual_seed``), and
+            ``GenerationOutput.seed`` returns it. Prompts with the same seed get the same noise: give each its own.
+        stop: strings that end the request, with the reason ``"stop"``. They are searched in the emitted text, across
+            tokens, and not in the prompt. ``text`` ends before the first stop string, ``token_ids`` with the token that
+            completes it. Special tokens have no text; use ``stop_token_ids`` for them. Needs a tokenizer.
+        stop_token_ids: ids that end the request like EOS.
+        ignore_eos: continue after the target's EOS (``stop_token_ids`` still end the request).
         logprobs: also return the log-probability of every emitted token: the float32 ``log_softmax`` of the target's
             own logits over its whole vocabulary, before temperature, penalties and filters.
-        num_draft_tokens: draft tokens of this request in a step, at most; 0 decodes it plainly. It bounds what the
-            engine's own ``num_draft_tokens`` gives; None does not.
+        num_draft_tokens: upper bound on the request's draft tokens per step, in addition to the engine's
+            ``num_draft_tokens``; 0 decodes the request plainly; None: no further bound.
 
     Raises:
         InvalidParamsError: a value is out of range; the message names it.
@@ -150,10 +150,10 @@ class SamplingParams:
     def from_generation_config(cls, config: Any) -> SamplingParams:
         """Translate a ``transformers.GenerationConfig``.
 
-        ``do_sample=False`` (or unset) means greedy, whatever the temperature says, as in transformers; sampling keeps
-        the 50 most likely tokens unless ``top_k`` says otherwise, as there. An
-        ``eos_token_id`` set there replaces the target's own, as in transformers. ``stop_strings`` become ``stop``:
-        the same tokens come out, but ``text`` ends before the stop string, which transformers leaves in its output.
+        As in transformers, ``do_sample=False`` (or unset) means greedy decoding whatever the temperature. Sampling
+        keeps the 50 most likely tokens unless ``top_k`` is set. An ``eos_token_id`` replaces the target's own.
+        ``stop_strings`` become ``stop``: the tokens are the same, but ``text`` ends before the stop string, which
+        transformers leaves in its output.
 
         Raises:
             NotYetSupportedError: the config sets a field that has no counterpart here.
@@ -165,8 +165,8 @@ class SamplingParams:
         if unknown:
             hint = " max_length counts the prompt; use max_new_tokens." if "max_length" in unknown else ""
             raise NotYetSupportedError(
-                f"GenerationConfig sets {', '.join(unknown)}, which specdec_fast has no counterpart for; "
-                f"unset them. Understood: {', '.join(_FROM_GENERATION_CONFIG)}, eos_token_id, do_sample.{hint}"
+                f"GenerationConfig sets {', '.join(unknown)}, but specdec_fast has no counterpart; "
+                f"unset them. Supported: {', '.join(_FROM_GENERATION_CONFIG)}, eos_token_id, do_sample.{hint}"
             )
         values = {name: given[name] for name in _FROM_GENERATION_CONFIG if name in given}
         if "stop_strings" in values:
@@ -196,7 +196,7 @@ def as_sampling_params(value: Any) -> SamplingParams:
 
 
 def as_plain(value: Any) -> Any:
-    """Return a scalar of NumPy as Python's, and whatever else as it is."""
+    """Return a NumPy scalar as a Python scalar, and any other value unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 

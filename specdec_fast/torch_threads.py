@@ -1,7 +1,8 @@
-"""Threads of a forward that PyTorch runs: many for linears and attention, one for all that lies between them.
+"""Threads of a forward that PyTorch runs: all threads for linears and attention, one for the operations between them.
 
-PyTorch cuts an elementwise operation among threads wherever it likes, and takes what is left of a thread's share behind
-its last full vector from another function with other last bits. On one thread nothing is cut.
+PyTorch splits an elementwise operation among threads at arbitrary places. It computes the end of each thread's part,
+behind the last full vector, by another function, whose results may differ in the last bits. On one thread nothing is
+split.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any
 
 import torch
 
-# Of the forward under way: threads of what is computed apart, and whether something is just now.
+# In the present forward: the threads for `invariant_call`, and whether the code runs inside one.
 _threads: ContextVar[int | None] = ContextVar("threads", default=None)
-_is_apart: ContextVar[bool] = ContextVar("is_apart", default=False)
+_in_invariant_call: ContextVar[bool] = ContextVar("in_invariant_call", default=False)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on the calling thread alone, but for what ``apart`` computes."""
+    """Compute on the calling thread alone, except inside ``invariant_call``."""
     before = torch.get_num_threads()
     if before == 1:
         yield
@@ -36,9 +37,9 @@ def one_thread() -> Iterator[None]:
         _threads.reset(token)
 
 
-def apart(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that looks after the bits of its rows by itself, on as many threads as there were before."""
-    threads, token = _threads.get(), _is_apart.set(True)
+def invariant_call(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that gives a row the same bits whatever the other rows, on all threads even in ``one_thread``."""
+    threads, token = _threads.get(), _in_invariant_call.set(True)
     if threads is not None:
         _setter()(threads)
     try:
@@ -46,19 +47,19 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     finally:
         if threads is not None:
             _setter()(1)
-        _is_apart.reset(token)
+        _in_invariant_call.reset(token)
 
 
-def is_apart() -> bool:
-    """Return whether ``apart`` calls something at the moment, in this thread."""
-    return _is_apart.get()
+def in_invariant_call() -> bool:
+    """Return whether the code runs inside ``invariant_call``, in this thread."""
+    return _in_invariant_call.get()
 
 
 @cache
 def _setter() -> Callable[[int], Any]:
-    """Return what sets the number of threads of the calling thread, OpenMP's own function if PyTorch runs on it.
+    """Return the function that sets the number of threads: OpenMP's own if PyTorch uses OpenMP, else PyTorch's.
 
-    ``torch.set_num_threads`` sets it for every thread that begins meanwhile, too.
+    OpenMP's sets it for the calling thread only; ``torch.set_num_threads`` also for every thread that starts later.
     """
     before = torch.get_num_threads()
     try:
@@ -67,6 +68,6 @@ def _setter() -> Callable[[int], Any]:
         return torch.set_num_threads
     setter.argtypes, setter.restype = [ctypes.c_int], None
     setter(before + 1)
-    is_heard = torch.get_num_threads() == before + 1
+    is_used = torch.get_num_threads() == before + 1
     setter(before)
-    return setter if is_heard else torch.set_num_threads
+    return setter if is_used else torch.set_num_threads

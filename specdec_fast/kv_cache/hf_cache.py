@@ -12,7 +12,7 @@ from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
-from specdec_fast.torch_threads import apart
+from specdec_fast.torch_threads import invariant_call
 
 
 class PagedCache(Cache):
@@ -85,8 +85,8 @@ class PagedCache(Cache):
             self._check("keys", layer_idx, key, key_head_dim, key.shape[1] == num_heads)
             self._check("values", layer_idx, value, value_head_dim, value.shape[1] == num_heads)
             rows = (self._real_rows_of(key), self._real_rows_of(value))  # [T, num_kv_heads, head size]
-            apart(self.ops.append_kv_, *pages, *rows, self.batch.slot_mapping)
-        out = apart(self.ops.paged_attention, self._real_rows_of(query), pages, self._attention_batch, params)
+            invariant_call(self.ops.append_kv_, *pages, *rows, self.batch.slot_mapping)
+        out = invariant_call(self.ops.paged_attention, self._real_rows_of(query), pages, self._attention_batch, params)
         return (pad(out, (0, 0, 0, 0, 0, self._padding)) if self._padding else out)[None]
 
     def _real_rows_of(self, states: Tensor) -> Tensor:

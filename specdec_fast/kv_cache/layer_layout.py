@@ -85,8 +85,8 @@ class KVLayout:
                 (len(members), planes, num_pages, page_size, num_heads, head_dim)
                 for head_dim in head_dims[: 3 - planes]
             ]
-            apart = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
-            tensors += apart
-            keys, values = apart[0][:, 0], apart[-1][:, -1]
+            allocated = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
+            tensors += allocated
+            keys, values = allocated[0][:, 0], allocated[-1][:, -1]
             layers |= zip(members, zip(keys, values, strict=True), strict=True)
         return tuple(tensors), [layers[source] for source in self.sources]

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from specdec_fast.models.row_counts import FUNCTIONS, chunks, is_aligned, kind_of, sizes_of
 from specdec_fast.ops import Ops
 from specdec_fast.ops.checks import FLOATS
-from specdec_fast.torch_threads import apart, is_apart
+from specdec_fast.torch_threads import in_invariant_call, invariant_call
 
 # With fewer weights, the call of the op takes longer than the products, and the op is used for its bits alone. The
 # choice must depend on shape alone, because another choice in another engine would give other bits.
@@ -90,11 +90,11 @@ class Linears:
             num_real = self.real_rows.get(num_rows, num_rows)
         smallest = SMALLEST if self.real_rows is None else 0
         if self._own is not None and self._serves(function, weight, bias, smallest) and rows.dtype == weight.dtype:
-            out = apart(self._own, flat[:num_real], weight, bias)
+            out = invariant_call(self._own, flat[:num_real], weight, bias)
         elif self.real_rows is None:
-            out = apart(FUNCTIONS[function], flat, weight, bias)
+            out = invariant_call(FUNCTIONS[function], flat, weight, bias)
         else:
-            out = apart(_in_chunks, function, flat, num_real, weight, bias)
+            out = invariant_call(_in_chunks, function, flat, num_real, weight, bias)
         if len(out) != num_rows:
             out = pad(out, (0, 0, 0, num_rows - len(out)))
         return out.view(*rows.shape[:-1], -1)
@@ -168,7 +168,7 @@ class _Intercepted(TorchFunctionMode):
     ) -> Any:
         """Compute a linear by ``Linears.compute``; call every other function unchanged."""
         kwargs = kwargs or {}
-        call = _CALLS[func](*args, **kwargs) if func in _CALLS and not is_apart() else None
+        call = _CALLS[func](*args, **kwargs) if func in _CALLS and not in_invariant_call() else None
         if call is None or not _is_linear(*call[1:3]):
             return func(*args, **kwargs)
         return self._linears.compute(*call)

@@ -1,7 +1,7 @@
 """Finds an operation of a model that mixes rows, so that a row's bits may depend on other rows.
 
 The check recognises the axis of rows by its size, a prime number that divides no size of the model. An operation that
-is not known to keep rows separate counts as mixing them. Linears and attention are computed ``apart`` and are not
+is not known to keep rows separate counts as mixing them. Linears and attention run in ``invariant_call`` and are not
 checked.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_fast.torch_threads import is_apart
+from specdec_fast.torch_threads import in_invariant_call
 
 _PRIMES = (31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79)
 # Operations that copy numbers within a row, or make new ones.
@@ -66,7 +66,7 @@ class RowMixing(TorchDispatchMode):
     ) -> Any:
         """Compute one ATen operation and check it."""
         kwargs = kwargs or {}
-        if self.found is None and not is_apart() and any(map(self._has_rows, _tensors((args, kwargs)))):
+        if self.found is None and not in_invariant_call() and any(map(self._has_rows, _tensors((args, kwargs)))):
             reason = self._reason(func, args, kwargs)
             if (
                 reason is not None and func._can_decompose()

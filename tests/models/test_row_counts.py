@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from specdec_fast.models import row_counts
 from specdec_fast.models.row_counts import Kind, chunks, kind_of, revealing, sizes_of
-from specdec_fast.torch_threads import apart, is_apart, one_thread
+from specdec_fast.torch_threads import in_invariant_call, invariant_call, one_thread
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ALL = row_counts._COUNTS
@@ -125,12 +125,12 @@ def three_threads():
 def test_only_what_is_computed_apart_has_threads(three_threads):
     with one_thread():
         assert torch.get_num_threads() == 1
-        assert apart(torch.get_num_threads) == 3
-        assert apart(is_apart)
+        assert invariant_call(torch.get_num_threads) == 3
+        assert invariant_call(in_invariant_call)
         with pytest.raises(ZeroDivisionError):
-            apart(lambda: 1 / 0)
+            invariant_call(lambda: 1 / 0)
         assert torch.get_num_threads() == 1
-        assert not is_apart()
+        assert not in_invariant_call()
     assert torch.get_num_threads() == 3
 
 
