@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use a model hub
 
 import pytest
 import torch
+from hypothesis import settings
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     # Triton kernels then run on the CPU, in its interpreter; their functions are wrapped when they are first imported.
@@ -21,6 +22,9 @@ from transformers.utils import logging
 
 from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import transformers_greedy
+
+# The same examples in every run, and no limit of time: that would depend on the machine, and on what else it does.
+settings.load_profile("ci")
 
 pytest.register_assert_rewrite("support")  # before anything of it is imported
 

@@ -24,7 +24,7 @@ def likeliest(logits):
     return logits.argmax(dim=-1)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(counts_of=counts_of_batches, seed=st.integers(0, 2**31), page_size=st.sampled_from((1, 16)))
 def test_logits_and_pages_have_the_bits_of_eager_forwards(model, counts_of, seed, page_size):
     pools = [opened_pool(model, page_size) for _ in range(2)]
@@ -37,7 +37,7 @@ def test_logits_and_pages_have_the_bits_of_eager_forwards(model, counts_of, seed
     assert 0 < model.graphs.num_captured <= len(counts_of)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(counts=st.lists(st.integers(1, 2), min_size=1, max_size=5), start=st.integers(0, 20), seed=st.integers(0, 99))
 def test_a_drafting_loop_has_the_bits_of_eager_forwards(model, counts, start, seed):
     pools = [opened_pool(model) for _ in range(2)]

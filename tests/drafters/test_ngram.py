@@ -59,7 +59,7 @@ def test_every_short_stream_token_by_token(num_words, length):
     st.lists(st.integers(1, 80), min_size=1, max_size=12, unique=True),
     st.integers(1, 9),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_streams_that_grow_by_any_number_of_tokens(tokens, lengths, num_draft_tokens):
     assert_agrees(tokens, sorted(min(length, len(tokens)) for length in lengths), num_draft_tokens)
 
@@ -147,7 +147,7 @@ def test_a_step_reads_new_tokens_only():
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_memory_is_three_entries_a_token(tokens):
     index = NgramIndex()
     for length in range(1, len(tokens) + 1):

@@ -51,7 +51,7 @@ schedules = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(schedule=schedules)
 def test_invariants_hold_over_random_schedules(pair, schedule):
     requests = schedule["requests"]

@@ -89,7 +89,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert_pages_sound(self.pool, self.reserved, self.reached)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 test_pool_keeps_its_books = PoolMachine.TestCase
 
 

@@ -12,8 +12,8 @@ from support.op_checks import tensors
 
 
 def fuzz(examples: int) -> settings:
-    """Return settings with the same examples in every run, so that a failure repeats."""
-    return settings(max_examples=examples, deadline=None, derandomize=True)
+    """Return settings with so many examples; they are the same in every run (``conftest.py``)."""
+    return settings(max_examples=examples)
 
 
 def memory(args: dict[str, Any]) -> list[Tensor]:
