@@ -1,4 +1,4 @@
-"""The one-call door: :func:`generate`."""
+"""The API in one call: :func:`generate`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def generate(
         One GenerationOutput per prompt, in input order; see ``Engine.generate`` for requests that fail.
 
     Raises:
-        SpecDecError: a subclass that says what is wrong, before any decoding; see ``Engine``.
+        SpecDecError: a subclass names the invalid argument, before any decoding; see ``Engine``.
 
     """
     engine = Engine(target, draft, EngineConfig.from_keywords(config), tokenizer=tokenizer)

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 1 where a command found a difference or a bad line, or 2 for arguments it cannot work with.
+        0; 1 if the command found a difference or an invalid line; 2 if the arguments are invalid.
 
     """
     args = build_parser().parse_args(argv)

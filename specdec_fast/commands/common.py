@@ -1,4 +1,4 @@
-"""What several commands share: engine options, prompt files, tables."""
+"""Code that several commands share: engine options, prompt files, tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
     parser.add_argument(
-        "--no-deterministic", action="store_true", help="do not pad forwards to row counts that keep every bit"
+        "--no-deterministic", action="store_true", help="do not make bits independent of the batch"
     )
     add_backend_options(parser)
 
@@ -86,7 +86,7 @@ def drafter_names() -> str:
 
 
 def expect_writable(path: Path) -> None:
-    """Check before hours of decoding that a result can be written; leave no file behind.
+    """Check before hours of decoding that a result can be written. A file made by the check is removed.
 
     Raises:
         ConfigError: the folder does not exist, or the file cannot be written.

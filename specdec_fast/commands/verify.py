@@ -144,19 +144,17 @@ def _prompts(args: argparse.Namespace, matrix: Matrix) -> list[list[int]]:
 def print_report(report: Report) -> None:
     """Print one line per dtype, sampling and method, with a column per batch size."""
     print(
-        "\nAgainst the engine's own plain decoding, one prompt at a time. Batch n: share of outputs that are identical,"
+        "\nCompared with the engine's own plain decoding, one prompt at a time. Batch n: share of outputs with every\n"
+        "token identical. Partial: share of tokens before the first difference. Equal bits: share of these tokens\n"
+        "whose log-probabilities have the same bits. Partial and equal bits are those of the worst batch size.\n"
     )
-    print(
-        "every token; partial: share of tokens before the first difference; equal bits: of these, share with the very"
-    )
-    print("same log-probability. Both of the worst batch size.\n")
     print(_table(report.comparisons))
-    print("\nThat plain decoding, greedy, against transformers generate() at batch 1")
+    print("\nThe engine's plain greedy decoding, compared with transformers generate() at batch 1")
     print(_table(report.against_transformers))
-    print("\nNegative control: PyTorch's own forwards (--enforce-eager) with determinism off against those with it")
+    print("\nNegative control: PyTorch's own forwards (--enforce-eager) with determinism off, compared with it on")
     print(_table(report.control))
     if report.noise_floor:
-        print("\nNoise floor: plain batched generate() of transformers, no speculation, against its own batch 1")
+        print("\nNoise floor: batched generate() of transformers, without speculation, compared with its own batch 1")
         print(_table(report.noise_floor))
     total = len(report.comparisons)
     exact = sum(c.exact_match == 1 for c in report.comparisons)

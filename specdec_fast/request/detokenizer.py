@@ -126,7 +126,7 @@ class Detokenizer:
     If ``decode`` raises, no more text is certain until the last token, because ``decode`` may succeed on all tokens.
 
     Attributes:
-        error: what the tokenizer raised if the text is incomplete for that reason; None otherwise.
+        error: the error of the tokenizer, if the text is incomplete because of it; None otherwise.
 
     """
 

@@ -58,7 +58,7 @@ class StopStrings:
 
     @property
     def error(self) -> DetokenizationError | None:
-        """What the tokenizer raised if it could not decode the tokens; then no stop string can be found."""
+        """The error of a tokenizer that could not decode the tokens; then no stop string can be found."""
         return self._detokenizer.error
 
     def cut(self, tokens: list[int], reason: FinishReason | None) -> tuple[list[int], FinishReason | None]:

@@ -1,4 +1,4 @@
-"""What each kind of tokenizer may still change in a text when tokens are added."""
+"""Rules, per kind of tokenizer, for the part of a text that may change when tokens are added."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _JOINS = {"Fuse", "ByteLevel"}  # steps that join all tokens to one text
 
 @dataclass(frozen=True)
 class DecodingRule:
-    """What a tokenizer's ``decode`` may change in a text when tokens are added.
+    """The part of a text that a tokenizer's ``decode`` may change when tokens are added.
 
     Attributes:
         waits: whether the tokenizer is unknown, so that the whole text may change until the last token.

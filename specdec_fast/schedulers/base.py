@@ -1,4 +1,4 @@
-"""The scheduler's contract. To add one: copy ``eqspec.py``, and name it in ``schedulers/__init__.py``."""
+"""The contract of a scheduler. To add one, copy ``eqspec.py`` and name it in ``schedulers/__init__.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specdec_fast.request.sequence import Sequence
 
 
 class Scheduler(ABC):
-    """Decides who is resident and who takes part in a step. Plain Python: it sees lengths, never tensors.
+    """Decides which sequences are resident and which take part in a step. It reads lengths, never tensors.
 
     A scheduler changes when a token is computed, never which token (invariant I6).
     """
@@ -22,7 +22,7 @@ class Scheduler(ABC):
     @property
     @abstractmethod
     def max_resident(self) -> int:
-        """Sequences that may hold KV pages at the same time."""
+        """The largest number of sequences that may hold KV pages at the same time."""
 
     @abstractmethod
     def num_to_admit(self, num_resident: int) -> int:
@@ -30,10 +30,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def select(self, resident: list[Sequence]) -> list[Sequence]:
-        """Choose 1 to ``max_batch_size`` of the (at least one) resident sequences for the next step."""
+        """Choose 1 to ``max_batch_size`` of the resident sequences for the next step; at least one is resident."""
 
     def plan(self, resident: list[Sequence]) -> list[Sequence]:
-        """Select the next step's sequences and count how often each of the others has been passed over."""
+        """Select the sequences of the next step, and count the steps for which each other sequence is passed over."""
         chosen = self.select(resident)
         for sequence in resident:
             sequence.passed_over += 1

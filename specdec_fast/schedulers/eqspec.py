@@ -7,9 +7,9 @@ from specdec_fast.schedulers.base import Scheduler
 
 
 class EqspecScheduler(Scheduler):
-    """Takes a batch, runs all of it in every step until all have ended, then takes the next.
+    """Admits a batch, steps all its sequences until all have ended, then admits the next batch.
 
-    Finished sequences drop out at once, so late steps are smaller; nobody takes their place.
+    A sequence leaves as soon as it ends, so late steps are smaller; no other sequence takes its place.
     """
 
     @property
@@ -18,9 +18,9 @@ class EqspecScheduler(Scheduler):
         return self.max_batch_size
 
     def num_to_admit(self, num_resident: int) -> int:
-        """Return a whole batch when the last one has ended, else 0."""
+        """Return ``max_batch_size`` if no sequence is resident, else 0."""
         return 0 if num_resident else self.max_batch_size
 
     def select(self, resident: list[Sequence]) -> list[Sequence]:
-        """Choose everybody."""
+        """Choose all resident sequences."""
         return list(resident)

@@ -1,4 +1,4 @@
-"""exspec: a sliding window of sequences, equal lengths together."""
+"""exspec: a sliding window of sequences, and batches of equal lengths."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from specdec_fast.schedulers.base import Scheduler
 
 
 class ExspecScheduler(Scheduler):
-    """Keeps a window of sequences resident, steps up to a batch of them, and refills the moment one ends.
+    """Keeps a window of sequences resident, steps up to a batch of them, and refills the window when a sequence ends.
 
-    Sequences of equal length are stepped together, so that the attention work of a batch is balanced. Nobody is
+    Sequences of equal length are stepped together, so that the attention work of a batch is balanced. No sequence is
     passed over more than ``max_wait_steps`` times in a row.
     """
 
     @property
     def max_resident(self) -> int:
-        """The window."""
+        """The size of the window."""
         return self.window_size
 
     def num_to_admit(self, num_resident: int) -> int:
@@ -25,7 +25,7 @@ class ExspecScheduler(Scheduler):
         return self.window_size - num_resident
 
     def select(self, resident: list[Sequence]) -> list[Sequence]:
-        """Choose whoever must not wait, then the largest groups of equal length, longest waiting first."""
+        """Choose the due sequences, then the largest groups of equal length; equal groups by their longest wait."""
         by_wait = sorted(resident, key=lambda sequence: -sequence.passed_over)  # stable: ties keep their order
         num_due = self._num_due(by_wait)
         chosen, rest = by_wait[:num_due], by_wait[num_due:]
@@ -37,11 +37,11 @@ class ExspecScheduler(Scheduler):
         return chosen
 
     def _num_due(self, by_wait: list[Sequence]) -> int:
-        """Count who must be taken now, longest waiting first, so that all can be taken in time.
+        """Return how many sequences, longest waiting first, must take part now so that none waits too long.
 
-        Of the sequences that may be passed over at most j more times, this step and the next j can take
-        ``(j + 1) * max_batch_size``; whatever exceeds what the next j steps can take is due now. The window is
-        at most ``max_batch_size * (max_wait_steps + 1)`` (EngineConfig), so this never exceeds a batch.
+        The next j steps after this one can serve ``j * max_batch_size`` sequences. If more sequences than these may be
+        passed over at most j more times, the excess is due now. The window has at most
+        ``max_batch_size * (max_wait_steps + 1)`` sequences (EngineConfig), so at most a batch is due.
         """
         due = 0
         for rank, sequence in enumerate(by_wait, start=1):
