@@ -26,11 +26,14 @@ from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import (
     BackendError,
     ConfigError,
+    DeadlineExceededError,
     DeterminismError,
     DetokenizationError,
     DrafterError,
     EngineBusyError,
+    EngineClosedError,
     EngineCopyError,
+    EngineOverloadedError,
     ForkedProcessError,
     InvalidLogitsError,
     InvalidParamsError,
@@ -41,6 +44,7 @@ from specdec_fast.errors import (
     MissingTokenizerError,
     NotYetSupportedError,
     PromptTooLongError,
+    RequestCancelledError,
     RequestError,
     SpecDecError,
     StepError,
@@ -51,13 +55,17 @@ from specdec_fast.errors import (
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import DecodingStats, GenerationOutput, RunStats, StreamChunk
 from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.service import AsyncEngine, AsyncStream
 from specdec_fast.speculation_length import LengthPolicy, StepObservation
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEngine",
+    "AsyncStream",
     "BackendError",
     "ConfigError",
+    "DeadlineExceededError",
     "DecodingStats",
     "DeterminismError",
     "DetokenizationError",
@@ -66,8 +74,10 @@ __all__ = [
     "DrafterError",
     "Engine",
     "EngineBusyError",
+    "EngineClosedError",
     "EngineConfig",
     "EngineCopyError",
+    "EngineOverloadedError",
     "ForkedProcessError",
     "GenerationOutput",
     "InvalidLogitsError",
@@ -80,6 +90,7 @@ __all__ = [
     "MissingTokenizerError",
     "NotYetSupportedError",
     "PromptTooLongError",
+    "RequestCancelledError",
     "RequestError",
     "RunStats",
     "SamplingParams",

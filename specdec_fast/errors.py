@@ -51,7 +51,11 @@ class DeterminismError(SpecDecError, RuntimeError):
 
 
 class EngineBusyError(SpecDecError, RuntimeError):
-    """A call reached an engine that is still serving another."""
+    """A step called its own engine, or a call found the engine's core at work for requests added to it directly."""
+
+
+class EngineClosedError(SpecDecError, RuntimeError):
+    """A request came to an AsyncEngine that has been closed."""
 
 
 class EngineCopyError(SpecDecError, TypeError):
@@ -88,6 +92,18 @@ class PromptTooLongError(RequestError, ValueError):
 
 class KVCacheTooSmallError(RequestError):
     """The request alone needs more KV positions than the whole page pool holds."""
+
+
+class EngineOverloadedError(RequestError, RuntimeError):
+    """A service serves as many requests, or as many KV positions, as it may; the request can be sent again later."""
+
+
+class DeadlineExceededError(RequestError, TimeoutError):
+    """The request has not ended within the time that it was given."""
+
+
+class RequestCancelledError(RequestError, RuntimeError):
+    """The request was cancelled by its id, or because its engine was closed."""
 
 
 class StepError(RequestError, RuntimeError):

@@ -16,8 +16,7 @@ from specdec_fast.drafters import Drafter, StepResult
 from specdec_fast.engine.commit import commit, logprobs_of
 from specdec_fast.engine.pools import Pools
 from specdec_fast.engine.prefilling import Prefilling
-from specdec_fast.engine.step import Step, StepOutput, draft_limits, propose
-from specdec_fast.errors import StepError
+from specdec_fast.engine.step import Step, StepOutput, draft_limits, propose, step_error
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
@@ -156,7 +155,7 @@ class EngineCore:
             return []
         self._in_step = step.batch
         emitted = self._finish(step)
-        outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in emitted if s.request_id in self._requests]
+        outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in emitted]
         ended = [s for s in step.batch if s.finish_reason is not None or s.request_id not in self._requests]
         self._leave(ended)
         if self._overlap and self.has_work:
@@ -180,14 +179,10 @@ class EngineCore:
             error: the exception of ``step``; it becomes the cause of the ``StepError`` of every dropped sequence.
 
         """
-        failed = self._in_step if isinstance(error, Exception) else self.resident
-        failed = list(failed) if failed or not isinstance(error, Exception) else [*self.resident, *self.waiting]
-        for sequence in failed:
-            if sequence.finish_reason is None:
-                reason = StepError(f"the step that served this request failed: {type(error).__name__}: {error}")
-                reason.__cause__ = error
-                sequence.fail(reason)
-            self._requests.pop(sequence.request_id, None)
+        in_step = self._in_step or [*self.resident, *self.waiting]
+        for sequence in in_step if isinstance(error, Exception) else self.resident:
+            if self._requests.pop(sequence.request_id, None) is not None:
+                sequence.fail(step_error(error))  # if it has ended, ``step`` has not returned that
         self.waiting = deque(sequence for sequence in self.waiting if sequence.finish_reason is None)
         self._launched, self._launch_error, self._in_step = None, None, []
         self._pools.is_sized = False  # the next step checks the pools again
@@ -254,6 +249,7 @@ class EngineCore:
                 for sequence, num_draft_tokens, emission, values in zip(
                     batch, step.num_draft_tokens, emissions, logprobs, strict=True
                 )
+                if sequence.request_id in self._requests  # a request that is cancelled stays as it is
             ]
             self._commit_to_drafter(batch, verification.counts, emissions)
         self.length_policy.observe(step.observation([len(emission) - 1 for emission in emissions]))
@@ -273,7 +269,7 @@ class EngineCore:
         """Pass the accepted rows of the unfinished sequences to the drafter."""
         unfinished, rows, first_row = [], [], 0
         for sequence, count, emission in zip(batch, counts, emissions, strict=True):
-            if sequence.is_admitted and sequence.finish_reason is None:
+            if sequence.is_admitted and sequence.finish_reason is None and sequence.request_id in self._requests:
                 unfinished.append(sequence)
                 rows.append(range(first_row, first_row + len(emission)))
             first_row += count

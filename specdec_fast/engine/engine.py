@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from os import PathLike
-from time import perf_counter
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,13 +14,14 @@ from specdec_fast.config import EngineConfig, as_config
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters import Drafter, checked_draft, make_drafter
-from specdec_fast.engine.call_guard import CallGuard
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list, as_prompt_list
 from specdec_fast.engine.output import Outputs, chunks_of, output_of
+from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.progress import Progress
-from specdec_fast.engine.step import StepOutput
-from specdec_fast.errors import EngineBusyError, RequestError
+from specdec_fast.engine.shared_core import Call, SharedCore
+from specdec_fast.engine.step import StepOutput, raise_cause
+from specdec_fast.errors import RequestError
 from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe_errors import named_failures
@@ -37,9 +38,9 @@ from specdec_fast.speculation_length import Profiler, make_length_policy
 class Engine:
     """A target, a drafter and their KV pools, loaded once and used for any number of calls.
 
-    An engine serves one call at a time: threads may not share it, and a stream must be finished or closed before the
-    next call. The caller may use the models elsewhere between calls. To add requests at any time and run single
-    steps, use ``core``.
+    Any number of threads may call it at the same time, and streams may be open meanwhile: their requests are decoded
+    in one batch, in the steps that one of the threads runs for all. The models are the caller's and may be used
+    elsewhere between calls.
 
     Args:
         target: name, folder or loaded Hugging Face causal model.
@@ -69,11 +70,11 @@ class Engine:
         tokenizer: Any | None = None,
         **keywords: Any,
     ) -> None:
+        self.process = OwnProcess()  # first, so that it is also the first to refuse a copy
         self.config = as_config(config, keywords)
         scheduler = make_scheduler(self.config)
         draft = checked_draft(draft, self.config)
         expect_tokenizer(tokenizer)
-        self._guard = CallGuard()
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         with named_failures(model):
@@ -90,12 +91,17 @@ class Engine:
             Profiler(self.config.max_batch_size, is_asynchronous, verify_seconds, drafter.forward_seconds)
         )
         self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config)
-        self.last_run = RunStats()
+        self.shared = SharedCore(self.core, self.process)
 
     @property
     def drafter(self) -> Drafter:
         """The drafter that proposes tokens."""
         return self.core.drafter
+
+    @property
+    def last_run(self) -> RunStats:
+        """Counts and times of the latest call; of all of them where calls overlapped."""
+        return self.shared.run
 
     def generate(self, prompts: Any, params: Any = None, *, progress: bool | None = None) -> list[GenerationOutput]:
         """Decode every prompt.
@@ -110,15 +116,18 @@ class Engine:
             and the typed error in ``.error``; the other requests are unaffected.
 
         Raises:
-            InvalidParamsError, NotYetSupportedError, ConfigError: before any work, for arguments that are wrong for
-                the whole call.
-            EngineBusyError: a stream of this engine is still open, or another thread is calling it.
+            InvalidParamsError, NotYetSupportedError, ConfigError: before any work, for arguments that are wrong as
+                a whole.
+            EngineBusyError: called by code that a step of this engine called (a drafter, for example), or while
+                requests that were added to ``core`` directly have not ended.
             ForkedProcessError: the engine was made in the process that this one was forked from.
 
         """
         sequences = self._build(prompts, params)
-        with Progress(len(sequences), progress) as bar:
-            for output in self._decode(sequences):
+        call = self.shared.call()
+        with Progress(len(sequences), progress) as bar, closing(self._decode(sequences, call)) as outputs:
+            call.ends_only = not bar.is_shown
+            for output in outputs:
                 bar.update(len(output.token_ids), output.finish_reason is not None)
         return [output_of(sequence, self.tokenizer) for sequence in sequences]
 
@@ -129,7 +138,7 @@ class Engine:
         prompt add up to its ``generate`` output. To stop early, close the iterator: that frees its KV pages at once.
         """
         sequences = self._build(prompts, params)
-        return chunks_of(sequences, self.tokenizer, self._decode(sequences))
+        return chunks_of(sequences, self.tokenizer, self._decode(sequences, self.shared.call(returns=False)))
 
     def describe(self) -> dict[str, Any]:
         """Return the names of this engine's models, method and backends, and how its forwards run."""
@@ -163,34 +172,23 @@ class Engine:
         pairs = zip(items, as_params_list(params, len(items)), strict=True)
         return [builder.build(index, prompt, p) for index, (prompt, p) in enumerate(pairs)]
 
-    def _decode(self, sequences: list[Sequence]) -> Outputs:
-        """Run to the end; yield the outputs of every step, and one for each sequence that failed before the first."""
-        with self._guard.begin_call():  # another call may have begun since this generator was made
-            core, started = self.core, perf_counter()
-            if core.has_work:
-                raise EngineBusyError(
-                    "requests that were added to engine.core have not ended; call core.step() until core.has_work is "
-                    "False, or core.cancel_all()."
-                )
-            self.last_run = core.stats = RunStats()
-            try:
-                for sequence in sequences:
-                    if sequence.finish_reason is None:
-                        _add(core, sequence)
-                for sequence in sequences:
-                    if sequence.finish_reason is not None:
-                        yield StepOutput(sequence, [], sequence.finish_reason)
-                while core.has_work:
-                    outputs = core.step()
-                    self.last_run.seconds = perf_counter() - started
-                    yield from outputs
-            finally:
-                core.cancel_all()
+    def _decode(self, sequences: list[Sequence], call: Call) -> Outputs:
+        """Run to the end; yield an output for each sequence that a step served or that failed."""
+        with closing(call):
+            for sequence in sequences:
+                if sequence.finish_reason is None:
+                    self._expect_room(sequence)
+            failed = [StepOutput(s, [], s.finish_reason) for s in sequences if s.finish_reason is not None]
+            call.add([sequence for sequence in sequences if sequence.finish_reason is None])
+            yield from failed
+            while call.open:
+                for output in call.take():
+                    raise_cause(output.request.error)
+                    yield output
 
-
-def _add(core: EngineCore, sequence: Sequence) -> None:
-    """Add a sequence; if the core refuses it, only this sequence fails."""
-    try:
-        core.add(sequence)
-    except RequestError as error:
-        sequence.fail(error)
+    def _expect_room(self, sequence: Sequence) -> None:
+        """Fail a sequence that the KV pool will never hold, and no other."""
+        try:
+            self.core.expect_room(sequence)
+        except RequestError as error:
+            sequence.fail(error)

@@ -20,7 +20,7 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
     if sequence.stop_strings is not None:
         text: str | None = sequence.stop_strings.take(last=True)
     else:
-        text = _text(sequence, Detokenizer(tokenizer), emitted_ids) if tokenizer is not None else None
+        text = _text(sequence, Detokenizer(tokenizer), emitted_ids, True) if tokenizer is not None else None
     return GenerationOutput(
         sequence.index,
         sequence.token_ids[: sequence.prompt_length],
@@ -34,26 +34,46 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
     )
 
 
+class ChunkMaker:
+    """Makes the chunks of one sequence; they add up to its output, also if they are made after later steps.
+
+    Args:
+        sequence: what the steps decode.
+        tokenizer: the target's, if known.
+
+    """
+
+    def __init__(self, sequence: Sequence, tokenizer: Any | None) -> None:
+        self._sequence = sequence
+        self._detokenizer = None if tokenizer is None or sequence.stop_strings is not None else Detokenizer(tokenizer)
+        self._num_tokens = 0  # in chunks that have been made
+
+    def make(self, output: StepOutput) -> StreamChunk:
+        """Make the chunk of one step's output; the last one has whatever a failed step has left."""
+        sequence, start = self._sequence, self._num_tokens
+        is_last = output.finish_reason is not None
+        tokens = sequence.emitted_ids[start:] if is_last else output.token_ids
+        self._num_tokens += len(tokens)
+        if sequence.stop_strings is not None:
+            text: str | None = sequence.stop_strings.take(is_last)
+        else:
+            text = None if self._detokenizer is None else _text(sequence, self._detokenizer, tokens, is_last)
+        logprobs = None if sequence.logprobs is None else sequence.logprobs[start : start + len(tokens)]
+        reason, error = (sequence.finish_reason, sequence.error) if is_last else (None, None)
+        return StreamChunk(sequence.index, tokens, text, reason, error, logprobs)
+
+
 def chunks_of(sequences: list[Sequence], tokenizer: Any | None, outputs: Outputs) -> Iterator[StreamChunk]:
     """Yield one chunk per output; closing the iterator closes ``outputs``."""
-    detokenizers = [None if tokenizer is None else Detokenizer(tokenizer) for _ in sequences]
+    makers = [ChunkMaker(sequence, tokenizer) for sequence in sequences]
     with closing(outputs):
-        for sequence, tokens, finish_reason in outputs:
-            detokenizer = detokenizers[sequence.index]
-            if sequence.stop_strings is not None:
-                text: str | None = sequence.stop_strings.take(finish_reason is not None)
-            else:
-                text = _text(sequence, detokenizer, tokens) if detokenizer is not None else None
-            logprobs = sequence.logprobs
-            if logprobs is not None:
-                logprobs = logprobs[len(logprobs) - len(tokens) :]
-            yield StreamChunk(sequence.index, tokens, text, sequence.finish_reason, sequence.error, logprobs)
+        for output in outputs:
+            yield makers[output.request.index].make(output)
 
 
-def _text(sequence: Sequence, detokenizer: Detokenizer, tokens: list[int]) -> str:
+def _text(sequence: Sequence, detokenizer: Detokenizer, tokens: list[int], is_last: bool) -> str:
     """Return the text that ``tokens`` make final; fail a sequence at its end if its tokens could not be decoded."""
-    last = sequence.finish_reason is not None
-    text = detokenizer.add(tokens, last)
-    if last and detokenizer.error is not None and sequence.error is None:
+    text = detokenizer.add(tokens, is_last)
+    if is_last and detokenizer.error is not None and sequence.error is None:
         sequence.fail(detokenizer.error)
     return text

@@ -20,6 +20,9 @@ class Progress:
     Raises:
         ConfigError: ``show`` is neither a bool nor None.
 
+    Attributes:
+        is_shown: whether the bar is shown.
+
     """
 
     def __init__(self, num_requests: int, show: bool | None) -> None:
@@ -27,6 +30,7 @@ class Progress:
             raise ConfigError(f"progress={show!r}: expected True, False or None.")
         usable = sys.stderr is not None and not sys.stderr.closed  # a process without a console has none
         shown = usable and (sys.stderr.isatty() if show is None else show)
+        self.is_shown = bool(shown)
         self._bar = tqdm(total=num_requests, desc="generate", unit="request", disable=not shown)
         self._num_tokens = 0
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from specdec_fast.drafters import Draft, Drafter
-from specdec_fast.errors import DrafterError
+from specdec_fast.errors import DrafterError, RequestError, StepError
 from specdec_fast.models.verification import Verification
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import FinishReason
@@ -58,6 +58,19 @@ class Step:
         other_seconds = perf_counter() - self.drafted - verify_seconds
         counts = (self.limits, self.num_draft_tokens, num_accepted)
         return StepObservation(self.batch, *counts, draft_seconds, verify_seconds, other_seconds)
+
+
+def step_error(error: BaseException) -> StepError:
+    """Return the error of a request whose step raised ``error``."""
+    reason = StepError(f"the step that served this request failed: {type(error).__name__}: {error}")
+    reason.__cause__ = error
+    return reason
+
+
+def raise_cause(error: RequestError | None) -> None:
+    """Raise what failed a request's step, as it was raised there; an interrupt of another thread as a StepError."""
+    if isinstance(error, StepError):
+        raise error.__cause__ if isinstance(error.__cause__, Exception) else error
 
 
 def draft_limits(policy: LengthPolicy, batch: list[Sequence], no_refill: bool) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 
 from specdec_fast.errors import DetokenizationError
@@ -52,7 +53,8 @@ class StopStrings:
         self._detokenizer = detokenizer
         self._stop = stop
         self._longest = max(map(len, stop))
-        self._released: list[str] = []  # released, but not returned by `take` yet
+        # Released, but not returned by `take` yet; a stream may be read in another thread than the one that steps.
+        self._released: deque[str] = deque()
         self._held = ""
         self._found = False
 
@@ -86,9 +88,7 @@ class StopStrings:
         if last and not self._found:
             self._released += [self._held, self._detokenizer.rest()]
             self._held = ""
-        text = "".join(self._released)
-        self._released.clear()
-        return text
+        return "".join(self._released.popleft() for _ in range(len(self._released)))
 
     def _add(self, token: int, last: bool) -> bool:
         """Add one token; return whether the text now contains a stop string."""

@@ -50,7 +50,9 @@ def unlisted(notes):  # no file can list the sizes of every model, but tiles and
 
 
 # Loaded once, the packages serve every check: each is a child of this process.
-SERVER = COMMON + """
+SERVER = (
+    COMMON
+    + """
 import json, os, sys, traceback
 torch.set_num_threads(1)  # a forked process has no pool of threads
 for line in sys.stdin:
@@ -71,6 +73,7 @@ for line in sys.stdin:
         found = file.read()
     print(json.dumps([os.wait()[1], found]), flush=True)
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,221 @@
+"""One core for the calls of several threads.
+
+A thread that needs a step and finds no other thread in one runs it, for the requests of all calls; the other threads
+wait until something was emitted for them, or until the core is free. So a single caller runs its steps itself, and
+concurrent calls are decoded in one batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from threading import RLock, get_ident
+from time import perf_counter
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+
+from specdec_fast.engine.call import Call
+from specdec_fast.engine.core import EngineCore
+from specdec_fast.engine.processes import OwnProcess
+from specdec_fast.engine.step import StepOutput, step_error
+from specdec_fast.errors import EngineBusyError, RequestError, StepError
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.results import RunStats
+
+
+class _Lead:
+    """The right to step, for a ``with`` block."""
+
+    def __init__(self, shared: SharedCore, call: Call | None) -> None:
+        self._shared, self.call, self.thread = shared, call, get_ident()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        self._shared.release(self)
+
+
+class _Change(NamedTuple):
+    """A request that was added, or is to be dropped; with an error it ends with it, else without an output."""
+
+    request: Sequence
+    is_new: bool = False
+    error: RequestError | None = None
+
+
+class SharedCore:
+    """A core, the calls that it serves, and the thread that is in a step.
+
+    Args:
+        core: its steps run here only.
+        process: in which they run.
+
+    Attributes:
+        run: counts and times since a call last found nothing being served.
+
+    """
+
+    def __init__(self, core: EngineCore, process: OwnProcess) -> None:
+        self.core, self.process = core, process
+        self.run = RunStats()
+        self._started = 0.0
+        # Of all below; never held during a step. The same thread may come again: it may collect an abandoned stream.
+        self._lock = RLock()
+        self._calls: dict[Sequence, Call] = {}  # of every request that has not ended
+        self._changes: deque[_Change] = deque()  # since the last step
+        # A weak reference: if a signal interrupts a thread before the ``with`` block of its lead has begun, the lead is
+        # destroyed, and another thread may step. A lock would stay held for ever.
+        self._leader: ReferenceType[_Lead] | None = None
+        self._waiting: deque[Call] = deque()
+
+    def call(self, returns: bool = True, ends_only: bool = False) -> Call:
+        """Return a call without requests; see ``Call``."""
+        return Call(self, returns, ends_only)
+
+    def add(self, call: Call, requests: list[Sequence]) -> None:
+        """See ``Call.add``."""
+        self.process.expect_this()
+        with self._lock:
+            if not self._calls:
+                if self.core.has_work and self._find_leader() is None and not self._changes:
+                    raise EngineBusyError(
+                        "requests that were added to engine.core have not ended; call core.step() until "
+                        "core.has_work is False, or core.cancel_all()."
+                    )
+                self.run = self.core.stats = RunStats()
+                self._started = perf_counter()
+            call.open.update(requests)
+            for request in requests:
+                self._calls[request] = call
+                self._changes.append(_Change(request, is_new=True))
+
+    def cancel(self, requests: list[Sequence], error: RequestError | None) -> None:
+        """See ``Call.cancel`` and ``Call.end``."""
+        if not self.process.is_this:
+            return  # a fork's copy of a stream is collected
+        with self._lock:
+            for request in requests:
+                if request in self._calls:
+                    self._changes.append(_Change(request, error=error))
+                if error is None:
+                    self._calls.pop(request, None)
+        lead = self.lead(None)
+        if lead is not None:
+            with lead:
+                pass  # the changes are made when it ends
+
+    def lead(self, call: Call | None) -> _Lead | None:
+        """Return the right to step; None if another thread has it, which then wakes ``call``."""
+        torch.get_num_threads()  # a new thread has PyTorch's number of threads from its first question on
+        with self._lock:
+            leader = self._find_leader()
+            if leader is None:
+                lead = _Lead(self, call)
+                self._leader = ref(lead, self._on_dropped)
+                return lead
+            if call is not None and leader.thread == get_ident():
+                raise EngineBusyError(
+                    "a step of this engine called the engine (in a drafter, a policy for K, or a hook); call it "
+                    "outside, or make another Engine of the same models."
+                )
+            if call is not None:
+                self._waiting.append(call)
+            return None
+
+    def release(self, lead: _Lead) -> None:
+        """Give the right to step back, after the changes that have come meanwhile."""
+        while True:
+            with self._lock:
+                if not self._changes:
+                    self._leader = None
+                    if lead.call is None or not lead.call.returns:
+                        self._wake_next()
+                    return
+            try:
+                self._make_changes()
+            except BaseException as error:
+                self._fail(error)
+                with self._lock:
+                    self._leader = None
+                    self._wake_next()
+                raise
+
+    def stop_waiting(self, call: Call) -> None:
+        """Do not wake a call; if it has been, wake the next one, unless a thread is in a step."""
+        with self._lock:
+            if call in self._waiting:
+                self._waiting.remove(call)
+            elif self._find_leader() is None:
+                self._wake_next()
+
+    def step(self) -> None:
+        """Run one step, with the right to; everybody's outputs go to their calls. Interrupts are raised."""
+        try:
+            self._make_changes()
+            outputs = self.core.step()
+            self.run.seconds = perf_counter() - self._started
+            self._deliver(outputs)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _find_leader(self) -> _Lead | None:
+        return None if self._leader is None else self._leader()
+
+    def _on_dropped(self, reference: ReferenceType[_Lead]) -> None:
+        with self._lock:
+            if self._leader is reference:
+                self._leader = None
+                self._wake_next()
+
+    def _wake_next(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().wake()
+
+    def _make_changes(self) -> None:
+        has_cancelled = False
+        while self._changes:
+            request, is_new, reason = self._changes.popleft()
+            if not is_new:
+                self.core.cancel(request.request_id)
+                has_cancelled = True
+                if reason is not None and request in self._calls:
+                    request.fail(reason)
+                    self._deliver([StepOutput(request, [], "error")])
+            elif request in self._calls:
+                try:
+                    self.core.add(request)
+                except RequestError as error:
+                    request.fail(error)
+                    self._deliver([StepOutput(request, [], "error")])
+        if has_cancelled and not self._calls:
+            self.core.cancel_all()  # a step that a GPU has begun
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        found: dict[Call, list[StepOutput]] = {}
+        for output in outputs:
+            is_last = output.finish_reason is not None
+            call = self._calls.pop(output.request, None) if is_last else self._calls.get(output.request)
+            if call is not None and (is_last or not call.ends_only):
+                found.setdefault(call, []).append(output)
+        for call, own in found.items():
+            call.inbox.put(own)
+
+    def _fail(self, error: BaseException) -> None:
+        """Fail every request that the core has lost with a step."""
+        try:
+            self.core.drop_failed(error)
+        except Exception:  # a drafter fails again
+            with suppress(Exception):
+                self.core.cancel_all()
+        with self._lock:
+            kept = {*self.core.waiting, *self.core.resident, *(change.request for change in self._changes)}
+            lost = [request for request in self._calls if request not in kept]
+        for request in lost:
+            if not isinstance(request.error, StepError):
+                request.fail(step_error(error))
+        self._deliver([StepOutput(request, [], "error") for request in lost])

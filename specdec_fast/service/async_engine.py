@@ -1,0 +1,208 @@
+"""The asynchronous engine: ``await generate``, ``async for chunk in stream``, and limits that hold."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from os import PathLike
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import Drafter
+from specdec_fast.engine.engine import Engine
+from specdec_fast.engine.input import RequestBuilder, as_prompt_list
+from specdec_fast.errors import ConfigError, EngineClosedError, RequestCancelledError
+from specdec_fast.results import GenerationOutput
+from specdec_fast.sampling_params import SamplingParams, as_plain, as_sampling_params
+from specdec_fast.service.receivers import Receiver
+from specdec_fast.service.requests import LiveRequests, ServedRequest
+from specdec_fast.service.streams import AsyncStream
+from specdec_fast.service.worker import Worker
+
+_PREFILL_TOKENS = 512  # of a step, unless the caller's config says otherwise
+_CHECK_SECONDS = 0.01  # between two looks at whether requests have ended, while the engine is being closed
+_CLOSED = "the engine has been closed; make another one."
+
+
+class AsyncEngine:
+    """An engine for event loops: requests come and go between steps, and a worker thread runs the model.
+
+    Every output has the tokens and the log-probability bits of ``Engine.generate``, whatever else is served. What is
+    refused raises an error before any work. A request that fails, is cancelled by its id, or passes its deadline later
+    ends with ``finish_reason="error"`` and the typed error in ``.error``, and keeps its tokens.
+
+    Several event loops may use one instance. Its ``engine`` may be called by other threads meanwhile.
+
+    Args:
+        target, draft, config, tokenizer: as for ``Engine``; fields of the config may be given as keywords instead.
+            Without a config, ``max_prefill_tokens`` is 512.
+        max_waiting: requests that may wait at most, besides those that fit into the window (``window_size``).
+        kv_token_budget: KV positions (prompt and ``max_new_tokens``) that all requests together, running and waiting,
+            may need at most; None: no limit besides ``max_waiting``.
+
+    Attributes:
+        engine: the synchronous engine beneath.
+
+    Raises:
+        ConfigError: a limit is out of range; and what ``Engine`` raises.
+
+    """
+
+    def __init__(
+        self,
+        target: str | PathLike[str] | PreTrainedModel,
+        draft: str | PathLike[str] | PreTrainedModel | Drafter | None,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Any | None = None,
+        max_waiting: int = 256,
+        kv_token_budget: int | None = None,
+        **keywords: Any,
+    ) -> None:
+        max_waiting, kv_token_budget = as_plain(max_waiting), as_plain(kv_token_budget)
+        _expect_count("max_waiting", max_waiting, 0)
+        if kv_token_budget is not None:
+            _expect_count("kv_token_budget", kv_token_budget, 1)
+        if config is None:
+            keywords.setdefault("max_prefill_tokens", _PREFILL_TOKENS)
+        self.engine = Engine(target, draft, config, tokenizer=tokenizer, **keywords)
+        core = self.engine.core
+        self._builder = RequestBuilder(self.engine.target, self.engine.tokenizer, core.length_policy.max_draft_tokens)
+        self._live = LiveRequests(core.scheduler.max_resident + max_waiting, kv_token_budget)
+        self._worker = Worker(self.engine, self._live)
+        # A loop must not wait until a long prompt is encoded.
+        self._encoders = ThreadPoolExecutor(1, "specdec_fast-encoder")
+        self._is_closed = False
+
+    async def generate(
+        self, prompt: Any, params: Any = None, *, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput:
+        """Decode one prompt. Cancelling the task cancels the request.
+
+        Args:
+            prompt: a string or a list of token ids.
+            params: SamplingParams or a transformers GenerationConfig; None is greedy.
+            request_id: a name for ``cancel``; None makes one.
+            timeout: seconds from now after which the request ends with a DeadlineExceededError.
+
+        Returns:
+            The output; ``index`` is 0.
+
+        Raises:
+            EngineOverloadedError: as many requests, or KV positions, as may be are served or wait.
+            EngineClosedError: the engine has been closed.
+            RequestError, InvalidParamsError, ConfigError: the prompt, the parameters or another argument are wrong.
+            RequestCancelledError: it was cancelled before its prompt was encoded.
+            ForkedProcessError: the engine was made in the process that this one was forked from.
+
+        """
+        request = self._accept(prompt, params, request_id, timeout, is_stream=False)
+        try:
+            output: GenerationOutput = await request.receiver.get()
+        except BaseException:
+            self._worker.drop(request)
+            raise
+        return output
+
+    def stream(
+        self, prompt: Any, params: Any = None, *, request_id: str | None = None, timeout: float | None = None
+    ) -> AsyncStream:
+        """Decode one prompt, beginning now, and return its chunks for ``async for``.
+
+        Takes what ``generate`` does. A full queue, a closed engine and wrong parameters raise here, a wrong prompt when
+        the first chunk is read. Call it where an event loop runs.
+        """
+        request = self._accept(prompt, params, request_id, timeout, is_stream=True)
+        worker = self._worker
+        return AsyncStream(request.request_id, request.receiver, lambda: worker.drop(request))
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request before the next step, with a RequestCancelledError; any thread may call.
+
+        Returns:
+            Whether there was such a request.
+
+        """
+        request = self._live.find(request_id)
+        if request is not None:
+            self._worker.end([request], RequestCancelledError("the request was cancelled; its tokens are kept."))
+        return request is not None
+
+    async def close(self, finish_within: float = 0.0) -> None:
+        """Refuse further requests, let the others finish for a while, cancel the rest, and end the threads.
+
+        It takes ``finish_within`` seconds and one step at most.
+
+        Args:
+            finish_within: seconds for which requests may go on; those that do not end within them end with a
+                RequestCancelledError.
+
+        """
+        self._is_closed = True
+        deadline = monotonic() + finish_within
+        while self._live and monotonic() < deadline:
+            await asyncio.sleep(_CHECK_SECONDS)
+        error = RequestCancelledError("the engine was closed before the request ended; its tokens are kept.")
+        self._worker.end(self._live.all(), error)
+        await asyncio.to_thread(self._encoders.shutdown)
+        self._worker.end(self._live.all(), error)  # those that another event loop has sent meanwhile
+        await asyncio.to_thread(self._worker.close)
+
+    async def __aenter__(self) -> AsyncEngine:
+        """Return itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the engine; requests that have not ended are cancelled."""
+        await self.close()
+
+    def _accept(
+        self, prompt: Any, params: Any, request_id: str | None, timeout: float | None, *, is_stream: bool
+    ) -> ServedRequest:
+        self.engine.process.expect_this()
+        if self._is_closed:
+            raise EngineClosedError(_CLOSED)
+        if request_id is not None and not isinstance(request_id, str):
+            raise ConfigError(f"request_id={request_id!r}: expected a string, or None.")
+        params, timeout = as_sampling_params(params), as_plain(timeout)
+        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if timeout is not None and not (is_number and timeout > 0):
+            raise ConfigError(f"timeout={timeout!r}: expected a number of seconds > 0, or None.")
+        deadline = None if timeout is None else monotonic() + timeout
+        request = ServedRequest(Receiver(asyncio.get_running_loop()), is_stream, deadline)
+        self._live.enter(request, request_id)
+        try:
+            self._encoders.submit(self._start, request, prompt, params)
+        except RuntimeError:  # another event loop has just closed the engine
+            self._live.leave(request)
+            raise EngineClosedError(_CLOSED) from None
+        return request
+
+    def _start(self, request: ServedRequest, prompt: Any, params: SamplingParams) -> None:
+        """Encode a prompt and hand the request to the worker, or refuse it; in a thread of its own."""
+        try:
+            if request.is_dropped:
+                return
+            prompts = as_prompt_list(prompt) or [prompt]
+            if len(prompts) != 1:
+                raise ConfigError(f"{len(prompts)} prompts in one request; expected one, a string or token ids.")
+            sequence = self._builder.build(0, prompts[0], params)
+            if sequence.error is not None:
+                raise sequence.error
+            self.engine.core.expect_room(sequence)
+            self._live.charge(request, sequence.max_length - 1)
+            self._worker.start(request, sequence)
+        except Exception as error:
+            self._live.leave(request)
+            self._worker.post(request.receiver, error)
+
+
+def _expect_count(name: str, value: Any, smallest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+        raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}.")

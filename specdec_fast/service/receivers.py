@@ -1,0 +1,97 @@
+"""From the worker to event loops: one callback per loop and step, whatever the number of requests."""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop, Future
+from collections import deque
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from specdec_fast.results import GenerationOutput, StreamChunk
+
+Item = StreamChunk | GenerationOutput | Exception
+_mailboxes: WeakKeyDictionary[AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+_lock = Lock()
+
+
+class Mailbox:
+    """What the worker has for the receivers of one event loop."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[Receiver, Item]] = deque()
+        self._is_scheduled = False
+
+    def post(self, loop: AbstractEventLoop, items: list[tuple[Receiver, Item]]) -> bool:
+        """Let the loop hand out items, with what it has not handed out yet; for other threads.
+
+        Returns:
+            False if the loop has been closed.
+
+        """
+        self._items.extend(items)
+        if self._is_scheduled:
+            return True
+        self._is_scheduled = True
+        try:
+            loop.call_soon_threadsafe(self._hand_out)
+        except RuntimeError:
+            return False
+        return True
+
+    def _hand_out(self) -> None:
+        self._is_scheduled = False  # before the items: one that comes now may be handed out here or once more
+        for _ in range(len(self._items)):
+            receiver, item = self._items.popleft()
+            receiver.put(item)
+
+
+def mailbox_of(loop: AbstractEventLoop) -> Mailbox:
+    """Return a loop's mailbox; for any thread."""
+    with _lock:
+        return _mailboxes.setdefault(loop, Mailbox())
+
+
+class Receiver:
+    """Where one request's items arrive, in the thread of its event loop.
+
+    Chunks that have not been read are merged into one, so a slow reader keeps no more than its own tokens.
+    """
+
+    def __init__(self, loop: AbstractEventLoop) -> None:
+        self.loop, self.mailbox = loop, mailbox_of(loop)
+        self._item: Item | None = None
+        self._waiter: Future[None] | None = None
+
+    def put(self, item: Item) -> None:
+        """Keep an item for ``get``."""
+        if isinstance(self._item, StreamChunk) and isinstance(item, StreamChunk):
+            item = merged(self._item, item)
+        self._item = item
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Any:
+        """Return what has come since the last call, or wait for it; raise it if it is an exception."""
+        while self._item is None:
+            self._waiter = self.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        item, self._item = self._item, None
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+def merged(first: StreamChunk, second: StreamChunk) -> StreamChunk:
+    """Return two successive chunks of a request as one."""
+    return StreamChunk(
+        first.index,
+        first.token_ids + second.token_ids,
+        None if first.text is None or second.text is None else first.text + second.text,
+        second.finish_reason,
+        second.error,
+        None if first.logprobs is None or second.logprobs is None else first.logprobs + second.logprobs,
+    )

@@ -1,0 +1,138 @@
+"""The requests that a service has accepted and not answered yet, and how many these may be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from threading import RLock
+
+from specdec_fast.engine.output import ChunkMaker, output_of
+from specdec_fast.engine.step import StepOutput
+from specdec_fast.errors import ConfigError, EngineOverloadedError, RequestError
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.results import GenerationOutput, StreamChunk
+from specdec_fast.service.receivers import Receiver
+
+
+class ServedRequest:
+    """One request of a service.
+
+    Args:
+        receiver: of its chunks or its output.
+        is_stream: which of the two.
+        deadline: when it must have ended, on the clock of ``time.monotonic``; None: any time.
+
+    Attributes:
+        request_id: its name for the caller.
+        sequence: None until its prompt is encoded.
+        num_positions: KV positions that it may need.
+        is_dropped: whether nobody wants it any more.
+        error: with which it is to end, if that was decided before its prompt was encoded.
+
+    """
+
+    def __init__(self, receiver: Receiver, is_stream: bool, deadline: float | None) -> None:
+        self.receiver, self.is_stream, self.deadline = receiver, is_stream, deadline
+        self.request_id = ""
+        self.sequence: Sequence | None = None
+        self.num_positions = 0
+        self.is_dropped = False
+        self.error: RequestError | None = None
+        self._tokenizer: object = None
+        self._chunks: ChunkMaker | None = None
+
+    def begin(self, sequence: Sequence, tokenizer: object) -> None:
+        """Receive the sequence and what its text is made with."""
+        self.sequence, self._tokenizer = sequence, tokenizer
+        if self.is_stream:
+            self._chunks = ChunkMaker(sequence, tokenizer)
+
+    def item_of(self, output: StepOutput) -> StreamChunk | GenerationOutput | None:
+        """Return what the caller gets after a step: a chunk, an output, or nothing before the last step."""
+        if self._chunks is not None:
+            return self._chunks.make(output)
+        return None if output.finish_reason is None else output_of(output.request, self._tokenizer)
+
+    def failed_item(self, output: StepOutput, error: RequestError) -> StreamChunk | GenerationOutput:
+        """Return the last item of a request whose text cannot be made."""
+        if self.is_stream:
+            return StreamChunk(0, output.token_ids, None, "error", error)
+        return replace(output_of(output.request, None), finish_reason="error", error=error)
+
+
+class LiveRequests:
+    """Requests by id, within the limits of a service; for any thread.
+
+    Args:
+        most_requests: that may be live at once.
+        most_positions: KV positions that they may need together; None: any number.
+
+    """
+
+    def __init__(self, most_requests: int, most_positions: int | None) -> None:
+        self._most_requests, self._most_positions = most_requests, most_positions
+        self._lock = RLock()  # the same thread may come again: it may collect an abandoned stream
+        self._requests: dict[str, ServedRequest] = {}
+        self._num_positions = 0
+        self._numbers = count(1)
+
+    def __len__(self) -> int:
+        """Return how many requests are live."""
+        return len(self._requests)
+
+    def enter(self, request: ServedRequest, request_id: str | None) -> None:
+        """Accept a request.
+
+        Raises:
+            EngineOverloadedError: there are as many as there may be.
+            ConfigError: another live request has its id.
+
+        """
+        with self._lock:
+            if len(self._requests) >= self._most_requests:
+                raise EngineOverloadedError(
+                    f"{len(self._requests)} requests are running or waiting, and there may be {self._most_requests} "
+                    "(the window plus max_waiting); send the request again later, or raise max_waiting."
+                )
+            request.request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
+            if request.request_id in self._requests:
+                raise ConfigError(
+                    f"request_id={request.request_id!r} belongs to a request that has not ended; choose another, or "
+                    "leave it out."
+                )
+            self._requests[request.request_id] = request
+
+    def charge(self, request: ServedRequest, num_positions: int) -> None:
+        """Count the KV positions that a request may need, as long as it is live.
+
+        Raises:
+            EngineOverloadedError: together they would be more than there may be.
+
+        """
+        with self._lock:
+            if self._requests.get(request.request_id) is not request:
+                return  # it has been dropped meanwhile
+            total = self._num_positions + num_positions
+            if self._most_positions is not None and total > self._most_positions:
+                raise EngineOverloadedError(
+                    f"the request needs {num_positions} KV positions (its prompt and max_new_tokens), the live "
+                    f"requests need {self._num_positions}, and kv_token_budget={self._most_positions}; send the "
+                    "request again later, lower max_new_tokens, or raise the budget."
+                )
+            request.num_positions = num_positions
+            self._num_positions = total
+
+    def leave(self, request: ServedRequest) -> None:
+        """Forget a request that has its answer, or that nobody wants; it may be unknown."""
+        with self._lock:
+            if self._requests.get(request.request_id) is request:
+                del self._requests[request.request_id]
+                self._num_positions -= request.num_positions
+
+    def find(self, request_id: str) -> ServedRequest | None:
+        """Return a live request."""
+        return self._requests.get(request_id)
+
+    def all(self) -> list[ServedRequest]:
+        """Return the live requests."""
+        return list(self._requests.values())

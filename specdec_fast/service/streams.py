@@ -1,0 +1,59 @@
+"""The stream of one request, as ``async for`` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specdec_fast.results import StreamChunk
+from specdec_fast.service.receivers import Receiver
+
+
+class AsyncStream:
+    """The chunks of one request. They add up to its output; what was not read in time comes as one chunk.
+
+    Leaving ``async for`` early and dropping the stream, ``aclose()``, and cancelling the task that reads it all cancel
+    the request.
+
+    Attributes:
+        request_id: for ``AsyncEngine.cancel``.
+
+    """
+
+    def __init__(self, request_id: str, receiver: Receiver, drop: Callable[[], object]) -> None:
+        self.request_id = request_id
+        self._receiver, self._drop = receiver, drop
+        self._has_ended = False
+
+    def __aiter__(self) -> AsyncStream:
+        """Return itself."""
+        return self
+
+    async def __anext__(self) -> StreamChunk:
+        """Return what was emitted since the last chunk, or wait for it.
+
+        Raises:
+            RequestError, ConfigError: the request was refused.
+
+        """
+        if self._has_ended:
+            raise StopAsyncIteration
+        try:
+            chunk: StreamChunk = await self._receiver.get()
+        except BaseException:
+            self._end()
+            raise
+        self._has_ended = chunk.finish_reason is not None
+        return chunk
+
+    async def aclose(self) -> None:
+        """Cancel the request, if it has not ended."""
+        self._end()
+
+    def _end(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._drop()
+
+    def __del__(self) -> None:
+        """Cancel the request of a stream that nobody reads."""
+        self._end()

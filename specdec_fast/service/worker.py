@@ -1,0 +1,152 @@
+"""The worker of a service: one thread that runs the steps, makes texts and posts them to the event loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import RLock
+from time import monotonic
+
+from specdec_fast.engine.engine import Engine
+from specdec_fast.engine.step import StepOutput, step_error
+from specdec_fast.errors import DeadlineExceededError, RequestError
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.service.receivers import Item, Mailbox, Receiver
+from specdec_fast.service.requests import LiveRequests, ServedRequest
+
+
+class Worker:
+    """Serves sequences, from whatever thread they come, in a thread that runs as long as there are any.
+
+    The thread belongs to an executor, so nothing runs while nothing is served, and the interpreter can exit.
+
+    Args:
+        engine: its core is shared with the engine's own callers.
+        live: loses the requests that have got their answer.
+
+    """
+
+    def __init__(self, engine: Engine, live: LiveRequests) -> None:
+        self._engine, self._live = engine, live
+        self._call = engine.shared.call()
+        self._executor = ThreadPoolExecutor(1, "specdec_fast-worker")
+        self._lock = RLock()  # of the two below; the same thread may come again: it may collect an abandoned stream
+        self._served: dict[Sequence, ServedRequest] = {}
+        self._run: Future[None] | None = None
+        self._next_deadline = float("inf")
+
+    def start(self, request: ServedRequest, sequence: Sequence) -> None:
+        """Serve a request whose prompt is encoded, unless nobody wants it any more; for any thread.
+
+        Raises:
+            RequestError: it was cancelled meanwhile.
+
+        """
+        with self._lock:
+            if request.error is not None:
+                raise request.error
+            if request.is_dropped:
+                return
+            request.begin(sequence, self._engine.tokenizer)
+            self._served[sequence] = request
+            self._next_deadline = min(self._next_deadline, request.deadline or float("inf"))
+            self._call.add([sequence])
+            if self._run is None:
+                self._run = self._executor.submit(self._serve)
+        self._call.wake()
+
+    def drop(self, request: ServedRequest) -> None:
+        """Forget a request that nobody wants; its pages are free before the next step. For any thread."""
+        with self._lock:
+            request.is_dropped = True
+            self._live.leave(request)
+            sequence = request.sequence
+            if sequence is None or self._served.pop(sequence, None) is None:
+                return
+        self._call.cancel([sequence])
+        self._call.wake()
+
+    def end(self, requests: Iterable[ServedRequest], error: RequestError) -> None:
+        """Let requests end with an error before the next step, unless they have ended; for any thread."""
+        with self._lock:
+            for request in requests:
+                request.error = error
+            sequences = [request.sequence for request in requests if request.sequence is not None]
+        self._call.end(sequences, error)
+        self._call.wake()
+
+    def post(self, receiver: Receiver, item: Item) -> None:
+        """Give an item to a receiver; for any thread."""
+        receiver.mailbox.post(receiver.loop, [(receiver, item)])
+
+    def close(self) -> None:
+        """Wait for the thread to end, which serves nothing any more."""
+        self._executor.shutdown()
+
+    def _serve(self) -> None:
+        """Step until nothing is served."""
+        while True:
+            with self._lock:
+                if not self._served:
+                    self._run = None
+                    return
+            try:
+                outputs = self._call.take(self._seconds_left())
+            except Exception as error:  # a drafter that cannot let go of a request
+                outputs = self._fail(error)
+            self._hand_out(outputs)
+            self._end_late()
+
+    def _hand_out(self, outputs: list[StepOutput]) -> None:
+        """Make what the callers get of a step's outputs, and post it: once per event loop."""
+        items: dict[Mailbox, list[tuple[Receiver, Item]]] = {}
+        requests: dict[Mailbox, list[ServedRequest]] = {}
+        for output in outputs:
+            request = self._served.get(output.request)
+            if request is None:
+                continue
+            try:
+                item = request.item_of(output)
+            except Exception as error:  # of a tokenizer
+                item = request.failed_item(output, step_error(error))
+                self._call.cancel([output.request])
+            if item is None:
+                continue
+            if item.finish_reason is not None:
+                with self._lock:
+                    self._served.pop(output.request, None)
+                self._live.leave(request)
+            receiver = request.receiver
+            items.setdefault(receiver.mailbox, []).append((receiver, item))
+            requests.setdefault(receiver.mailbox, []).append(request)
+        for mailbox, posted in items.items():
+            if not mailbox.post(posted[0][0].loop, posted):
+                for request in requests[mailbox]:  # the loop is closed: nobody reads
+                    self.drop(request)
+
+    def _seconds_left(self) -> float | None:
+        """Return how long the thread may wait for another one's step."""
+        return None if self._next_deadline == float("inf") else max(0.0, self._next_deadline - monotonic())
+
+    def _end_late(self) -> None:
+        """End requests whose deadline has passed."""
+        now = monotonic()
+        if now < self._next_deadline:
+            return
+        with self._lock:
+            late, to_come = [], [float("inf")]
+            for request in self._served.values():
+                if request.deadline is not None and request.error is None:
+                    late.append(request) if request.deadline <= now else to_come.append(request.deadline)
+            self._next_deadline = min(to_come)
+        if late:
+            self.end(late, DeadlineExceededError("the request has not ended within its timeout; its tokens are kept."))
+
+    def _fail(self, error: Exception) -> list[StepOutput]:
+        """Return last outputs for all that is served."""
+        with self._lock:
+            sequences = list(self._served)
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                sequence.fail(step_error(error))
+        return [StepOutput(sequence, [], sequence.finish_reason) for sequence in sequences]
