@@ -157,9 +157,7 @@ async def compare(engine: AsyncEngine, workload: Workload, args: argparse.Namesp
             "seconds": faults.seconds,
             "num_requests": faults.num_ended,
             "num_wrong": faults.num_wrong,
-            "loop_pause_ms": dict(
-                zip(("p50", "p99", "largest"), _milliseconds(faults.pauses, 50, 99, 100), strict=True)
-            ),
+            "loop_pause_ms": _milliseconds(faults.pauses),
             "all_pages_free": all(pool is None or pool.is_vacant for pool in pools),
         },
     }

@@ -166,7 +166,7 @@ class Engine:
         }
 
     def _build(self, prompts: Any, params: Any) -> list[Sequence]:
-        self._guard.expect_no_call()
+        self.process.expect_this()
         items = as_prompt_list(prompts)
         builder = RequestBuilder(self.target, self.tokenizer, self.core.length_policy.max_draft_tokens)
         pairs = zip(items, as_params_list(params, len(items)), strict=True)
