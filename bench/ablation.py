@@ -1,6 +1,7 @@
 """What each part of a scheduler or of a length policy gains.
 
 ``--part exspec``: the window, taking equal lengths together, and the bound on waiting; ratios are to eqspec.
+``--part auto-simulated``: the same in simulated time, for three pairs and five courses of acceptance.
 ``--part auto``: the parts of ``num_draft_tokens="auto"``; ratios are to fixed K and to the whole policy.
 
 All variants decode the same prompts, of unequal lengths and with unequal ends, interleaved; what is reported are ratios
@@ -21,7 +22,7 @@ from bench.common import report
 from bench.common.measurement import Measurement, MethodSetting, Runs, measure
 from bench.common.timing import median_ratio
 from bench.common.workload import Workload, add_workload_options, check_workload, load
-from bench.engine_ import length_ablation
+from bench.engine_ import length_ablation, simulated_ablation
 from bench.engine_.methods import Bench, EngineRunner
 from bench.engine_.summary import latency_percentiles
 from specdec_fast import Engine
@@ -137,7 +138,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=(__doc__ or "").split("\n")[0])
     add_workload_options(parser)
     parser.add_argument("--batch-sizes", type=report.integers, default=[4, 8, 16])
-    parser.add_argument("--part", choices=["exspec", "auto"], default="exspec", help="default: %(default)s")
+    parser.add_argument(
+        "--part", choices=["exspec", "auto", "auto-simulated"], default="exspec", help="default: %(default)s"
+    )
     parser.add_argument("--num-draft-tokens", type=int, default=5, metavar="K", help="of exspec (default: 5)")
     parser.add_argument("--method", choices=list(SCHEDULERS), default="eqspec", help="of auto (default: %(default)s)")
     parser.add_argument(
@@ -146,17 +149,24 @@ def main(argv: list[str] | None = None) -> None:
         metavar="P,P:P",
         help="of auto: replay the target's tokens with these probabilities; P:P changes in mid-run",
     )
+    parser.add_argument(
+        "--whole-only", action="store_true", help="of auto: fixed K and the whole policy, without its parts"
+    )
     report.add_report_options(parser)
     args = parser.parse_args(argv)
     check_workload(parser, args)
     report.prepare(args)
+    if args.part == "auto-simulated":
+        rows = simulated_ablation.simulated_rows(args.batch_sizes, args.repeats, args.method == "exspec")
+        simulated_ablation.print_table(rows)
+        report.write_json({"method": args.method, "repeats": args.repeats, "rows": rows}, args.json)
+        return
     workload = load(args, 64)
     machine = report.machine(torch.device(workload.target.device))
     described = {"pair": workload.name, "dtype": args.dtype, "prompts": len(workload.prompts)}
     if args.part == "auto":
-        settings = list(
-            length_ablation.settings_of(Bench(workload), args.method, args.batch_sizes, args.acceptance or [None])
-        )
+        names, acceptances = length_ablation.variants(args.whole_only), args.acceptance or [None]
+        settings = list(length_ablation.settings_of(Bench(workload), args.method, names, args.batch_sizes, acceptances))
         rows = length_ablation.rows_of(measure(settings, args.repeats))
         length_ablation.print_table(rows)
         described |= {"method": args.method, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}

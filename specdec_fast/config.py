@@ -31,9 +31,9 @@ class EngineConfig:
         method: the scheduler: ``"exspec"`` (sliding window of sequences, refilled as they end) or ``"eqspec"`` (fixed
             batches in lockstep).
         max_batch_size: largest number of sequences in one step.
-        num_draft_tokens: K, draft tokens per sequence and step; 0 decodes plainly. ``"auto"`` chooses K from 0 to 8 for
-            every sequence, and chooses again during the run, by measured costs and the sequence's acceptance so far;
-            making the engine then takes about a second longer (dozens of forwards). An instance of LengthPolicy is
+        num_draft_tokens: K, draft tokens per sequence and step; 0 decodes plainly. ``"auto"`` chooses K from 0 to 8
+            every few steps, by measured costs and the acceptance so far; making the engine then takes about a second
+            longer (dozens of forwards). An instance of LengthPolicy is
             accepted too; it must not be shared by two engines.
         window_size: number of sequences that exspec keeps resident; None: twice ``max_batch_size``.
         max_wait_steps: number of steps in a row for which exspec may pass a resident sequence over.

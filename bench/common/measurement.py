@@ -90,10 +90,10 @@ Runs = dict[MethodSetting, list[Measurement]]
 
 
 def measure(settings: list[MethodSetting], repeats: int, reference: MethodSetting | None = None) -> Runs:
-    """Run every setting once unmeasured, then ``repeats`` times in turn; exit if a gated output differs.
+    """Run every setting once unmeasured, then ``repeats`` times in turns; exit if a gated output differs.
 
     Args:
-        settings: settings in the order of each turn.
+        settings: settings in the order of every other turn; the turns between go backwards.
         repeats: number of measured runs of each setting.
         reference: the setting whose outputs are correct, which runs once, first; None: the first setting.
 
@@ -102,7 +102,8 @@ def measure(settings: list[MethodSetting], repeats: int, reference: MethodSettin
     warm_up = [reference, *(setting for setting in settings if setting is not reference)]
     runs: Runs = {setting: [] for setting in settings}
     expected: Tokens = []
-    turns = [*warm_up, *(setting for _ in range(repeats) for setting in settings)]
+    # Every other repeat backwards: no setting always runs after the same one, whose memory and heat it finds.
+    turns = [*warm_up, *(setting for repeat in range(repeats) for setting in settings[:: (1, -1)[repeat % 2]])]
     for i, setting in enumerate(tqdm(turns, disable=not sys.stderr.isatty())):
         measurement = setting.run()
         expected = expected if i else measurement.outputs

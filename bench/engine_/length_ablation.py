@@ -22,71 +22,54 @@ from specdec_fast.drafters import Drafter
 from specdec_fast.models.profiling import forward_seconds
 from specdec_fast.speculation_length import Profiler
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
-from specdec_fast.speculation_length.allocation import Allocation, Costs, Rows
-from specdec_fast.speculation_length.decision_budget import DecisionBudget
 from specdec_fast.speculation_length.fixed import FixedLength
 
 FULL = "auto"
 FIXED = {f"K {k}": k for k in (0, 3, 5)}
 
 
-class OneLength(AdaptiveLength):
-    """The same K for every sequence of a batch."""
+class NoPrefillCost(AdaptiveLength):
+    """Drafting is chosen as if the draft model had prefilled every prompt."""
 
-    @staticmethod
-    def _allocate(probabilities: Rows, caps: list[int], costs: Costs, share_proposed: float = 1.0) -> Allocation:
-        num, plain_speed = len(probabilities), len(probabilities) / costs.verify[0]
-        best, length, emitted, seconds = plain_speed, 0, float(num), costs.once
-        for k in range(1, max(caps) + 1):
-            emitted += share_proposed * sum(row[k - 1] for row in probabilities)
-            seconds += costs.draft[num]
-            speed = emitted / (
-                costs.verify[round(num * k * share_proposed)] + seconds + sum(costs.entry) * emitted / num
-            )
-            if speed > best:
-                best, length = speed, k
-        return Allocation([min(length, cap) for cap in caps], length, 0.0, best, plain_speed)
-
-
-class NoCatchUpCost(AdaptiveLength):
-    """Drafting is chosen as if the drafter had admitted every sequence."""
-
-    _entry_seconds = 0.0
-
-
-class NoTailWeights(AdaptiveLength):
-    """Every token counts the same, whether or not its sequence ends last."""
-
-    def limits(self, batch: list[Any], no_refill: bool = False) -> list[int]:
-        """Hide that no sequence will join."""
-        return super().limits(batch)
-
-
-class NoDecisionBudget(AdaptiveLength):
-    """Choices and observations count as free."""
-
-    def prepare(self, profiler: Profiler) -> None:
-        """Measure as usual, but for the cost of choosing."""
-        super().prepare(profiler)
-        self.budget = DecisionBudget(0.0, 0.0)
+    def _prefill_seconds(self, batch: list[Any]) -> float:
+        return 0.0
 
 
 class NoProbes(AdaptiveLength):
     """Once drafting has been given up, it is not tried again."""
 
-    def _probe(self, *_: Any) -> bool:
+    def _may_probe(self, batch: list[Any], plain_speed: float) -> bool:
         return False
+
+
+class NoPlainSteps(AdaptiveLength):
+    """While drafting pays, no step shows what plain decoding takes."""
+
+    def _wants_plain_steps(self, gain: float) -> bool:
+        return False
+
+
+class NoCorrection(AdaptiveLength):
+    """Costs are those of the profile; steps do not correct them."""
+
+    def _end_round(self) -> None:
+        self._ratios.clear()
+        super()._end_round()
 
 
 VARIANTS: dict[str, Callable[[], LengthPolicy]] = {
     **{name: partial(FixedLength, k) for name, k in FIXED.items()},
     FULL: AdaptiveLength,
-    "one K per batch": OneLength,
-    "no catch-up cost": NoCatchUpCost,
-    "no tail weights": NoTailWeights,
-    "no decision budget": NoDecisionBudget,
+    "no prefill cost": NoPrefillCost,
     "no probes": NoProbes,
+    "no plain steps": NoPlainSteps,
+    "no correction": NoCorrection,
 }
+
+
+def variants(whole_only: bool) -> list[str]:
+    """Return the names of all variants, or of fixed K and the whole policy."""
+    return [*FIXED, FULL] if whole_only else list(VARIANTS)
 
 
 class PolicyRunner(EngineRunner):
@@ -103,13 +86,18 @@ class PolicyRunner(EngineRunner):
 
 
 def settings_of(
-    bench: Bench, method: str, batch_sizes: list[int], acceptances: list[tuple[float, ...] | None]
+    bench: Bench,
+    method: str,
+    variants: list[str],
+    batch_sizes: list[int],
+    acceptances: list[tuple[float, ...] | None],
 ) -> Iterator[MethodSetting]:
     """Yield every variant at every batch size and acceptance.
 
     Args:
         bench: the models and the prompts.
         method: scheduler.
+        variants: names of ``VARIANTS``.
         batch_sizes: largest batches of the engines.
         acceptances: of replayed drafts: one probability, or those of equal shares of the prompts, one after the other;
             None lets the draft model propose.
@@ -125,8 +113,8 @@ def settings_of(
         )
         for acceptance in acceptances:
             drafter = engine.drafter if acceptance is None else _replayed(bench, engine, acceptance)
-            for name, make in VARIANTS.items():
-                policy = make()
+            for name in variants:
+                policy = VARIANTS[name]()
                 policy.prepare(profiler)
                 label = name if acceptance is None else f"{name} ({':'.join(map(str, acceptance))})"
                 yield MethodSetting(label, batch_size, PolicyRunner(engine, drafter, bench.workload, policy))

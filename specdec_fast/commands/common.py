@@ -33,9 +33,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help=f"per sequence and step; or a policy that chooses it: {', '.join(LENGTH_POLICIES)} (default: 5)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
-    parser.add_argument(
-        "--no-deterministic", action="store_true", help="do not make bits independent of the batch"
-    )
+    parser.add_argument("--no-deterministic", action="store_true", help="do not make bits independent of the batch")
     add_backend_options(parser)
 
 

@@ -206,9 +206,8 @@ class EngineCore:
         ready = self._prefilling.ready(self.resident) if self._prefilling else self.resident
         if not ready:
             return None
-        batch = self._in_step = self.scheduler.plan(ready)
-        is_refilled = self.waiting and self.scheduler.num_to_admit(len(self.resident) - 1)
-        return self._launch(batch, len(batch) == len(self.resident) and not is_refilled)
+        self._in_step = self.scheduler.plan(ready)
+        return self._launch(self._in_step)
 
     def _admit(self) -> None:
         """Admit the first waiting sequences: as many as the scheduler allows and the pool can reserve pages for."""
@@ -222,12 +221,12 @@ class EngineCore:
             places -= 1
 
     @torch.inference_mode()
-    def _launch(self, batch: list[Sequence], no_refill: bool) -> Step:
+    def _launch(self, batch: list[Sequence]) -> Step:
         """Draft and verify for one batch; on a GPU this only queues the work."""
         timer = self.stats.timer
-        limits = draft_limits(self.length_policy, batch, no_refill)
-        self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
+        limits = draft_limits(self.length_policy, batch)
         started = perf_counter()
+        self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
         with timer("draft"):
             draft = propose(self.drafter, batch, limits, self.target.layout.device)
         drafted = perf_counter()

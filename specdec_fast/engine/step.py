@@ -40,7 +40,7 @@ class Step:
         limits: per sequence, the number of draft tokens that the engine asked for.
         num_draft_tokens: per sequence, the number of draft tokens that the drafter proposed.
         verification: the target's verification of these tokens.
-        started: time at which drafting began, by ``perf_counter``.
+        started: time at which drafting began, with the drafter's prefill of new sequences, by ``perf_counter``.
         drafted: time at which it ended.
 
     """
@@ -73,14 +73,14 @@ def raise_cause(error: RequestError | None) -> None:
         raise error.__cause__ if isinstance(error.__cause__, Exception) else error
 
 
-def draft_limits(policy: LengthPolicy, batch: list[Sequence], no_refill: bool) -> list[int]:
+def draft_limits(policy: LengthPolicy, batch: list[Sequence]) -> list[int]:
     """Return how many draft tokens each sequence may get: the policy's number, or the request's if that is smaller.
 
     Raises:
         LengthPolicyError: the policy broke its contract.
 
     """
-    limits = policy.checked_limits(batch, no_refill)
+    limits = policy.checked_limits(batch)
     most = [sequence.params.num_draft_tokens for sequence in batch]
     return [k if m is None else min(k, m) for k, m in zip(limits, most, strict=True)]
 

@@ -42,14 +42,14 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
         pool.reserve(owner, context)
     found: dict[int, float] = {}
     _forward(model, pool, max(row_counts), num_owners, context)
-    started = perf_counter()
-    deadline = started + _BUDGET_SECONDS
-    for _ in range(_REPEATS):  # in rounds, so that a busy moment of the machine affects each count at most once
+    deadline = float("inf")
+    for repeat in range(_REPEATS):  # in rounds, so that a busy moment of the machine affects each count at most once
         for count in sorted(row_counts):
-            if count not in found or perf_counter() < deadline:
+            if perf_counter() < deadline:
                 seconds = _forward(model, pool, count, num_owners, context)
                 found[count] = min(found.get(count, float("inf")), seconds)
-        deadline = max(deadline, started + (1 + _BUDGET_SHARE) * sum(found.values()))
+        if not repeat:  # a busy moment in the first round does not use up the time of the repeats, which correct it
+            deadline = perf_counter() + max(_BUDGET_SECONDS, _BUDGET_SHARE * sum(found.values()))
     return found
 
 

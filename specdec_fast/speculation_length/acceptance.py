@@ -1,123 +1,74 @@
-"""How likely draft tokens are to be accepted, from what was accepted so far: a sequence's own history and the run's."""
+"""How likely the j-th draft token is to be accepted if those before it are, from what was accepted lately."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
-
-from specdec_fast.request.sequence import Sequence
-from specdec_fast.speculation_length.base import StepObservation, num_at_least
-
-_FIRST_GUESS, _GUESS_TOKENS = 0.95, 4.0  # an optimistic prior: acceptance is observed only by drafting
-_RUN_TOKENS = 16.0  # what the run's history weighs against a sequence's own, in draft tokens
-_PROFILE_TOKENS = 16.0  # what it takes, in accepted tokens, for a place of a draft to be told from the others
-_OWN_WINDOW, _RUN_WINDOW, _PROFILE_WINDOW = 32.0, 128.0, 512.0  # draft tokens that are remembered; older ones fade
-_LEAST_KEPT = 0.9  # of a full window per step: ten steps of a large batch are remembered, however many tokens
-_FADE = 0.994  # of a history per step in which it is not added to: half in 115 steps
-
-
-@dataclass
-class _History:
-    """Draft tokens accepted, of those tried; what is added pushes out as much, once ``window`` is full."""
-
-    window: float
-    accepted: float = 0.0
-    tried: float = 0.0
-
-    def add(self, accepted: int, tried: int) -> None:
-        if self.tried > self.window:
-            self.fade(max(_LEAST_KEPT, 1 - tried / self.window))
-        self.accepted += accepted
-        self.tried += tried
-
-    def fade(self, keep: float) -> None:
-        self.accepted *= keep
-        self.tried *= keep
-
-    def estimate(self, guess: float, weight: float) -> float:
-        return (self.accepted + guess * weight) / (self.tried + weight)
+_PRIOR, _PRIOR_TOKENS = 0.95, 4.0  # optimistic: acceptance can be observed only by drafting
+_WINDOW = 64.0  # draft tokens that are remembered: 5% standard error, and a change is followed in as many
+_LEAST_KEPT = 0.5  # of the past per update: large batches fill the window in a step
+_NEIGHBOUR_TOKENS = 16.0  # weight of the estimate one position before: deep positions are rarely tried
 
 
 class Acceptance:
-    """Estimates, for every sequence and place in its draft, the probability that the token there is accepted.
+    """Counts accepted and tried draft tokens per position; older counts fade.
 
     A token counts as tried if all before it were accepted, so ``accepted / tried`` is the maximum-likelihood estimate
-    of the probability given that those before it were. That of a sequence is drawn towards the run's, the stronger the
-    shorter its history is. All sequences share a profile over the places: what was accepted there, over what was
-    expected of the sequences that came so far. Only the past is used.
+    of its conditional probability. Each position's estimate is shrunk to the one before it.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._own: dict[Sequence, _History] = {}
-        self._run = _History(_RUN_WINDOW)
-        self._proposals = _History(_RUN_WINDOW)  # proposed, of those asked for
-        self._accepted = [0.0] * most  # by place
-        self._expected = [0.0] * most
+    def __init__(self, max_draft_tokens: int) -> None:
+        self._accepted, self._tried = [0.0] * max_draft_tokens, [0.0] * max_draft_tokens
+        self._accepted[0], self._tried[0] = _PRIOR * _PRIOR_TOKENS, _PRIOR_TOKENS
+        self._proposed, self._asked = 1.0, 1.0
 
     @property
     def num_tried(self) -> float:
-        """Draft tokens that the run's estimate rests on."""
-        return self._run.tried
+        """Draft tokens that the estimates rest on."""
+        return sum(self._tried)
 
     @property
     def average(self) -> float:
-        """The run's estimate: of a draft token, given that those before it were accepted."""
-        return self._run.estimate(_FIRST_GUESS, _GUESS_TOKENS)
+        """Accepted over tried, at all positions together."""
+        return sum(self._accepted) / max(self.num_tried, 1e-9)
 
     @property
-    def share_proposed(self) -> float:
-        """Of the draft tokens asked for, those proposed; a drafter may have nothing to say."""
-        return self._proposals.estimate(1.0, 1.0)
+    def proposed(self) -> float:
+        """Of the draft tokens asked for, the share that the drafter proposed."""
+        return self._proposed / self._asked
 
-    def is_known(self, sequence: Sequence) -> bool:
-        """Whether a sequence's own history outweighs the run's."""
-        return sequence in self._own and self._own[sequence].tried >= _RUN_TOKENS
+    def expected_tokens(self) -> list[float]:
+        """Return ``[max_draft_tokens + 1]``: tokens that a sequence is expected to emit in a step, by K.
 
-    def observe(self, step: StepObservation) -> None:
-        """Learn from a step in which something was asked for."""
-        average, total = self.average, 0
-        expected = [0.0] * (self.most + 1)  # of the sequences whose last token tried stands at a place
-        for sequence, count, accepted in zip(step.batch, step.num_draft_tokens, step.num_accepted, strict=True):
-            if count:
-                own = self._own.get(sequence) or self._own.setdefault(sequence, _History(_OWN_WINDOW))
-                tried = min(accepted + 1, count)
-                expected[tried - 1] += own.estimate(average, _RUN_TOKENS)
-                own.add(accepted, tried)
-                total += tried
-        self._run.add(sum(step.num_accepted), total)
-        self._proposals.add(sum(step.num_draft_tokens), sum(step.limits))
-        keep = 1 - min(0.5, total / _PROFILE_WINDOW)
-        taken = num_at_least(step.num_accepted, self.most)
-        for place in range(self.most - 1, -1, -1):
-            expected[place] += expected[place + 1]
-            self._expected[place] = keep * self._expected[place] + expected[place]
-            self._accepted[place] = keep * self._accepted[place] + taken[place]
+        With acceptance a at every position, ``(1 - a^(K + 1)) / (1 - a)`` (Leviathan et al., arXiv 2211.17192,
+        section 3.1).
+        """
+        tokens, reached, before = [1.0], self.proposed, self.average
+        for accepted, tried in zip(self._accepted, self._tried, strict=True):
+            before = (accepted + _NEIGHBOUR_TOKENS * before) / (tried + _NEIGHBOUR_TOKENS)
+            reached *= before
+            tokens.append(tokens[-1] + reached)
+        return tokens
 
-    def probabilities(self, batch: list[Sequence]) -> list[list[float]]:
-        """Return ``[B, most]``: at place j, the probability that draft token j and all before it are accepted."""
-        average, nothing = self.average, _History(_OWN_WINDOW)
-        profile = [
-            (accepted + _PROFILE_TOKENS) / (expected + _PROFILE_TOKENS)
-            for accepted, expected in zip(self._accepted, self._expected, strict=True)
-        ]
-        found = []
-        for sequence in batch:
-            own = self._own.get(sequence, nothing).estimate(average, _RUN_TOKENS)
-            found.append(list(accumulate([min(own * factor, 1.0) for factor in profile], mul)))
-        return found
+    def add(self, accepted: list[int], rejected: list[int], num_asked: int, num_proposed: int) -> None:
+        """Add steps.
 
-    def fade(self, batch: list[Sequence], lengths: list[int], num_steps: int) -> None:
-        """Let the history of those that are not drafted for fade, so that the run's takes its place."""
-        for sequence, length in zip(batch, lengths, strict=True):
-            if not length and sequence in self._own:
-                self._own[sequence].fade(_FADE**num_steps)
+        Args:
+            accepted: ``[max_draft_tokens + 1]``, how many sequences accepted so many draft tokens.
+            rejected: of them, those whose next draft token was rejected.
+            num_asked: draft tokens asked for.
+            num_proposed: draft tokens proposed.
 
-    def discount(self) -> None:
-        """Trust the run's history half as much: what has just been seen is not what it says."""
-        self._run.fade(0.5)
+        """
+        reached = [sum(accepted[j:]) for j in range(1, len(accepted))]
+        tried = [count + lost for count, lost in zip(reached, rejected, strict=False)]
+        self.fade(max(_LEAST_KEPT, 1 - sum(tried) / _WINDOW))
+        for j, count in enumerate(tried):
+            self._accepted[j] += reached[j]
+            self._tried[j] += count
+        self._proposed += num_proposed
+        self._asked += num_asked
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop a sequence's own history."""
-        self._own.pop(sequence, None)
+    def fade(self, keep: float) -> None:
+        """Weigh all counts so far by ``keep``."""
+        self._accepted = [keep * count for count in self._accepted]
+        self._tried = [keep * count for count in self._tried]
+        self._proposed, self._asked = keep * self._proposed, keep * self._asked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from specdec_fast.errors import LengthPolicyError
@@ -18,7 +18,7 @@ class StepObservation(NamedTuple):
         limits: draft tokens asked for.
         num_draft_tokens: draft tokens proposed and verified.
         num_accepted: of them.
-        draft_seconds: wall-clock time of the drafter.
+        draft_seconds: wall-clock time of the drafter, its prefill of sequences that it had not seen included.
         verify_seconds: of the target's forward alone. On a GPU both may have been queued only.
         other_seconds: of everything else: laying the forward out, accept, which waits for it, and commit.
 
@@ -31,18 +31,6 @@ class StepObservation(NamedTuple):
     draft_seconds: float
     verify_seconds: float
     other_seconds: float
-
-
-def num_at_least(counts: Iterable[int], most: int) -> list[int]:
-    """Return how many of ``counts`` are at least 1, 2, ... ``most``; microseconds, where NumPy takes tens."""
-    exactly = [0] * (most + 1)
-    for count in counts:
-        exactly[count] += 1
-    total, found = 0, []
-    for count in range(most, 0, -1):
-        total += exactly[count]
-        found.append(total)
-    return found[::-1]
 
 
 class Profiler(NamedTuple):
@@ -77,13 +65,10 @@ class LengthPolicy(ABC):
     max_draft_tokens: int
 
     @abstractmethod
-    def limits(self, batch: list[Sequence], no_refill: bool = False) -> list[int]:
-        """Return K of each sequence, 0 included; less than ``num_remaining``, because one token is the target's own.
+    def limits(self, batch: list[Sequence]) -> list[int]:
+        """Return K of each sequence of the next step, 0 included.
 
-        Args:
-            batch: the sequences of the next step.
-            no_refill: whether nobody will take the place of one that ends before the others do.
-
+        It is less than ``num_remaining``, because one token is the target's own.
         """
 
     # The hooks below do nothing for a policy that learns nothing.
@@ -97,14 +82,14 @@ class LengthPolicy(ABC):
     def forget(self, sequence: Sequence) -> None:  # noqa: B027
         """Drop what is kept of a sequence; there may be nothing."""
 
-    def checked_limits(self, batch: list[Sequence], no_refill: bool = False) -> list[int]:
+    def checked_limits(self, batch: list[Sequence]) -> list[int]:
         """Return ``limits``, held to the contract.
 
         Raises:
             LengthPolicyError: it is no list of one int per sequence, or one is out of range.
 
         """
-        limits, most = self.limits(batch, no_refill), self.max_draft_tokens
+        limits, most = self.limits(batch), self.max_draft_tokens
         if not isinstance(limits, list) or len(limits) != len(batch):
             raise LengthPolicyError(
                 f"limits of {type(self).__name__}: {limits!r}; expected a list of {len(batch)} ints."

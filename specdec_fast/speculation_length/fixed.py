@@ -12,7 +12,7 @@ class FixedLength(LengthPolicy):
     def __init__(self, num_draft_tokens: int) -> None:
         self.max_draft_tokens = num_draft_tokens
 
-    def limits(self, batch: list[Sequence], no_refill: bool = False) -> list[int]:
+    def limits(self, batch: list[Sequence]) -> list[int]:
         """Return K of each sequence."""
         k = self.max_draft_tokens
         return [min(k, sequence.num_remaining - 1) for sequence in batch]

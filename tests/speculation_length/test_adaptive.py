@@ -1,4 +1,4 @@
-"""The choice of K over whole runs in simulated time, and what it rests on."""
+"""The adaptive policy over whole runs in simulated time, and its parts."""
 
 from __future__ import annotations
 
@@ -7,118 +7,95 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec_fast.speculation_length import StepObservation
+from bench.common.simulation import World, best_fixed, speed, tokens_per_second
+from specdec_fast.models import profiling
 from specdec_fast.speculation_length.acceptance import Acceptance
-from specdec_fast.speculation_length.base import num_at_least
-from specdec_fast.speculation_length.cost_model import CostCurve
+from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.fixed import FixedLength
-from support.grids import diagonal, grid
-from support.simulated import MOST, World, best_fixed, speed, tokens_per_second
+from specdec_fast.speculation_length.step_costs import StepCosts
+from support.models import tiny_model
 
-# Verifying is bound by memory with a cheap and with a costly draft, by arithmetic, by one and then the other, by what a
-# step does besides forwards, and by contexts that grow beyond what was measured.
+# Verifying is bound by memory with a cheap and with a costly draft, by arithmetic, by one and then the other, by
+# contexts that grow beyond what was profiled, and by steps as short as a few choices of K.
 REGIMES = {
     "flat": {"verify": lambda n: 1e-2 * (1 + 0.002 * n), "draft": lambda n: 1e-3 * (1 + 0.002 * n)},
     "costly draft": {"verify": lambda n: 1e-2 * (1 + 0.002 * n), "draft": lambda n: 4e-3 * (1 + 0.002 * n)},
     "linear": {"verify": lambda n: 1e-2 * (0.3 + 0.1 * n), "draft": lambda n: 1e-3 * (0.3 + 0.1 * n)},
     "roofline": {"verify": lambda n: 1e-2 * max(1, n / 24), "draft": lambda n: 1e-3 * max(1, n / 24)},
-    "overhead": {
-        "verify": lambda n: 1e-3 * (1 + 0.02 * n),
-        "draft": lambda n: 5e-4 * (1 + 0.02 * n),
-        "overhead": 1e-3,
-        "once": 1e-3,
-    },
     "long contexts": {
         "verify": lambda n: 1e-2 * (1 + 0.002 * n),
         "draft": lambda n: 1e-3 * (1 + 0.002 * n),
         "growth": 5e-6,
     },
-}
-
-
-# Steps that take no longer than a few choices: the bundled pair on two cores, and a model bound by launching kernels.
-SHORT = {
     "short steps": {
         "verify": lambda n: 6e-5 + 2.5e-5 * n,
         "draft": lambda n: 1.7e-5 + 4e-6 * n,
         "once": 2e-5,
         "overhead": 4e-5,
-        "choice": 8e-5,
-        "observation": 3e-5,
-    },
-    "short flat steps": {
-        "verify": lambda n: 2e-4 * (1 + 0.002 * n),
-        "draft": lambda n: 2e-5 * (1 + 0.002 * n),
-        "overhead": 5e-5,
-        "choice": 1e-4,
-        "observation": 3e-5,
+        "choice": 3e-5,
     },
 }
-
-
-def world(regime, acceptance, batch_size, **options):
-    constant = acceptance if callable(acceptance) else lambda number, emitted: acceptance
-    return World(acceptance=constant, batch_size=batch_size, **{**REGIMES, **SHORT}[regime] | options)
-
-
+PLAIN_OR_USUAL = (0, 3, 5)
 ACCEPTANCES = (0.0, 0.2, 0.5, 0.8, 0.95, 1.0)
 
 
-@diagonal(regime=list(REGIMES), batch_size=[1, 4, 32])
-def test_auto_reaches_the_best_fixed_k(regime, batch_size):
-    """From the first token on never under 0.97 of plain decoding; once warm 0.95 of the best fixed K, over three runs.
+def world(regime, acceptance, batch_size, **options):
+    constant = acceptance if callable(acceptance) else lambda number, position: acceptance
+    return World(acceptance=constant, batch_size=batch_size, **(REGIMES[regime] | options))
 
-    Steps are timed with noise, and one of a hundred takes five times as long.
+
+def warm(run):
+    return run.warmed(AdaptiveLength())
+
+
+def plain(runs):
+    return best_fixed(runs, (0,))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_auto_reaches_the_best_of_plain_and_the_usual_k(regime, batch_size):
+    """From the first token on at least 0.97 of plain decoding; once warm 0.95 of the best of plain, K 3 and K 5.
+
+    Each figure is the mean of two runs. Steps are timed with noise, and one of a hundred takes five times as long.
     """
     for acceptance in ACCEPTANCES:
-        run = world(regime, acceptance, batch_size, num_sequences=max(6, 2 * batch_size))
-        runs = [replace(run, seed=seed) for seed in range(3 if batch_size < 32 else 1)]
-        plain = speed(runs, lambda run: FixedLength(0))
-        assert speed(runs, World.adaptive) >= 0.97 * plain, f"cold, acceptance {acceptance}"
-        assert speed(runs, World.warm) >= 0.95 * best_fixed(runs), f"acceptance {acceptance}"
-
-
-@diagonal(regime=list(SHORT), batch_size=[4, 32, 1])
-def test_choosing_is_charged_where_steps_are_short(regime, batch_size):
-    """Choosing and observing are charged, the more the larger the batch; what holds for longer steps holds here."""
-    for acceptance in ACCEPTANCES:
-        run = world(regime, acceptance, batch_size, num_sequences=max(64, 8 * batch_size))
-        run = replace(
-            run, choice=run.choice * (1 + batch_size / 8), observation=run.observation * (1 + batch_size / 32)
+        run = world(
+            regime, acceptance, batch_size, num_sequences=max(12, 2 * batch_size) * (1 + 3 * (regime == "short steps"))
         )
-        runs = [replace(run, seed=seed) for seed in range(2 if batch_size < 32 else 1)]
-        plain = speed(runs, lambda run: FixedLength(0))
-        assert speed(runs, World.adaptive) >= 0.97 * plain, f"cold, acceptance {acceptance}"
-        assert speed(runs, World.warm) >= 0.95 * best_fixed(runs), f"acceptance {acceptance}"
+        runs = [replace(run, seed=seed) for seed in range(2)]
+        cold = speed(runs, lambda run: run.prepared(AdaptiveLength()))
+        assert cold >= 0.97 * plain(runs), f"cold, acceptance {acceptance}"
+        assert speed(runs, warm) >= 0.95 * best_fixed(runs), f"acceptance {acceptance}"
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.6])
-def test_choosing_takes_about_a_percent(acceptance):
-    run = world("short steps", acceptance, 4, num_sequences=96)
-    lengths = run.warm()
-    before = run.choosing_seconds(lengths)
-    seconds = 96 * run.new_tokens / tokens_per_second(run, lengths)
-    assert 0.001 < (run.choosing_seconds(lengths) - before) / seconds < 0.02
+def test_a_fixed_k_would_fail_that():
+    """No K is within 0.95 of the best everywhere, so the test above can fail."""
+    runs = [[world("costly draft", acceptance, 4, num_sequences=12)] for acceptance in (0.0, 0.95)]
+    for k in PLAIN_OR_USUAL:
+        assert any(best_fixed(each, (k,)) < 0.95 * best_fixed(each, PLAIN_OR_USUAL) for each in runs)
 
 
-@pytest.mark.parametrize("regime", ["flat", "costly draft"])
-def test_acceptance_that_changes_is_tracked(regime):
-    """Useless drafts become good ones and useless again, in the middle of a call: all sequences are new or old."""
-    bad, good = (world(regime, a, 4, num_sequences=8, new_tokens=512) for a in (0.0, 0.95))
-    lengths = bad.adaptive()
-    plain = tokens_per_second(bad, FixedLength(0))
-    assert tokens_per_second(bad, lengths) >= 0.97 * plain
-    assert tokens_per_second(good, lengths) >= 1.2 * plain
-    assert tokens_per_second(good, lengths) >= 0.95 * best_fixed([good])
-    assert tokens_per_second(bad, lengths) >= 0.95 * plain
-    turning = world(regime, lambda number, emitted: 0.95 * (emitted >= 256), 1, num_sequences=4, new_tokens=512)
-    assert tokens_per_second(turning, turning.adaptive()) >= 1.1 * tokens_per_second(turning, FixedLength(0))
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_choices_are_rare_where_steps_are_short(batch_size):
+    run = world("short steps", 0.6, batch_size, num_sequences=24)
+    policy = warm(run)
+    before = policy.num_choices
+    seconds = 24 * run.new_tokens / tokens_per_second(run, policy)
+    assert (policy.num_choices - before) * run.choice < 0.03 * seconds
 
 
-def test_sequences_of_one_batch_get_different_k():
-    """Every second sequence is hard to draft for: no single K suits both."""
-    run = world("linear", lambda number, emitted: 0.95 if number % 2 else 0.1, 2, num_sequences=12, new_tokens=256)
-    assert tokens_per_second(run, run.adaptive()) > best_fixed([run])
+@pytest.mark.parametrize(("regime", "gain"), [("flat", 1.1), ("costly draft", 1.1)])
+def test_acceptance_that_changes_is_followed(regime, gain):
+    """Useless drafts become good ones and useless again while the engine is kept; costly probes notice it later."""
+    bad, good = (world(regime, acceptance, 4, num_sequences=12, new_tokens=512) for acceptance in (0.0, 0.95))
+    policy = bad.prepared(AdaptiveLength())
+    assert tokens_per_second(bad, policy) >= 0.97 * plain([bad])
+    assert tokens_per_second(good, policy) >= 1.2 * plain([good]), "probes notice it in the course of this call"
+    assert tokens_per_second(good, policy) >= 0.95 * best_fixed([good], PLAIN_OR_USUAL)
+    assert tokens_per_second(bad, policy) >= 0.95 * plain([bad])
+    turning = world(regime, lambda number, position: 0.95 * (position >= 256), 1, num_sequences=4, new_tokens=512)
+    assert tokens_per_second(turning, turning.prepared(AdaptiveLength())) >= gain * plain([turning])
 
 
 # Rows and milliseconds of Qwen3-0.6B's shape on two cores, and of its draft.
@@ -129,125 +106,166 @@ def on_two_cores(acceptance, batch_size, **options):
     return World(
         verify=lambda n: float(np.interp(n, *TWO_CORES)) / 1e3,
         draft=lambda n: (4.5e-3 + 4.2e-4 * n) if n else 0.0,
-        acceptance=lambda number, emitted: acceptance,
+        acceptance=lambda number, position: acceptance,
         batch_size=batch_size,
-        prompt_length=16,
         num_sequences=64,
+        prompt_length=16,
         **options,
     )
 
 
-@diagonal(batch_size=[4, 16, 32], new_tokens=[32, 128])
-def test_batch_that_no_sequence_joins(batch_size, new_tokens):
-    """The steps of the last ones cost much for few rows: where drafting gains little, it must even out the ends."""
+@pytest.mark.parametrize("batch_size", [4, 16, 32])
+@pytest.mark.parametrize("new_tokens", [32, 128])
+def test_a_batch_that_no_sequence_joins(batch_size, new_tokens):
+    """The steps of the last sequences cost much for few rows."""
     for acceptance in ACCEPTANCES[:-1]:
         run = on_two_cores(acceptance, batch_size, new_tokens=new_tokens, is_refilled=False)
         runs = [replace(run, seed=seed) for seed in range(3)]
-        plain, fixed, warm = speed(runs, lambda run: FixedLength(0)), best_fixed(runs), speed(runs, World.warm)
-        assert speed(runs, World.adaptive) >= 0.97 * plain, f"cold, acceptance {acceptance}"
-        assert warm >= 0.97 * fixed, f"acceptance {acceptance}"
-        if (batch_size, new_tokens, acceptance) == (16, 128, 0.8):
-            assert warm >= 1.01 * fixed  # which every sequence's token counting the same does not reach
+        cold = speed(runs, lambda run: run.prepared(AdaptiveLength()))
+        assert cold >= 0.97 * plain(runs), f"cold, acceptance {acceptance}"
+        assert speed(runs, warm) >= 0.97 * best_fixed(runs), f"acceptance {acceptance}"
 
 
-@pytest.mark.parametrize("batch_size", grid([4, 16, 32], keep=[4]))
-def test_forwards_that_were_measured_once(batch_size):
-    """Each measurement is wrong by a tenth: no engine of six may draft where it does not pay, nor lose its gain."""
+@pytest.mark.parametrize("batch_size", [4, 16, 32])
+def test_a_profile_that_is_wrong_by_a_tenth(batch_size):
+    """No engine of six goes on with what does not pay, nor loses its gain."""
     for acceptance in ACCEPTANCES[:-1]:
-        run = on_two_cores(acceptance, batch_size, mismeasured=0.1)
-        runs = [replace(run, seed=seed) for seed in range(6)]
-        plain = speed(runs, lambda run: FixedLength(0))
-        speeds = [tokens_per_second(run, run.warm()) for run in runs]
-        assert min(speeds) >= 0.97 * plain, f"acceptance {acceptance}"
+        runs = [replace(on_two_cores(acceptance, batch_size, mismeasured=0.1), seed=seed) for seed in range(6)]
+        speeds = [tokens_per_second(run, warm(run)) for run in runs]
+        assert min(speeds) >= 0.97 * plain(runs), f"acceptance {acceptance}"
         assert np.mean(speeds) >= 0.95 * best_fixed(runs[:2]), f"acceptance {acceptance}"
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.7])
-def test_drafter_of_unknown_cost_is_measured_at_work(acceptance):
-    run = world("flat", acceptance, 4, num_sequences=12)
-    lengths = run.adaptive(is_measured=False)
-    tokens_per_second(run, lengths)
-    assert tokens_per_second(run, lengths) >= 0.95 * best_fixed([run])
-
-
-def test_drafter_that_rarely_proposes():
-    run = world("flat", 0.8, 4, num_sequences=12, proposes=0.3)
-    assert tokens_per_second(run, run.adaptive()) >= 0.95 * best_fixed([run])
-
-
-def test_long_prompt_with_few_tokens_to_come_is_not_worth_a_prefill():
-    run = world("linear", 0.8, 1, num_sequences=6, prompt_length=2000, new_tokens=4)
-    plain, fixed = (tokens_per_second(run, FixedLength(k)) for k in (0, 3))
-    assert fixed < 0.97 * plain
-    assert tokens_per_second(run, run.adaptive()) >= 0.99 * plain
-
-
-@pytest.mark.parametrize("batch_size", grid([1, 4], keep=[1]))
-def test_short_texts_and_a_draft_model_that_is_dear_to_prefill(batch_size):
-    """Two cores, Qwen3-1.7B's shape and Qwen3-0.6B's as its draft: if drafting pays, then only from a text's start.
-
-    Sequences that the draft model has prefilled must not make others draft where that does not pay from a text's start.
-    """
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_draft_model_that_is_slow_to_prefill(batch_size):
+    """Short texts, the shape of Qwen3-1.7B with Qwen3-0.6B as its draft: a prompt's prefill takes two plain steps."""
     costs = {"verify": lambda n: 0.112 + 0.005 * (n - 1), "draft": lambda n: 0.0436 + 0.0046 * (n - 1)}
-    for acceptance in ACCEPTANCES:
+    for acceptance in (0.0, 0.5, 0.8, 0.95):
         options = {"num_sequences": 60, "prompt_length": 32, "new_tokens": 32}
-        run = World(**costs, acceptance=lambda i, e, a=acceptance: a, batch_size=batch_size, **options)
-        runs = [replace(run, seed=seed) for seed in range(4)]
-        plain = speed(runs, lambda run: FixedLength(0))
-        assert speed(runs, World.adaptive) >= 0.97 * plain, f"cold, acceptance {acceptance}"
-        assert speed(runs, World.warm) >= 0.95 * best_fixed(runs), f"acceptance {acceptance}"
+        run = World(**costs, acceptance=lambda i, p, a=acceptance: a, batch_size=batch_size, **options)
+        runs = [replace(run, seed=seed) for seed in range(2)]
+        assert speed(runs, lambda run: run.prepared(AdaptiveLength())) >= 0.97 * plain(runs)
+        assert speed(runs, warm) >= 0.95 * best_fixed(runs), f"acceptance {acceptance}"
 
 
-def test_forwards_that_were_measured_on_a_busy_machine():
-    """What verifications show to be wrong is corrected for drafting as well, which is not tried at such a cost."""
+@pytest.mark.parametrize("options", [{"is_profiled": False}, {"proposes": 0.3}], ids=["no profile", "rarely proposes"])
+def test_a_drafter_that_the_profile_does_not_show(options):
+    """An unknown drafter cost counts as zero until it is measured; what is not proposed is not counted on."""
+    run = world("flat", 0.8, 4, num_sequences=12, **options)
+    assert tokens_per_second(run, warm(run)) >= 0.95 * best_fixed([run], PLAIN_OR_USUAL)
+
+
+def test_a_profile_from_a_busy_machine():
+    """Steps correct it for drafting as well, which is never tried at such a price."""
     run = world("flat", 0.9, 4, num_sequences=24)
     busy = replace(run, verify=lambda n: 100 * run.verify(n), draft=lambda n: 100 * run.draft(n))
-    lengths = busy.adaptive()
-    tokens_per_second(run, lengths)
-    assert tokens_per_second(run, lengths) >= 0.95 * best_fixed([run])
+    policy = busy.prepared(AdaptiveLength())
+    tokens_per_second(run, policy)
+    assert tokens_per_second(run, policy) >= 0.95 * best_fixed([run], PLAIN_OR_USUAL)
 
 
-def test_cost_curve_follows_what_steps_take():
-    curve = CostCurve({1: 1.0, 4: 1.0, 8: 2.0})
-    assert curve([0, 1, 4, 5, 8, 12]) == pytest.approx([0, 1, 1, 1.25, 2, 3])
+def test_a_sequence_that_joins_gets_the_k_of_the_others():
+    run = world("flat", 0.95, 2)
+    policy = warm(run)
+    tokens_per_second(run, policy)
+    first, second, third = (FakeSequence() for _ in range(3))
+    k = policy.limits([first, second])[0]
+    assert k > 0
+    assert policy.limits([first, third]) == [k, k]
+    third.num_remaining = 2
+    assert policy.limits([first, third]) == [k, 1]
+
+
+class FakeSequence:
+    length = prompt_length = 10
+    max_length, num_remaining, is_admitted = 100, 90, True
+
+
+def test_seconds_between_profiled_counts():
+    costs = StepCosts({1: 1.0, 4: 1.0, 8: 2.0}, {0: 0.5, 1: 0.1, 2: 0.2})
+    assert [costs.profiled(size, 0) for size in (1, 4, 5, 8, 12)] == pytest.approx([1, 1, 1.25, 2, 3])
+    assert costs.profiled(2, 3) == pytest.approx(2 + 3 * 0.2 + 0.5)
+
+
+@pytest.mark.parametrize("disturbed", [2, 8])
+def test_a_disturbed_measurement_is_bounded_by_the_counts_beside_it(disturbed):
+    """A row costs no more among more rows, and more rows cost no less."""
+    seconds = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.4} | {disturbed: 300.0}
+    costs = StepCosts(seconds, None)
+    assert all(costs.profiled(size, 0) <= size for size in range(1, 9))
+    assert costs.profiled(8, 0) <= 2.4
+    assert costs.profiled(2, 0) <= 1.2
+
+
+def test_factors_follow_what_steps_take():
+    costs = StepCosts({1: 1.0, 4: 2.0, 8: 3.0}, {1: 0.1})
+    costs.observe(1, 0, 1.0, 0.0)
     for _ in range(60):
-        curve.observe(4, 2.0)
-    assert curve([4, 8]) == pytest.approx([2, 4], rel=0.2)
-    (before,) = curve([4])
-    curve.observe(4, 500.0)  # the machine was busy
-    assert curve([4])[0] / before < 1.1
+        costs.observe(1, 3, 2.0, 0.0)
+    profiled = costs.profiled(1, 3)
+    assert costs.seconds(1, 3) == pytest.approx(2 * profiled, rel=0.02)
+    assert costs.seconds(1, 2) == pytest.approx(2 * costs.profiled(1, 2), rel=0.02), "the nearest K that was observed"
+    before = costs.seconds(1, 3)
+    costs.observe(1, 3, 500.0, 0.0)  # the machine was busy
+    assert costs.seconds(1, 3) / before < 1.2
 
 
-def test_largest_count_is_corrected_though_it_was_measured_to_cost_no_more_than_the_one_before():
-    curve = CostCurve({1: 1.0, 4: 2.0, 8: 2.0})
-    for _ in range(100):
-        curve.observe(4, 1.0)
-        curve.observe(8, 1.5)
-    assert curve([8]) == pytest.approx([3.0], rel=0.1)
+def test_a_k_that_was_timed_at_a_bad_moment_is_tried_again():
+    """The factors of other K approach that of the K in use; plain decoding keeps its own."""
+    costs = StepCosts({1: 1.0, 4: 2.0, 8: 3.0}, {1: 0.1})
+    costs.observe(1, 0, 0.8, 0.0)
+    costs.observe(1, 3, 1.0, 0.0)
+    costs.observe(1, 5, 1.4, 0.0)
+    slow = costs.seconds(1, 5) / costs.profiled(1, 5)
+    for _ in range(200):
+        costs.observe(1, 3, costs.seconds(1, 3) / costs.profiled(1, 3), 0.0)  # as expected
+    usual = costs.seconds(1, 3) / costs.profiled(1, 3)
+    assert costs.seconds(1, 5) / costs.profiled(1, 5) == pytest.approx(usual, rel=0.02)
+    assert slow > 1.2 * usual
+    assert costs.seconds(1, 0) / costs.profiled(1, 0) < 0.9 * usual
 
 
-def test_more_rows_never_look_cheaper():
-    curve = CostCurve({1: 1.0, 2: 1.3, 4: 1.2, 8: 2.0})  # a slow moment at 2
-    for _ in range(30):
-        curve.observe(4, 0.5)
-    assert (np.diff(curve(range(1, 20))) >= 0).all()
+def test_acceptance_counts_what_was_tried():
+    """Accepted over tried, where tokens after a rejection were not tried."""
+    acceptance = Acceptance(4)
+    assert acceptance.expected_tokens()[1] > 1.9, "the prior is optimistic: acceptance can be observed only by drafting"
+    for _ in range(40):  # of 32 sequences half accept all four tokens, half reject the first
+        acceptance.add([16, 0, 0, 0, 16], [16, 0, 0, 0, 0], 128, 128)
+    tokens = acceptance.expected_tokens()
+    assert tokens[1] == pytest.approx(1.5, abs=0.07), "shrunk a little to the average"
+    assert tokens[4] - tokens[1] > 1.2, "whoever accepts the first token accepts the others"
+    assert acceptance.average == pytest.approx(4 / 5, abs=0.01)
 
 
-def test_acceptance_is_that_of_the_past():
-    """The estimate is accepted over tried, where tokens after a rejection were not tried."""
-    acceptance = Acceptance(MOST)
-    first, second = object(), object()
-    before = acceptance.probabilities([first])[0][0]
-    for _ in range(40):
-        acceptance.observe(StepObservation([first, second], [4, 4], [4, 4], [4, 0], 1.0, 1.0, 1.0))
-    of_first, of_second, of_new = (row[0] for row in acceptance.probabilities([first, second, object()]))
-    assert of_second < 0.4 < of_new < 0.7 < of_first
-    assert acceptance.probabilities([second])[0][3] < 0.1
-    assert before > 0.9, "an optimistic prior"
-    acceptance.forget(first)
-    assert acceptance.probabilities([first])[0][0] == pytest.approx(of_new)
+def test_acceptance_of_a_drafter_that_is_silent():
+    acceptance = Acceptance(4)
+    for _ in range(5000):
+        acceptance.fade(0.5)
+        acceptance.add([0] * 5, [0] * 5, 4, 0)
+    assert acceptance.expected_tokens() == pytest.approx([1] * 5)
 
 
-def test_num_at_least():
-    assert num_at_least([3, 0, 1, 3, 2], 4) == [4, 3, 2, 0]
-    assert num_at_least([], 2) == [0, 0]
+def test_a_busy_moment_does_not_end_the_repeats_of_a_profile(monkeypatch):
+    """The first forward at 4 rows is disturbed for longer than all repeats may take."""
+    clock, calls = [0.0], []
+
+    def forward(model, pool, num_rows, *_):
+        calls.append(num_rows)
+        seconds = 2.0 if calls.count(4) == 1 and num_rows == 4 else 0.001 * num_rows
+        clock[0] += seconds
+        return seconds
+
+    monkeypatch.setattr(profiling, "_forward", forward)
+    monkeypatch.setattr(profiling, "perf_counter", lambda: clock[0])
+    model = tiny_ragged_model()
+    assert profiling.forward_seconds(model, [1, 4, 8], 8) == pytest.approx({1: 0.001, 4: 0.004, 8: 0.008})
+
+
+def tiny_ragged_model():
+    import specdec_fast as sd
+
+    return sd.Engine(tiny_model("llama"), None).target
+
+
+def test_fixed_k():
+    assert FixedLength(3).limits([FakeSequence()]) == [3]

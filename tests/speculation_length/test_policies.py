@@ -26,7 +26,7 @@ class InTurn(sd.LengthPolicy):
         self.num_prepared += 1
         self.seconds = profiler.verify_seconds([1, 4]), profiler.draft_seconds([1, 2])
 
-    def limits(self, batch, no_refill=False):
+    def limits(self, batch):
         k = len(self.steps) % 4
         return [min(k, sequence.num_remaining - 1) for sequence in batch]
 
@@ -48,6 +48,14 @@ def test_an_instance_is_a_policy(target, draft, prompt_ids, expected):
     assert (policy.num_prepared, set(verify), set(drafting)) == (1, {1, 4}, {0, 1, 2})
 
 
+def test_a_policy_forgets_the_sequences_of_a_closed_stream(target, prompt_ids):
+    policy = InTurn()
+    stream = sd.Engine(target, "ngram", num_draft_tokens=policy, max_batch_size=2).stream(prompt_ids, PARAMS)
+    next(stream)
+    stream.close()
+    assert set(policy.forgotten) >= {sequence.index for step in policy.steps for sequence in step.batch}
+
+
 def test_a_registered_policy_has_a_name_everywhere(target, prompt_ids, expected, monkeypatch):
     monkeypatch.setitem(LENGTH_POLICIES, "in-turn", InTurn)
     engine = sd.Engine(target, "ngram", num_draft_tokens="in-turn")
@@ -64,7 +72,7 @@ def test_a_registered_policy_has_a_name_everywhere(target, prompt_ids, expected,
 
 def test_a_policy_without_a_largest_k_is_refused():
     class Unbounded(sd.LengthPolicy):
-        def limits(self, batch, no_refill=False):
+        def limits(self, batch):
             return [0] * len(batch)
 
     for value in (Unbounded(), InTurn):  # the class is no instance
@@ -87,7 +95,7 @@ def test_a_policy_without_a_drafter_is_not_asked(target, prompt_ids, expected):
 )  # fmt: skip
 def test_limits_are_held_to_the_contract(target, prompt_ids, limits, monkeypatch):
     policy = InTurn()
-    monkeypatch.setattr(policy, "limits", lambda batch, no_refill: limits(batch))
+    monkeypatch.setattr(policy, "limits", limits)
     engine = sd.Engine(target, "ngram", num_draft_tokens=policy, max_batch_size=4)
     with pytest.raises(sd.LengthPolicyError, match=r"limits of InTurn: .*expected"):
         engine.generate(prompt_ids, sd.SamplingParams(max_new_tokens=3, ignore_eos=True))

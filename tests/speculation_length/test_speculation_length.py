@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import specdec_fast as sd
+from bench.common.simulation import World
 from specdec_fast.batch.ragged_batch import RowPadding
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.base import LengthPolicy
@@ -15,19 +16,18 @@ from support.demo import MAX_NEW_TOKENS
 from support.invariants import CheckedEngine
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
 from support.scripted_drafter import Scripted
-from support.simulated import World
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
 
 class RandomLengths(LengthPolicy):
-    """Any K for any sequence, and long stretches of 0, so that a draft model has much to catch up with."""
+    """Any K for anybody, and long stretches of nothing, so that a draft model has much to catch up with."""
 
     def __init__(self, seed, most):
         self.max_draft_tokens = most
         self.random, self.most, self.num_steps, self.records = random.Random(seed), most, 0, []
 
-    def limits(self, batch, no_refill):
+    def limits(self, batch):
         self.num_steps += 1
         if self.num_steps % 16 < 11:
             return [0] * len(batch)
@@ -88,29 +88,9 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
     assert all(min(r.verify_seconds, r.other_seconds) > 0 for r in records)
 
 
-@pytest.mark.parametrize(("method", "window"), [("eqspec", None), ("exspec", 2), ("exspec", 4)])
-def test_limits_know_when_no_sequence_takes_the_place_of_an_ended_one(target, prompt_ids, method, window, monkeypatch):
-    """Of a fixed batch always; of a window once nobody waits and all that are left take part in every step."""
-    engine = sd.Engine(target, "ngram", method=method, max_batch_size=2, window_size=window)
-    limits, seen = engine.core.length_policy.limits, []
-    ended = []
-    monkeypatch.setattr(engine.core.length_policy, "forget", ended.append)
-
-    def watched(batch, no_refill):
-        if len(batch) > 1:  # a sequence that is alone has no others
-            seen.append((no_refill, len(prompt_ids) - len(ended)))
-        return limits(batch, no_refill)
-
-    monkeypatch.setattr(engine.core.length_policy, "limits", watched)
-    unequal = [sd.SamplingParams(max_new_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(prompt_ids))]
-    engine.generate(prompt_ids, unequal)
-    assert any(no_refill for no_refill, _ in seen)
-    assert all(no_refill == (method == "eqspec" or num_left <= 2) for no_refill, num_left in seen)
-
-
 def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, prompt_ids, expected, monkeypatch):
     engine = sd.Engine(target, draft, max_batch_size=4, num_draft_tokens="auto")
-    monkeypatch.setattr(engine.core.length_policy, "limits", lambda batch, no_refill: [0] * len(batch))
+    monkeypatch.setattr(engine.core.length_policy, "limits", lambda batch: [0] * len(batch))
     monkeypatch.setattr(engine.drafter.model, "forward", None)
     monkeypatch.setattr(engine.drafter.model, "program", None)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
@@ -119,7 +99,7 @@ def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, pr
 
 def steps_take(engine, world):
     """Let the engine choose K as if its steps took the simulated times: a busy machine would decide otherwise."""
-    engine.core.length_policy = lengths = world.adaptive()
+    engine.core.length_policy = lengths = world.prepared(AdaptiveLength())
     observe = lengths.observe
 
     def observe_simulated(step):
@@ -152,30 +132,19 @@ def test_useless_drafter_is_given_up_and_a_perfect_one_used(target, prompt_ids, 
     assert tokens_drafted(replay, 2).mean_acceptance_length > 4
 
 
-def test_what_is_kept_of_a_sequence_goes_with_it(target, draft, prompt_ids):
-    engine = sd.Engine(target, draft, max_batch_size=4, num_draft_tokens="auto")
-    stream = engine.stream(prompt_ids, PARAMS)
-    next(stream)
-    stream.close()
-    engine.generate(prompt_ids, PARAMS)
-    lengths = engine.core.length_policy
-    assert isinstance(lengths, AdaptiveLength)
-    assert [lengths._plan, lengths._catch_up._drafted_at, lengths._acceptance._own] == [{}, {}, {}]
-
-
 def test_plain_decoding_has_nothing_to_adapt(target, prompt_ids, expected):
     engine = sd.Engine(target, None, num_draft_tokens="auto")
     assert not isinstance(engine.core.length_policy, AdaptiveLength)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
 
 
-def test_misspelt_auto_is_an_error():
+def test_misspelt_auto_is_told():
     with pytest.raises(sd.ConfigError, match="num_draft_tokens='adaptive': expected an integer >= 0, or 'auto'"):
         sd.EngineConfig(num_draft_tokens="adaptive")
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_a_draft_model_measures_what_drafting_takes(target, draft, enforce_eager):
+def test_a_draft_model_tells_what_drafting_takes(target, draft, enforce_eager):
     """Forwards by sequences, and at 0 what a proposal takes besides; nothing is left behind."""
     drafter = sd.Engine(target, draft, enforce_eager=enforce_eager).drafter
     seconds = drafter.forward_seconds([1, 2, 16])

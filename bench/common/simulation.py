@@ -1,0 +1,162 @@
+"""Decoding in simulated time: steps cost what tables say, draft tokens are accepted by a seeded draw.
+
+For policies for K, whose gains of a few percent a shared machine's clock does not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from specdec_fast.speculation_length import LengthPolicy, Profiler, StepObservation
+from specdec_fast.speculation_length.fixed import FixedLength
+
+Seconds = Callable[[int], float]
+
+
+class SimulatedSequence:
+    """What a LengthPolicy sees of a sequence."""
+
+    def __init__(self, prompt_length: int, new_tokens: int, rng: np.random.Generator) -> None:
+        self.length, self.prompt_length, self.max_length = prompt_length, prompt_length, prompt_length + new_tokens
+        self.draws = rng.random((2, new_tokens)).tolist()  # of the positions, so that every K meets the same
+        self.is_admitted = False
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens emitted so far."""
+        return self.length - self.prompt_length
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens yet to emit."""
+        return self.max_length - self.length
+
+
+@dataclass(frozen=True)
+class World:
+    """A machine, a pair and requests.
+
+    Attributes:
+        verify: seconds of a target forward, by rows.
+        draft: seconds of a draft model's forward, by rows.
+        acceptance: of the token at a position of a text, by the number of the sequence and the position.
+        batch_size: sequences in one step at most.
+        num_sequences: requests; 0 for three batches.
+        prompt_length: tokens of a prompt.
+        new_tokens: tokens that each request emits.
+        noise: mean of what a step's seconds exceed the table's by; one of a hundred takes five times as long.
+        mismeasured: standard deviation of the logarithm by which each profiled time is wrong.
+        overhead: seconds of a step besides forwards.
+        once: seconds of drafting in a step besides its forwards.
+        growth: seconds of a verification per committed token, which no profile shows.
+        proposes: how often the drafter proposes anything.
+        is_profiled: whether the drafter knows its seconds.
+        choice: seconds of a choice of K.
+        is_refilled: whether a waiting request joins when one ends, not the next batch when all have ended.
+        seed: of all draws.
+
+    """
+
+    verify: Seconds
+    draft: Seconds
+    acceptance: Callable[[int, int], float]
+    batch_size: int
+    num_sequences: int = 0
+    prompt_length: int = 48
+    new_tokens: int = 128
+    noise: float = 0.05
+    mismeasured: float = 0.0
+    overhead: float = 0.0
+    once: float = 0.0
+    growth: float = 0.0
+    proposes: float = 1.0
+    is_profiled: bool = True
+    choice: float = 0.0
+    is_refilled: bool = True
+    seed: int = 0
+
+    def prepared(self, policy: LengthPolicy) -> LengthPolicy:
+        """Return a policy that knows the forwards, but neither overhead nor acceptance."""
+        errors = np.random.default_rng(self.seed)
+
+        def measured(seconds: Seconds, counts: list[int]) -> dict[int, float]:
+            return {n: float(seconds(n) * np.exp(self.mismeasured * errors.normal())) for n in counts}
+
+        def drafting(counts: list[int]) -> dict[int, float] | None:
+            return measured(self.draft, counts) | {0: self.once} if self.is_profiled else None
+
+        policy.prepare(Profiler(self.batch_size, False, lambda counts: measured(self.verify, counts), drafting))
+        return policy
+
+    def warmed(self, policy: LengthPolicy) -> LengthPolicy:
+        """Return a prepared policy that has seen such requests before."""
+        tokens_per_second(replace(self, seed=self.seed + 1000), self.prepared(policy))
+        return policy
+
+
+def tokens_per_second(world: World, policy: LengthPolicy) -> float:
+    """Decode every sequence in batches, and return the speed."""
+    number, clock, tokens = 0, -world.choice * _num_choices(policy), 0
+    rng = np.random.default_rng(world.seed)
+    batch: list[tuple[int, Any]] = []
+    total = world.num_sequences or 3 * world.batch_size
+    while number < total or batch:
+        is_joined = world.is_refilled or not batch
+        while is_joined and number < total and len(batch) < world.batch_size:
+            draws = np.random.default_rng((world.seed, number))
+            batch.append((number, SimulatedSequence(world.prompt_length, world.new_tokens, draws)))
+            clock += world.verify(world.prompt_length)
+            number += 1
+        seconds, num_emitted = _step(world, policy, batch, rng)
+        clock += seconds
+        tokens += num_emitted
+        for _, sequence in batch:
+            if not sequence.num_remaining:
+                policy.forget(sequence)
+        batch = [(i, s) for i, s in batch if s.num_remaining]
+    return tokens / (clock + world.choice * _num_choices(policy))
+
+
+def _step(
+    world: World, policy: LengthPolicy, batch: list[tuple[int, Any]], rng: np.random.Generator
+) -> tuple[float, int]:
+    """Take a step; return its seconds without the noise, and the tokens that it emits."""
+    sequences = [s for _, s in batch]
+    limits = policy.checked_limits(sequences)
+    drafting = sum(world.draft(sum(k > i for k in limits)) for i in range(max(limits))) + world.once * any(limits)
+    for sequence, k in zip(sequences, limits, strict=True):
+        if k and not sequence.is_admitted:
+            drafting += world.draft(sequence.length)
+            sequence.is_admitted = True
+    counts = [
+        k if k and s.draws[1][s.num_emitted] < world.proposes else 0 for s, k in zip(sequences, limits, strict=True)
+    ]
+    verify = world.verify(len(batch) + sum(counts)) + world.growth * sum(s.length for s in sequences)
+    accepted = []
+    for (i, s), k in zip(batch, counts, strict=True):
+        done = s.num_emitted
+        wrong = (j for j in range(k) if s.draws[0][done + j] >= world.acceptance(i, done + j))
+        accepted.append(next(wrong, k))
+        s.length += accepted[-1] + 1
+    slow = (1 + world.noise * rng.exponential(size=2)) * np.where(rng.random(2) < 0.01 * (world.noise > 0), 5, 1)
+    seconds = float(drafting * slow[0]), float(verify * slow[1]), world.overhead
+    policy.observe(StepObservation(sequences, limits, counts, accepted, *seconds))
+    return drafting + verify + world.overhead, sum(accepted) + len(batch)
+
+
+def _num_choices(policy: LengthPolicy) -> int:
+    return getattr(policy, "num_choices", 0)
+
+
+def speed(worlds: list[World], policy: Callable[[World], LengthPolicy]) -> float:
+    """Return the mean speed of several worlds, each with a policy of its own."""
+    return float(np.mean([tokens_per_second(world, policy(world)) for world in worlds]))
+
+
+def best_fixed(worlds: list[World], lengths: range | tuple[int, ...] = range(9)) -> float:
+    """Return the speed of the K of ``lengths`` that is best over all worlds."""
+    return max(speed(worlds, lambda _, k=k: FixedLength(k)) for k in lengths)

@@ -1,0 +1,103 @@
+"""The ablation of ``num_draft_tokens="auto"`` in simulated time, where a percent is visible and no clock matters.
+
+Forwards cost what was measured (two cores of an AMD EPYC, Zen 4; bf16; two threads; the least of twelve profiles for
+the bundled pair and the pair of ten million parameters, 2026-11-22; the shape of Qwen3-0.6B 2026-11-21).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from bench.common.simulation import World, best_fixed, speed
+from bench.engine_.length_ablation import FIXED, FULL, VARIANTS
+from specdec_fast.commands.common import format_table
+
+# Milliseconds by rows: of the target, of the draft; at 0 rows of a proposal besides. And of a step besides forwards.
+COSTS: dict[str, tuple[dict[int, float], dict[int, float], float]] = {
+    "demo": (
+        {1: 0.160, 2: 0.195, 4: 0.221, 8: 0.272, 16: 0.436, 32: 0.729, 64: 1.033, 128: 1.81, 288: 3.68},
+        {0: 0.0135, 1: 0.0150, 2: 0.0272, 4: 0.0316, 8: 0.0409, 16: 0.0669, 32: 0.113, 64: 0.202},
+        0.04,
+    ),
+    "10m": (
+        {1: 1.33, 2: 1.33, 4: 1.66, 8: 2.47, 16: 3.94, 32: 5.58, 64: 8.07, 128: 13.1, 288: 23.6},
+        {0: 0.0300, 1: 0.0482, 2: 0.0482, 4: 0.115, 8: 0.185, 16: 0.351, 32: 0.657, 64: 1.39},
+        0.05,
+    ),
+    "qwen3-0.6b": (
+        {1: 44, 3: 53, 5: 59, 8: 76, 16: 112, 24: 129, 32: 170, 48: 230, 64: 282, 128: 530, 300: 1200},
+        {1: 4.92, 64: 31.4},
+        0.1,
+    ),
+}
+CHOICE = 3e-5  # seconds of a choice of K
+# Of a text's position by the number of its sequence; the last two change when half of the prompts have been decoded.
+ACCEPTANCES = ("0.8", "0.4", "0", "0.9:0", "0:0.9")
+
+
+def world(pair: str, acceptance: str, batch_size: int, seed: int, is_refilled: bool) -> World:
+    """Return the machine, the pair and four batches of requests, sixteen at least."""
+    verify, draft, overhead = COSTS[pair]
+    num = max(16, 4 * batch_size)
+    each = [float(part) for part in acceptance.split(":")]
+    return World(
+        verify=_curve(verify),
+        draft=_curve({rows: ms for rows, ms in draft.items() if rows}),
+        acceptance=lambda number, _: each[number % num * len(each) // num],
+        batch_size=batch_size,
+        num_sequences=num,
+        prompt_length=64,
+        overhead=overhead / 1e3,
+        once=draft.get(0, 0.0) / 1e3,
+        choice=CHOICE,
+        is_refilled=is_refilled,
+        seed=seed,
+    )
+
+
+def _curve(milliseconds: dict[int, float]) -> Callable[[int], float]:
+    counts, values = list(milliseconds), list(milliseconds.values())
+
+    @cache
+    def seconds(rows: int) -> float:
+        if rows > counts[-1]:
+            return values[-1] * rows / counts[-1] / 1e3
+        return float(np.interp(rows, counts, values)) / 1e3 if rows else 0.0
+
+    return seconds
+
+
+def simulated_rows(batch_sizes: list[int], repeats: int, is_refilled: bool) -> list[dict[str, Any]]:
+    """Return one row per pair, acceptance and batch size: warm engines' speeds over the best of K 0, 3 and 5."""
+    rows = []
+    for pair in COSTS:
+        for acceptance in ACCEPTANCES:
+            for batch_size in batch_sizes:
+                worlds = [world(pair, acceptance, batch_size, seed, is_refilled) for seed in range(repeats)]
+                fixed = {k: best_fixed(worlds, (k,)) for k in FIXED.values()}
+                best = max(fixed.values())
+                found = {
+                    name: speed(worlds, lambda each, make=make: each.warmed(make()))  # type: ignore[misc]
+                    for name, make in VARIANTS.items()
+                    if name not in FIXED
+                }
+                rows.append({
+                    "pair": pair, "acceptance": acceptance, "batch_size": batch_size,
+                    **{f"K {k} over plain": fixed[k] / fixed[0] for k in fixed if k},
+                    **{f"{name} over best fixed": value / best for name, value in found.items()},
+                })  # fmt: skip
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Print one line per row."""
+    names = [name for name in VARIANTS if name not in FIXED]
+    header = ("pair", "acceptance", "batch", "K 3 / plain", "K 5 / plain", *(f"{name} / best" for name in names))
+    keys = ["K 3 over plain", "K 5 over plain", *(f"{name} over best fixed" for name in names)]
+    lines = [(row["pair"], row["acceptance"], row["batch_size"], *(f"{row[key]:.3f}" for key in keys)) for row in rows]
+    print(format_table(header, lines))
+    print(f"least of {FULL}: {min(row[f'{FULL} over best fixed'] for row in rows):.3f}")

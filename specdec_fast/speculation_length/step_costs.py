@@ -1,0 +1,122 @@
+"""The seconds of a step: forwards timed when the engine is made, corrected by the steps that follow."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+from math import exp, log
+
+from specdec_fast.speculation_length.base import Profiler
+
+_CATCH_UP_ROWS = 64  # rows of the draft model's forward from which the cost of prefilling one token is taken
+_LARGEST_SURPRISE = 0.4  # of the logarithm of a ratio: more is a disturbance, such as another process
+_OWN_RATE = 0.3  # of a surprise that the factor of its K follows,
+_SHARED_RATE = 0.2  # and those of the others: a machine that slows down slows all, differences between K are stable
+_FORGETTING = 0.02  # share by which other factors approach that of its K: a K timed at a bad moment is tried again
+
+
+class StepCosts:
+    """Seconds of a step of B sequences with K draft tokens each.
+
+    The profile gives ``verify(B (K + 1)) + K draft(B) + once`` from forwards over short contexts. What it lacks (longer
+    contexts, two models that alternate in the caches, a drafter that it cannot time) is learned as a factor for each K
+    and power of two of B.
+
+    Attributes:
+        other: seconds of a step besides forwards: laying rows out, accepting, committing.
+        catch_up: seconds in which the drafter computes one token that it has not seen, as profiled.
+
+    """
+
+    def __init__(self, verify: Mapping[int, float], draft: Mapping[int, float] | None) -> None:
+        self._verify = _Curve(verify)
+        self._draft = _Curve({n: s for n, s in draft.items() if n}) if draft else None
+        self._once = draft.get(0, 0.0) if draft else 0.0
+        self.catch_up = self._draft(_CATCH_UP_ROWS) / _CATCH_UP_ROWS if self._draft else 0.0
+        self.other = 0.0
+        self._factors: dict[int, dict[int, float]] = {}  # logarithms, by power of two of B and by K
+        self._latest: dict[int, float] = {}  # those of the B observed last
+        self._profiled: dict[tuple[int, int], float] = {}
+
+    @classmethod
+    def measured(cls, profiler: Profiler, max_draft_tokens: int) -> StepCosts:
+        """Time the forwards of both models at every row count that a step can have, roughly."""
+        num = profiler.max_batch_size
+        verify = profiler.verify_seconds(_row_counts(num * (max_draft_tokens + 1)))
+        return cls(verify, profiler.draft_seconds(_row_counts(max(num, _CATCH_UP_ROWS))))
+
+    def profiled(self, size: int, k: int) -> float:
+        """Return the seconds of a step of ``size`` sequences as they were timed at first."""
+        seconds = self._profiled.get((size, k))
+        if seconds is None:
+            seconds = self._verify(size * (k + 1))
+            if k and self._draft:
+                seconds += k * self._draft(size) + self._once
+            self._profiled[size, k] = seconds
+        return seconds
+
+    def seconds(self, size: int, k: int) -> float:
+        """Return the seconds expected now."""
+        return self.profiled(size, k) * exp(self._factor(size, k)) + self.other
+
+    def is_observed(self, size: int, k: int) -> bool:
+        """Return whether steps of that K and about that size were observed."""
+        return k in self._factors.get(size.bit_length(), ())
+
+    def observe(self, size: int, k: int, ratio: float, other: float) -> None:
+        """Learn from steps of one K.
+
+        Args:
+            size: sequences.
+            k: draft tokens of each.
+            ratio: of the seconds of the forwards to those profiled.
+            other: seconds besides forwards.
+
+        """
+        expected = self._factor(size, k)
+        surprise = log(max(ratio, 1e-6)) - expected
+        if self._factors and (self._draft or not k or self.is_observed(size, k)):
+            surprise = max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, surprise))
+        self._latest = factors = self._factors.setdefault(size.bit_length(), {})
+        if k in factors:
+            for each in factors:
+                factors[each] += surprise * (_OWN_RATE if each == k else _SHARED_RATE)
+                if each and k:
+                    factors[each] += (factors[k] - factors[each]) * _FORGETTING
+        else:
+            factors[k] = expected + surprise
+        self.other += (other - self.other) * (_OWN_RATE if self.other else 1.0)
+
+    def _factor(self, size: int, k: int) -> float:
+        """Return the logarithm of the factor of K, or of the nearest K observed at about that size, or at any."""
+        factors = self._factors.get(size.bit_length()) or self._latest
+        return factors[k if k in factors else min(factors, key=lambda each: abs(each - k))] if factors else 0.0
+
+
+class _Curve:
+    """Seconds by rows: linear between the timed counts, with the last slope beyond.
+
+    A disturbance only adds to a measurement, so the counts beside it bound it.
+    """
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self._counts = sorted(seconds)
+        values = [max(seconds[self._counts[0]], 1e-9)]
+        for fewer, count in pairwise(self._counts):
+            values.append(min(seconds[count], values[-1] * count / fewer))  # a row costs no more among more rows
+        self._values = list(accumulate(reversed(values), min))[::-1]  # and more rows cost no less
+
+    def __call__(self, rows: int) -> float:
+        counts, values = self._counts, self._values
+        if len(counts) == 1:
+            return values[0] * max(1.0, rows / counts[0])
+        i = min(max(bisect_right(counts, rows), 1), len(counts) - 1)
+        slope = (values[i] - values[i - 1]) / (counts[i] - counts[i - 1])
+        return max(values[0], values[i - 1] + slope * (rows - counts[i - 1]))
+
+
+def _row_counts(largest: int) -> list[int]:
+    """Return the row counts to time: 1, 2, 3, 4, 6, 8, 12, 16, 24, ... up to ``largest``."""
+    doubled = [2**i for i in range(largest.bit_length())]
+    return sorted({n for power in doubled for n in (power, power * 3 // 2) if n < largest} | {largest})
