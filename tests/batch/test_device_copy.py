@@ -24,4 +24,4 @@ def test_what_comes_in_one_piece_is_taken_apart():
     assert to_host(results) == expected
     joined = torch.cat(results)
     assert joined.dtype == torch.int64, "int32 beside int64 is joined as int64"
-    assert device_copy._apart(joined.tolist(), [5, 2, 0]) == expected
+    assert device_copy._split(joined.tolist(), [5, 2, 0]) == expected
