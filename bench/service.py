@@ -27,6 +27,7 @@ from specdec_fast import AsyncEngine, Engine, SamplingParams
 from specdec_fast.commands.common import format_table
 
 _LOOK_SECONDS = 0.001  # between two looks at whether the event loop runs
+_IDLE_SECONDS = 5.0  # for which the event loop is watched while nothing is served
 _ABANDONED, _CANCELLED = 5, 7  # every so many-th request of the part with cancellations
 
 
@@ -120,8 +121,8 @@ async def _watched_loop(pauses: list[float]) -> AsyncIterator[None]:
 
 def _milliseconds(values: list[float]) -> dict[str, float]:
     """Return percentiles and the largest of some seconds."""
-    found = 1e3 * np.percentile(values or [0.0], (50, 99, 100))
-    return dict(zip(("p50", "p99", "largest"), found.tolist(), strict=True))
+    found = 1e3 * np.percentile(values or [0.0], (50, 99, 99.9, 100))
+    return dict(zip(("p50", "p99", "p99.9", "largest"), found.tolist(), strict=True))
 
 
 async def compare(engine: AsyncEngine, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
@@ -130,6 +131,9 @@ async def compare(engine: AsyncEngine, workload: Workload, args: argparse.Namesp
     params = SamplingParams(max_new_tokens=workload.max_new_tokens)
     expected = [output.token_ids for output in plain.generate(workload.prompts, params, progress=False)]
     clients = Clients(engine, workload, expected, args.streams)
+    idle: list[float] = []
+    async with _watched_loop(idle):
+        await asyncio.sleep(_IDLE_SECONDS)
     generate, loads = [], []
     for turn in range(args.repeats + 1):  # the first is not measured
         started = perf_counter()
@@ -153,6 +157,7 @@ async def compare(engine: AsyncEngine, workload: Workload, args: argparse.Namesp
         "first_token_ms": _milliseconds(first),
         "per_token_ms": _milliseconds(each),
         "loop_pause_ms": _milliseconds(pauses),
+        "idle_loop_pause_ms": _milliseconds(idle),
         "with_cancellations": {
             "seconds": faults.seconds,
             "num_requests": faults.num_ended,
@@ -175,6 +180,7 @@ def print_table(found: dict[str, Any]) -> None:
                 ("first_token_ms", "first token"),
                 ("per_token_ms", "each later token"),
                 ("loop_pause_ms", "event loop late"),
+                ("idle_loop_pause_ms", "the same, nothing served"),
             )
             for name, value in found[key].items()
         ),

@@ -1,4 +1,4 @@
-"""The worker of a service: one thread that runs the steps, makes texts and posts them to the event loops."""
+"""The worker of a service: one thread runs the steps; another one makes texts and posts them to the event loops."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from specdec_fast.service.requests import LiveRequests, ServedRequest
 
 
 class Worker:
-    """Serves sequences, from whatever thread they come, in a thread that runs as long as there are any.
+    """Runs steps in a thread as long as requests are served; texts are made in another one while the next step runs.
 
-    The thread belongs to an executor, so nothing runs while nothing is served, and the interpreter can exit.
+    Both threads belong to executors, so nothing runs while nothing is served, and the interpreter can exit.
 
     Args:
         engine: its core is shared with the engine's own callers.
@@ -30,6 +30,7 @@ class Worker:
         self._engine, self._live = engine, live
         self._call = engine.shared.call()
         self._executor = ThreadPoolExecutor(1, "specdec_fast-worker")
+        self._writer = ThreadPoolExecutor(1, "specdec_fast-writer")
         self._lock = RLock()  # of the two below; the same thread may come again: it may collect an abandoned stream
         self._served: dict[Sequence, ServedRequest] = {}
         self._run: Future[None] | None = None
@@ -80,8 +81,9 @@ class Worker:
         receiver.mailbox.post(receiver.loop, [(receiver, item)])
 
     def close(self) -> None:
-        """Wait for the thread to end, which serves nothing any more."""
+        """Wait for both threads to end; nothing may be served any more."""
         self._executor.shutdown()
+        self._writer.shutdown()
 
     def _serve(self) -> None:
         """Step until nothing is served."""
@@ -94,34 +96,39 @@ class Worker:
                 outputs = self._call.take(self._seconds_left())
             except Exception as error:  # a drafter that cannot let go of a request
                 outputs = self._fail(error)
-            self._hand_out(outputs)
+            served = self._taken(outputs)
+            if served:
+                self._writer.submit(self._hand_out, served)
             self._end_late()
 
-    def _hand_out(self, outputs: list[StepOutput]) -> None:
-        """Make what the callers get of a step's outputs, and post it: once per event loop."""
-        items: dict[Mailbox, list[tuple[Receiver, Item]]] = {}
-        requests: dict[Mailbox, list[ServedRequest]] = {}
-        for output in outputs:
-            request = self._served.get(output.request)
-            if request is None:
-                continue
+    def _taken(self, outputs: list[StepOutput]) -> list[tuple[ServedRequest, StepOutput]]:
+        """Find the requests of a step's outputs; those that have ended are not served any more."""
+        found = []
+        with self._lock:
+            for output in outputs:
+                is_last = output.finish_reason is not None
+                served = self._served
+                request = served.pop(output.request, None) if is_last else served.get(output.request)
+                if request is not None:
+                    found.append((request, output))
+        return found
+
+    def _hand_out(self, served: list[tuple[ServedRequest, StepOutput]]) -> None:
+        """Make what callers get of a step's outputs, and post it: once per event loop. In the writer's thread."""
+        posts: dict[Mailbox, list[tuple[ServedRequest, Item]]] = {}
+        for request, output in served:
             try:
                 item = request.item_of(output)
             except Exception as error:  # of a tokenizer
                 item = request.failed_item(output, step_error(error))
-                self._call.cancel([output.request])
-            if item is None:
-                continue
-            if item.finish_reason is not None:
-                with self._lock:
-                    self._served.pop(output.request, None)
-                self._live.leave(request)
-            receiver = request.receiver
-            items.setdefault(receiver.mailbox, []).append((receiver, item))
-            requests.setdefault(receiver.mailbox, []).append(request)
-        for mailbox, posted in items.items():
-            if not mailbox.post(posted[0][0].loop, posted):
-                for request in requests[mailbox]:  # the loop is closed: nobody reads
+                self.drop(request)
+            if item is not None:
+                if item.finish_reason is not None:
+                    self._live.leave(request)
+                posts.setdefault(request.receiver.mailbox, []).append((request, item))
+        for mailbox, items in posts.items():
+            if not mailbox.post(items[0][0].receiver.loop, [(request.receiver, item) for request, item in items]):
+                for request, _ in items:  # the loop is closed: nobody reads
                     self.drop(request)
 
     def _seconds_left(self) -> float | None:

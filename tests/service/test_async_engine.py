@@ -177,7 +177,7 @@ def test_a_step_calls_each_loop_back_once(pair, monkeypatch):
     gate, post = Gate(monkeypatch, engine), Mailbox.post
 
     def counted(self, loop, items):
-        posts.append(gate.num_steps)
+        posts.append(len(items))
         return post(self, loop, items)
 
     monkeypatch.setattr(Mailbox, "post", counted)
@@ -189,7 +189,8 @@ def test_a_step_calls_each_loop_back_once(pair, monkeypatch):
             await asyncio.gather(*map(read, streams))
 
     asyncio.run(main())
-    assert len(posts) == len(set(posts)) > 4
+    assert len(posts) <= gate.num_steps
+    assert sum(posts) > 2 * len(posts), "most steps serve several streams"
 
 
 def test_a_slow_reader_gets_what_came_as_one_chunk(pair):
