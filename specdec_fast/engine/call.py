@@ -56,6 +56,8 @@ class Call:
     def take(self, timeout: float | None = None) -> list[StepOutput]:
         """Run a step, or wait for the thread that is in one, and return what was emitted for this call.
 
+        With ``ends_only`` it runs steps until a request has ended.
+
         Args:
             timeout: seconds to wait for another thread at most; None: no limit.
 
@@ -76,6 +78,8 @@ class Call:
             else:
                 with lead:
                     self._shared.step()
+                    while self.ends_only and self.inbox.empty():
+                        self._shared.step()
                 outputs = self.inbox.get_nowait() if not self.inbox.empty() else []
         self.open.difference_update([output.request for output in outputs if output.finish_reason is not None])
         return outputs

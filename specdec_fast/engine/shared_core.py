@@ -20,7 +20,7 @@ from specdec_fast.engine.call import Call
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.step import StepOutput, step_error
-from specdec_fast.errors import EngineBusyError, RequestError, StepError
+from specdec_fast.errors import EngineBusyError, RequestCancelledError, RequestError, StepError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import RunStats
 
@@ -158,6 +158,8 @@ class SharedCore:
             outputs = self.core.step()
             self.run.seconds = perf_counter() - self._started
             self._deliver(outputs)
+            if not self.core.has_work:
+                self._end_lost(RequestCancelledError("the request was dropped by engine.core.cancel_all()."))
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
@@ -198,10 +200,14 @@ class SharedCore:
     def _deliver(self, outputs: list[StepOutput]) -> None:
         found: dict[Call, list[StepOutput]] = {}
         for output in outputs:
-            is_last = output.finish_reason is not None
-            call = self._calls.pop(output.request, None) if is_last else self._calls.get(output.request)
-            if call is not None and (is_last or not call.ends_only):
-                found.setdefault(call, []).append(output)
+            call = self._calls.get(output.request)
+            if call is None:
+                continue
+            if output.finish_reason is not None:
+                self._calls.pop(output.request, None)
+            elif call.ends_only:
+                continue
+            found.setdefault(call, []).append(output)
         for call, own in found.items():
             call.inbox.put(own)
 
@@ -212,10 +218,14 @@ class SharedCore:
         except Exception:  # a drafter fails again
             with suppress(Exception):
                 self.core.cancel_all()
+        self._end_lost(step_error(error))
+
+    def _end_lost(self, error: RequestError) -> None:
+        """End the requests that the core no longer has."""
         with self._lock:
             kept = {*self.core.waiting, *self.core.resident, *(change.request for change in self._changes)}
             lost = [request for request in self._calls if request not in kept]
         for request in lost:
             if not isinstance(request.error, StepError):
-                request.fail(step_error(error))
+                request.fail(error)
         self._deliver([StepOutput(request, [], "error") for request in lost])

@@ -176,6 +176,25 @@ def test_a_failed_step_is_raised_by_the_calls_that_it_served(pair, monkeypatch):
     assert vacant(pair)
 
 
+def test_requests_that_the_core_has_dropped_end(pair, monkeypatch):
+    stream = pair.stream(PROMPTS, PARAMS)
+    next(stream)
+    pair.core.cancel_all()
+    last = [chunk for chunk in stream if chunk.finish_reason is not None]
+    assert {chunk.index for chunk in last} == {0, 1, 2}
+    step = pair.core.step
+
+    def step_and_drop():
+        outputs = step()
+        pair.core.cancel_all()
+        return outputs
+
+    monkeypatch.setattr(pair.core, "step", step_and_drop)
+    outputs = pair.generate(PROMPTS, sd.SamplingParams(max_new_tokens=90, ignore_eos=True))
+    assert all(isinstance(item.error, sd.RequestCancelledError) for item in [*last, *outputs])
+    assert vacant(pair)
+
+
 class Clinging(sd.Drafter):
     """Cannot let go of the first sequence."""
 
