@@ -13,7 +13,7 @@ _CATCH_UP_ROWS = 64  # rows of the draft model's forward from which the cost of 
 _LARGEST_SURPRISE = 0.4  # of the logarithm of a ratio: more is a disturbance, such as another process
 _OWN_RATE = 0.3  # of a surprise that the factor of its K follows,
 _SHARED_RATE = 0.2  # and those of the others: a machine that slows down slows all, differences between K are stable
-_FORGETTING = 0.02  # share by which other factors approach that of its K: a K timed at a bad moment is tried again
+_FORGETTING = 0.005  # share by which other factors approach that of its K: a K timed at a bad moment is tried again
 
 
 class StepCosts:

@@ -13,6 +13,7 @@ from specdec_fast.speculation_length.acceptance import Acceptance
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.fixed import FixedLength
 from specdec_fast.speculation_length.step_costs import StepCosts
+from support.grids import diagonal, grid
 from support.models import tiny_model
 
 # Verifying is bound by memory with a cheap and with a costly draft, by arithmetic, by one and then the other, by
@@ -52,18 +53,17 @@ def plain(runs):
     return best_fixed(runs, (0,))
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 32])
-@pytest.mark.parametrize("regime", REGIMES)
-def test_auto_reaches_the_best_of_plain_and_the_usual_k(regime, batch_size):
-    """From the first token on at least 0.97 of plain decoding; once warm 0.95 of the best of plain, K 3 and K 5.
+@diagonal(regime=list(REGIMES), batch_size=[1, 4, 32])
+def test_auto_reaches_the_best_fixed_k(regime, batch_size):
+    """From the first token on at least 0.97 of plain decoding; once warm 0.95 of the best fixed K.
 
-    Each figure is the mean of two runs. Steps are timed with noise, and one of a hundred takes five times as long.
+    Each figure is the mean of three runs. Steps are timed with noise, and one of a hundred takes five times as long.
     """
     for acceptance in ACCEPTANCES:
         run = world(
             regime, acceptance, batch_size, num_sequences=max(12, 2 * batch_size) * (1 + 3 * (regime == "short steps"))
         )
-        runs = [replace(run, seed=seed) for seed in range(2)]
+        runs = [replace(run, seed=seed) for seed in range(3)]
         cold = speed(runs, lambda run: run.prepared(AdaptiveLength()))
         assert cold >= 0.97 * plain(runs), f"cold, acceptance {acceptance}"
         assert speed(runs, warm) >= 0.95 * best_fixed(runs), f"acceptance {acceptance}"
@@ -85,8 +85,8 @@ def test_choices_are_rare_where_steps_are_short(batch_size):
     assert (policy.num_choices - before) * run.choice < 0.03 * seconds
 
 
-@pytest.mark.parametrize(("regime", "gain"), [("flat", 1.1), ("costly draft", 1.1)])
-def test_acceptance_that_changes_is_followed(regime, gain):
+@pytest.mark.parametrize("regime", ["flat", "costly draft"])
+def test_acceptance_that_changes_is_followed(regime):
     """Useless drafts become good ones and useless again while the engine is kept; costly probes notice it later."""
     bad, good = (world(regime, acceptance, 4, num_sequences=12, new_tokens=512) for acceptance in (0.0, 0.95))
     policy = bad.prepared(AdaptiveLength())
@@ -95,7 +95,8 @@ def test_acceptance_that_changes_is_followed(regime, gain):
     assert tokens_per_second(good, policy) >= 0.95 * best_fixed([good], PLAIN_OR_USUAL)
     assert tokens_per_second(bad, policy) >= 0.95 * plain([bad])
     turning = world(regime, lambda number, position: 0.95 * (position >= 256), 1, num_sequences=4, new_tokens=512)
-    assert tokens_per_second(turning, turning.prepared(AdaptiveLength())) >= gain * plain([turning])
+    runs = [replace(turning, seed=seed) for seed in range(4)]
+    assert speed(runs, lambda run: run.prepared(AdaptiveLength())) >= 1.1 * plain(runs)
 
 
 # Rows and milliseconds of Qwen3-0.6B's shape on two cores, and of its draft.
@@ -114,8 +115,7 @@ def on_two_cores(acceptance, batch_size, **options):
     )
 
 
-@pytest.mark.parametrize("batch_size", [4, 16, 32])
-@pytest.mark.parametrize("new_tokens", [32, 128])
+@diagonal(batch_size=[4, 16, 32], new_tokens=[32, 128])
 def test_a_batch_that_no_sequence_joins(batch_size, new_tokens):
     """The steps of the last sequences cost much for few rows."""
     for acceptance in ACCEPTANCES[:-1]:
@@ -126,7 +126,7 @@ def test_a_batch_that_no_sequence_joins(batch_size, new_tokens):
         assert speed(runs, warm) >= 0.97 * best_fixed(runs), f"acceptance {acceptance}"
 
 
-@pytest.mark.parametrize("batch_size", [4, 16, 32])
+@pytest.mark.parametrize("batch_size", grid([4, 16, 32], [16]))
 def test_a_profile_that_is_wrong_by_a_tenth(batch_size):
     """No engine of six goes on with what does not pay, nor loses its gain."""
     for acceptance in ACCEPTANCES[:-1]:
@@ -217,7 +217,7 @@ def test_a_k_that_was_timed_at_a_bad_moment_is_tried_again():
     costs.observe(1, 3, 1.0, 0.0)
     costs.observe(1, 5, 1.4, 0.0)
     slow = costs.seconds(1, 5) / costs.profiled(1, 5)
-    for _ in range(200):
+    for _ in range(800):
         costs.observe(1, 3, costs.seconds(1, 3) / costs.profiled(1, 3), 0.0)  # as expected
     usual = costs.seconds(1, 3) / costs.profiled(1, 3)
     assert costs.seconds(1, 5) / costs.profiled(1, 5) == pytest.approx(usual, rel=0.02)
@@ -235,6 +235,15 @@ def test_acceptance_counts_what_was_tried():
     assert tokens[1] == pytest.approx(1.5, abs=0.07), "shrunk a little to the average"
     assert tokens[4] - tokens[1] > 1.2, "whoever accepts the first token accepts the others"
     assert acceptance.average == pytest.approx(4 / 5, abs=0.01)
+
+
+def test_a_change_of_acceptance_outweighs_the_past():
+    acceptance = Acceptance(4)
+    for _ in range(20):
+        acceptance.add([0, 0, 0, 0, 2], [0] * 5, 8, 8)
+    assert acceptance.average > 0.95
+    acceptance.add([12, 0, 0, 0, 0], [12, 0, 0, 0, 0], 48, 48)
+    assert acceptance.average < 0.6
 
 
 def test_acceptance_of_a_drafter_that_is_silent():
