@@ -26,7 +26,7 @@ from specdec_fast.results import RunStats
 
 
 class _Lead:
-    """The right to step, for a ``with`` block."""
+    """The right to run steps, for a ``with`` block."""
 
     def __init__(self, shared: SharedCore, call: Call | None) -> None:
         self._shared, self.call, self.thread = shared, call, get_ident()
@@ -39,7 +39,7 @@ class _Lead:
 
 
 class _Change(NamedTuple):
-    """A request that was added, or is to be dropped; with an error it ends with it, else without an output."""
+    """A request to add or to drop; a dropped request ends with ``error`` or, if that is None, without an output."""
 
     request: Sequence
     is_new: bool = False
@@ -47,14 +47,14 @@ class _Change(NamedTuple):
 
 
 class SharedCore:
-    """A core, the calls that it serves, and the thread that is in a step.
+    """A core that serves the calls of several threads; one thread at a time runs a step.
 
     Args:
-        core: its steps run here only.
-        process: in which they run.
+        core: no other code may run its steps while a call has requests.
+        process: the process in which they run.
 
     Attributes:
-        run: counts and times since a call last found nothing being served.
+        run: counts and times, since a call last began while no other call had requests.
 
     """
 
@@ -62,7 +62,8 @@ class SharedCore:
         self.core, self.process = core, process
         self.run = RunStats()
         self._started = 0.0
-        # Of all below; never held during a step. The same thread may come again: it may collect an abandoned stream.
+        # Guards all below; no thread holds it during a step. It is reentrant because the garbage collector may close an
+        # abandoned stream in a thread that holds it.
         self._lock = RLock()
         self._calls: dict[Sequence, Call] = {}  # of every request that has not ended
         self._changes: deque[_Change] = deque()  # since the last step
@@ -108,8 +109,8 @@ class SharedCore:
                 pass  # the changes are made when it ends
 
     def lead(self, call: Call | None) -> _Lead | None:
-        """Return the right to step; None if another thread has it, which then wakes ``call``."""
-        torch.get_num_threads()  # a new thread has PyTorch's number of threads from its first question on
+        """Return the right to run steps; None if another thread has it, which then wakes ``call``."""
+        torch.get_num_threads()  # gives a new thread the number of threads that ``torch.set_num_threads`` set
         with self._lock:
             leader = self._find_leader()
             if leader is None:
@@ -126,7 +127,7 @@ class SharedCore:
             return None
 
     def release(self, lead: _Lead) -> None:
-        """Give the right to step back, after the changes that have come meanwhile."""
+        """Give the right back, after the additions and cancellations of other threads have taken effect."""
         while True:
             with self._lock:
                 if not self._changes:
@@ -152,7 +153,10 @@ class SharedCore:
                 self._wake_next()
 
     def step(self) -> None:
-        """Run one step, with the right to; everybody's outputs go to their calls. Interrupts are raised."""
+        """Run one step in the thread that has the right to, and put the outputs into the inboxes of their calls.
+
+        An exception of the step fails its requests; only interrupts are raised.
+        """
         try:
             self._make_changes()
             outputs = self.core.step()

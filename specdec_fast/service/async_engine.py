@@ -117,8 +117,7 @@ class AsyncEngine:
         the first chunk is read. Call it where an event loop runs.
         """
         request = self._accept(prompt, params, request_id, timeout, is_stream=True)
-        worker = self._worker
-        return AsyncStream(request.request_id, request.receiver, lambda: worker.drop(request))
+        return AsyncStream(request, self._worker)
 
     def cancel(self, request_id: str) -> bool:
         """End a request before the next step, with a RequestCancelledError; any thread may call.
@@ -188,6 +187,7 @@ class AsyncEngine:
         """Encode a prompt and hand the request to the worker, or refuse it; in a thread of its own."""
         try:
             if request.is_dropped:
+                self._live.leave(request)
                 return
             prompts = as_prompt_list(prompt) or [prompt]
             if len(prompts) != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
-from threading import RLock
+from threading import Lock
 
 from specdec_fast.engine.output import ChunkMaker, output_of
 from specdec_fast.engine.step import StepOutput
@@ -26,7 +26,7 @@ class ServedRequest:
         request_id: its name for the caller.
         sequence: None until its prompt is encoded.
         num_positions: KV positions that it may need.
-        is_dropped: whether nobody wants it any more.
+        is_dropped: whether it was cancelled and needs no last output.
         error: with which it is to end, if that was decided before its prompt was encoded.
 
     """
@@ -42,13 +42,13 @@ class ServedRequest:
         self._chunks: ChunkMaker | None = None
 
     def begin(self, sequence: Sequence, tokenizer: object) -> None:
-        """Receive the sequence and what its text is made with."""
+        """Set the sequence, and the tokenizer that makes its text."""
         self.sequence, self._tokenizer = sequence, tokenizer
         if self.is_stream:
             self._chunks = ChunkMaker(sequence, tokenizer)
 
     def item_of(self, output: StepOutput) -> StreamChunk | GenerationOutput | None:
-        """Return what the caller gets after a step: a chunk, an output, or nothing before the last step."""
+        """Return a chunk of a stream; otherwise the whole output after the last step, and None before it."""
         if self._chunks is not None:
             return self._chunks.make(output)
         return None if output.finish_reason is None else output_of(output.request, self._tokenizer)
@@ -71,7 +71,7 @@ class LiveRequests:
 
     def __init__(self, most_requests: int, most_positions: int | None) -> None:
         self._most_requests, self._most_positions = most_requests, most_positions
-        self._lock = RLock()  # the same thread may come again: it may collect an abandoned stream
+        self._lock = Lock()
         self._requests: dict[str, ServedRequest] = {}
         self._num_positions = 0
         self._numbers = count(1)
@@ -123,7 +123,7 @@ class LiveRequests:
             self._num_positions = total
 
     def leave(self, request: ServedRequest) -> None:
-        """Forget a request that has its answer, or that nobody wants; it may be unknown."""
+        """Forget a request that has ended or was dropped; it may be unknown."""
         with self._lock:
             if self._requests.get(request.request_id) is request:
                 del self._requests[request.request_id]

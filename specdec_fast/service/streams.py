@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from specdec_fast.results import StreamChunk
-from specdec_fast.service.receivers import Receiver
+from specdec_fast.service.requests import ServedRequest
+from specdec_fast.service.worker import Worker
 
 
 class AsyncStream:
-    """The chunks of one request. They add up to its output; what was not read in time comes as one chunk.
+    """The chunks of one request. They add up to its output; chunks that were not read are merged into one.
 
     Leaving ``async for`` early and dropping the stream, ``aclose()``, and cancelling the task that reads it all cancel
     the request.
@@ -19,9 +18,9 @@ class AsyncStream:
 
     """
 
-    def __init__(self, request_id: str, receiver: Receiver, drop: Callable[[], object]) -> None:
-        self.request_id = request_id
-        self._receiver, self._drop = receiver, drop
+    def __init__(self, request: ServedRequest, worker: Worker) -> None:
+        self.request_id = request.request_id
+        self._request, self._worker = request, worker
         self._has_ended = False
 
     def __aiter__(self) -> AsyncStream:
@@ -38,7 +37,7 @@ class AsyncStream:
         if self._has_ended:
             raise StopAsyncIteration
         try:
-            chunk: StreamChunk = await self._receiver.get()
+            chunk: StreamChunk = await self._request.receiver.get()
         except BaseException:
             self._end()
             raise
@@ -52,8 +51,9 @@ class AsyncStream:
     def _end(self) -> None:
         if not self._has_ended:
             self._has_ended = True
-            self._drop()
+            self._worker.drop(self._request)
 
     def __del__(self) -> None:
-        """Cancel the request of a stream that nobody reads."""
-        self._end()
+        """Cancel the request of an abandoned stream."""
+        if not self._has_ended:
+            self._worker.drop_soon(self._request)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import RLock
+from queue import SimpleQueue
+from threading import Lock
 from time import monotonic
 
 from specdec_fast.engine.engine import Engine
@@ -16,13 +17,13 @@ from specdec_fast.service.requests import LiveRequests, ServedRequest
 
 
 class Worker:
-    """Runs steps in a thread as long as requests are served; texts are made in another one while the next step runs.
+    """Runs steps in one thread as long as there are requests, and makes texts in another one during the next step.
 
     Both threads belong to executors, so nothing runs while nothing is served, and the interpreter can exit.
 
     Args:
         engine: its core is shared with the engine's own callers.
-        live: loses the requests that have got their answer.
+        live: the requests that the service has accepted; the worker removes those that have ended.
 
     """
 
@@ -31,13 +32,14 @@ class Worker:
         self._call = engine.shared.call()
         self._executor = ThreadPoolExecutor(1, "specdec_fast-worker")
         self._writer = ThreadPoolExecutor(1, "specdec_fast-writer")
-        self._lock = RLock()  # of the two below; the same thread may come again: it may collect an abandoned stream
+        self._lock = Lock()  # guards the three below
         self._served: dict[Sequence, ServedRequest] = {}
         self._run: Future[None] | None = None
         self._next_deadline = float("inf")
+        self._dropped: SimpleQueue[ServedRequest] = SimpleQueue()
 
     def start(self, request: ServedRequest, sequence: Sequence) -> None:
-        """Serve a request whose prompt is encoded, unless nobody wants it any more; for any thread.
+        """Serve a request whose prompt is encoded, unless it has been dropped; for any thread.
 
         Raises:
             RequestError: it was cancelled meanwhile.
@@ -47,17 +49,18 @@ class Worker:
             if request.error is not None:
                 raise request.error
             if request.is_dropped:
+                self._live.leave(request)
                 return
             request.begin(sequence, self._engine.tokenizer)
+            self._call.add([sequence])
             self._served[sequence] = request
             self._next_deadline = min(self._next_deadline, request.deadline or float("inf"))
-            self._call.add([sequence])
             if self._run is None:
                 self._run = self._executor.submit(self._serve)
         self._call.wake()
 
     def drop(self, request: ServedRequest) -> None:
-        """Forget a request that nobody wants; its pages are free before the next step. For any thread."""
+        """Cancel a request without a last output; its pages are free before the next step. For any thread."""
         with self._lock:
             request.is_dropped = True
             self._live.leave(request)
@@ -65,6 +68,12 @@ class Worker:
             if sequence is None or self._served.pop(sequence, None) is None:
                 return
         self._call.cancel([sequence])
+        self._call.wake()
+
+    def drop_soon(self, request: ServedRequest) -> None:
+        """Let the worker's thread drop a request before the next step; for a destructor, which may not take locks."""
+        request.is_dropped = True
+        self._dropped.put(request)
         self._call.wake()
 
     def end(self, requests: Iterable[ServedRequest], error: RequestError) -> None:
@@ -99,6 +108,8 @@ class Worker:
             served = self._taken(outputs)
             if served:
                 self._writer.submit(self._hand_out, served)
+            while not self._dropped.empty():
+                self.drop(self._dropped.get())
             self._end_late()
 
     def _taken(self, outputs: list[StepOutput]) -> list[tuple[ServedRequest, StepOutput]]:
@@ -114,7 +125,7 @@ class Worker:
         return found
 
     def _hand_out(self, served: list[tuple[ServedRequest, StepOutput]]) -> None:
-        """Make what callers get of a step's outputs, and post it: once per event loop. In the writer's thread."""
+        """Make chunks and outputs of a step's outputs, and post them: once per event loop. In the writer's thread."""
         posts: dict[Mailbox, list[tuple[ServedRequest, Item]]] = {}
         for request, output in served:
             try:
@@ -128,7 +139,7 @@ class Worker:
                 posts.setdefault(request.receiver.mailbox, []).append((request, item))
         for mailbox, items in posts.items():
             if not mailbox.post(items[0][0].receiver.loop, [(request.receiver, item) for request, item in items]):
-                for request, _ in items:  # the loop is closed: nobody reads
+                for request, _ in items:  # the loop is closed
                     self.drop(request)
 
     def _seconds_left(self) -> float | None:
