@@ -82,7 +82,7 @@ def test_calls_of_threads_are_decoded_in_one_batch(pair, monkeypatch):
             all_called.set()
 
     def after_all():
-        assert all_called.wait(60)
+        assert all_called.wait(3600)
         return step()
 
     monkeypatch.setattr(pair.shared, "add", counted)
