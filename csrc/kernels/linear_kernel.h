@@ -15,25 +15,25 @@ namespace SPECDEC_ISA {
 constexpr std::int64_t kChunkSteps = SPECDEC_LANES == 16 ? 64 : 1024 / SPECDEC_LANES;  // longer sums lose too much to rounding
 constexpr std::int64_t kWeightRows = 6;  // transposing weights takes about as long as multiplying them with so many rows
 
-#include "kernels/linear_rows.h"
 #include "kernels/linear_panels.h"
+#include "kernels/linear_rows.h"
 
-// The number of rows from which on panels are worth transposing the weights. A pair of blocks saves more where inputs are
-// few, and widened numbers take twice as many steps to transpose.
-template <typename Format, typename Product>
-std::int64_t least_panel_rows(std::int64_t in_features) {
-  constexpr bool kWidens = Product::kStep * sizeof(typename Format::Storage) < sizeof(Vector), kPairs = Product::kStep > kLanes;
-  constexpr std::int64_t kLeast = kPairs ? 4 : 12, kMost = kWidens ? 48 : kPairs ? 32 : 24;
-  return std::max(kLeast, std::min(kMost, in_features / 32));
+// The number of rows from which on panels are worth transposing the weights. With vectors of 16 lanes, linear_rows.h
+// multiplies about as fast, but short rows take it long to add the lanes. Widened numbers take twice as many steps to
+// transpose.
+template <typename Product>
+std::int64_t least_panel_rows(std::int64_t in_features, std::int64_t num_steps) {
+  if (kLanes == 16) return std::min<std::int64_t>(12 * num_steps, 64);
+  constexpr std::int64_t kMost = Product::kStep * sizeof(typename Product::Storage) < sizeof(Vector) ? 48 : 24;
+  return std::max<std::int64_t>(12, std::min(kMost, in_features / 32));
 }
 
 template <typename Format, typename Product>
 LinearPlan plan(const LinearArgs& args) {
   constexpr std::int64_t kVectorBytes = sizeof(Vector);
   const std::int64_t num_steps = (args.in_features + Product::kStep - 1) / Product::kStep;
-  if (args.num_rows < least_panel_rows<Format, Product>(args.in_features)) {
-    const std::int64_t row_bytes = num_steps * kVectorBytes, height = even_height(args.num_rows, most_rows(row_bytes));
-    const std::int64_t block_bytes = height * row_bytes;
+  if (args.num_rows < least_panel_rows<Product>(args.in_features, num_steps)) {
+    const std::int64_t height = even_height(args.num_rows, kMostRows), block_bytes = height * num_steps * kVectorBytes;
     return {prepare_rows<Product>, row_outputs<Format, Product>, num_steps, height, block_bytes,
             most_blocks(block_bytes), kGranule, 0, kWeightRows};
   }

@@ -11,6 +11,8 @@ constexpr int kBlocks = 2;  // vectors of outputs that share the broadcast of an
 constexpr int kPanel = kBlocks * kLanes;
 constexpr int kTileRows = kTileSums / kBlocks;
 
+constexpr std::int64_t kLine = 64;  // bytes of a cache line
+
 // Vectors between the steps of one lane and those of the next. The number is odd: with a power of two, lanes would compete
 // for a few cache sets.
 SPECDEC_INLINE std::int64_t panel_stride(std::int64_t num_steps) { return kBlocks * num_steps + 1; }
@@ -76,7 +78,6 @@ SPECDEC_INLINE int lanes_at_once(std::int64_t num_steps) { return num_steps <= k
 // The memory that is read after this panel. Every step fetches one cache line of it; `step_bytes` is 0 if nothing more is
 // to be fetched.
 struct Ahead {
-  static constexpr std::int64_t kLine = 64;  // bytes
   const char* from;
   std::int64_t step_bytes;
 };
@@ -201,7 +202,7 @@ void panel_outputs(const LinearWork& work, Range blocks, Range outputs, void* bu
     const char* end = weights + std::min(outputs.end, output + 2 * kPanel) * row_bytes;
     for (std::int64_t block = blocks.begin; block < blocks.end; ++block) {
       const std::int64_t count = work.rows_of(block);
-      const Ahead ahead = next < end ? Ahead{next, Ahead::kLine} : Ahead{reinterpret_cast<const char*>(panel), 0};
+      const Ahead ahead = next < end ? Ahead{next, kLine} : Ahead{reinterpret_cast<const char*>(panel), 0};
       next += kLanes / at_once * num_steps * ahead.step_bytes;
       Vector totals[kTileRows][kBlocks];
       tile_of<typename Product::Units>(at_once, count)(reinterpret_cast<const float*>(work.prepared(block)), panel,

@@ -2,18 +2,31 @@
 // instruction set.
 //
 // Up to kMostRows rows are one block. If there are several blocks, the weights of a group of outputs stay in the
-// second-level cache while all blocks are multiplied with them.
+// second-level cache while all blocks are multiplied with them. A block's inputs are read again for every few outputs, so
+// they must stay in the first-level cache: long rows are multiplied slice by slice, and kGranule outputs' sums are kept in
+// memory between two slices.
 
 constexpr int kMostRows = SPECDEC_LANES == 16 ? 8 : 2;
 constexpr std::int64_t kGranule = 12;          // outputs; a multiple of outputs_of every number of rows
-constexpr std::int64_t kGroupBytes = 1 << 18;  // weights of a group: a quarter of a second-level cache
+constexpr std::int64_t kGroupBytes = 1 << 17;  // weights of a group: an eighth of a second-level cache
 constexpr std::int64_t kDistance = 1 << 16;    // bytes between the weights that are multiplied and those that are fetched
-
-// Rows of a block: more than six only if their inputs, `row_bytes` each, hardly exceed the first-level cache.
-constexpr int most_rows(std::int64_t row_bytes) { return kMostRows * row_bytes <= 48 * 1024 ? kMostRows : std::min(6, kMostRows); }
+constexpr std::int64_t kSliceBytes = 1 << 14;  // inputs of a slice: half a first-level cache
+static_assert(kMostRows <= kTileRows, "a block's totals are a tile");
 
 // Outputs that a block of `rows` rows computes at once: as many sums as there are registers.
 constexpr int outputs_of(int rows) { return rows <= 6 ? 4 : 3; }
+
+// Steps of a block of `rows` rows whose inputs stay in the first-level cache.
+constexpr std::int64_t most_steps(int rows) {
+  return std::min(kChunkSteps, kSliceBytes / (rows * static_cast<std::int64_t>(sizeof(Vector))));
+}
+
+// The end of the slice that begins at step `first`. Slices of a chunk are about equally long.
+SPECDEC_INLINE std::int64_t slice_end(std::int64_t first, std::int64_t num_steps, std::int64_t most) {
+  const std::int64_t left = std::min(num_steps, (first / kChunkSteps + 1) * kChunkSteps) - first;
+  const std::int64_t slices = (left + most - 1) / most;
+  return first + (left + slices - 1) / slices;
+}
 
 typedef float Quad __attribute__((vector_size(4 * sizeof(float))));
 typedef std::int32_t QuadIndex __attribute__((vector_size(4 * sizeof(std::int32_t))));
@@ -49,123 +62,204 @@ SPECDEC_INLINE Quad sums_of(Quad a, Quad b, Quad c, Quad d) {
 // can have only a few lines outstanding. Several blocks of rows fetch different outputs.
 struct Fetch {
   std::int64_t distance;  // outputs ahead
+  std::int64_t end;       // outputs from this one on are not fetched
   int first, every;       // outputs first, first + every, ... of a block are fetched
 };
 
-// sums[r][o] += steps [first, last) of row r times those of output o. If `tail` is not null, it holds the weights of the
-// last step, one step for each output.
-template <int kR, int kO, typename Product>
-SPECDEC_INLINE void add_chunk(const float* inputs, std::int64_t input_stride, const typename Product::Storage* weights,
-                              std::int64_t weight_stride, const typename Product::Storage* tail, std::int64_t first,
-                              std::int64_t last, Fetch fetch, Vector sums[kR][kO]) {
-  const auto add_step = [&](const typename Product::Storage* from, std::int64_t stride, std::int64_t step) {
-    Vector operands[kO];
-    for (int o = 0; o < kO; ++o) operands[o] = Product::load(from + o * stride);
-    for (int r = 0; r < kR; ++r) {
-      const Vector input = load_vector(inputs + r * input_stride + step * kLanes);
-      for (int o = 0; o < kO; ++o) sums[r][o] = Product::Units::add(sums[r][o], input, operands[o]);
-    }
+#if SPECDEC_LANES == 16
+// The sums over the lanes of kO outputs of kRows rows: quarter r has those of row r. The additions are those of fold and
+// sums_of, but an instruction serves several sums.
+template <int kRows, int kO>
+SPECDEC_INLINE Vector sums_of_rows(const Vector (*sums)[kO]) {
+  using Even = std::integral_constant<int, 0x88>;
+  using Odd = std::integral_constant<int, 0xdd>;
+  using Low = std::integral_constant<int, 0x44>;
+  using High = std::integral_constant<int, 0xee>;
+  const auto quarters = [](Vector a, Vector b, auto which) {
+    return reinterpret_cast<Vector>(_mm512_shuffle_f32x4(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), which));
   };
-  const std::int64_t whole = tail == nullptr ? last : last - 1;
-  for (std::int64_t step = first; step < whole; ++step) {
-    const auto* from = weights + step * Product::kStep;
-    for (int o = fetch.first; o < kO; o += fetch.every) __builtin_prefetch(from + (fetch.distance + o) * weight_stride, 0, 2);
-    add_step(from, weight_stride, step);
+  const auto numbers = [](Vector a, Vector b, auto which) {
+    return reinterpret_cast<Vector>(_mm512_shuffle_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), which));
+  };
+  constexpr int kLast = kRows - 1;
+  Vector four[4] = {};
+  for (int o = 0; o < kO; ++o) {
+    const Vector first = quarters(sums[0][o], sums[1][o], Low()) + quarters(sums[0][o], sums[1][o], High());
+    const Vector last = quarters(sums[2][o], sums[kLast][o], Low()) + quarters(sums[2][o], sums[kLast][o], High());
+    four[o] = quarters(first, last, Even()) + quarters(first, last, Odd());
   }
-  if (tail != nullptr) add_step(tail, Product::kStep, whole);
+  const Vector ab = numbers(four[0], four[1], Even()) + numbers(four[0], four[1], Odd());
+  const Vector cd = numbers(four[2], four[3], Even()) + numbers(four[2], four[3], Odd());
+  return numbers(ab, cd, Even()) + numbers(ab, cd, Odd());
+}
+#endif
+
+// Adds the lanes, and writes kO totals of each row from kRow on. After three totals it writes an arbitrary number.
+template <int kR, int kO, int kRow = 0>
+SPECDEC_INLINE void store_totals(const Vector (*sums)[kO], float* totals) {
+  constexpr int kRows = std::min(4, kR - kRow);
+  Quad quads[kRows];
+#if SPECDEC_LANES == 16
+  if constexpr (kRows > 2 && kO > 1) {
+    const Vector rows = sums_of_rows<kRows, kO>(sums + kRow);
+    std::memcpy(quads, &rows, sizeof(quads));
+  } else
+#endif
+  {
+    for (int r = 0; r < kRows; ++r) {
+      Quad folded[4] = {};
+      for (int o = 0; o < kO; ++o) folded[o] = fold(sums[kRow + r][o]);
+      quads[r] = sums_of(folded[0], folded[1], folded[2], folded[3]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    std::memcpy(totals + (kRow + r) * kPanel, &quads[r], kO == 1 ? sizeof(float) : sizeof(Quad));
+  }
+  if constexpr (kRow + kRows < kR) store_totals<kR, kO, kRow + kRows>(sums, totals);
 }
 
-// Adds the lanes and the bias, and writes outputs [output, output + kO) of prepared rows [row, row + kR).
-template <int kR, int kO, typename Format>
-SPECDEC_INLINE void store_block(const LinearWork& work, std::int64_t row, std::int64_t output, const Vector sums[kR][kO]) {
-  using Storage = typename Format::Storage;
-  const LinearArgs& args = work.args;
-  const Storage* bias = static_cast<const Storage*>(args.bias);
+template <int kR, int kO>
+inline const Vector kZeros[kR][kO] = {};
+
+// to = from + steps of every row times those of every output. Sums are loaded and stored without a condition, because GCC
+// keeps them in memory if two paths meet.
+template <int kR, int kO, typename Product>
+SPECDEC_INLINE void add_slice(const LinearWork& work, const float* inputs, std::int64_t output, Range steps, Fetch fetch,
+                              const Vector (*from)[kO], Vector (*to)[kO]) {
+  using Storage = typename Product::Storage;
+  const std::int64_t row = work.args.in_features, left = row % Product::kStep;
+  const Storage* weights = static_cast<const Storage*>(work.args.weight) + output * row;
+  const bool has_tail = left > 0 && steps.end == work.plan.num_steps;
+  Storage tail[kO][Product::kStep];  // the last step, which ends in zeros as the inputs do
+  if (has_tail) {
+    std::memset(tail, 0, sizeof(tail));
+    for (int o = 0; o < kO; ++o) {
+      std::memcpy(tail[o], weights + (o + 1) * row - left, static_cast<std::size_t>(left) * sizeof(Storage));
+    }
+  }
+  Vector sums[kR][kO];
   for (int r = 0; r < kR; ++r) {
-    Storage* out = static_cast<Storage*>(args.out) + (work.first_row + row + r) * args.out_features + output;
-    Quad folded[4] = {};
-    for (int o = 0; o < kO; ++o) folded[o] = fold(sums[r][o]);
-    Quad total = sums_of(folded[0], folded[1], folded[2], folded[3]);
-    if (bias != nullptr) {
-      for (int o = 0; o < kO; ++o) total[o] += Format::load(bias[output + o]);
+    for (int o = 0; o < kO; ++o) sums[r][o] = from[r][o];
+  }
+  inputs += steps.begin * kR * kLanes;
+  const std::int64_t whole = has_tail ? steps.end - 1 : steps.end;
+  for (std::int64_t step = steps.begin, end = whole; step < steps.end; end = steps.end) {
+    const Storage* own = step < whole ? weights + step * Product::kStep : tail[0];
+    const std::int64_t stride = step < whole ? row : Product::kStep;
+    for (; step < end; ++step, own += Product::kStep, inputs += kR * kLanes) {
+      for (int o = fetch.first; o < kO; o += fetch.every) __builtin_prefetch(own + (fetch.distance + o) * row, 0, 2);
+      Vector operands[kO];
+      for (int o = 0; o < kO; ++o) operands[o] = Product::load(own + o * stride);
+      for (int r = 0; r < kR; ++r) {
+        Vector input = load_vector(inputs + r * kLanes);
+#if SPECDEC_LANES == 16
+        asm("" : "+v"(input));  // in a register: GCC would load it for every output, but a cycle has one load
+#endif
+        for (int o = 0; o < kO; ++o) sums[r][o] = Product::Units::add(sums[r][o], input, operands[o]);
+      }
     }
-    for (int o = 0; o < kO; ++o) out[o] = Format::store(total[o]);
+  }
+  for (int r = 0; r < kR; ++r) {
+    for (int o = 0; o < kO; ++o) to[r][o] = sums[r][o];
   }
 }
 
-// Computes outputs [output, output + kO) of prepared rows [row, row + kR).
-template <int kR, int kO, typename Format, typename Product>
-SPECDEC_INLINE void block(const LinearWork& work, std::int64_t row, std::int64_t output, Fetch fetch) {
-  using Storage = typename Format::Storage;
-  const LinearArgs& args = work.args;
-  const Storage* weights = static_cast<const Storage*>(args.weight) + output * args.in_features;
-  const std::int64_t num_steps = work.plan.num_steps, stride = num_steps * kLanes;
-  const float* inputs = reinterpret_cast<const float*>(work.inputs) + row * stride;
-  const std::int64_t left = args.in_features % Product::kStep;
-  Storage tail[kO][Product::kStep] = {};  // ends in zeros, as the inputs do
-  for (int o = 0; o < kO && left > 0; ++o) {
-    std::memcpy(tail[o], weights + (o + 1) * args.in_features - left, static_cast<std::size_t>(left) * sizeof(Storage));
-  }
-  Vector sums[kR][kO] = {};
-  for (std::int64_t first = 0; first < num_steps; first += kChunkSteps) {
-    const std::int64_t last = std::min(num_steps, first + kChunkSteps);
-    Vector chunk[kR][kO] = {};
-    add_chunk<kR, kO, Product>(inputs, stride, weights, args.in_features, last == num_steps && left > 0 ? tail[0] : nullptr,
-                               first, last, fetch, chunk);
-    for (int r = 0; r < kR; ++r) {
-      for (int o = 0; o < kO; ++o) sums[r][o] = first == 0 ? chunk[r][o] : sums[r][o] + chunk[r][o];
+// The sums of a block's outputs between two slices: those of the chunks before, and those of this chunk.
+template <int kR, int kO>
+struct Sums {
+  Vector before[kR][kO], own[kR][kO];
+};
+
+// Adds a slice of one block of rows to outputs [output, output + kO). After the last slice, it writes their totals.
+template <int kR, int kO, bool kSingle, typename Product>
+SPECDEC_INLINE void block(const LinearWork& work, const float* inputs, std::int64_t output, Range steps, Fetch fetch,
+                          Sums<kR, kO>& sums, float* totals) {
+  if (output + fetch.distance >= fetch.end) fetch.first = kO;
+  if constexpr (kSingle) {
+    Vector only[kR][kO];
+    add_slice<kR, kO, Product>(work, inputs, output, steps, fetch, kZeros<kR, kO>, only);
+    store_totals<kR, kO>(only, totals);
+  } else {
+    const bool starts = steps.begin % kChunkSteps == 0, is_last = steps.end == work.plan.num_steps;
+    const bool is_first_chunk = steps.end <= kChunkSteps, ends = is_last || steps.end % kChunkSteps == 0;
+    add_slice<kR, kO, Product>(work, inputs, output, steps, fetch, starts ? kZeros<kR, kO> : sums.own,
+                               is_first_chunk && ends ? sums.before : sums.own);
+    for (int r = 0; r < kR && ends && !is_first_chunk; ++r) {
+      for (int o = 0; o < kO; ++o) sums.before[r][o] += sums.own[r][o];
     }
+    if (is_last) store_totals<kR, kO>(sums.before, totals);
   }
-  store_block<kR, kO, Format>(work, row, output, sums);
 }
 
-// Computes outputs [outputs.begin, outputs.end) of one block of rows.
-template <int kR, typename Format, typename Product>
-void group(const LinearWork& work, std::int64_t row, Range outputs, Fetch fetch) {
+// Computes outputs [outputs.begin, outputs.end) of one block of rows. kSingle: all steps are one slice.
+template <int kR, bool kSingle, typename Format, typename Product>
+void group(const LinearWork& work, std::int64_t index, Range outputs, Fetch fetch) {
   constexpr int kO = outputs_of(kR);
-  std::int64_t output = outputs.begin;
-  for (; output + kO <= outputs.end; output += kO) block<kR, kO, Format, Product>(work, row, output, fetch);
-  for (; output < outputs.end; ++output) block<kR, 1, Format, Product>(work, row, output, Fetch{0, 1, 1});
+  constexpr std::int64_t kWidth = (kSingle ? kPanel : std::min<std::int64_t>(kPanel, kGranule)) / kO * kO;
+  const std::int64_t num_steps = work.plan.num_steps;
+  const float* inputs = reinterpret_cast<const float*>(work.prepared(index));
+  Sums<kR, kO> sums[kSingle ? 1 : kWidth / kO];
+  Sums<kR, 1> last_sums[kSingle ? 1 : kO];  // of outputs that are fewer than kO
+  for (std::int64_t first = outputs.begin; first < outputs.end; first += kWidth) {
+    const std::int64_t count = std::min(kWidth, outputs.end - first);
+    Vector totals[kTileRows][kBlocks];
+    float* to = reinterpret_cast<float*>(totals);
+    for (std::int64_t step = 0, end; step < num_steps; step = end) {
+      end = kSingle ? num_steps : slice_end(step, num_steps, most_steps(kR));
+      std::int64_t o = 0;
+      for (; o + kO <= count; o += kO) {
+        block<kR, kO, kSingle, Product>(work, inputs, first + o, {step, end}, fetch, sums[kSingle ? 0 : o / kO], to + o);
+      }
+      for (int i = 0; o < count; ++o, ++i) {
+        block<kR, 1, kSingle, Product>(work, inputs, first + o, {step, end}, fetch, last_sums[kSingle ? 0 : i], to + o);
+      }
+    }
+    store_tile<Format>(work.args, totals, work.row_of(index), kR, first, count);
+  }
 }
 
-template <typename Format, typename Product, int... kBelow>
+template <bool kSingle, typename Format, typename Product, int... kBelow>
 auto group_of(std::int64_t count, std::integer_sequence<int, kBelow...>) {
-  static constexpr decltype(&group<1, Format, Product>) kGroups[] = {group<kBelow + 1, Format, Product>...};
+  static constexpr decltype(&group<1, kSingle, Format, Product>) kGroups[] = {group<kBelow + 1, kSingle, Format, Product>...};
   return kGroups[count - 1];
 }
 
-// Prepares the inputs of a block of rows as vectors, row after row.
+// Prepares the inputs of a block of rows as vectors, step after step. So they are one stream, and no few cache sets hold
+// them all.
 template <typename Product>
 void prepare_rows(const LinearWork& work, std::int64_t index) {
   const LinearArgs& args = work.args;
   const auto* rows = static_cast<const typename Product::Storage*>(args.rows);
-  const std::int64_t num_whole = args.in_features / Product::kStep;
+  const std::int64_t num_whole = args.in_features / Product::kStep, count = work.rows_of(index);
   auto* inputs = reinterpret_cast<float*>(work.prepared(index));
-  for (std::int64_t row = 0; row < work.rows_of(index); ++row, inputs += work.plan.num_steps * kLanes) {
+  for (std::int64_t row = 0; row < count; ++row, inputs += kLanes) {
     const auto* from = rows + (work.row_of(index) + row) * args.row_stride;
     for (std::int64_t step = 0; step < work.plan.num_steps; ++step) {
       const std::int64_t first = step * Product::kStep;
       const Vector units = step < num_whole ? Product::load(from + first)
                                             : load_some<Product>(from + first, args.in_features - first);
-      std::memcpy(inputs + step * kLanes, &units, sizeof(units));
+      std::memcpy(inputs + step * count * kLanes, &units, sizeof(units));
     }
   }
 }
 
 template <typename Format, typename Product>
 void row_outputs(const LinearWork& work, Range blocks, Range outputs, void*) {
+  constexpr auto kCounts = std::make_integer_sequence<int, kMostRows>();
   const std::int64_t row_bytes = work.args.in_features * static_cast<std::int64_t>(sizeof(typename Format::Storage));
   const std::int64_t num_blocks = blocks.end - blocks.begin;
   const std::int64_t size = std::max(kGranule, kGroupBytes / row_bytes / kGranule * kGranule);
   const std::int64_t distance = num_blocks == 1 ? std::max<std::int64_t>(kGranule, kDistance / row_bytes) : size;
+  const char* weights = static_cast<const char*>(work.args.weight);
+  const char* end = weights + std::min(outputs.end, outputs.begin + distance) * row_bytes;
+  for (const char* line = weights + outputs.begin * row_bytes; line < end; line += kLine) __builtin_prefetch(line, 0, 2);
   for (std::int64_t begin = outputs.begin; begin < outputs.end; begin += size) {
     const Range own = {begin, std::min(outputs.end, begin + size)};
-    const bool is_last = own.end == outputs.end;  // this thread computes no outputs after these
     for (std::int64_t index = blocks.begin; index < blocks.end; ++index) {
-      const int turn = static_cast<int>(index - blocks.begin);
-      const Fetch fetch = {distance, is_last ? kMostRows : turn, static_cast<int>(num_blocks)};
-      group_of<Format, Product>(work.rows_of(index), std::make_integer_sequence<int, kMostRows>())(
-          work, index * work.plan.height, own, fetch);
+      const int count = static_cast<int>(work.rows_of(index)), turn = static_cast<int>(index - blocks.begin);
+      const bool is_single = work.plan.num_steps <= most_steps(count);
+      (is_single ? group_of<true, Format, Product>(count, kCounts) : group_of<false, Format, Product>(count, kCounts))(
+          work, index, own, Fetch{distance, outputs.end, turn, static_cast<int>(num_blocks)});
     }
   }
 }
