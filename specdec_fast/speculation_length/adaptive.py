@@ -15,7 +15,6 @@ _KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, an
 _PROBE_K = 3  # draft tokens of a probe, and the most of the first drafts of an engine
 _PROBE_SHARE = 0.01  # of the time of plain steps that probes may take
 _PROBE_KEEPS = 0.9  # of the past: five probes outweigh what was seen before drafting was given up
-_NEWS = 0.5  # average acceptance below which a fully accepted probe is followed by another at once
 # Of drafting over plain decoding: to begin, because the draft model must prefill; to go on, because estimates vary.
 _LEAST_GAIN, _LEAST_KEPT_GAIN = 1.02, 0.98
 _PLAIN_EVERY = 512  # drafting steps after which a few plain ones show what they take
@@ -88,7 +87,8 @@ class AdaptiveLength(LengthPolicy):
         self._num_asked += sum(step.limits)
         self._num_proposed += sum(step.num_draft_tokens)
         if self._is_probing:
-            self._probe_budget -= seconds - self._costs.seconds(size, 0)
+            plain_seconds = self._costs.seconds(size, 0) * (1 + sum(step.num_accepted) / size)  # of as many tokens
+            self._probe_budget = min(0.0, self._probe_budget - (seconds - plain_seconds))
         elif sum(step.limits) == k * size and not self._is_admitting:
             self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, k))
             self._others.append(other_seconds)
@@ -102,7 +102,9 @@ class AdaptiveLength(LengthPolicy):
 
     def _end_round(self) -> None:
         """Learn from the steps since the last choice."""
-        if self._ratios:  # a median: now and then a step waits for another process
+        # A median: now and then a step waits for another process. The first steps after a change of K find the caches
+        # cold and would make what is used rarely look slow.
+        if len(self._ratios) >= (_LEAST_STEPS if self._costs.is_drafter_profiled else 1):
             self._costs.observe(self._size, self._k, median(self._ratios), median(self._others))
         if self._is_probing:
             self._learn_from_probe()
@@ -116,8 +118,7 @@ class AdaptiveLength(LengthPolicy):
         probability = tokens[self._probe_k] - tokens[self._probe_k - 1]
         if self._accepted[self._probe_k]:
             self._acceptance.fade(min(_PROBE_KEEPS, probability))
-            if probability < _NEWS:
-                self._probe_budget, self._probe_k = 0.0, _PROBE_K
+            self._probe_k = _PROBE_K
         else:
             self._acceptance.fade(_PROBE_KEEPS)
             self._probe_k = 1

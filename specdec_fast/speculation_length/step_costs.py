@@ -60,6 +60,11 @@ class StepCosts:
         """Return the seconds expected now."""
         return self.profiled(size, k) * exp(self._factor(size, k)) + self.other
 
+    @property
+    def is_drafter_profiled(self) -> bool:
+        """Whether the drafter could be timed."""
+        return self._draft is not None
+
     def is_observed(self, size: int, k: int) -> bool:
         """Return whether steps of that K and about that size were observed."""
         return k in self._factors.get(size.bit_length(), ())
