@@ -36,7 +36,7 @@ BASELINE = "eqspec"
 
 
 class InTurn(ExspecScheduler):
-    """exspec without grouping: whoever has waited longest is next, whatever its length."""
+    """exspec without grouping: the sequences that have waited longest are next, whatever their lengths."""
 
     def select(self, resident: list[Sequence]) -> list[Sequence]:
         """Choose a batch of those passed over most often."""

@@ -12,9 +12,9 @@ from specdec_fast.speculation_length.step_costs import StepCosts
 # A choice holds until 64 draft tokens were tried, for 4 to 16 steps: of short steps it then takes about a percent.
 _STEPS, _LEAST_STEPS, _ENOUGH_TOKENS = 16, 4, 64
 _KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, and every step is a choice
-_PROBE_K = 3  # draft tokens of a probe, and the most of the first drafts of an engine
-_PROBE_SHARE = 0.01  # of the time of plain steps that probes may take
-_PROBE_KEEPS = 0.9  # of the past: five probes outweigh what was seen before drafting was given up
+_PROBE_K = 3  # draft tokens of a probe after one that was accepted whole, and the most of an engine's first drafts
+_PROBE_SHARE = 0.01  # of the time of plain steps that probes may lose
+_PROBE_KEEPS = 0.9  # share of their weight that earlier counts keep after a probe
 # Of drafting over plain decoding: to begin, because the draft model must prefill; to go on, because estimates vary.
 _LEAST_GAIN, _LEAST_KEPT_GAIN = 1.02, 0.98
 _PLAIN_EVERY = 512  # drafting steps after which a few plain ones show what they take

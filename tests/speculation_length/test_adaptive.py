@@ -233,7 +233,7 @@ def test_acceptance_counts_what_was_tried():
         acceptance.add([16, 0, 0, 0, 16], [16, 0, 0, 0, 0], 128, 128)
     tokens = acceptance.expected_tokens()
     assert tokens[1] == pytest.approx(1.5, abs=0.07), "shrunk a little to the average"
-    assert tokens[4] - tokens[1] > 1.2, "whoever accepts the first token accepts the others"
+    assert tokens[4] - tokens[1] > 1.2, "a sequence that accepts the first token accepts the others"
     assert acceptance.average == pytest.approx(4 / 5, abs=0.01)
 
 
