@@ -279,8 +279,8 @@ def test_a_deadline_ends_a_request_and_keeps_its_tokens(pair, monkeypatch, is_st
             while not any(request.deadline for request in engine._worker._served.values()):
                 await asyncio.sleep(0)
             gate.permits.release(4)
-            for _ in range(2):
-                await anext(aiter(other))
+            while gate.num_steps < 6:  # chunks that are not read are merged, so they do not count steps
+                await asyncio.sleep(0)
             now[0] += 10.0
             gate.open()
             return await task, await read(other)
