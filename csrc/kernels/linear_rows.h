@@ -75,11 +75,14 @@ SPECDEC_INLINE Vector sums_of_rows(const Vector (*sums)[kO]) {
   using Odd = std::integral_constant<int, 0xdd>;
   using Low = std::integral_constant<int, 0x44>;
   using High = std::integral_constant<int, 0xee>;
+  // The intrinsics take a constant, which a parameter is only after optimisation, and a type always has.
   const auto quarters = [](Vector a, Vector b, auto which) {
-    return reinterpret_cast<Vector>(_mm512_shuffle_f32x4(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), which));
+    constexpr int kWhich = decltype(which)::value;
+    return reinterpret_cast<Vector>(_mm512_shuffle_f32x4(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), kWhich));
   };
   const auto numbers = [](Vector a, Vector b, auto which) {
-    return reinterpret_cast<Vector>(_mm512_shuffle_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), which));
+    constexpr int kWhich = decltype(which)::value;
+    return reinterpret_cast<Vector>(_mm512_shuffle_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), kWhich));
   };
   constexpr int kLast = kRows - 1;
   Vector four[4] = {};
