@@ -80,11 +80,11 @@ class EngineConfig:
                 expected = "True or False" if kind is bool else "a string"
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected {expected}.")
         for name, smallest in (("max_batch_size", 1), ("max_wait_steps", 0), ("page_size", 1)):
-            _expect_at_least(name, getattr(self, name), smallest)
+            expect_at_least(name, getattr(self, name), smallest)
         make_length_policy(self.num_draft_tokens)  # raises if the value is invalid
         for name in ("kv_cache_tokens", "max_prefill_tokens"):
             if getattr(self, name) is not None:
-                _expect_at_least(name, getattr(self, name), 1)
+                expect_at_least(name, getattr(self, name), 1)
         self._check_window()
         object.__setattr__(self, "dtype", _as_dtype(self.dtype))
         object.__setattr__(self, "device", _as_device(self.device))
@@ -145,7 +145,8 @@ def as_config(config: EngineConfig | None, keywords: Mapping[str, Any]) -> Engin
     return config
 
 
-def _expect_at_least(name: str, value: Any, smallest: int) -> None:
+def expect_at_least(name: str, value: Any, smallest: int) -> None:
+    """Raise a ConfigError that names the setting unless its value is an integer from ``smallest`` on."""
     if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value < 2**63:
         raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}.")
 

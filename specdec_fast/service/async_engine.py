@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specdec_fast.config import EngineConfig
+from specdec_fast.config import EngineConfig, expect_at_least
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.input import RequestBuilder, as_prompt_list
@@ -64,9 +64,9 @@ class AsyncEngine:
         **keywords: Any,
     ) -> None:
         max_waiting, kv_token_budget = as_plain(max_waiting), as_plain(kv_token_budget)
-        _expect_count("max_waiting", max_waiting, 0)
+        expect_at_least("max_waiting", max_waiting, 0)
         if kv_token_budget is not None:
-            _expect_count("kv_token_budget", kv_token_budget, 1)
+            expect_at_least("kv_token_budget", kv_token_budget, 1)
         if config is None:
             keywords.setdefault("max_prefill_tokens", _PREFILL_TOKENS)
         self.engine = Engine(target, draft, config, tokenizer=tokenizer, **keywords)
@@ -201,8 +201,3 @@ class AsyncEngine:
         except Exception as error:
             self._live.leave(request)
             self._worker.post(request.receiver, error)
-
-
-def _expect_count(name: str, value: Any, smallest: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-        raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}.")
