@@ -69,11 +69,6 @@ class Sequence:
         return self.max_length - self.length
 
     @property
-    def ends_at_length(self) -> bool:
-        """Whether only its length can end the sequence."""
-        return not self.stop_ids and self.stop_strings is None
-
-    @property
     def emitted_ids(self) -> list[int]:
         """The ids emitted so far."""
         return self.token_ids[self.prompt_length :]
