@@ -6,8 +6,7 @@ import asyncio
 import gc
 import os
 import random
-from threading import Semaphore, Thread
-from threading import enumerate as threads
+from threading import Thread
 
 import pytest
 
@@ -15,79 +14,7 @@ import specdec_fast as sd
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.service.receivers import Mailbox
 from support.forks import in_a_fork
-from support.models import VOCAB_SIZE, tiny_model, truncated_copy
-
-NUM_REQUESTS = 14
-MANY = sd.SamplingParams(max_new_tokens=90, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_model("llama")
-    return target, truncated_copy(target, 2)
-
-
-@pytest.fixture(scope="module")
-def requests():
-    """Greedy and sampled ones, of many lengths, some with a K of their own."""
-    draw = random.Random(3)
-    return [
-        (
-            [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 30))],
-            sd.SamplingParams(
-                max_new_tokens=draw.randint(1, 40),
-                ignore_eos=True,
-                temperature=0.8 * (i % 2),
-                seed=i,
-                logprobs=True,
-                num_draft_tokens=draw.choice([None, 0, 2]),
-            ),
-        )
-        for i in range(NUM_REQUESTS)
-    ]
-
-
-@pytest.fixture(scope="module")
-def expected(pair, requests):
-    """What plain decoding makes of each request by itself."""
-    engine = sd.Engine(pair[0], None, max_batch_size=1)
-    outputs = [engine.generate([prompt], [params])[0] for prompt, params in requests]
-    return [(output.token_ids, output.logprobs) for output in outputs]
-
-
-def vacant(engine):
-    core, pool = engine.engine.core, getattr(engine.engine.drafter, "pool", None)
-    return not core.has_work and core.pool.is_vacant and (pool is None or pool.is_vacant)
-
-
-class Gate:
-    """Lets steps through one at a time, and notes how many came."""
-
-    def __init__(self, monkeypatch, engine):
-        self.permits, self.num_steps, core = Semaphore(0), 0, engine.engine.core
-        step = core.step
-
-        def gated():
-            assert self.permits.acquire(timeout=3600)
-            self.num_steps += 1
-            return step()
-
-        monkeypatch.setattr(core, "step", gated)
-
-    def open(self):
-        self.permits.release(10**6)
-
-
-async def read(stream, most=10**6):
-    """Return the tokens, log-probabilities and last chunk of a stream, of which ``most`` chunks are read."""
-    tokens, logprobs, chunk = [], [], None
-    async for chunk in stream:
-        tokens += chunk.token_ids
-        logprobs += chunk.logprobs or []
-        most -= 1
-        if not most:
-            break
-    return tokens, logprobs, chunk
+from support.services import MANY, NUM_REQUESTS, Gate, read, vacant
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
@@ -227,110 +154,6 @@ def test_an_abandoned_stream_frees_its_pages_within_a_step(pair, monkeypatch):
     assert vacant(engine)
 
 
-def test_a_full_queue_refuses_at_once(pair, monkeypatch):
-    engine = sd.AsyncEngine(*pair, max_batch_size=1, window_size=1, max_waiting=1)
-    gate = Gate(monkeypatch, engine)
-
-    async def main():
-        async with engine:
-            streams = [engine.stream([i + 1], MANY) for i in range(2)]
-            with pytest.raises(sd.EngineOverloadedError, match=r"2 requests are running or waiting, .* may be 2"):
-                engine.stream([3], MANY)
-            with pytest.raises(sd.EngineOverloadedError):
-                await engine.generate([3], MANY)
-            gate.open()
-            assert [len((await read(stream))[0]) for stream in streams] == [90, 90]
-            assert len((await engine.generate([3], MANY)).token_ids) == 90
-
-    asyncio.run(main())
-    assert vacant(engine)
-
-
-def test_a_kv_budget_refuses_what_exceeds_it(pair, monkeypatch):
-    engine = sd.AsyncEngine(*pair, kv_token_budget=200)
-    gate = Gate(monkeypatch, engine)
-
-    async def main():
-        async with engine:
-            streams = [engine.stream([i + 1], MANY) for i in range(2)]
-            with pytest.raises(sd.EngineOverloadedError, match=r"needs 90 KV positions .* need 180, .*budget=200"):
-                await engine.generate([3], MANY)
-            gate.open()
-            assert [len((await read(stream))[0]) for stream in streams] == [90, 90]
-            assert len((await engine.generate([3], MANY)).token_ids) == 90, "the budget is free again"
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_a_deadline_ends_a_request_and_keeps_its_tokens(pair, monkeypatch, is_stream):
-    engine = sd.AsyncEngine(*pair, num_draft_tokens=0)
-    gate, now = Gate(monkeypatch, engine), [1000.0]
-    for module in ("async_engine", "worker"):
-        monkeypatch.setattr(f"specdec_fast.service.{module}.monotonic", lambda: now[0])
-
-    async def main():
-        async with engine:
-            other = engine.stream([7], MANY)
-            gate.permits.release(2)
-            await anext(aiter(other))
-            late = engine.stream([1, 2], MANY, timeout=5.0) if is_stream else None
-            task = asyncio.create_task(read(late) if is_stream else engine.generate([1, 2], MANY, timeout=5.0))
-            while not any(request.deadline for request in engine._worker._served.values()):
-                await asyncio.sleep(0)
-            gate.permits.release(4)
-            while gate.num_steps < 6:  # chunks that are not read are merged, so they do not count steps
-                await asyncio.sleep(0)
-            now[0] += 10.0
-            gate.open()
-            return await task, await read(other)
-
-    late, other = asyncio.run(main())
-    tokens, last = (late[0], late[2]) if is_stream else (late.token_ids, late)
-    assert last.finish_reason == "error"
-    assert isinstance(last.error, sd.DeadlineExceededError)
-    assert isinstance(last.error, TimeoutError)
-    assert len(tokens) < 90
-    assert tokens == engine.engine.generate([[1, 2]], MANY)[0].token_ids[: len(tokens)]
-    assert other[2].finish_reason == "length"
-    assert vacant(engine)
-
-
-def own_threads():
-    return [thread.name for thread in threads() if thread.name.startswith("specdec_fast")]
-
-
-@pytest.mark.parametrize("finish_within", [0.0, 3600.0])
-def test_closing_cancels_or_finishes(pair, monkeypatch, finish_within):
-    engine = sd.AsyncEngine(*pair, max_batch_size=2, num_draft_tokens=0)
-    gate = Gate(monkeypatch, engine)
-
-    async def main():
-        tasks = [asyncio.create_task(engine.generate([i + 1], MANY)) for i in range(6)]
-        streams = [engine.stream([i + 7], MANY) for i in range(2)]
-        gate.permits.release(3)
-        await anext(aiter(streams[0])) if finish_within else await asyncio.sleep(0)
-        gate.open()
-        await engine.close(finish_within)
-        with pytest.raises(sd.EngineClosedError):
-            await engine.generate([1], MANY)
-        with pytest.raises(sd.EngineClosedError):
-            engine.stream([1], MANY)
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        return [*found, *(await asyncio.gather(*map(read, streams), return_exceptions=True))]
-
-    before = own_threads()
-    found = asyncio.run(main())
-    for one in found:
-        last = one[2] if isinstance(one, tuple) else one
-        if finish_within:
-            assert last.finish_reason == "length"
-        else:  # what was not even encoded is raised
-            assert isinstance(last if isinstance(last, Exception) else last.error, sd.RequestCancelledError)
-    assert own_threads() == before
-    assert vacant(engine) if engine.engine.core.pool else not engine.engine.core.has_work
-
-
 def test_a_model_that_fails_in_a_batch_harms_its_requests_only(pair, requests, expected, monkeypatch):
     engine = sd.AsyncEngine(*pair, max_batch_size=2)
     verify, failed = engine.engine.target.verify_step, []
@@ -358,47 +181,6 @@ def test_a_model_that_fails_in_a_batch_harms_its_requests_only(pair, requests, e
             assert isinstance(output.error.__cause__, ZeroDivisionError)
             assert output.token_ids == tokens[: len(output.token_ids)]
     assert vacant(engine)
-
-
-def test_what_is_wrong_with_a_request_is_raised(pair):
-    engine = sd.AsyncEngine(*pair, kv_cache_tokens=64, num_draft_tokens=3)
-
-    async def main():
-        async with engine:
-            fine = asyncio.create_task(engine.generate([1, 2], sd.SamplingParams(max_new_tokens=9, ignore_eos=True)))
-            for prompt, kind in (([], sd.InvalidPromptError), ([10**6], sd.InvalidPromptError), (5, sd.ConfigError),
-                                 ([[1], [2]], sd.ConfigError), ("text", sd.InvalidPromptError)):  # fmt: skip
-                with pytest.raises(kind):
-                    await engine.generate(prompt)
-                with pytest.raises(kind):
-                    await read(engine.stream(prompt))
-            for params, kind in ((MANY, sd.KVCacheTooSmallError),
-                                 (sd.SamplingParams(num_draft_tokens=4), sd.TooManyDraftTokensError)):  # fmt: skip
-                with pytest.raises(kind):
-                    await engine.generate([1], params)
-            with pytest.raises(sd.InvalidParamsError):
-                engine.stream([1], params=5)
-            for keywords in ({"timeout": 0}, {"timeout": float("nan")}, {"timeout": "1"}, {"request_id": 5}):
-                with pytest.raises(sd.ConfigError, match=next(iter(keywords))):
-                    engine.stream([1], **keywords)
-            stream = engine.stream([1], sd.SamplingParams(max_new_tokens=30), request_id="twice")
-            with pytest.raises(sd.ConfigError, match=r"request_id='twice' belongs to a request"):
-                engine.stream([1], request_id="twice")
-            await stream.aclose()
-            assert [chunk async for chunk in stream] == []
-            assert not engine.cancel("twice")
-            assert not engine.cancel("nobody")
-            assert len((await fine).token_ids) == 9
-            assert not len(engine._live)
-
-    asyncio.run(main())
-    assert vacant(engine)
-
-
-@pytest.mark.parametrize("limits", [{"max_waiting": -1}, {"max_waiting": 1.5}, {"kv_token_budget": 0}], ids=str)
-def test_limits_are_checked(pair, limits):
-    with pytest.raises(sd.ConfigError, match=r"expected an integer >="):
-        sd.AsyncEngine(*pair, **limits)
 
 
 def test_requests_of_a_loop_that_was_closed_are_dropped(pair):

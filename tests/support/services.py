@@ -1,0 +1,45 @@
+"""Helpers for the tests of the asynchronous engine."""
+
+from __future__ import annotations
+
+from threading import Semaphore
+
+import specdec_fast as sd
+
+NUM_REQUESTS = 14
+MANY = sd.SamplingParams(max_new_tokens=90, ignore_eos=True)
+
+
+def vacant(engine):
+    core, pool = engine.engine.core, getattr(engine.engine.drafter, "pool", None)
+    return not core.has_work and core.pool.is_vacant and (pool is None or pool.is_vacant)
+
+
+class Gate:
+    """Lets steps through one at a time, and notes how many came."""
+
+    def __init__(self, monkeypatch, engine):
+        self.permits, self.num_steps, core = Semaphore(0), 0, engine.engine.core
+        step = core.step
+
+        def gated():
+            assert self.permits.acquire(timeout=3600)
+            self.num_steps += 1
+            return step()
+
+        monkeypatch.setattr(core, "step", gated)
+
+    def open(self):
+        self.permits.release(10**6)
+
+
+async def read(stream, most=10**6):
+    """Return the tokens, log-probabilities and last chunk of a stream, of which ``most`` chunks are read."""
+    tokens, logprobs, chunk = [], [], None
+    async for chunk in stream:
+        tokens += chunk.token_ids
+        logprobs += chunk.logprobs or []
+        most -= 1
+        if not most:
+            break
+    return tokens, logprobs, chunk
