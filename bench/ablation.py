@@ -1,8 +1,8 @@
 """What each part of a scheduler or of a length policy gains.
 
 ``--part exspec``: the window, taking equal lengths together, and the bound on waiting; ratios are to eqspec.
-``--part auto-simulated``: the same in simulated time, for three pairs and five courses of acceptance.
 ``--part auto``: the parts of ``num_draft_tokens="auto"``; ratios are to fixed K and to the whole policy.
+``--part auto-simulated``: the same in simulated time, for three pairs and five courses of acceptance.
 
 All variants decode the same prompts, of unequal lengths and with unequal ends, interleaved; what is reported are ratios
 within a repeat. Outputs are held against plain decoding.

@@ -103,7 +103,7 @@ class Worker:
                     return
             try:
                 outputs = self._call.take(self._seconds_left())
-            except Exception as error:  # a drafter that cannot let go of a request
+            except Exception as error:  # a drafter whose release of a request raises
                 outputs = self._fail(error)
             served = self._taken(outputs)
             if served:

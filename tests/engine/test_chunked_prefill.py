@@ -1,4 +1,4 @@
-"""Prompts prefilled a chunk in every step: the same bits, and nobody waits for a long prompt."""
+"""Prompts prefilled a chunk in every step: the same bits, and other sequences decode meanwhile."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_no_bit_depends_on_the_chunks(pair, num_rows, monkeypatch, ahead, chunk,
     assert engine.drafter.pool.is_vacant
 
 
-def test_a_long_prompt_keeps_nobody_waiting(pair, num_rows):
+def test_other_sequences_decode_while_a_long_prompt_is_prefilled(pair, num_rows):
     """While target and draft model prefill it, each by eight tokens a step, the others emit in every step."""
     engine = sd.Engine(*pair, max_batch_size=4, max_prefill_tokens=8, num_draft_tokens=2)
     core, builder = engine.core, RequestBuilder(engine.target, None, 2)

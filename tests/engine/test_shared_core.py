@@ -196,7 +196,7 @@ def test_requests_that_the_core_has_dropped_end(pair, monkeypatch):
 
 
 class Clinging(sd.Drafter):
-    """Cannot let go of the first sequence."""
+    """Its release of the first sequence raises."""
 
     name, num_released = "clinging", 0
 
