@@ -1,0 +1,1 @@
+"""OpenAI's API over HTTP: the bodies (``protocol``, ``answers``), the application (``app``) and its metrics."""

@@ -1,0 +1,194 @@
+"""The response bodies of OpenAI's API, from outputs and chunks of the engine; without HTTP."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec_fast.results import GenerationOutput, StreamChunk
+from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
+
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_INCOMPLETE = "\ufffd"
+
+
+@dataclass
+class _Choice:
+    """How much of a choice has been sent.
+
+    Attributes:
+        num_tokens: its tokens.
+        text_offset: characters of its tokens' texts, one by one, with the echoed prompt.
+        has_begun: whether an event has been made.
+
+    """
+
+    num_tokens: int = 0
+    text_offset: int = 0
+    has_begun: bool = False
+
+
+class Answer(ABC):
+    """Makes the bodies of one request's answer: one whole body, or events of a stream.
+
+    Args:
+        body: the request.
+        answer_id: the ``id`` of the answer.
+        model: the name of the model.
+        tokenizer: the target's, if known.
+
+    """
+
+    kind: str
+    event_kind: str
+
+    def __init__(self, body: RequestBody, answer_id: str, model: str, tokenizer: Any | None) -> None:
+        self.body = body
+        self._tokenizer = tokenizer
+        self._num_each = body.n or 1
+        self._choices: dict[int, _Choice] = {}
+        self._head = {"id": answer_id, "object": self.kind, "created": int(time.time()), "model": model}
+        self._event_head = self._head | {"object": self.event_kind}
+        self._ids = bool(body.return_token_ids)
+
+    def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
+        """Return the body of an answer.
+
+        Args:
+            outputs: one per choice, in the order of ``RequestBody.requests``.
+
+        Raises:
+            RequestError: the error of the first output that has one.
+
+        """
+        choices = []
+        for index, output in enumerate(outputs):
+            output.raise_for_error()
+            choice = self._choice(index, output.text or "", output.token_ids, output.logprobs, output.prompt_ids)
+            choices.append(choice | {"finish_reason": output.finish_reason})
+        num_prompt_tokens = sum(len(output.prompt_ids) for output in outputs[:: self._num_each])
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        return {**self._head, "choices": choices, "usage": _usage(num_prompt_tokens, num_tokens)}
+
+    def event(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> dict[str, Any] | None:
+        """Return an event of a stream; None if a chunk has nothing to show.
+
+        Args:
+            index: of the choice.
+            chunk: without an error.
+            prompt_ids: the choice's prompt.
+
+        """
+        is_empty = not (chunk.text or chunk.finish_reason or self._ids or chunk.logprobs)
+        if is_empty:
+            self._choices.setdefault(index, _Choice()).num_tokens += len(chunk.token_ids)
+            return None
+        choice = self._choice(index, chunk.text or "", chunk.token_ids, chunk.logprobs, prompt_ids, is_event=True)
+        body: dict[str, Any] = {**self._event_head, "choices": [choice | {"finish_reason": chunk.finish_reason}]}
+        return body | ({"usage": None} if self.body.includes_usage else {})
+
+    def usage_event(self, prompt_lengths: Sequence[int]) -> dict[str, Any]:
+        """Return the last event of a stream with ``include_usage``.
+
+        Args:
+            prompt_lengths: one per choice, in the order of ``RequestBody.requests``.
+
+        """
+        num_tokens = sum(choice.num_tokens for choice in self._choices.values())
+        return {**self._event_head, "choices": [], "usage": _usage(sum(prompt_lengths[:: self._num_each]), num_tokens)}
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[float] | None,
+        prompt_ids: list[int],
+        is_event: bool = False,
+    ) -> dict[str, Any]:
+        state = self._choices.setdefault(index, _Choice())
+        is_first, state.has_begun = not state.has_begun, True
+        state.num_tokens += len(token_ids)
+        if is_first:
+            echoed = self._echo(index, prompt_ids)
+            text, state.text_offset = echoed + text, len(echoed)
+        choice = {"index": index, **self._content(text, is_first, is_event)}
+        choice["logprobs"] = None if logprobs is None else self._logprobs(token_ids, logprobs, state)
+        if self._ids:
+            choice |= {"token_ids": token_ids} | ({"prompt_token_ids": prompt_ids} if is_first else {})
+        return choice
+
+    def _echo(self, index: int, prompt_ids: list[int]) -> str:
+        """Return what stands before a choice's own text."""
+        return ""
+
+    @abstractmethod
+    def _content(self, text: str, is_first: bool, is_event: bool) -> dict[str, Any]:
+        """Return the part of a choice that has its text."""
+
+    @abstractmethod
+    def _logprobs(self, token_ids: list[int], logprobs: list[float], state: _Choice) -> dict[str, Any]:
+        """Return the part of a choice that has log-probabilities."""
+
+    def _token_text(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        return str(self._tokenizer.decode([token]))
+
+
+class CompletionAnswer(Answer):
+    """The answer of ``/v1/completions``."""
+
+    kind = event_kind = "text_completion"
+    body: CompletionBody
+
+    def _echo(self, index: int, prompt_ids: list[int]) -> str:
+        prompt = self.body.prompts[index // self._num_each] if self.body.echo else ""
+        if isinstance(prompt, str):
+            return prompt
+        return "" if self._tokenizer is None else str(self._tokenizer.decode(prompt_ids, skip_special_tokens=True))
+
+    def _content(self, text: str, is_first: bool, is_event: bool) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, token_ids: list[int], logprobs: list[float], state: _Choice) -> dict[str, Any]:
+        texts, offsets = [self._token_text(token) for token in token_ids], []
+        for text in texts:
+            offsets.append(state.text_offset)
+            state.text_offset += len(text)
+        values = [max(value, _LEAST_LOGPROB) for value in logprobs]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+
+class ChatAnswer(Answer):
+    """The answer of ``/v1/chat/completions``."""
+
+    kind, event_kind = "chat.completion", "chat.completion.chunk"
+    body: ChatBody
+
+    def _content(self, text: str, is_first: bool, is_event: bool) -> dict[str, Any]:
+        if not is_event:
+            return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        role = {"role": "assistant"} if is_first else {}
+        return {"delta": {**role, "content": text} if is_first or text else {}}
+
+    def _logprobs(self, token_ids: list[int], logprobs: list[float], state: _Choice) -> dict[str, Any]:
+        content = []
+        for token, value in zip(token_ids, logprobs, strict=True):
+            text = self._token_text(token)
+            # The text of a part of a character does not say which bytes it has.
+            code = None if _INCOMPLETE in text else list(text.encode(errors="replace"))
+            entry = {"token": text, "logprob": max(value, _LEAST_LOGPROB), "bytes": code, "top_logprobs": []}
+            content.append(entry)
+        return {"content": content, "refusal": None}
+
+
+def _usage(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+    }

@@ -1,0 +1,96 @@
+"""Errors as OpenAI's API shows them: a status, and an object with message, type, param and code; without HTTP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec_fast.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    DetokenizationError,
+    EngineClosedError,
+    EngineOverloadedError,
+    InvalidLogitsError,
+    InvalidParamsError,
+    NotYetSupportedError,
+    PromptTooLongError,
+    RequestCancelledError,
+    RequestError,
+    StepError,
+)
+
+INVALID = "invalid_request_error"
+_LONGEST_INPUT = 80  # characters of a wrong value that a message repeats
+_NAMES = {"max_new_tokens": "max_tokens"}  # names of SamplingParams that differ from the API's
+
+# The first class that fits; status, type and code.
+_KINDS: tuple[tuple[tuple[type[Exception], ...], int, str, str | None], ...] = (
+    ((EngineOverloadedError,), 429, "rate_limit_error", "rate_limit_exceeded"),
+    ((EngineClosedError, RequestCancelledError), 503, "service_unavailable_error", "engine_closed"),
+    ((DeadlineExceededError,), 504, "timeout_error", "deadline_exceeded"),
+    ((PromptTooLongError,), 400, INVALID, "context_length_exceeded"),
+    ((StepError, InvalidLogitsError, DetokenizationError), 500, "server_error", None),
+    ((RequestError, ConfigError, InvalidParamsError, NotYetSupportedError), 400, INVALID, None),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a request is not answered.
+
+    Attributes:
+        status: the status of HTTP.
+        message: for a person.
+        type: the kind of error.
+        param: the field that is wrong, if it is known.
+        code: for a program.
+
+    """
+
+    status: int
+    message: str
+    type: str = INVALID
+    param: str | None = None
+    code: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        """Return the body of the response, or of a stream's last event."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def problem_of(error: Exception) -> Problem:
+    """Return what a client may know of an exception; one that is not the library's own shows nothing of itself."""
+    for kinds, status, type_, code in _KINDS:
+        if isinstance(error, kinds):
+            if isinstance(error, StepError):  # its message repeats an exception of the model's code
+                return Problem(status, "the step that served this request failed; see the server's log.", type_)
+            name = re.match(r"(\w+)=", str(error)) if isinstance(error, InvalidParamsError) else None
+            param = name and _NAMES.get(name[1], name[1])
+            return Problem(status, str(error), type_, param, code)
+    return Problem(500, "the server failed; see its log.", "server_error")
+
+
+def validation_problem(errors: Sequence[Mapping[str, Any]]) -> Problem:
+    """Return the problem of a body that pydantic refused.
+
+    Args:
+        errors: ``ValidationError.errors()``; FastAPI puts ``"body"`` before each place.
+
+    """
+    first = errors[0]
+    if "param" in first.get("ctx", {}):
+        return Problem(400, f"{first['msg']}.", param=first["ctx"]["param"])
+    if first["type"] == "json_invalid":
+        return Problem(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
+    places = [[str(part) for part in error["loc"] if part != "body"] for error in errors]
+    if not places[0]:
+        return Problem(400, "the body is not a JSON object; send one with the content type application/json.")
+    param = places[0][0]
+    same = [error["msg"] for error, place in zip(errors, places, strict=True) if place[:1] == [param]]
+    value = "" if first["type"] == "missing" else f"{first['input']!r:.{_LONGEST_INPUT}}: "
+    place = ".".join(places[0]) if len(same) == 1 else param  # a union has an error of every kind that it may be
+    return Problem(400, f"{place}: {value}{', or '.join(dict.fromkeys(same))}.", param=param)

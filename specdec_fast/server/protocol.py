@@ -1,0 +1,253 @@
+"""The request bodies of OpenAI's API, as prompts and parameters of the engine; without HTTP.
+
+Pydantic checks a body as it is, without conversions (the string "5" is not a number). A field that OpenAI or vLLM
+define, and that this library does not serve, is refused unless its value changes nothing. Any other unknown field is
+ignored, as in vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.types import FailFast
+from pydantic_core import PydanticCustomError
+
+from specdec_fast.sampling_params import SamplingParams
+
+_logger = logging.getLogger("specdec_fast.server")
+_MOST_CHOICES = 128  # of one prompt, as in OpenAI's API
+_COMPLETION_TOKENS = 16  # OpenAI's default for completions
+_ONLY_EMITTED = "the engine returns the log-probability of the emitted tokens only"
+
+# Fields that are refused, with the values that change nothing; None is always one.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "documents": ([],),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class _FirstError(FailFast):
+    """A list of wrong items costs one error, not one each; hashable, so that ``|`` can join types that have it."""
+
+    __hash__ = object.__hash__
+
+
+TokenIds = Annotated[list[int], _FirstError()]
+Strings = Annotated[list[str], _FirstError()]
+Prompts = str | TokenIds | Strings | Annotated[list[TokenIds], _FirstError()]
+
+
+def _refuse(field: str, reason: str) -> PydanticCustomError:
+    """Return the error of a field that cannot be served."""
+    return PydanticCustomError("unsupported", "{param}: {reason}", {"param": field, "reason": reason})
+
+
+class StreamOptions(BaseModel):
+    """What a stream contains besides the tokens."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = False
+
+
+class RequestBody(BaseModel):
+    """The fields that completions and chat have in common.
+
+    Those from ``top_k`` on are not OpenAI's. They have vLLM's names, except for ``num_draft_tokens``.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = Field(None, ge=1, le=_MOST_CHOICES)
+    stop: str | Strings | None = None
+    seed: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    add_special_tokens: bool | None = None
+    num_draft_tokens: int | None = None
+    return_token_ids: bool | None = False
+
+    @model_validator(mode="after")
+    def _check(self) -> RequestBody:
+        unknown = self.model_extra or {}
+        for name, value in unknown.items():
+            if name in _UNSUPPORTED and value is not None and value not in _UNSUPPORTED[name]:
+                raise _refuse(name, "this field is not supported; leave it out")
+        if ignored := unknown.keys() - _UNSUPPORTED.keys():
+            _logger.debug("fields of a request that are ignored: %s", ", ".join(sorted(ignored)))
+        if self.stream_options is not None and not self.stream:
+            raise _refuse("stream_options", "only for requests with stream=true")
+        self._check_own()
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    @abstractmethod
+    def prompts(self) -> list[Any]:
+        """The prompts, as ``AsyncEngine.generate`` expects each."""
+
+    @property
+    @abstractmethod
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the log-probabilities of its tokens."""
+
+    def prompt_options(self) -> dict[str, Any]:
+        """Return how the engine makes token ids of a prompt, as keywords of ``AsyncEngine.generate``."""
+        return {} if self.add_special_tokens is None else {"add_special_tokens": self.add_special_tokens}
+
+    def requests(self, default_max_tokens: int) -> list[tuple[Any, SamplingParams]]:
+        """Return what the engine decodes: for every prompt ``n`` choices, in the order of their indices.
+
+        Choice i of a prompt samples with ``seed + i``, so a choice does not depend on the other prompts.
+
+        Args:
+            default_max_tokens: ``max_new_tokens`` of a chat that does not limit its answer.
+
+        Raises:
+            InvalidParamsError: a parameter is out of range.
+
+        """
+        params, n = self._sampling_params(default_max_tokens), self.n or 1
+        each = [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(n)]
+        return [(prompt, choice) for prompt in self.prompts for choice in each]
+
+    @abstractmethod
+    def _check_own(self) -> None:
+        """Raise the error of a field that only this kind of request has."""
+
+    @abstractmethod
+    def _max_tokens(self, default: int) -> int:
+        """Return the limit of an answer."""
+
+    def _sampling_params(self, default_max_tokens: int) -> SamplingParams:
+        given = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(self.top_k, 0) if self.top_k >= -1 else self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "num_draft_tokens": self.num_draft_tokens,
+        }
+        return SamplingParams(
+            max_new_tokens=self._max_tokens(default_max_tokens),
+            logprobs=self.wants_logprobs,
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+
+
+class CompletionBody(RequestBody):
+    """The body of ``/v1/completions``."""
+
+    prompt: Prompts
+    echo: bool | None = False
+    logprobs: int | None = Field(None, ge=0)
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Texts, or lists of token ids."""
+        prompt = self.prompt
+        return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether ``logprobs`` is given; 0 asks for those of the emitted tokens."""
+        return self.logprobs is not None
+
+    def _check_own(self) -> None:
+        if not self.prompt:
+            raise _refuse("prompt", "it is empty; expected at least one character, token id or prompt")
+        if self.logprobs:
+            raise _refuse("logprobs", f"{_ONLY_EMITTED}; expected 0 instead of {self.logprobs}")
+        if self.echo and self.wants_logprobs:
+            raise _refuse("echo", f"{_ONLY_EMITTED}, so echo and logprobs cannot be combined")
+
+    def _max_tokens(self, default: int) -> int:
+        return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class ChatBody(RequestBody):
+    """The body of ``/v1/chat/completions``; the engine checks the messages."""
+
+    messages: Annotated[list[dict[str, Any]], _FirstError()] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0)
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The messages, as one prompt."""
+        return [self.messages]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether ``logprobs`` is true."""
+        return bool(self.logprobs)
+
+    def prompt_options(self) -> dict[str, Any]:
+        """Return how the engine makes token ids of the messages, as keywords of ``AsyncEngine.generate``."""
+        names = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+        own = {name: getattr(self, name) for name in names}
+        return super().prompt_options() | {name: value for name, value in own.items() if value is not None}
+
+    def _check_own(self) -> None:
+        if self.top_logprobs:
+            raise _refuse("top_logprobs", f"{_ONLY_EMITTED}; expected 0 instead of {self.top_logprobs}")
+
+    def _max_tokens(self, default: int) -> int:
+        given = (limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None)
+        return next(given, default)

@@ -1,0 +1,178 @@
+"""Bodies of OpenAI's API: what becomes of each field, what is refused, and how errors are shown."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from pydantic import ValidationError
+
+import specdec_fast as sd
+from specdec_fast.server.problems import problem_of, validation_problem
+from specdec_fast.server.protocol import _UNSUPPORTED, ChatBody, CompletionBody
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def completion(**fields):
+    return CompletionBody.model_validate({"prompt": "Hi", **fields})
+
+
+def chat(**fields):
+    return ChatBody.model_validate({"messages": HELLO, **fields})
+
+
+def refusal(kind, body):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    return validation_problem(caught.value.errors())
+
+
+def test_every_field_reaches_the_engine():
+    body = completion(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        seed=4,
+        stop=["a", "b"],
+        stop_token_ids=[3],
+        ignore_eos=True,
+        num_draft_tokens=2,
+        logprobs=0,
+        add_special_tokens=False,
+    )
+    ((prompt, params),) = body.requests(99)
+    assert prompt == "Hi"
+    assert params == sd.SamplingParams(
+        max_new_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        seed=4,
+        stop=("a", "b"),
+        stop_token_ids=(3,),
+        ignore_eos=True,
+        num_draft_tokens=2,
+        logprobs=True,
+    )
+    assert body.prompt_options() == {"add_special_tokens": False}
+
+
+def test_defaults_are_those_of_the_api():
+    for body, most in ((completion(), 16), (chat(), 99)):
+        ((_, params),) = body.requests(99)
+        assert params == sd.SamplingParams(max_new_tokens=most, temperature=1.0)
+        assert body.prompt_options() == {}
+    assert completion(temperature=0, stop="x", top_k=-1).requests(99)[0][1] == sd.SamplingParams(
+        max_new_tokens=16, stop=("x",)
+    )
+
+
+def test_null_is_the_default():
+    fields = [name for name in CompletionBody.model_fields if name not in ("prompt",)]
+    assert completion(**dict.fromkeys([*fields, *_UNSUPPORTED])).requests(9) == completion().requests(9)
+    fields = [name for name in ChatBody.model_fields if name != "messages"]
+    assert chat(**dict.fromkeys([*fields, *_UNSUPPORTED])).requests(9) == chat().requests(9)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts_of_every_kind(prompt, prompts):
+    assert completion(prompt=prompt).prompts == prompts
+
+
+def test_choices_have_seeds_of_their_own():
+    requests = completion(prompt=[[1], [2]], n=3, seed=10).requests(9)
+    assert [prompt for prompt, _ in requests] == [[1]] * 3 + [[2]] * 3
+    assert [params.seed for _, params in requests] == [10, 11, 12] * 2
+    assert [params.seed for _, params in completion(n=2).requests(9)] == [None, None]
+
+
+def test_chat_fields():
+    options = {"chat_template_kwargs": {"a": 1}, "add_generation_prompt": False, "continue_final_message": True}
+    body = chat(max_completion_tokens=5, max_tokens=9, logprobs=True, top_logprobs=0, **options)
+    assert body.requests(99) == [(HELLO, sd.SamplingParams(max_new_tokens=5, temperature=1.0, logprobs=True))]
+    assert body.prompt_options() == options
+    assert chat(max_tokens=9).requests(99)[0][1].max_new_tokens == 9
+
+
+def test_unknown_fields_are_ignored_and_unsupported_ones_refused():
+    assert completion(some_new_field={"a": 1}, user="me").requests(9) == completion().requests(9)
+    for name, neutral in _UNSUPPORTED.items():
+        for value in neutral:
+            completion(**{name: value})
+        problem = refusal(CompletionBody, {"prompt": "Hi", name: {"another": "value"}})
+        assert (problem.status, problem.param, "not supported" in problem.message) == (400, name, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "message"),
+    [
+        (CompletionBody, {}, "prompt", "required"),
+        (CompletionBody, {"prompt": 5}, "prompt", "valid string, or Input should be a valid list"),
+        (CompletionBody, {"prompt": []}, "prompt", "empty"),
+        (CompletionBody, {"prompt": ["a", 1]}, "prompt", "valid string"),
+        (CompletionBody, {"prompt": [1, "a"]}, "prompt", "valid integer"),
+        (CompletionBody, {"prompt": [True]}, "prompt", "valid"),
+        (CompletionBody, {"prompt": "a", "max_tokens": "5"}, "max_tokens", "'5': .*valid integer"),
+        (CompletionBody, {"prompt": "a", "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        (CompletionBody, {"prompt": "a", "n": 129}, "n", "less than or equal to 128"),
+        (CompletionBody, {"prompt": "a", "temperature": math.nan}, "temperature", "finite"),
+        (CompletionBody, {"prompt": "a", "logprobs": 2}, "logprobs", "emitted tokens only; expected 0"),
+        (CompletionBody, {"prompt": "a", "logprobs": 0, "echo": True}, "echo", "cannot be combined"),
+        (CompletionBody, {"prompt": "a", "stream": 1}, "stream", "valid boolean"),
+        (CompletionBody, {"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
+        (CompletionBody, {"prompt": "a", "stop": [1]}, "stop", "valid string"),
+        (CompletionBody, [1], None, "not a JSON object"),
+        (ChatBody, {"messages": []}, "messages", "at least 1"),
+        (ChatBody, {"messages": ["Hi"]}, "messages", r"messages\.0: 'Hi'"),
+        (ChatBody, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "emitted tokens only"),
+        (ChatBody, {"messages": HELLO, "tools": [{}]}, "tools", "not supported"),
+    ],
+)
+def test_refusals_name_the_field(kind, body, param, message):
+    problem = refusal(kind, body)
+    assert (problem.status, problem.type, problem.param) == (400, "invalid_request_error", param)
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(problem.message)
+
+
+def test_a_long_list_of_wrong_items_costs_few_errors():
+    for prompt in ([{}] * 50_000, [[]] * 50_000 + [{}], [["a"]] * 50_000):
+        with pytest.raises(ValidationError) as caught:
+            CompletionBody.model_validate({"prompt": prompt})
+        assert caught.value.error_count() <= 4
+        assert len(validation_problem(caught.value.errors()).message) < 300
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param", "code"),
+    [
+        (sd.EngineOverloadedError("full"), 429, None, "rate_limit_exceeded"),
+        (sd.EngineClosedError("closed"), 503, None, "engine_closed"),
+        (sd.RequestCancelledError("cancelled"), 503, None, "engine_closed"),
+        (sd.DeadlineExceededError("late"), 504, None, "deadline_exceeded"),
+        (sd.PromptTooLongError("long"), 400, None, "context_length_exceeded"),
+        (sd.KVCacheTooSmallError("small"), 400, None, None),
+        (sd.InvalidPromptError("wrong"), 400, None, None),
+        (sd.ConfigError("wrong"), 400, None, None),
+        (sd.InvalidParamsError("top_p=2: expected"), 400, "top_p", None),
+        (sd.InvalidParamsError("max_new_tokens=0: expected"), 400, "max_tokens", None),
+        (sd.InvalidLogitsError("NaN"), 500, None, None),
+        (sd.StepError("a secret"), 500, None, None),
+        (ZeroDivisionError("a secret"), 500, None, None),
+    ],
+)
+def test_every_error_has_its_status(error, status, param, code):
+    problem = problem_of(error)
+    assert (problem.status, problem.param, problem.code) == (status, param, code)
+    assert "secret" not in json.dumps(problem.body())
+    assert set(problem.body()["error"]) == {"message", "type", "param", "code"}
