@@ -61,7 +61,7 @@ class Layers:
         """Return the calls to time."""
         token_ids = torch.arange(num_rows, device=self.model.device) * 7 % _VOCAB_SIZE
         pool = PagePool(self.ragged.layout, num_rows + _PAGE_SIZE, _PAGE_SIZE)
-        pool.reserve("text", num_rows)
+        pool.add("text")
         batch = lay_out(pool, [Rows("text", 0, num_rows)], token_ids)
 
         def theirs(implementation: str) -> Tensor:

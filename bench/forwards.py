@@ -73,7 +73,7 @@ class Forwards:
         pool = PagePool(layout, shape.batch_size * (shape.context + _PAGE_SIZE), _PAGE_SIZE)
         token_ids = torch.arange(shape.batch_size * shape.context).view(shape.batch_size, -1) % self.compiled.vocab_size
         for owner in range(shape.batch_size):
-            pool.reserve(owner, shape.context)
+            pool.add(owner)
         before = shape.context - shape.num_rows
         if before:
             rows = [Rows(owner, 0, before) for owner in range(shape.batch_size)]

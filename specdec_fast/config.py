@@ -38,7 +38,8 @@ class EngineConfig:
         window_size: number of sequences that exspec keeps resident; None: twice ``max_batch_size``.
         max_wait_steps: number of steps in a row for which exspec may pass a resident sequence over.
         kv_cache_tokens: KV positions in the pool (the draft model's pool gets as many); None: as many as a full window
-            of each call's largest requests needs.
+            of each call's largest requests needs. Sequences take pages as they grow. If the pool is full, the youngest
+            one gives up its pages and is prefilled again later, with the same tokens.
         page_size: KV positions per page.
         max_prefill_tokens: largest number of prompt tokens that a step prefills, so that the other sequences can decode
             while a long prompt is prefilled. None: whole prompts at once, so that a batch ends soonest.

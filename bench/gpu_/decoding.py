@@ -268,8 +268,8 @@ def _check_logits(bench: Bench, texts: Tokens, progress: Progress) -> None:
 def ragged_logits(model: RaggedModel, texts: Tokens, num_rows: int) -> Tensor:
     """Prefill texts except their last rows, then compute these as a verification does: ``[B * num_rows, V]`` fp32."""
     pool = PagePool(model.layout, sum(len(text) + PAGE_SIZE for text in texts), PAGE_SIZE)
-    for index, text in enumerate(texts):
-        pool.reserve(index, len(text))
+    for index in range(len(texts)):
+        pool.add(index)
     prefill(model, pool, {index: text[:-num_rows] for index, text in enumerate(texts)})
     rows = [Rows(index, len(text) - num_rows, num_rows) for index, text in enumerate(texts)]
     token_ids = torch.tensor([token for text in texts for token in text[-num_rows:]], device=model.layout.device)

@@ -194,7 +194,7 @@ class _Forward:
         self.model, self.batch_size, self.num_forwards = model, batch_size, num_forwards
         self.pool = PagePool(model.layout, batch_size * (context + count + num_forwards + 16), 16)
         for owner in range(batch_size):
-            self.pool.reserve(owner, context + count + num_forwards)
+            self.pool.add(owner)
         prompts = random_prompts(batch_size, context, sizes.vocab_size, SEED)
         prefill(model, self.pool, dict(enumerate(prompts)))
         self.rows = [Rows(owner, context, count) for owner in range(batch_size)]

@@ -110,8 +110,9 @@ class Drafter(ABC):
 
     The engine calls ``prepare`` when a run begins, and ``grow`` when later requests need more KV positions. It calls
     ``admit`` before it asks for a sequence's first draft. In each step it calls ``propose`` and, after committing the
-    target's tokens, ``commit``. It calls ``release`` when a sequence leaves, for whatever reason. The engine may run
-    steps of a sequence without asking for a draft, and it may never admit a sequence.
+    target's tokens, ``commit``. It calls ``release`` when a sequence leaves, for whatever reason. A sequence whose KV
+    pages others need is released as well, and admitted again later, with more tokens. The engine may run steps of a
+    sequence without asking for a draft, and it may never admit a sequence.
     """
 
     @property
@@ -146,7 +147,10 @@ class Drafter(ABC):
         return None
 
     def prepare(self, num_tokens: int, page_size: int) -> None:  # noqa: B027
-        """Make room for ``num_tokens`` KV positions in total, in pages of ``page_size``; no sequence is admitted."""
+        """Make room for ``num_tokens`` KV positions in total, in pages of ``page_size``; no sequence is admitted.
+
+        The positions of admitted sequences fit: per sequence its tokens and those proposed next, in whole pages.
+        """
 
     def grow(self, num_tokens: int) -> None:  # noqa: B027
         """Make room for ``num_tokens`` KV positions in total, and keep the entries of admitted sequences."""

@@ -88,7 +88,7 @@ class ModelDrafter(Drafter):
         pool = self._pool()
         served = [sequence for sequence in sequences if self._max_draft_tokens(sequence) > 0]
         for sequence in sequences:
-            pool.reserve(sequence, sequence.max_length - 1)
+            pool.add(sequence)
             self.draft_kv_length[sequence] = 0
         if self._max_prefill_tokens is None:
             self._prefill({sequence: sequence.length - 1 for sequence in served})

@@ -7,6 +7,8 @@ sequence. The target's own choice at each row decides how many are accepted. Rej
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from contextlib import ExitStack
 from time import perf_counter
 
 import torch
@@ -16,6 +18,7 @@ from specdec_fast.drafters import Drafter, StepResult
 from specdec_fast.engine.commit import commit, logprobs_of
 from specdec_fast.engine.pools import Pools
 from specdec_fast.engine.prefilling import Prefilling
+from specdec_fast.engine.residents import Residents
 from specdec_fast.engine.step import Step, StepOutput, draft_limits, propose, step_error
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.ragged_model import RaggedModel
@@ -38,8 +41,6 @@ class EngineCore:
         config: page size, and the size of the KV pool if it is fixed.
 
     Attributes:
-        waiting: sequences that have no pages yet, in the order in which they were added.
-        resident: sequences that hold pages.
         stats: counts and times of the steps; the caller may replace it between two steps.
 
     """
@@ -54,11 +55,10 @@ class EngineCore:
     ) -> None:
         self.target, self.drafter = target, drafter
         self.scheduler, self.length_policy = scheduler, length_policy
-        self.waiting: deque[Sequence] = deque()
-        self.resident: list[Sequence] = []
         self.stats = RunStats()
         self._pools = Pools(target, drafter, config)
         self._prefilling = Prefilling(target, config.max_prefill_tokens)
+        self._residents = Residents(self._pools, self._prefilling, scheduler, drafter, config)
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
         self._requests: dict[int, Sequence] = {}
         self._num_added = 0
@@ -74,6 +74,16 @@ class EngineCore:
     def pool(self, pool: PagePool) -> None:
         """Let the next steps use another pool; nothing may be resident."""
         self._pools.target_pool = pool
+
+    @property
+    def waiting(self) -> deque[Sequence]:
+        """The sequences that hold no pages, preempted ones included, in the order in which they were added."""
+        return self._residents.waiting
+
+    @property
+    def resident(self) -> list[Sequence]:
+        """The sequences that hold pages, in the order in which they were added."""
+        return self._residents.resident
 
     @property
     def has_work(self) -> bool:
@@ -115,18 +125,18 @@ class EngineCore:
             return False
         if request in self.waiting:
             self.waiting.remove(request)
+            self._leave([], [request])
         elif self._launched is None or request not in self._launched.batch:
             self._leave([request])
         return True  # step() releases a request of the launched step when it finishes that step
 
     def cancel_all(self) -> None:
         """Drop every request, and the launched step."""
-        resident, self.resident = self.resident, []
-        self._prefilling.drop(resident)
+        waiting = list(self.waiting)
         self.waiting.clear()
         self._requests.clear()
         self._launched = self._launch_error = None
-        self._release(resident)
+        self._leave(list(self.resident), waiting)
 
     def step(self) -> list[StepOutput]:
         """Run one step: plan, draft, verify, accept, commit.
@@ -183,10 +193,12 @@ class EngineCore:
         for sequence in in_step if isinstance(error, Exception) else self.resident:
             if self._requests.pop(sequence.request_id, None) is not None:
                 sequence.fail(step_error(error))  # if it has ended, ``step`` has not returned that
-        self.waiting = deque(sequence for sequence in self.waiting if sequence.finish_reason is None)
         self._launched, self._launch_error, self._in_step = None, None, []
         self._pools.is_sized = False  # the next step checks the pools again
-        self._leave([s for s in self.resident if s.request_id not in self._requests])
+        dropped = [sequence for sequence in self.waiting if sequence.request_id not in self._requests]
+        for sequence in dropped:
+            self.waiting.remove(sequence)
+        self._leave([s for s in self.resident if s.request_id not in self._requests], dropped)
 
     @property
     def _overlap(self) -> bool:
@@ -196,8 +208,7 @@ class EngineCore:
     def _launch_next(self) -> Step | None:
         """Launch the next step; return None if no sequence has its whole prompt in the cache yet."""
         self._in_step = []
-        self._pools.size(self.resident, self.waiting, self.scheduler.max_resident)
-        self._admit()
+        self._residents.admit()
         if self._prefilling:
             chunk = self._prefilling.next_chunk()
             self._in_step = list(chunk)
@@ -207,24 +218,15 @@ class EngineCore:
         if not ready:
             return None
         self._in_step = self.scheduler.plan(ready)
-        return self._launch(self._in_step)
-
-    def _admit(self) -> None:
-        """Admit the first waiting sequences: as many as the scheduler allows and the pool can reserve pages for."""
-        pool = self._pools.pool()
-        places = self.scheduler.num_to_admit(len(self.resident))
-        while self.waiting and places > 0 and pool.fits(self.waiting[0].max_length - 1):
-            sequence = self.waiting.popleft()
-            pool.reserve(sequence, sequence.max_length - 1)
-            self._prefilling.add(sequence)
-            self.resident.append(sequence)
-            places -= 1
+        limits = draft_limits(self.length_policy, self._in_step)
+        self._in_step, limits, num_preempted = self._residents.make_room(self._in_step, limits)
+        self.stats.num_preemptions += num_preempted
+        return self._launch(self._in_step, limits) if self._in_step else None
 
     @torch.inference_mode()
-    def _launch(self, batch: list[Sequence]) -> Step:
+    def _launch(self, batch: list[Sequence], limits: list[int]) -> Step:
         """Draft and verify for one batch; on a GPU this only queues the work."""
         timer = self.stats.timer
-        limits = draft_limits(self.length_policy, batch)
         started = perf_counter()
         self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
         with timer("draft"):
@@ -274,20 +276,13 @@ class EngineCore:
             first_row += count
         self.drafter.commit(unfinished, StepResult(rows))
 
-    def _leave(self, sequences: list[Sequence]) -> None:
-        """Remove sequences that are resident, and release what they hold."""
+    def _leave(self, sequences: list[Sequence], waiting: Iterable[Sequence] = ()) -> None:
+        """Remove resident sequences, and forget them and sequences that have left the queue."""
         for sequence in sequences:
             self._requests.pop(sequence.request_id, None)
-            self.resident.remove(sequence)
-        if self._prefilling:
-            self._prefilling.drop(sequences)
-        self._release(sequences)
-
-    def _release(self, sequences: list[Sequence]) -> None:
-        """Free the pages of sequences that were resident; the drafter and the policy of K forget them."""
-        for sequence in sequences:  # all pages first, because the drafter may raise
-            self._pools.pool().free(sequence)
-            self.stats.decoding.add(sequence.stats)
-            self.length_policy.forget(sequence)
-        for sequence in sequences:
-            self.drafter.release(sequence)
+        self._residents.remove(sequences)  # all pages first, because what follows may raise
+        with ExitStack() as stack:  # an error for one sequence leaves nothing of the others behind
+            for sequence in (*sequences, *waiting):
+                self.stats.decoding.add(sequence.stats)
+                stack.callback(self.drafter.release, sequence)
+                stack.callback(self.length_policy.forget, sequence)

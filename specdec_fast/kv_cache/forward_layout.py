@@ -59,13 +59,13 @@ def lay_out(pool: PagePool, rows: Sequence[Rows], token_ids: Tensor, ahead: int 
     """Lay out one forward, and allocate the pages that its new positions need.
 
     Args:
-        pool: the pool in which the owners of ``rows`` have reserved pages.
+        pool: the pool that has the owners of ``rows``.
         rows: the span of each sequence, in batch order.
         token_ids: ``[T]`` int64 on the pool's device, the spans' tokens one after the other.
         ahead: number of positions after each span that get pages, and entries in the block table, as well.
 
     Raises:
-        KVCacheTooSmallError: a span with the positions after it exceeds its owner's reservation.
+        KVCacheTooSmallError: too few pages are free.
 
     """
     return _laid_out(pool, rows, ahead)[0](token_ids=token_ids)
@@ -77,7 +77,7 @@ def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> l
     The positions of a forward are known before its tokens, so a drafting loop need not stop for the layout.
 
     Args:
-        pool: the pool in which the owners of ``rows`` have reserved pages.
+        pool: the pool that has the owners of ``rows``.
         rows: the spans of the first forward, in batch order.
         num_forwards: number of forwards; every one after the first has one row per span.
 
@@ -85,7 +85,7 @@ def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> l
         One function per forward; called with the keyword ``token_ids``, ``[T]``, it returns the batch.
 
     Raises:
-        KVCacheTooSmallError: a span with the positions after it exceeds its owner's reservation.
+        KVCacheTooSmallError: too few pages are free.
 
     """
     later = num_forwards - 1
@@ -97,12 +97,12 @@ def spans_of(pool: PagePool, rows: Sequence[Rows], ahead: Sequence[int] | None =
     """Allocate the pages that one forward's new positions need; a program will lay the rows out.
 
     Args:
-        pool: the pool in which the owners of ``rows`` have reserved pages.
+        pool: the pool that has the owners of ``rows``.
         rows: the span of each sequence, in batch order.
         ahead: per span, the number of positions after it that get pages as well; None: 0 for all.
 
     Raises:
-        KVCacheTooSmallError: a span with the positions after it exceeds its owner's reservation.
+        KVCacheTooSmallError: too few pages are free.
 
     """
     spans = []

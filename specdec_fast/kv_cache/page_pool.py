@@ -1,4 +1,4 @@
-"""The pages of a KV cache, and the pages and reservation of each owner.
+"""The pages of a KV cache, and the pages of each owner.
 
 A page holds ``page_size`` positions of every layer, whatever the layers' shapes. Page 0 is the scratch page: padding
 rows may write to it, and no row reads it. Rejecting draft tokens does not change the pool: the length of the owner
@@ -37,10 +37,10 @@ class KVPages(NamedTuple):
 
 
 class PagePool:
-    """Pages of one model's KV cache, allocated on demand and freed when their owner ends.
+    """Pages of one model's KV cache, allocated as their owners grow and freed when these leave.
 
-    An owner reserves pages for its largest length before it gets its first page, so a running sequence never finds
-    the pool empty. A request that does not fit waits; a request that can never fit is refused.
+    The pool promises an owner nothing beyond the pages that it holds. The engine makes room before each step, see
+    ``engine/residents.py``.
 
     Attributes:
         layers: keys and values of every layer, each ``[num_pages + 1, page_size, num_kv_heads, its head size]``.
@@ -72,15 +72,12 @@ class PagePool:
         self.pages = KVPages(on_host, self.num_pages + 1, page_size, self.tensors)
         self._free = list(range(self.num_pages, 0, -1))
         self._pages_of: dict[Hashable, list[int]] = {}
-        self._reserved: dict[Hashable, int] = {}
-        self._num_reserved = 0
         # The layout of a forward indexes arrays that have one row, a place, per owner.
         self._places: dict[Hashable, int] = {}
         self._free_places: list[int] = []
         self._in_page = np.arange(page_size, dtype=np.int32)
         self.tables = np.zeros((1, 1), np.int32)
-        self.slots = np.zeros((1, page_size), np.int32)
-        self._make_place(1)
+        self.slots = self._in_page[None].copy()
 
     @property
     def num_tokens(self) -> int:
@@ -94,44 +91,27 @@ class PagePool:
 
     @property
     def is_vacant(self) -> bool:
-        """Whether no page or place is held or reserved. An interrupt may leave records that say otherwise."""
-        is_free = not self._pages_of and not self._num_reserved and len(self._free) == self.num_pages
+        """Whether no page or place is held. An interrupt may leave records that say otherwise."""
+        is_free = not self._pages_of and len(self._free) == self.num_pages
         return is_free and len(self._free_places) == len(self.tables) - 1  # place 0 has no owner
 
     def block_table(self, owner: Hashable) -> list[int]:
         """Return the pages of ``owner``, in order of position."""
         return self._pages_of[owner]
 
-    def fits(self, num_tokens: int) -> bool:
-        """Return whether a new owner can reserve pages for ``num_tokens`` positions now."""
-        return self._num_reserved + self.num_pages_for(num_tokens) <= self.num_pages
-
-    def reserve(self, owner: Hashable, num_tokens: int) -> None:
-        """Reserve pages for up to ``num_tokens`` positions of a new owner, without allocating any.
-
-        Raises:
-            KVCacheTooSmallError: too few pages are unreserved; call ``fits`` first.
-
-        """
+    def add(self, owner: Hashable) -> None:
+        """Add an owner, which holds no page yet."""
         if owner in self._pages_of:
             raise ValueError(f"{owner!r} already holds pages; free it first.")
-        pages = self.num_pages_for(num_tokens)
-        if not self.fits(num_tokens):
-            raise KVCacheTooSmallError(
-                f"{num_tokens} KV positions need {pages} pages; {self.num_pages - self._num_reserved} of "
-                f"{self.num_pages} are unreserved. Raise kv_cache_tokens, or lower max_new_tokens."
-            )
-        self._reserved[owner] = pages
-        self._num_reserved += pages
+        if not self._free_places:
+            self._add_places()
         self._pages_of[owner] = []
-        self._make_place(pages)
         self._places[owner] = place = self._free_places.pop()
         self.tables[place] = 0
 
     def free(self, owner: Hashable) -> None:
-        """Free every page and the reservation of ``owner``."""
+        """Free every page of ``owner``, and forget it."""
         self._free.extend(reversed(self._pages_of.pop(owner)))
-        self._num_reserved -= self._reserved.pop(owner)
         self._free_places.append(self._places.pop(owner))
 
     def grown(self, num_tokens: int) -> PagePool:
@@ -147,8 +127,7 @@ class PagePool:
         for smaller, larger in zip(self.tensors, pool.tensors, strict=True):
             larger[:, :, : self.num_pages + 1] = smaller
         pool._free = [*range(pool.num_pages, self.num_pages, -1), *self._free]
-        pool._pages_of, pool._reserved, pool._num_reserved = self._pages_of, self._reserved, self._num_reserved
-        pool._places, pool._free_places = self._places, self._free_places
+        pool._pages_of, pool._places, pool._free_places = self._pages_of, self._places, self._free_places
         pool.tables, pool.slots = self.tables, self.slots
         return pool
 
@@ -160,34 +139,46 @@ class PagePool:
         """Return the number of pages for ``num_tokens`` positions."""
         return -(-num_tokens // self.page_size)
 
+    def num_missing(self, owner: Hashable, num_tokens: int) -> int:
+        """Return the number of pages that ``owner`` lacks for its first ``num_tokens`` positions."""
+        return max(0, self.num_pages_for(num_tokens) - len(self._pages_of[owner]))
+
     def allocate(self, owner: Hashable, num_tokens: int) -> None:
         """Allocate the pages that ``owner`` lacks for its first ``num_tokens`` positions.
 
         Raises:
-            KVCacheTooSmallError: the owner has reserved fewer pages.
+            KVCacheTooSmallError: too few pages are free; none is allocated.
 
         """
         pages = self._pages_of[owner]
         if num_tokens <= len(pages) * self.page_size:
             return
         needed, place = self.num_pages_for(num_tokens), self._places[owner]
-        if needed > self._reserved[owner]:
+        if needed - len(pages) > len(self._free):
             raise KVCacheTooSmallError(
-                f"position {num_tokens - 1} lies beyond the {self._reserved[owner]} pages reserved."
+                f"{num_tokens} KV positions need {needed} pages; the owner holds {len(pages)}, and {len(self._free)} "
+                f"of {self.num_pages} are free. Raise kv_cache_tokens, or lower max_new_tokens."
             )
+        self._widen(needed)
         while len(pages) < needed:
             page, start = self._free.pop(), len(pages) * self.page_size
             self.tables[place, len(pages)] = page
             self.slots[place, start : start + self.page_size] = page * self.page_size + self._in_page
             pages.append(page)
 
-    def _make_place(self, num_pages: int) -> None:
-        """Grow ``tables`` and ``slots`` until a place is free and every place holds ``num_pages``."""
-        places, width = self.tables.shape
-        more = 0 if self._free_places else max(8, places)
-        wider = max(0, num_pages - width)
+    def _add_places(self) -> None:
+        """Double the number of places."""
+        places = len(self.tables)
+        more = max(8, places)
+        self.tables = np.pad(self.tables, ((0, more), (0, 0)))
+        self.slots = np.pad(self.slots, ((0, more), (0, 0)))
         self._free_places += range(places, places + more)
-        if more or wider:
-            self.tables = np.pad(self.tables, ((0, more), (0, wider)))
-            self.slots = np.pad(self.slots, ((0, more), (0, wider * self.page_size)))
+
+    def _widen(self, num_pages: int) -> None:
+        """Let every place have ``num_pages``, or more, so that this is rare."""
+        width = self.tables.shape[1]
+        if num_pages > width:
+            wider = max(num_pages, 2 * width) - width
+            self.tables = np.pad(self.tables, ((0, 0), (0, wider)))
+            self.slots = np.pad(self.slots, ((0, 0), (0, wider * self.page_size)))
             self.slots[0] = np.arange(self.slots.shape[1]) % self.page_size

@@ -87,7 +87,7 @@ def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
     pool = PagePool(model.layout, 2 * (num_rows + model.page_size), model.page_size, RowPadding())
     spans = [Rows("a", 0, num_rows - 6), Rows("b", 0, 6)]
     for owner in "ab":
-        pool.reserve(owner, num_rows)
+        pool.add(owner)
     token_ids = _tokens(0, model.vocab_size)[:num_rows].to(model.layout.device)
     logit_rows = torch.arange(num_logits, device=model.layout.device)
     with RowMixing((num_rows, num_logits)) as watched:
@@ -127,7 +127,7 @@ def _logits(model: RaggedModel, row_padding: RowPadding, forwards: list[list[Row
     owners = {owner: 0 for spans in forwards for owner, _, _ in spans}
     pool = PagePool(model.layout, len(owners) * (_TEXT + model.page_size), model.page_size, row_padding)
     for number, owner in enumerate(sorted(owners, key=str, reverse=True)):  # the text is number 0 in every way
-        pool.reserve(owner, _TEXT)
+        pool.add(owner)
         owners[owner] = number
     found = []
     for spans in forwards:

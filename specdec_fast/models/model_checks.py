@@ -132,7 +132,7 @@ def _logits(
     """Return the logits of every forward, and the questions that the model asked its cache."""
     pool = PagePool(layout, 2 * (8 + page_size), page_size)
     for owner in "ab":
-        pool.reserve(owner, 8)
+        pool.add(owner)
     found, questions = [], set()
     for rows in _FORWARDS:
         token_ids = torch.arange(sum(each.count for each in rows), device=layout.device) % 2  # any tokens will do
@@ -167,7 +167,7 @@ def check_reproduces(
     pool = PagePool(layout, 2 * (len(token_ids) + page_size), page_size)
     pieces = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)]]
     for owner in "ab":
-        pool.reserve(owner, len(token_ids))
+        pool.add(owner)
     for rows in pieces:
         positions = torch.cat([torch.arange(r.start, r.start + r.count, device=token_ids.device) for r in rows])
         ragged = forward(lay_out(pool, rows, token_ids[positions]), pool).float()

@@ -22,7 +22,7 @@ def prefill(
 
     Args:
         model: the model that computes the entries.
-        pool: a pool in which every key of ``prompts`` has reserved enough pages.
+        pool: a pool that has every key of ``prompts`` as an owner, and free pages enough.
         prompts: token ids from position 0 on, by owner; an empty prompt needs nothing.
         starts: number of tokens of each owner that already have entries; None: 0 for all.
 

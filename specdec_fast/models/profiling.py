@@ -39,7 +39,7 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
     context = max(longest, min(_CONTEXT, model.max_positions or _CONTEXT))
     pool = PagePool(model.layout, num_owners * (context + model.page_size), model.page_size, model.row_padding)
     for owner in range(num_owners):
-        pool.reserve(owner, context)
+        pool.add(owner)
     found: dict[int, float] = {}
     _forward(model, pool, max(row_counts), num_owners, context)
     deadline = float("inf")

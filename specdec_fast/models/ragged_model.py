@@ -158,7 +158,7 @@ class RaggedModel:
         """Continue every sequence by the model's own choice, with the noise that the target will use.
 
         Args:
-            pool: this model's pages, reserved for all positions of the step.
+            pool: this model's pages, with enough free ones for all positions of the step.
             sequences: ``B`` sequences.
             kv_lengths: per sequence, the number of positions that have KV entries, fewer than its length. The step
                 computes the other committed tokens first; ids beyond this model's vocabulary are clamped.

@@ -142,7 +142,7 @@ def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:
     pool = PagePool(layout, (num_rows // _SPAN + 1) * _PAGE_SIZE, _PAGE_SIZE)
     starts = range(0, num_rows, _SPAN)
     for owner in starts:
-        pool.reserve(owner, _SPAN)
+        pool.add(owner)
     rows = [Rows(start, 0, min(_SPAN, num_rows - start)) for start in starts]
     return lay_out(pool, rows, torch.arange(num_rows, device=layout.device) % 2), pool  # any tokens will do
 

@@ -77,7 +77,10 @@ class LengthPolicy(ABC):
         """Measure what the policy needs to know; nothing is measured unless it asks."""
 
     def observe(self, step: StepObservation) -> None:  # noqa: B027
-        """Learn what a step took and what was accepted in it."""
+        """Learn what a step took and what was accepted in it.
+
+        If KV pages ran short, the step had a part of the batch for which ``limits`` was asked.
+        """
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027
         """Drop what is kept of a sequence; there may be nothing."""

@@ -31,7 +31,7 @@ def test_a_bucket_holds_its_batch(counts, limits, multiple, page_size):
     row_padding = RowPadding(multiple, largest=256)
     pool = PagePool(_layout(), len(counts) * (9 + page_size), page_size, row_padding)
     for owner in range(len(counts)):
-        pool.reserve(owner, 9)
+        pool.add(owner)
     rows = [Rows(owner, 0, count) for owner, count in enumerate(counts)]
     batch = lay_out(pool, rows, torch.arange(sum(counts)))
     bucket = limits.bucket(batch, page_size, row_padding)
@@ -63,7 +63,7 @@ def test_there_are_few_buckets(multiple, most):
     row_padding, limits, found = RowPadding(multiple, 512), Limits(8, 6), set()
     pool = PagePool(_layout(), 8 * 32, 16, row_padding)
     for owner in range(8):
-        pool.reserve(owner, 16)
+        pool.add(owner)
     for batch_size in range(1, 9):
         for total in range(batch_size, 6 * batch_size + 1):
             counts = [total // batch_size + (i < total % batch_size) for i in range(batch_size)]
@@ -76,8 +76,8 @@ def test_there_are_few_buckets(multiple, most):
 def test_pages_are_rounded_up_and_what_is_too_large_has_no_bucket():
     row_padding = RowPadding(4, 16)
     pool = PagePool(_layout(), 4096, 16, row_padding)
-    pool.reserve("long", 2000)
-    pool.reserve("other", 16)
+    pool.add("long")
+    pool.add("other")
 
     def bucket(*rows):
         batch = lay_out(pool, list(rows), torch.zeros(sum(r.count for r in rows), dtype=torch.int64))

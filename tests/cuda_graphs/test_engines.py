@@ -48,6 +48,15 @@ def test_engines_emit_the_same_with_and_without_graphs(pair, method, greedy, gra
     assert (eager["graphs"], eager["graphs_captured"], eager["draft"]["graphs"]) == (False, 0, False)
 
 
+def test_preemption_changes_no_token(pair, graphs_on_cpu):
+    """Block tables of preempted sequences change; the graphs stay."""
+    expected = [output.token_ids for output in sd.Engine(*pair, enforce_eager=True).generate(PROMPTS, PARAMS)]
+    engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=3, page_size=4, kv_cache_tokens=48)
+    assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected
+    assert engine.last_run.num_preemptions
+    assert engine.describe()["graphs_captured"] > 0
+
+
 def test_there_are_none_on_a_cpu(pair):
     description = sd.Engine(*pair).describe()
     draft = description["draft"]

@@ -110,7 +110,7 @@ def test_graphs_do_not_keep_a_drafter(model):
     drafter = ModelDrafter(model, VOCAB_SIZE)
     drafter.prepare(OWNERS * 32, 16)
     for owner in range(OWNERS):
-        drafter.pool.reserve(owner, 20)
+        drafter.pool.add(owner)
     batch = lay_out(drafter.pool, [Rows(0, 0, 2)], torch.arange(2), ahead=LIMITS.num_forwards - 1)
     chosen = model.graphs.draft(batch, LIMITS.num_forwards, drafter.pool, VOCAB_SIZE)
     assert chosen.shape == (LIMITS.num_forwards, 1)

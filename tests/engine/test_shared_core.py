@@ -270,7 +270,7 @@ def test_a_stream_moves_between_threads(pair):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("method", ["reserve", "free", "allocate", "_make_place"])
+@pytest.mark.parametrize("method", ["add", "free", "allocate"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_interrupt_leaves_an_engine_that_serves(pair, monkeypatch, method, moment, count):
     """Ctrl-C, or a timeout by a signal, comes anywhere: also between taking a page and recording who has it."""

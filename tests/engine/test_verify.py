@@ -42,7 +42,7 @@ def sequences_of(params):
 def filled_pool(model, sequences):
     pool = PagePool(model.layout, 256, 4, model.row_padding)
     for sequence in sequences:
-        pool.reserve(sequence, sequence.max_length)
+        pool.add(sequence)
         sequence.target_kv_length = sequence.length - 1
     prefill(model, pool, {s: s.token_ids[:-1] for s in sequences})
     return pool
@@ -100,7 +100,7 @@ def test_spans_that_do_not_fit_are_refused():
     """The refusal comes before any read or write outside the tables."""
     model = RaggedModel(tiny_model("llama"), resolve(CPU))
     pool = PagePool(model.layout, 64, 4, model.row_padding)
-    pool.reserve("a", 20)
+    pool.add("a")
     spans = spans_of(pool, [Rows("a", 0, 3)])
     none = torch.empty(0, dtype=torch.int64)
     program, (place, _, _) = model.program, spans.spans[0]

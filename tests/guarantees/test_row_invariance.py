@@ -103,7 +103,7 @@ def test_recomputed_prefix_has_the_bits_of_the_cache(dtype, prompt_ids):
     def entries(forwards):
         pool = PagePool(model.layout, 1024, 7, model.row_padding)
         for owner in ("text", "other"):
-            pool.reserve(owner, 120)
+            pool.add(owner)
         for rows in forwards:
             ids = [token for r in rows for token in text[r.start : r.start + r.count]]
             model.forward(lay_out(pool, rows, torch.tensor(ids)), pool)

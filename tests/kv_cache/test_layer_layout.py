@@ -196,7 +196,7 @@ def test_a_pool_has_memory_for_every_shape(layout):
 def test_pages_outlive_their_pool(layout):
     """A program reads addresses, so the memory must live as long as they do."""
     pool = PagePool(layout, 20, 8)
-    pool.reserve("a", 8)
+    pool.add("a")
     spans = spans_of(pool, [Rows("a", 0, 3)])
     addresses = sorted(t.untyped_storage().data_ptr() for t in pool.tensors)
     del pool

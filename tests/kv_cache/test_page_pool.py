@@ -1,4 +1,4 @@
-"""The page pool: the pages and reservations of each owner, and the layout of one forward."""
+"""The page pool: the pages of each owner, and the layout of one forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.errors import KVCacheTooSmallError
@@ -29,14 +29,21 @@ def rows_of(*spans: tuple[str, int, int]) -> tuple[list[Rows], torch.Tensor]:
     return rows, torch.arange(sum(span.count for span in rows))
 
 
-def assert_pages_sound(pool: PagePool, reserved: dict[object, int], reached: dict[object, int]) -> None:
+def assert_pages_sound(pool: PagePool, reached: dict[object, int]) -> None:
     """Every page is free or held by one owner; no owner holds the scratch page, or more than it has reached."""
-    held = [page for owner in reserved for page in pool.block_table(owner)]
+    held = [page for owner in reached for page in pool.block_table(owner)]
     assert len(set(held)) == len(held), "a page with two owners"
     assert all(1 <= page <= pool.num_pages for page in held), "the scratch page, or one that does not exist"
     assert pool.num_free_pages + len(held) == pool.num_pages, "a page was lost"
     for owner, num_tokens in reached.items():
-        assert len(pool.block_table(owner)) == pages_for(num_tokens, pool.page_size), "allocated on demand only"
+        pages = pool.block_table(owner)
+        assert len(pages) == pages_for(num_tokens, pool.page_size), "allocated on demand only"
+        place, in_page = pool.place(owner), range(pool.page_size)
+        assert pool.tables[place].tolist() == pages + [0] * (pool.tables.shape[1] - len(pages))
+        slots = [page * pool.page_size + i for page in pages for i in in_page]
+        assert pool.slots[place, : len(slots)].tolist() == slots
+    assert not pool.tables[0].any(), "place 0 has the scratch page only"
+    assert pool.slots[0].tolist() == list(range(pool.page_size)) * pool.tables.shape[1]
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -47,31 +54,26 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(LAYOUT, num_tokens=40, page_size=3)  # 14 pages, so that it is often full
-        self.reserved: dict[object, int] = {}
         self.reached: dict[object, int] = {}
 
-    def unreserved_pages(self) -> int:
-        return 14 - sum(pages_for(n, 3) for n in self.reserved.values())
-
-    @rule(target=owners, num_tokens=st.integers(0, 50))
-    def join(self, num_tokens):
-        fits = pages_for(num_tokens, 3) <= self.unreserved_pages()
-        assert self.pool.fits(num_tokens) == fits
+    @rule(target=owners)
+    def join(self):
         owner = object()
-        if not fits:
-            with pytest.raises(KVCacheTooSmallError):
-                self.pool.reserve(owner, num_tokens)
-            return multiple()
-        self.pool.reserve(owner, num_tokens)
-        self.reserved[owner], self.reached[owner] = num_tokens, 0
+        self.pool.add(owner)
+        self.reached[owner] = 0
         return owner
 
     @rule(owner=owners, start=st.integers(0, 50), count=st.integers(1, 10))
     def compute(self, owner, start, count):
         start = min(start, self.reached[owner])  # below what it has reached: a rollback, which costs no page
         rows, token_ids = rows_of((owner, start, count))
-        if pages_for(start + count, 3) > pages_for(self.reserved[owner], 3):
-            with pytest.raises(KVCacheTooSmallError, match=f"position {start + count - 1} lies beyond"):
+        missing = max(0, pages_for(start + count, 3) - pages_for(self.reached[owner], 3))
+        free = 14 - sum(pages_for(n, 3) for n in self.reached.values())
+        assert (self.pool.num_missing(owner, start + count), self.pool.num_free_pages) == (missing, free)
+        if missing > free:
+            with pytest.raises(
+                KVCacheTooSmallError, match=f"{start + count} KV positions need .*{free} of 14 are free"
+            ):
                 lay_out(self.pool, rows, token_ids)
             return
         before = list(self.pool.block_table(owner))
@@ -82,11 +84,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(owner=consumes(owners))
     def leave(self, owner):
         self.pool.free(owner)
-        del self.reserved[owner], self.reached[owner]
+        del self.reached[owner]
 
     @invariant()
     def pages_are_sound(self):
-        assert_pages_sound(self.pool, self.reserved, self.reached)
+        assert_pages_sound(self.pool, self.reached)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
@@ -97,11 +99,11 @@ test_pool_keeps_its_books = PoolMachine.TestCase
 @pytest.mark.parametrize("fault", ["scratch page", "page twice", "page lost", "page too early"])
 def test_page_check_rejects(fault):
     pool = PagePool(LAYOUT, 20, page_size=4)
-    pool.reserve("a", 8)
-    pool.reserve("b", 8)
+    pool.add("a")
+    pool.add("b")
     lay_out(pool, *rows_of(("a", 0, 5), ("b", 0, 3)))
-    reserved, reached = {"a": 8, "b": 8}, {"a": 5, "b": 3}
-    assert_pages_sound(pool, reserved, reached)
+    reached = {"a": 5, "b": 3}
+    assert_pages_sound(pool, reached)
     if fault == "scratch page":
         pool.block_table("b")[0] = 0
     elif fault == "page twice":
@@ -111,7 +113,7 @@ def test_page_check_rejects(fault):
     else:
         pool.block_table("b").append(pool._free.pop())
     with pytest.raises(AssertionError):
-        assert_pages_sound(pool, reserved, reached)
+        assert_pages_sound(pool, reached)
 
 
 def layout_by_hand(pool: PagePool, rows: list[Rows]) -> dict[str, list]:
@@ -149,7 +151,7 @@ spans = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), max_size=6)
 def test_batch_against_its_definition(page_size, forwards):
     pool = PagePool(LAYOUT, 6 * 40, page_size)
     for owner in range(6):
-        pool.reserve(owner, 32)
+        pool.add(owner)
     for forward in forwards:  # the second finds pages handed out by the first, in whatever order
         rows, token_ids = rows_of(*((owner, *span) for owner, span in reversed(list(enumerate(forward)))))
         batch = lay_out(pool, rows, token_ids)
@@ -161,7 +163,7 @@ def test_batch_against_its_definition(page_size, forwards):
 def test_definition_rejects_another_layout(name):
     pool = PagePool(LAYOUT, 40, page_size=4)
     for owner in "ab":
-        pool.reserve(owner, 12)
+        pool.add(owner)
     rows, token_ids = rows_of(("a", 2, 5), ("b", 0, 9))
     batch = lay_out(pool, rows, token_ids)
     assert_laid_out(batch, layout_by_hand(pool, rows))
@@ -178,7 +180,7 @@ def test_definition_rejects_another_layout(name):
 def test_decode_batches_are_the_batches_laid_out_one_by_one(page_size, spans, num_forwards):
     pool = PagePool(LAYOUT, len(spans) * 40, page_size)
     for owner in range(len(spans)):
-        pool.reserve(owner, 32)
+        pool.add(owner)
     rows, token_ids = rows_of(*((owner, *span) for owner, span in enumerate(spans)))
     together = decode_batches(pool, rows, num_forwards)
     assert len(together) == num_forwards
@@ -195,7 +197,7 @@ def test_decode_batches_are_the_batches_laid_out_one_by_one(page_size, spans, nu
 def test_one_owner_twice_in_a_forward():
     # a prompt that is split over forwards may end and begin in the same one
     pool = PagePool(LAYOUT, 40, page_size=4)
-    pool.reserve("a", 20)
+    pool.add("a")
     rows, token_ids = rows_of(("a", 0, 6), ("a", 6, 7))
     assert_laid_out(lay_out(pool, rows, token_ids), layout_by_hand(pool, rows))
 
@@ -222,24 +224,23 @@ def test_bytes_per_token():
 
 def test_full_pool_says_what_is_missing_and_what_to_do():
     pool = PagePool(LAYOUT, 20, page_size=4)
-    pool.reserve("a", 9)
-    with pytest.raises(
-        KVCacheTooSmallError, match=r"12 KV positions need 3 pages; 2 of 5 are unreserved.*kv_cache_tokens"
-    ):
-        pool.reserve("b", 12)
-    pool.reserve("b", 8)  # the refusal left nothing behind
-    assert not pool.fits(1)
+    for owner in "ab":
+        pool.add(owner)
+    pool.allocate("a", 9)
+    pool.allocate("b", 4)
+    message = r"12 KV positions need 3 pages; the owner holds 1, and 1 of 5 are free.*kv_cache_tokens"
+    with pytest.raises(KVCacheTooSmallError, match=message):
+        lay_out(pool, *rows_of(("b", 4, 8)))
+    assert len(pool.block_table("b")) == 1, "a refusal allocates nothing"
     pool.free("a")
-    assert pool.fits(12)
+    lay_out(pool, *rows_of(("b", 4, 8)))
 
 
-def test_refused_forward_allocates_no_page_beyond_the_reservation():
+def test_an_owner_is_added_once():
     pool = PagePool(LAYOUT, 20, page_size=4)
-    pool.reserve("a", 6)
-    with pytest.raises(KVCacheTooSmallError, match="position 8 lies beyond the 2 pages reserved"):
-        lay_out(pool, *rows_of(("a", 0, 9)))
-    assert pool.block_table("a") == []
-    lay_out(pool, *rows_of(("a", 0, 8)))  # reservations are whole pages
+    pool.add("a")
+    with pytest.raises(ValueError, match="'a' already holds pages"):
+        pool.add("a")
 
 
 def test_unknown_owner_is_an_error():

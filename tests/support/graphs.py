@@ -29,7 +29,7 @@ class Everything:
 def opened_pool(model, page_size=16):
     pool = PagePool(model.layout, OWNERS * (ROOM + page_size), page_size, model.row_padding)
     for owner in range(OWNERS):
-        pool.reserve(owner, ROOM)
+        pool.add(owner)
     return pool
 
 

@@ -76,11 +76,11 @@ class CheckedEngine:
             pools.append((drafter.pool, drafter.model.model, lambda s: drafter.draft_kv_length[s]))
         return pools
 
-    def launch(self, batch):
+    def launch(self, batch, limits):
         if self.poison:
             self._poison()
         self._before = {s: (s.length, s.stats.num_accepted_tokens) for s in batch}
-        return self._launch(batch)
+        return self._launch(batch, limits)
 
     def finish(self, step):
         emitted = self._finish(step)

@@ -28,7 +28,7 @@ def ragged_logits(model, logit_rows=None):
     """Three sequences in two forwards: the second forward's logits."""
     pool = PagePool(model.layout, 512, 16, model.row_padding)
     for owner in "abc":
-        pool.reserve(owner, 40)
+        pool.add(owner)
     ids = torch.arange(41) * 7 % VOCAB_SIZE
     first = [Rows("a", 0, 20), Rows("b", 0, 11), Rows("c", 0, 10)]
     model.forward(lay_out(pool, first, ids), pool)
@@ -59,7 +59,7 @@ def compiled(model):
 
     def run(token_ids):
         pool = PagePool(NO_LAYERS, 256, 16)
-        pool.reserve("a", 200)
+        pool.add("a")
         batch = lay_out(pool, [Rows("a", 0, len(token_ids))], token_ids)
         return program(token_ids, batch, pool.pages, None)
 

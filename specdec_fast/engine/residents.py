@@ -1,0 +1,121 @@
+"""Which sequences wait and which hold KV pages: admission, the pages of a step, and preemption."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import Drafter
+from specdec_fast.engine.pools import Pools
+from specdec_fast.engine.prefilling import Prefilling
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.schedulers import Scheduler
+
+_HEADROOM_PAGES = 2  # by which every resident sequence can grow when another one is admitted
+
+
+class Residents:
+    """The sequences of a core, those that wait and those that hold pages.
+
+    A sequence gets pages for its committed tokens when it is admitted, and further pages as it grows. If a step needs
+    more pages than are free, the youngest resident sequences are preempted: they give up their pages and wait again,
+    before all others, until their tokens are prefilled anew. Recomputed KV entries have the same bits, and noise is
+    keyed by position, so preemption changes no output.
+
+    Sequences are admitted in the order of their arrival, so every resident sequence is older than every waiting one,
+    and ``resident`` is sorted by age. The oldest one is never preempted: the pool can hold any admitted sequence alone.
+    So each step, or a later one, brings the oldest sequence closer to its end.
+
+    Only the target's pages are counted. A draft model's pool has as many, and a sequence never needs more pages there
+    than its pages for the committed tokens and the draft tokens in the target's pool.
+
+    Args:
+        pools: the page pools.
+        prefilling: the sequences whose tokens are being prefilled.
+        scheduler: decides how many sequences may be resident.
+        drafter: releases a preempted sequence.
+        config: page size, and the largest K.
+
+    Attributes:
+        waiting: sequences that hold no pages, in the order of their arrival.
+        resident: sequences that hold pages, in the order of their arrival.
+
+    """
+
+    def __init__(
+        self, pools: Pools, prefilling: Prefilling, scheduler: Scheduler, drafter: Drafter, config: EngineConfig
+    ) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.resident: list[Sequence] = []
+        self._pools, self._prefilling = pools, prefilling
+        self._scheduler, self._drafter = scheduler, drafter
+        # At least a step, so that what is admitted is not preempted in its first one.
+        self._headroom = max(_HEADROOM_PAGES * config.page_size, config.most_draft_tokens + 1)
+
+    def admit(self) -> None:
+        """Admit the first waiting sequences: as many as the scheduler allows and as there is room for."""
+        self._pools.size(self.resident, self.waiting, self._scheduler.max_resident)
+        pool, places = self._pools.pool(), self._scheduler.num_to_admit(len(self.resident))
+        while self.waiting and places > 0 and self._has_room(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            pool.add(sequence)
+            pool.allocate(sequence, sequence.length)
+            self._prefilling.add(sequence)
+            self.resident.append(sequence)
+            places -= 1
+
+    def make_room(self, batch: list[Sequence], limits: list[int]) -> tuple[list[Sequence], list[int], int]:
+        """Allocate the pages that a step needs, and preempt the youngest resident sequences if too few are free.
+
+        Args:
+            batch: the sequences of the step.
+            limits: per sequence, the largest number of draft tokens.
+
+        Returns:
+            The sequences of the batch that are still resident, and their limits; there may be none. The number of
+            sequences that were preempted.
+
+        """
+        pool, ends = self._pools.pool(), [s.length + limit for s, limit in zip(batch, limits, strict=True)]
+        num_missing = sum(map(pool.num_missing, batch, ends))
+        num_preempted = 0
+        while num_missing > pool.num_free_pages:
+            youngest = self.resident[-1]
+            if youngest in batch:
+                num_missing -= pool.num_missing(youngest, ends[batch.index(youngest)])
+            self._preempt(youngest)
+            num_preempted += 1
+        if num_preempted:
+            kept = [i for i, sequence in enumerate(batch) if sequence in self.resident]
+            batch, limits, ends = ([values[i] for i in kept] for values in (batch, limits, ends))  # type: ignore[assignment]
+        for sequence, end in zip(batch, ends, strict=True):
+            pool.allocate(sequence, end)
+        return batch, limits, num_preempted
+
+    def remove(self, sequences: list[Sequence]) -> None:
+        """Free the pages of resident sequences that leave."""
+        for sequence in sequences:
+            self.resident.remove(sequence)
+            self._pools.pool().free(sequence)
+        if self._prefilling:
+            self._prefilling.drop(sequences)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence can be admitted, so that it and the resident ones can grow for a while."""
+        pool = self._pools.pool()
+        if pool.num_pages_for(sequence.max_length - 1) > pool.num_pages:
+            return False  # there is no memory for a larger pool: it waits until no sequence is resident
+        needed = pool.num_pages_for(self._goal(sequence))
+        return needed + sum(pool.num_missing(s, self._goal(s)) for s in self.resident) <= pool.num_free_pages
+
+    def _goal(self, sequence: Sequence) -> int:
+        """Return the number of positions up to which a sequence should be able to grow without preemption."""
+        return min(sequence.length + self._headroom, sequence.max_length - 1)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Let the youngest resident sequence give up its pages and wait."""
+        self.remove([sequence])
+        self.waiting.appendleft(sequence)
+        sequence.target_kv_length = sequence.passed_over = 0
+        sequence.is_admitted = False
+        self._drafter.release(sequence)
