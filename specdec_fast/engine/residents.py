@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from time import monotonic
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
@@ -61,6 +62,8 @@ class Residents:
             pool.add(sequence)
             pool.allocate(sequence, sequence.length)
             self._prefilling.add(sequence)
+            if sequence.resident_since is None:
+                sequence.resident_since = monotonic()
             self.resident.append(sequence)
             places -= 1
 
@@ -118,4 +121,5 @@ class Residents:
         self.waiting.appendleft(sequence)
         sequence.target_kv_length = sequence.passed_over = 0
         sequence.is_admitted = False
+        sequence.num_preemptions += 1
         self._drafter.release(sequence)

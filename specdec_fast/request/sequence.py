@@ -29,6 +29,8 @@ class Sequence:
         logprobs: one log-probability per emitted token; None if the request does not ask for them.
         seed: seed of its noise; None if it is greedy.
         request_id: the number that ``EngineCore.add`` gave it; 0 before.
+        resident_since: when it first got KV pages, on the clock of ``time.monotonic``; None before.
+        num_preemptions: how often it gave them up for other sequences.
 
     """
 
@@ -48,6 +50,8 @@ class Sequence:
     logprobs: list[float] | None = None
     seed: int | None = None
     request_id: int = 0
+    resident_since: float | None = None
+    num_preemptions: int = 0
 
     def __post_init__(self) -> None:
         if self.params.logprobs:

@@ -20,6 +20,7 @@ from specdec_fast.results import GenerationOutput
 from specdec_fast.sampling_params import SamplingParams, as_plain, as_sampling_params
 from specdec_fast.service.receivers import Receiver
 from specdec_fast.service.requests import LiveRequests, ServedRequest
+from specdec_fast.service.statistics import Observer, ServiceStats
 from specdec_fast.service.streams import AsyncStream
 from specdec_fast.service.worker import Worker
 
@@ -77,6 +78,30 @@ class AsyncEngine:
         # A loop must not wait until a long prompt is encoded.
         self._encoders = ThreadPoolExecutor(1, "specdec_fast-encoder")
         self._is_closed = False
+
+    @property
+    def max_requests(self) -> int:
+        """The number of requests that may run or wait at once: the window and ``max_waiting``."""
+        return self._live.most_requests
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` has been called."""
+        return self._is_closed
+
+    def stats(self) -> ServiceStats:
+        """Return what is served now, and the counts of all requests so far; any thread may call."""
+        return self._worker.stats()
+
+    def add_observer(self, observer: Observer) -> None:
+        """Let a function see the RequestRecord of every request that was served and has ended.
+
+        Args:
+            observer: called soon after the end, in a thread of the engine or of the caller that dropped the request;
+                must return at once and not raise.
+
+        """
+        self._worker.observers.append(observer)
 
     async def generate(
         self, prompt: Any, params: Any = None, *, request_id: str | None = None, timeout: float | None = None

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 from threading import Lock
+from time import monotonic
 
 from specdec_fast.engine.output import ChunkMaker, output_of
 from specdec_fast.engine.step import StepOutput
-from specdec_fast.errors import ConfigError, EngineOverloadedError, RequestError
+from specdec_fast.errors import ConfigError, EngineOverloadedError, KVCacheTooSmallError, RequestError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, StreamChunk
 from specdec_fast.service.receivers import Receiver
+from specdec_fast.service.statistics import RequestRecord
 
 
 class ServedRequest:
@@ -28,6 +30,8 @@ class ServedRequest:
         num_positions: KV positions that it may need.
         is_dropped: whether it was cancelled and needs no last output.
         error: with which it is to end, if that was decided before its prompt was encoded.
+        first_token_at: end of the step that emitted its first token, on the clock of ``time.monotonic``.
+        is_recorded: whether it has been counted as ended.
 
     """
 
@@ -38,6 +42,9 @@ class ServedRequest:
         self.num_positions = 0
         self.is_dropped = False
         self.error: RequestError | None = None
+        self.first_token_at: float | None = None
+        self.is_recorded = False
+        self._arrived = monotonic()
         self._tokenizer: object = None
         self._chunks: ChunkMaker | None = None
 
@@ -59,6 +66,20 @@ class ServedRequest:
             return StreamChunk(0, output.token_ids, None, "error", error)
         return replace(output_of(output.request, None), finish_reason="error", error=error)
 
+    def record(self, finish_reason: str) -> RequestRecord:
+        """Return what is known of a request that ends now; its prompt has been encoded."""
+        sequence = self.sequence
+        assert sequence is not None
+        since, first = sequence.resident_since, self.first_token_at
+        return RequestRecord(
+            finish_reason,  # type: ignore[arg-type]
+            sequence.prompt_length,
+            sequence.stats.num_emitted_tokens,
+            None if since is None else since - self._arrived,
+            None if first is None else first - self._arrived,
+            monotonic() - self._arrived,
+        )
+
 
 class LiveRequests:
     """Requests by id, within the limits of a service; for any thread.
@@ -67,10 +88,13 @@ class LiveRequests:
         most_requests: that may be live at once.
         most_positions: KV positions that they may need together; None: any number.
 
+    Attributes:
+        most_requests: the first argument.
+
     """
 
     def __init__(self, most_requests: int, most_positions: int | None) -> None:
-        self._most_requests, self._most_positions = most_requests, most_positions
+        self.most_requests, self._most_positions = most_requests, most_positions
         self._lock = Lock()
         self._requests: dict[str, ServedRequest] = {}
         self._num_positions = 0
@@ -89,9 +113,9 @@ class LiveRequests:
 
         """
         with self._lock:
-            if len(self._requests) >= self._most_requests:
+            if len(self._requests) >= self.most_requests:
                 raise EngineOverloadedError(
-                    f"{len(self._requests)} requests are running or waiting, and there may be {self._most_requests} "
+                    f"{len(self._requests)} requests are running or waiting, and there may be {self.most_requests} "
                     "(the window plus max_waiting); send the request again later, or raise max_waiting."
                 )
             request.request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
@@ -107,8 +131,14 @@ class LiveRequests:
 
         Raises:
             EngineOverloadedError: together they would be more than there may be.
+            KVCacheTooSmallError: they alone are more, so sending the request again would not help.
 
         """
+        if self._most_positions is not None and num_positions > self._most_positions:
+            raise KVCacheTooSmallError(
+                f"the request needs {num_positions} KV positions (its prompt and max_new_tokens), and "
+                f"kv_token_budget={self._most_positions}; lower max_new_tokens, or raise the budget."
+            )
         with self._lock:
             if self._requests.get(request.request_id) is not request:
                 return  # it has been dropped meanwhile

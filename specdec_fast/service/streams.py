@@ -23,6 +23,12 @@ class AsyncStream:
         self._request, self._worker = request, worker
         self._has_ended = False
 
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt's token ids; empty before the first chunk."""
+        sequence = self._request.sequence
+        return [] if sequence is None else sequence.token_ids[: sequence.prompt_length]
+
     def __aiter__(self) -> AsyncStream:
         """Return itself."""
         return self

@@ -14,6 +14,7 @@ from specdec_fast.errors import DeadlineExceededError, RequestError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.service.receivers import Item, Mailbox, Receiver
 from specdec_fast.service.requests import LiveRequests, ServedRequest
+from specdec_fast.service.statistics import Observer, ServiceStats, Totals
 
 
 class Worker:
@@ -25,6 +26,9 @@ class Worker:
         engine: its core is shared with the engine's own callers.
         live: the requests that the service has accepted; the worker removes those that have ended.
 
+    Attributes:
+        observers: called with the record of every request that was served and has ended.
+
     """
 
     def __init__(self, engine: Engine, live: LiveRequests) -> None:
@@ -32,10 +36,12 @@ class Worker:
         self._call = engine.shared.call()
         self._executor = ThreadPoolExecutor(1, "specdec_fast-worker")
         self._writer = ThreadPoolExecutor(1, "specdec_fast-writer")
-        self._lock = Lock()  # guards the three below
+        self.observers: list[Observer] = []
+        self._lock = Lock()  # guards the four below
         self._served: dict[Sequence, ServedRequest] = {}
         self._run: Future[None] | None = None
         self._next_deadline = float("inf")
+        self._ended = Totals()
         self._dropped: SimpleQueue[ServedRequest] = SimpleQueue()
 
     def start(self, request: ServedRequest, sequence: Sequence) -> None:
@@ -67,8 +73,10 @@ class Worker:
             sequence = request.sequence
             if sequence is None or self._served.pop(sequence, None) is None:
                 return
+            self._ended.add(sequence)
         self._call.cancel([sequence])
         self._call.wake()
+        self._record(request, "abort")
 
     def drop_soon(self, request: ServedRequest) -> None:
         """Let the worker's thread drop a request before the next step; for a destructor, which may not take locks."""
@@ -88,6 +96,18 @@ class Worker:
     def post(self, receiver: Receiver, item: Item) -> None:
         """Give an item to a receiver; for any thread."""
         receiver.mailbox.post(receiver.loop, [(receiver, item)])
+
+    def stats(self) -> ServiceStats:
+        """Return what is served now, and the counts of all requests so far; for any thread."""
+        with self._lock:
+            sequences = list(self._served)
+            totals = self._ended.with_(sequences)
+        core = self._engine.core
+        num_running, pool = len({*core.resident} & {*sequences}), core.pool
+        kv_usage = 0.0 if pool is None else 1 - pool.num_free_pages / pool.num_pages
+        num_waiting = max(0, len(self._live) - num_running)
+        counts = (totals.num_prompt_tokens, totals.num_preemptions, totals.decoding)
+        return ServiceStats(num_running, num_waiting, kv_usage, *counts)
 
     def close(self) -> None:
         """Wait for both threads to end; nothing may be served any more."""
@@ -114,7 +134,7 @@ class Worker:
 
     def _taken(self, outputs: list[StepOutput]) -> list[tuple[ServedRequest, StepOutput]]:
         """Find the requests of a step's outputs; those that have ended are not served any more."""
-        found = []
+        found, now = [], monotonic()
         with self._lock:
             for output in outputs:
                 is_last = output.finish_reason is not None
@@ -122,7 +142,19 @@ class Worker:
                 request = served.pop(output.request, None) if is_last else served.get(output.request)
                 if request is not None:
                     found.append((request, output))
+                    if request.first_token_at is None and output.token_ids:
+                        request.first_token_at = now
+                    if is_last:
+                        self._ended.add(output.request)
         return found
+
+    def _record(self, request: ServedRequest, finish_reason: str) -> None:
+        """Show the observers a request that has ended, once."""
+        if self.observers and not request.is_recorded:
+            request.is_recorded = True
+            record = request.record(finish_reason)
+            for observer in self.observers:
+                observer(record)
 
     def _hand_out(self, served: list[tuple[ServedRequest, StepOutput]]) -> None:
         """Make chunks and outputs of a step's outputs, and post them: once per event loop. In the writer's thread."""
@@ -132,10 +164,12 @@ class Worker:
                 item = request.item_of(output)
             except Exception as error:  # of a tokenizer
                 item = request.failed_item(output, step_error(error))
+                self._record(request, "error")
                 self.drop(request)
             if item is not None:
                 if item.finish_reason is not None:
                     self._live.leave(request)
+                    self._record(request, item.finish_reason)
                 posts.setdefault(request.receiver.mailbox, []).append((request, item))
         for mailbox, items in posts.items():
             if not mailbox.post(items[0][0].receiver.loop, [(request.receiver, item) for request, item in items]):

@@ -46,6 +46,19 @@ def test_a_kv_budget_refuses_what_exceeds_it(pair, monkeypatch):
     asyncio.run(main())
 
 
+def test_a_request_beyond_the_whole_kv_budget_is_not_to_be_sent_again(pair):
+    engine = sd.AsyncEngine(*pair, kv_token_budget=50)
+
+    async def main():
+        async with engine:
+            with pytest.raises(sd.KVCacheTooSmallError, match=r"needs 90 KV positions .*budget=50"):
+                await engine.generate([3], MANY)
+            params = sd.SamplingParams(max_new_tokens=50, ignore_eos=True)
+            assert len((await engine.generate([3], params)).token_ids) == 50
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_deadline_ends_a_request_and_keeps_its_tokens(pair, monkeypatch, is_stream):
     engine = sd.AsyncEngine(*pair, num_draft_tokens=0)

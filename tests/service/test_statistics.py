@@ -1,0 +1,101 @@
+"""What the asynchronous engine counts: requests now, tokens and drafts so far, and the times of each request."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+import specdec_fast as sd
+from support.services import MANY, Gate, read
+
+
+async def first_chunk(stream, gate):
+    """Let steps through until a stream has a chunk."""
+    task = asyncio.create_task(anext(aiter(stream)))
+    while not task.done():
+        gate.permits.release()
+        await asyncio.sleep(0.005)
+
+
+def test_counts_are_those_of_the_outputs_and_never_decrease(pair, requests):
+    engine = sd.AsyncEngine(*pair, max_batch_size=3)
+    seen = []
+
+    async def generate(request):
+        output = await engine.generate(*request)
+        seen.append(engine.stats())
+        return output
+
+    async def main():
+        async with engine:
+            return await asyncio.gather(*map(generate, requests))
+
+    outputs = asyncio.run(main())
+    expected = sd.DecodingStats()
+    for output in outputs:
+        expected.add(output.stats)
+    stats = engine.stats()
+    assert stats.decoding == expected
+    assert stats.num_prompt_tokens == sum(len(output.prompt_ids) for output in outputs)
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
+    for earlier, later in itertools.pairwise(seen):
+        assert earlier.num_prompt_tokens <= later.num_prompt_tokens
+        assert earlier.decoding.num_draft_tokens <= later.decoding.num_draft_tokens
+        assert earlier.decoding.num_emitted_tokens <= later.decoding.num_emitted_tokens
+
+
+def test_running_and_waiting_requests_are_counted_now(pair, monkeypatch):
+    engine = sd.AsyncEngine(*pair, max_batch_size=1, window_size=1, num_draft_tokens=0)
+    gate = Gate(monkeypatch, engine)
+
+    async def main():
+        async with engine:
+            streams = [engine.stream([i + 1, 5], MANY) for i in range(3)]
+            await first_chunk(streams[0], gate)
+            stats = engine.stats()
+            assert (stats.num_running, stats.num_waiting) == (1, 2)
+            assert 0 < stats.kv_usage <= 1
+            assert stats.decoding.num_emitted_tokens >= 1, "tokens count before a request has ended"
+            assert stats.num_prompt_tokens == 2
+            assert streams[0].prompt_ids == [1, 5]
+            gate.open()
+            await asyncio.gather(*map(read, streams))
+
+    asyncio.run(main())
+    assert engine.stats().num_prompt_tokens == 6
+
+
+def test_every_request_that_was_served_is_recorded_once(pair, monkeypatch):
+    engine, records = sd.AsyncEngine(*pair, num_draft_tokens=0, max_batch_size=2, window_size=2), []
+    engine.add_observer(records.append)
+    gate = Gate(monkeypatch, engine)
+    params = sd.SamplingParams(max_new_tokens=60, ignore_eos=True)
+
+    async def main():
+        async with engine:
+            ended = asyncio.create_task(engine.generate([1, 2, 3], params))
+            dropped = engine.stream([4, 5], MANY)
+            failed = engine.stream([6], MANY, request_id="cancelled")
+            await first_chunk(dropped, gate)
+            await dropped.aclose()
+            engine.cancel("cancelled")
+            gate.open()
+            await ended
+            await read(failed)
+            with pytest.raises(sd.InvalidPromptError):
+                await engine.generate([])
+
+    asyncio.run(main())
+    by_reason = {record.finish_reason: record for record in records}
+    assert len(records) == 3
+    assert by_reason.keys() == {"length", "abort", "error"}
+    for record, prompt in (("length", 3), ("abort", 2), ("error", 1)):
+        assert by_reason[record].num_prompt_tokens == prompt
+    record = by_reason["length"]
+    assert record.num_emitted_tokens == 60
+    assert 0 <= record.queue_seconds <= record.first_token_seconds <= record.seconds
+    assert 1 <= by_reason["abort"].num_emitted_tokens < 90
+    error = by_reason["error"]
+    assert (error.first_token_seconds is None) == (error.num_emitted_tokens == 0)
