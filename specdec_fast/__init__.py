@@ -25,6 +25,7 @@ from specdec_fast.drafters import Draft, Drafter, StepResult
 from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import (
     BackendError,
+    ChatTemplateError,
     ConfigError,
     DeadlineExceededError,
     DeterminismError,
@@ -52,6 +53,7 @@ from specdec_fast.errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
+from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import DecodingStats, GenerationOutput, RunStats, StreamChunk
 from specdec_fast.sampling_params import SamplingParams
@@ -64,6 +66,7 @@ __all__ = [
     "AsyncEngine",
     "AsyncStream",
     "BackendError",
+    "ChatTemplateError",
     "ConfigError",
     "DeadlineExceededError",
     "DecodingStats",
@@ -89,6 +92,7 @@ __all__ = [
     "LengthPolicyError",
     "MissingTokenizerError",
     "NotYetSupportedError",
+    "PromptOptions",
     "PromptTooLongError",
     "RequestCancelledError",
     "RequestError",

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.engine import Engine
+from specdec_fast.request.prompt_options import PROMPT_KEYWORDS, PromptOptions
 from specdec_fast.results import GenerationOutput
 
 
@@ -21,7 +22,7 @@ def generate(
     *,
     tokenizer: Any | None = None,
     progress: bool | None = None,
-    **config: Any,
+    **keywords: Any,
 ) -> list[GenerationOutput]:
     """Decode ``prompts`` with ``target``, sped up by ``draft``; the tokens are those of plain decoding.
 
@@ -29,11 +30,13 @@ def generate(
         target: name, folder or loaded Hugging Face causal model.
         draft: the same for a small model with the target's vocabulary; the name of a drafter, such as ``"ngram"``; a
             Drafter; None (or ``"none"``) for plain decoding.
-        prompts: strings or lists of token ids.
+        prompts: strings, lists of token ids, lists of messages (``[{"role": "user", "content": "Hello"}]``), and
+            results of a tokenizer, mixed as you like; or one of them.
         params: SamplingParams or a transformers GenerationConfig, one for all or one each; None is greedy.
         tokenizer: the target's; None loads the one beside the model.
         progress: show a progress bar; None shows it on a terminal.
-        **config: fields of EngineConfig, such as ``method``, ``max_batch_size``, ``num_draft_tokens``.
+        **keywords: fields of EngineConfig, such as ``method``, ``max_batch_size``, ``num_draft_tokens``, and of
+            PromptOptions, such as ``add_special_tokens`` and ``chat_template_kwargs``.
 
     Returns:
         One GenerationOutput per prompt, in input order; see ``Engine.generate`` for requests that fail.
@@ -42,5 +45,8 @@ def generate(
         SpecDecError: a subclass names the invalid argument, before any decoding; see ``Engine``.
 
     """
-    engine = Engine(target, draft, EngineConfig.from_keywords(config), tokenizer=tokenizer)
-    return engine.generate(prompts, params, progress=progress)
+    # Both are checked before a model is loaded.
+    prompt_options = {name: keywords.pop(name) for name in PROMPT_KEYWORDS if name in keywords}
+    PromptOptions.from_keywords(prompt_options)
+    engine = Engine(target, draft, EngineConfig.from_keywords(keywords), tokenizer=tokenizer)
+    return engine.generate(prompts, params, progress=progress, **prompt_options)

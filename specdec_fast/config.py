@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.request.prompt_options import PROMPT_KEYWORDS
 from specdec_fast.sampling_params import SamplingParams, as_plain
 from specdec_fast.speculation_length import LengthPolicy, make_length_policy
 
@@ -123,6 +124,8 @@ class EngineConfig:
         for name in keywords:
             if name not in known and name in {f.name for f in fields(SamplingParams)}:
                 raise ConfigError(f"{name!r} belongs to a request; pass params=SamplingParams({name}=...).")
+            if name in PROMPT_KEYWORDS:
+                raise ConfigError(f"{name!r} belongs to prompts; pass it to generate or stream.")
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f" Did you mean {close[0]}?" if close else ""

@@ -71,11 +71,15 @@ class RequestError(SpecDecError):
 
 
 class InvalidPromptError(RequestError, ValueError):
-    """The prompt is empty, of the wrong type, or holds ids outside the vocabulary."""
+    """The prompt is empty, of the wrong type, or holds ids outside the vocabulary; or a message of it is wrong."""
+
+
+class ChatTemplateError(RequestError, ValueError):
+    """The prompt is messages, but the tokenizer has no chat template, or the template fails."""
 
 
 class MissingTokenizerError(RequestError, ValueError):
-    """The request has stop strings, but no tokenizer is known that would turn its tokens into text."""
+    """The request has stop strings, or its prompt is messages, but no tokenizer is known."""
 
 
 class DetokenizationError(RequestError, ValueError):

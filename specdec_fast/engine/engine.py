@@ -15,7 +15,7 @@ from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters import Drafter, checked_draft, make_drafter
 from specdec_fast.engine.core import EngineCore
-from specdec_fast.engine.input import RequestBuilder, as_params_list, as_prompt_list
+from specdec_fast.engine.input import RequestBuilder, as_params_list
 from specdec_fast.engine.output import Outputs, chunks_of, output_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.progress import Progress
@@ -29,6 +29,8 @@ from specdec_fast.models.profiling import forward_seconds
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.request.detokenizer import expect_tokenizer, load_tokenizer
+from specdec_fast.request.prompt_options import PromptOptions
+from specdec_fast.request.prompts import as_prompt_list
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, RunStats, StreamChunk
 from specdec_fast.schedulers import make_scheduler
@@ -103,13 +105,17 @@ class Engine:
         """Counts and times of the latest call; of all of them where calls overlapped."""
         return self.shared.run
 
-    def generate(self, prompts: Any, params: Any = None, *, progress: bool | None = None) -> list[GenerationOutput]:
+    def generate(
+        self, prompts: Any, params: Any = None, *, progress: bool | None = None, **prompt_options: Any
+    ) -> list[GenerationOutput]:
         """Decode every prompt.
 
         Args:
-            prompts: strings or lists of token ids (or one of them).
+            prompts: strings, lists of token ids, lists of messages, and results of a tokenizer, mixed as you like; or
+                one of them.
             params: SamplingParams or a transformers GenerationConfig, one for all or one each; None is greedy.
             progress: show a progress bar; None shows it on a terminal.
+            **prompt_options: fields of PromptOptions, such as ``add_special_tokens`` and ``chat_template_kwargs``.
 
         Returns:
             One output per prompt, in input order. A request that could not be served has ``finish_reason="error"``
@@ -123,7 +129,7 @@ class Engine:
             ForkedProcessError: the engine was made in the process that this one was forked from.
 
         """
-        sequences = self._build(prompts, params)
+        sequences = self._build(prompts, params, prompt_options)
         call = self.shared.call()
         with Progress(len(sequences), progress) as bar, closing(self._decode(sequences, call)) as outputs:
             call.ends_only = not bar.is_shown
@@ -131,14 +137,28 @@ class Engine:
                 bar.update(len(output.token_ids), output.finish_reason is not None)
         return [output_of(sequence, self.tokenizer) for sequence in sequences]
 
-    def stream(self, prompts: Any, params: Any = None) -> Iterator[StreamChunk]:
+    def stream(self, prompts: Any, params: Any = None, **prompt_options: Any) -> Iterator[StreamChunk]:
         """Decode every prompt and yield tokens as steps emit them.
 
         Arguments and errors are those of ``generate``. Chunks of different prompts interleave; the chunks of one
         prompt add up to its ``generate`` output. To stop early, close the iterator: that frees its KV pages at once.
         """
-        sequences = self._build(prompts, params)
+        sequences = self._build(prompts, params, prompt_options)
         return chunks_of(sequences, self.tokenizer, self._decode(sequences, self.shared.call(returns=False)))
+
+    def encode(self, prompt: Any, **prompt_options: Any) -> list[int]:
+        """Return the token ids that ``generate`` would decode for one prompt.
+
+        Args:
+            prompt: a string, a list of token ids, a list of messages, or the result of a tokenizer for one text.
+            **prompt_options: fields of PromptOptions.
+
+        Raises:
+            RequestError: a subclass says what is wrong with the prompt.
+            ConfigError: a keyword is unknown, or an option is invalid.
+
+        """
+        return self._builder().encode(prompt, PromptOptions.from_keywords(prompt_options))
 
     def describe(self) -> dict[str, Any]:
         """Return the names of this engine's models, method and backends, and how its forwards run."""
@@ -165,12 +185,15 @@ class Engine:
             "kv_pages": self.core.pool.num_pages if self.core.pool else 0,
         }
 
-    def _build(self, prompts: Any, params: Any) -> list[Sequence]:
+    def _builder(self) -> RequestBuilder:
+        return RequestBuilder(self.target, self.tokenizer, self.core.length_policy.max_draft_tokens)
+
+    def _build(self, prompts: Any, params: Any, keywords: dict[str, Any]) -> list[Sequence]:
         self.process.expect_this()
-        items = as_prompt_list(prompts)
-        builder = RequestBuilder(self.target, self.tokenizer, self.core.length_policy.max_draft_tokens)
+        options, items = PromptOptions.from_keywords(keywords), as_prompt_list(prompts)
+        builder = self._builder()
         pairs = zip(items, as_params_list(params, len(items)), strict=True)
-        return [builder.build(index, prompt, p) for index, (prompt, p) in enumerate(pairs)]
+        return [builder.build(index, prompt, p, options) for index, (prompt, p) in enumerate(pairs)]
 
     def _decode(self, sequences: list[Sequence], call: Call) -> Outputs:
         """Run to the end; yield an output for each sequence that a step served or that failed."""

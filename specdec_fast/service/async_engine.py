@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from time import monotonic
@@ -14,10 +15,13 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig, expect_at_least
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.engine import Engine
-from specdec_fast.engine.input import RequestBuilder, as_prompt_list
+from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.errors import ConfigError, EngineClosedError, RequestCancelledError
+from specdec_fast.request.prompt_options import PromptOptions
+from specdec_fast.request.prompts import as_prompt_list
+from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput
-from specdec_fast.sampling_params import SamplingParams, as_plain, as_sampling_params
+from specdec_fast.sampling_params import as_plain, as_sampling_params
 from specdec_fast.service.receivers import Receiver
 from specdec_fast.service.requests import LiveRequests, ServedRequest
 from specdec_fast.service.statistics import Observer, ServiceStats
@@ -104,15 +108,22 @@ class AsyncEngine:
         self._worker.observers.append(observer)
 
     async def generate(
-        self, prompt: Any, params: Any = None, *, request_id: str | None = None, timeout: float | None = None
+        self,
+        prompt: Any,
+        params: Any = None,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        **prompt_options: Any,
     ) -> GenerationOutput:
         """Decode one prompt. Cancelling the task cancels the request.
 
         Args:
-            prompt: a string or a list of token ids.
+            prompt: a string, a list of token ids, a list of messages, or the result of a tokenizer.
             params: SamplingParams or a transformers GenerationConfig; None is greedy.
             request_id: a name for ``cancel``; None makes one.
             timeout: seconds from now after which the request ends with a DeadlineExceededError.
+            **prompt_options: fields of PromptOptions.
 
         Returns:
             The output; ``index`` is 0.
@@ -125,7 +136,8 @@ class AsyncEngine:
             ForkedProcessError: the engine was made in the process that this one was forked from.
 
         """
-        request = self._accept(prompt, params, request_id, timeout, is_stream=False)
+        read = self._reader(prompt, params, prompt_options)
+        request = self._accept(read, request_id, timeout, is_stream=False)
         try:
             output: GenerationOutput = await request.receiver.get()
         except BaseException:
@@ -134,14 +146,21 @@ class AsyncEngine:
         return output
 
     def stream(
-        self, prompt: Any, params: Any = None, *, request_id: str | None = None, timeout: float | None = None
+        self,
+        prompt: Any,
+        params: Any = None,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        **prompt_options: Any,
     ) -> AsyncStream:
         """Decode one prompt, beginning now, and return its chunks for ``async for``.
 
         Takes what ``generate`` does. A full queue, a closed engine and wrong parameters raise here, a wrong prompt when
         the first chunk is read. Call it where an event loop runs.
         """
-        request = self._accept(prompt, params, request_id, timeout, is_stream=True)
+        read = self._reader(prompt, params, prompt_options)
+        request = self._accept(read, request_id, timeout, is_stream=True)
         return AsyncStream(request, self._worker)
 
     def cancel(self, request_id: str) -> bool:
@@ -187,14 +206,14 @@ class AsyncEngine:
         await self.close()
 
     def _accept(
-        self, prompt: Any, params: Any, request_id: str | None, timeout: float | None, *, is_stream: bool
+        self, read: Callable[[], Sequence], request_id: str | None, timeout: float | None, *, is_stream: bool
     ) -> ServedRequest:
         self.engine.process.expect_this()
         if self._is_closed:
             raise EngineClosedError(_CLOSED)
         if request_id is not None and not isinstance(request_id, str):
             raise ConfigError(f"request_id={request_id!r}: expected a string, or None.")
-        params, timeout = as_sampling_params(params), as_plain(timeout)
+        timeout = as_plain(timeout)
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         if timeout is not None and not (is_number and timeout > 0):
             raise ConfigError(f"timeout={timeout!r}: expected a number of seconds > 0, or None.")
@@ -202,22 +221,19 @@ class AsyncEngine:
         request = ServedRequest(Receiver(asyncio.get_running_loop()), is_stream, deadline)
         self._live.enter(request, request_id)
         try:
-            self._encoders.submit(self._start, request, prompt, params)
+            self._encoders.submit(self._start, request, read)
         except RuntimeError:  # another event loop has just closed the engine
             self._live.leave(request)
             raise EngineClosedError(_CLOSED) from None
         return request
 
-    def _start(self, request: ServedRequest, prompt: Any, params: SamplingParams) -> None:
+    def _start(self, request: ServedRequest, read: Callable[[], Sequence]) -> None:
         """Encode a prompt and hand the request to the worker, or refuse it; in a thread of its own."""
         try:
             if request.is_dropped:
                 self._live.leave(request)
                 return
-            prompts = as_prompt_list(prompt) or [prompt]
-            if len(prompts) != 1:
-                raise ConfigError(f"{len(prompts)} prompts in one request; expected one, a string or token ids.")
-            sequence = self._builder.build(0, prompts[0], params)
+            sequence = read()
             if sequence.error is not None:
                 raise sequence.error
             self.engine.core.expect_room(sequence)
@@ -226,3 +242,17 @@ class AsyncEngine:
         except Exception as error:
             self._live.leave(request)
             self._worker.post(request.receiver, error)
+
+    def _reader(self, prompt: Any, params: Any, keywords: dict[str, Any]) -> Callable[[], Sequence]:
+        """Return a function that encodes a prompt, for the encoder's thread; parameters are checked here."""
+        params, options = as_sampling_params(params), PromptOptions.from_keywords(keywords)
+        if isinstance(prompt, list):
+            prompt = prompt.copy()  # the caller may append its next message before the prompt is encoded
+
+        def read() -> Sequence:
+            prompts = as_prompt_list(prompt) or [prompt]
+            if len(prompts) != 1:
+                raise ConfigError(f"{len(prompts)} prompts in one request; expected one.")
+            return self._builder.build(0, prompts[0], params, options)
+
+        return read

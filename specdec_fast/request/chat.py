@@ -1,0 +1,105 @@
+"""Chat prompts: messages, checked and written out by a tokenizer's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdec_fast.errors import ChatTemplateError, InvalidPromptError, MissingTokenizerError
+from specdec_fast.request.detokenizer import is_failure
+from specdec_fast.request.prompt_options import PromptOptions
+
+_EXPECTED = 'expected {"role": "user", "content": "..."}'
+
+
+def is_chat(prompt: Any) -> bool:
+    """Return whether a prompt is a list of messages, perhaps with wrong ones among them."""
+    return isinstance(prompt, (list, tuple)) and any(isinstance(item, Mapping) for item in prompt)
+
+
+def is_one_chat(prompts: Any) -> bool:
+    """Return whether a list of prompts is a single list of messages: mappings only, and no results of a tokenizer."""
+    is_list = isinstance(prompts, (list, tuple)) and len(prompts) > 0
+    return is_list and all(isinstance(item, Mapping) and "input_ids" not in item for item in prompts)
+
+
+def apply_chat_template(tokenizer: Any, messages: Any, options: PromptOptions, *, tokenize: bool) -> Any:
+    """Return what the tokenizer's ``apply_chat_template`` makes of messages: a text, or token ids.
+
+    Args:
+        tokenizer: the target's, if known.
+        messages: mappings with ``role`` and ``content`` (a string, or text parts, which are joined by newlines).
+        options: the template, its variables, and how the prompt ends.
+        tokenize: whether to return token ids.
+
+    Raises:
+        InvalidPromptError: a message is wrong.
+        MissingTokenizerError: no tokenizer is known.
+        ChatTemplateError: the tokenizer has no chat template, or the template fails.
+
+    """
+    checked = [_message(index, message) for index, message in enumerate(messages)]
+    if tokenizer is None:
+        raise MissingTokenizerError(
+            "the prompt is a list of messages, but no tokenizer is known for this target; pass tokenizer=..., or token "
+            "ids."
+        )
+    keywords: dict[str, Any] = {"add_generation_prompt": options.opens_answer, "tokenize": tokenize}
+    keywords |= {"continue_final_message": True} if options.continue_final_message else {}
+    keywords |= {"chat_template": options.chat_template} if options.chat_template is not None else {}
+    keywords |= {"tools": list(options.tools)} if options.tools else {}
+    if _lacks_template(tokenizer, options):
+        raise ChatTemplateError(
+            "the prompt is a list of messages, but the tokenizer has no chat template; pass chat_template=..., set "
+            "tokenizer.chat_template, or pass the prompt as a string."
+        )
+    try:
+        return tokenizer.apply_chat_template(checked, **keywords, **options.chat_template_kwargs)
+    except BaseException as error:  # a template raises errors of Jinja, and whatever its expressions raise
+        if not is_failure(error):
+            raise
+        raise ChatTemplateError(
+            f"the chat template cannot write the messages: {type(error).__name__}: {error}; correct the messages or "
+            "chat_template_kwargs, or pass another chat_template=..."
+        ) from error
+
+
+def _lacks_template(tokenizer: Any, options: PromptOptions) -> bool:
+    if not callable(getattr(tokenizer, "apply_chat_template", None)):
+        return True
+    # Tokenizers with a format of their own (mistral-common) apply it without a template.
+    takes_template = getattr(type(tokenizer), "get_chat_template", None) is PreTrainedTokenizerBase.get_chat_template
+    return takes_template and not (options.chat_template or tokenizer.chat_template)
+
+
+def _message(index: int, message: Any) -> dict[str, Any]:
+    """Return a copy of a message whose content is a string.
+
+    Raises:
+        InvalidPromptError: the message has no role, or no content that a template of texts can write.
+
+    """
+    if not isinstance(message, Mapping):
+        raise InvalidPromptError(f"message {index} is a {type(message).__name__}; {_EXPECTED}.")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise InvalidPromptError(f"message {index} has the role {role!r:.80}; {_EXPECTED}.")
+    if isinstance(content, (list, tuple)):
+        content = "\n".join(_part_text(index, number, part) for number, part in enumerate(content))
+    # An answer may consist of tool calls alone.
+    if not isinstance(content, str) and not (content is None and role == "assistant"):
+        raise InvalidPromptError(f"message {index} has the content {content!r:.80}; {_EXPECTED}.")
+    return {**message, "content": content}
+
+
+def _part_text(index: int, number: int, part: Any) -> str:
+    is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    if not is_text:
+        kind = f"type {part.get('type')!r:.80}" if isinstance(part, Mapping) else f"a {type(part).__name__}"
+        raise InvalidPromptError(
+            f'part {number} of message {index} is {kind}; expected {{"type": "text", "text": "..."}}: only texts are '
+            "supported."
+        )
+    return part["text"]
