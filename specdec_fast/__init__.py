@@ -19,46 +19,50 @@ page, block table  a fixed number of KV positions; the map from a sequence's pos
 =================  ===================================================================================
 """
 
-from specdec_fast.api import generate
-from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import Draft, Drafter, StepResult
-from specdec_fast.engine.engine import Engine
-from specdec_fast.errors import (
-    BackendError,
-    ChatTemplateError,
-    ConfigError,
-    DeadlineExceededError,
-    DeterminismError,
-    DetokenizationError,
-    DrafterError,
-    EngineBusyError,
-    EngineClosedError,
-    EngineCopyError,
-    EngineOverloadedError,
-    ForkedProcessError,
-    InvalidLogitsError,
-    InvalidParamsError,
-    InvalidPromptError,
-    KVCacheAllocationError,
-    KVCacheTooSmallError,
-    LengthPolicyError,
-    MissingTokenizerError,
-    NotYetSupportedError,
-    PromptTooLongError,
-    RequestCancelledError,
-    RequestError,
-    SpecDecError,
-    StepError,
-    TooManyDraftTokensError,
-    UnsupportedModelError,
-    VocabularyMismatchError,
-)
-from specdec_fast.request.prompt_options import PromptOptions
-from specdec_fast.request.sequence import Sequence
-from specdec_fast.results import DecodingStats, GenerationOutput, RunStats, StreamChunk
-from specdec_fast.sampling_params import SamplingParams
-from specdec_fast.service import AsyncEngine, AsyncStream
-from specdec_fast.speculation_length import LengthPolicy, StepObservation
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec_fast.api import generate
+    from specdec_fast.config import EngineConfig
+    from specdec_fast.drafters import Draft, Drafter, StepResult
+    from specdec_fast.engine.engine import Engine
+    from specdec_fast.errors import (
+        BackendError,
+        ChatTemplateError,
+        ConfigError,
+        DeadlineExceededError,
+        DeterminismError,
+        DetokenizationError,
+        DrafterError,
+        EngineBusyError,
+        EngineClosedError,
+        EngineCopyError,
+        EngineOverloadedError,
+        ForkedProcessError,
+        InvalidLogitsError,
+        InvalidParamsError,
+        InvalidPromptError,
+        KVCacheAllocationError,
+        KVCacheTooSmallError,
+        LengthPolicyError,
+        MissingTokenizerError,
+        NotYetSupportedError,
+        PromptTooLongError,
+        RequestCancelledError,
+        RequestError,
+        SpecDecError,
+        StepError,
+        TooManyDraftTokensError,
+        UnsupportedModelError,
+        VocabularyMismatchError,
+    )
+    from specdec_fast.request.prompt_options import PromptOptions
+    from specdec_fast.request.sequence import Sequence
+    from specdec_fast.results import DecodingStats, GenerationOutput, RunStats, StreamChunk
+    from specdec_fast.sampling_params import SamplingParams
+    from specdec_fast.service import AsyncEngine, AsyncStream
+    from specdec_fast.speculation_length import LengthPolicy, StepObservation
 
 __version__ = "0.1.0"
 
@@ -109,3 +113,47 @@ __all__ = [
     "VocabularyMismatchError",
     "generate",
 ]
+
+# Importing torch and transformers takes seconds, so names are imported when they are first used (PEP 562).
+_MODULES = {
+    "generate": "api",
+    "EngineConfig": "config",
+    "Draft": "drafters",
+    "Drafter": "drafters",
+    "StepResult": "drafters",
+    "Engine": "engine.engine",
+    "PromptOptions": "request.prompt_options",
+    "Sequence": "request.sequence",
+    "DecodingStats": "results",
+    "GenerationOutput": "results",
+    "RunStats": "results",
+    "StreamChunk": "results",
+    "SamplingParams": "sampling_params",
+    "AsyncEngine": "service",
+    "AsyncStream": "service",
+    "LengthPolicy": "speculation_length",
+    "StepObservation": "speculation_length",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        return _submodule(name)
+    value = getattr(import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def _submodule(name: str) -> Any:
+    """Import a module of the package that is used as an attribute, such as ``sd.drafters``."""
+    path = f"{__name__}.{name}"
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,29 +1,47 @@
-"""The command line: ``specdec-fast demo | generate | verify | doctor``."""
+"""The command line: ``specdec-fast demo | generate | serve | verify | doctor``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
 
 from specdec_fast import __version__
-from specdec_fast.commands import demo, doctor, generate, verify
 from specdec_fast.errors import SpecDecError
 
-_COMMANDS = {"demo": demo, "generate": generate, "verify": verify, "doctor": doctor}
+# The first lines of the modules' docstrings: for --help the modules need not be imported, nor torch.
+_COMMANDS = {
+    "demo": "Decode bundled prompts with the bundled pair, and prove every token against plain decoding.",
+    "generate": "Decode the prompts of a JSON-lines file into another one.",
+    "serve": "Serve OpenAI's API over HTTP: completions, chat, streams and metrics.",
+    "verify": "Report whether every token equals plain decoding, on your own models.",
+    "doctor": "Show versions, devices, and which backend can run which op here.",
+}
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands; each declares its own arguments beside its code."""
+def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Build the parser; each command declares its own arguments beside its code.
+
+    Args:
+        argv: the arguments to parse; modules of commands that they do not name are not imported. None: all commands.
+
+    """
     parser = argparse.ArgumentParser(
         prog="specdec-fast", description="Exact, fast, batched speculative decoding of Hugging Face language models."
     )
     parser.add_argument("--version", action="version", version=f"specdec-fast {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in _COMMANDS.items():
-        summary = (module.__doc__ or "").split("\n")[0]
-        module.add_arguments(subparsers.add_parser(name, help=summary, description=summary))
+    for name, summary in _COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if argv is None or name in argv:
+            _module(name).add_arguments(subparser)
     return parser
+
+
+def _module(command: str) -> ModuleType:
+    return import_module(f"specdec_fast.commands.{command}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,12 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 if the command found a difference or an invalid line; 2 if the arguments are invalid.
 
     """
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser(argv).parse_args(argv)
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        return _COMMANDS[args.command].run(args)
+        status: int = _module(args.command).run(args)
+        return status
     except (SpecDecError, OSError) as error:
         print(f"specdec-fast {args.command}: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
+from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.batch.sampling_batch import Sampling
 

@@ -7,7 +7,7 @@ from functools import singledispatchmethod
 import torch
 from torch import Tensor
 
-from specdec_fast import _C  # type: ignore[attr-defined]  # after torch, whose OpenMP runtime it shares
+from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.kv_cache.forward_layout import Spans

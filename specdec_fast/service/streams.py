@@ -22,12 +22,15 @@ class AsyncStream:
         self.request_id = request.request_id
         self._request, self._worker = request, worker
         self._has_ended = False
+        self._prompt_ids: list[int] = []
 
     @property
     def prompt_ids(self) -> list[int]:
         """The prompt's token ids; empty before the first chunk."""
         sequence = self._request.sequence
-        return [] if sequence is None else sequence.token_ids[: sequence.prompt_length]
+        if not self._prompt_ids and sequence is not None:
+            self._prompt_ids = sequence.token_ids[: sequence.prompt_length]
+        return self._prompt_ids
 
     def __aiter__(self) -> AsyncStream:
         """Return itself."""

@@ -1,0 +1,161 @@
+"""Serve OpenAI's API over HTTP: completions, chat, streams and metrics."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specdec_fast.commands.common import add_engine_options, drafter_names, engine_config
+from specdec_fast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from specdec_fast.service import AsyncEngine
+
+_KEY_VARIABLE = "SPECDEC_API_KEY"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CHAT_TOKENS = 1024  # of an answer whose request has no limit, unless --max-new-tokens says otherwise
+_FLUSH_SECONDS = 2  # for clients that have not read the end of their answers when all requests have ended
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
+    parser.add_argument("--draft", required=True, help=f"the same for the draft; or {drafter_names()}")
+    parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    http.add_argument("--port", type=int, default=8000, help="0 for any (default: %(default)s)")
+    http.add_argument(
+        "--served-model-name", nargs="+", default=[], metavar="NAME", help="names of the model (default: --target)"
+    )
+    http.add_argument(
+        "--api-key", default=None, metavar="KEY", help=f"that requests must have (default: ${_KEY_VARIABLE}, or none)"
+    )
+    http.add_argument("--max-request-bytes", type=int, default=4 << 20, metavar="N", help="default: 4 MiB")
+    http.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds for which requests may go on after SIGTERM or SIGINT (default: 30)",
+    )
+    http.add_argument("--no-access-log", action="store_true", help="do not print a line for every request")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-waiting", type=int, default=256, metavar="N", help="requests in the queue (default: 256)"
+    )
+    limits.add_argument("--timeout", type=float, default=None, metavar="S", help="seconds per request (default: none)")
+    limits.add_argument("--kv-token-budget", type=int, default=None, metavar="N", help="KV positions of all requests")
+    limits.add_argument("--kv-cache-tokens", type=int, default=None, metavar="N", help="KV positions of the pool")
+    limits.add_argument(
+        "--max-prefill-tokens", type=int, default=512, metavar="N", help="prompt tokens per step (default: 512)"
+    )
+    add_engine_options(parser)
+    parser.set_defaults(max_new_tokens=_CHAT_TOKENS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT. Exit status 0."""
+    if args.shutdown_timeout < 0:
+        raise ConfigError(f"--shutdown-timeout {args.shutdown_timeout}: expected seconds >= 0.")
+    try:
+        from specdec_fast.server.app import create_app
+    except ImportError as error:
+        raise ConfigError(
+            f"serve needs FastAPI, uvicorn and prometheus-client ({error}); pip install '.[serve]'."
+        ) from None
+    from specdec_fast.service import AsyncEngine
+
+    config = replace(
+        engine_config(args, args.dtype),
+        kv_cache_tokens=args.kv_cache_tokens,
+        max_prefill_tokens=args.max_prefill_tokens,
+    )
+    with _exits_at_signals(), _bound(args.host, args.port) as listener:
+        limits = {"max_waiting": args.max_waiting, "kv_token_budget": args.kv_token_budget}
+        engine = AsyncEngine(args.target, args.draft, config, **limits)
+        app = create_app(
+            engine,
+            model_names=args.served_model_name or [args.target],
+            api_key=args.api_key or os.environ.get(_KEY_VARIABLE) or None,
+            timeout=args.timeout,
+            default_max_tokens=args.max_new_tokens,
+            max_request_bytes=args.max_request_bytes,
+        )
+        asyncio.run(_serve(app, engine, listener, args))
+    return 0
+
+
+@contextmanager
+def _exits_at_signals() -> Iterator[None]:
+    """End the process with status 0 at a signal that comes before the event loop handles it."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(0)
+
+    before = {number: signal.signal(number, leave) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket with the address, before models are loaded; it does not listen yet.
+
+    Raises:
+        ConfigError: the address is not to be had.
+
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen at --host {host} --port {port}: {error}.") from None
+    return listener
+
+
+async def _serve(app: FastAPI, engine: AsyncEngine, listener: socket.socket, args: argparse.Namespace) -> None:
+    """Serve until a signal; then refuse requests with 503, finish the others for a while, and close the engine."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Leave the signals to the handlers below: uvicorn's would cancel requests and end with a signal."""
+            yield
+
+    config = uvicorn.Config(
+        app, lifespan="on", timeout_graceful_shutdown=_FLUSH_SECONDS, access_log=not args.no_access_log
+    )
+    server, loop, closing = Server(config), asyncio.get_running_loop(), [args.shutdown_timeout, 0.0]
+    tasks: list[asyncio.Task[None]] = []
+
+    async def close(finish_within: float) -> None:
+        await engine.close(finish_within)
+        server.should_exit = True
+
+    def on_signal() -> None:
+        if closing:  # the second signal cancels what the first one lets finish
+            tasks.append(asyncio.create_task(close(closing.pop(0))))
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    host, port = listener.getsockname()[:2]
+    print(f"specdec-fast serve: http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+    await server.serve([listener])
+    for task in tasks:
+        await task
+    await engine.close()

@@ -1,0 +1,226 @@
+"""The HTTP application: OpenAI's API over an AsyncEngine, ``/health`` and ``/metrics``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+
+from specdec_fast.config import expect_at_least
+from specdec_fast.results import GenerationOutput
+from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
+from specdec_fast.server.gate import Gate
+from specdec_fast.server.http import (
+    EVENT_STREAM,
+    STREAM_HEADERS,
+    events,
+    json_response,
+    merged,
+    problem_response,
+    unless_disconnected,
+)
+from specdec_fast.server.metrics import CONTENT_TYPE, Metrics
+from specdec_fast.server.problems import INVALID, Problem, problem_of, validation_problem
+from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
+from specdec_fast.service import AsyncEngine, AsyncStream
+
+_logger = logging.getLogger("specdec_fast.server")
+_WARM_UP_TOKENS = 8
+_CLIENT_GONE = 499  # nobody reads it
+
+
+def create_app(
+    engine: AsyncEngine,
+    *,
+    model_names: Sequence[str] = (),
+    api_key: str | None = None,
+    timeout: float | None = None,
+    default_max_tokens: int = 1024,
+    max_request_bytes: int = 4 << 20,
+) -> FastAPI:
+    """Return an application that serves an engine; it can run by itself or be mounted in another one.
+
+    The engine stays the caller's, who closes it. As soon as it is being closed, requests are refused with status 503.
+
+    Args:
+        engine: what decodes.
+        model_names: names that requests may give for the model; by default the target's.
+        api_key: the key that requests must have, except for ``/health`` and ``/metrics``; None: no key.
+        timeout: seconds after which a request ends with status 504; None: no limit.
+        default_max_tokens: tokens of a chat answer whose request has no limit.
+        max_request_bytes: limit of a request's body.
+
+    Raises:
+        ConfigError: a limit is out of range.
+
+    """
+    expect_at_least("default_max_tokens", default_max_tokens, 1)
+    expect_at_least("max_request_bytes", max_request_bytes, 1)
+    names = tuple(model_names) or (str(engine.engine.describe()["target"]),)
+    api = _Api(engine, names, timeout, default_max_tokens)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await api.begin_warm_up()
+        yield
+
+    app = FastAPI(title="specdec_fast", lifespan=lifespan)
+    app.add_middleware(
+        Gate, api_key=api_key, max_request_bytes=max_request_bytes, on_response=api.metrics.count_response
+    )
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    routes = (
+        ("POST", "/v1/completions", api.completions),
+        ("POST", "/v1/chat/completions", api.chat_completions),
+        ("GET", "/v1/models", api.models),
+        ("GET", "/v1/models/{name:path}", api.model),
+        ("GET", "/health", api.health),
+        ("GET", "/metrics", api.show_metrics),
+    )
+    for method, path, function in routes:
+        app.add_api_route(path, function, methods=[method], response_model=None)
+    return app
+
+
+async def _on_invalid_body(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return problem_response(validation_problem(error.errors()))
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return problem_response(Problem(error.status_code, str(error.detail)))
+
+
+class _Api:
+    """The routes of one application."""
+
+    def __init__(
+        self, engine: AsyncEngine, names: tuple[str, ...], timeout: float | None, default_max_tokens: int
+    ) -> None:
+        self._engine, self._names, self._timeout = engine, names, timeout
+        self._default_max_tokens = default_max_tokens
+        self._created = int(time.time())
+        self._warm_up: asyncio.Task[None] | None = None
+        self.metrics = Metrics(engine, names[0])
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        """Continue texts or token ids."""
+        return await self._answer(body, request, CompletionAnswer, "cmpl")
+
+    async def chat_completions(self, body: ChatBody, request: Request) -> Response:
+        """Answer messages."""
+        return await self._answer(body, request, ChatAnswer, "chatcmpl")
+
+    async def models(self) -> Response:
+        """List the names of the model."""
+        return json_response({"object": "list", "data": [self._card(name) for name in self._names]})
+
+    async def model(self, name: str) -> Response:
+        """Describe the model under one of its names."""
+        return json_response(self._card(name)) if name in self._names else self._unknown(name)
+
+    async def health(self) -> Response:
+        """Say whether requests are served: 200, or 503 before the engine is warm and while it closes."""
+        if self._engine.is_closed:
+            return json_response({"status": "closing"}, 503)
+        warm_up = self.begin_warm_up()  # a mounted application has no start of its own
+        if not warm_up.done():
+            return json_response({"status": "warming up"}, 503)
+        if warm_up.exception() is not None:
+            self._warm_up = None
+            return json_response({"status": "the warm-up failed; see the server's log"}, 503)
+        return json_response({"status": "ok"})
+
+    async def show_metrics(self) -> Response:
+        """Show the metrics to Prometheus."""
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    def begin_warm_up(self) -> asyncio.Task[None]:
+        """Return the task that makes the engine warm, and begin it if nobody has."""
+        if self._warm_up is None:
+            self._warm_up = asyncio.create_task(self._decode_some())
+        return self._warm_up
+
+    async def _decode_some(self) -> None:
+        """Decode a few tokens, so that the first request finds memory and kernels ready."""
+        params = SamplingParams(max_new_tokens=_WARM_UP_TOKENS, ignore_eos=True)
+        (output,) = await asyncio.to_thread(self._engine.engine.generate, [[0]], params, progress=False)
+        output.raise_for_error()
+
+    async def _answer(self, body: RequestBody, request: Request, kind: type[Answer], prefix: str) -> Response:
+        name = body.model or self._names[0]
+        if name not in self._names:
+            return self._unknown(name)
+        answer_id = f"{prefix}-{request.state.request_id}"
+        answer = kind(body, answer_id, name, self._engine.engine.tokenizer)
+        try:
+            requests = body.requests(self._default_max_tokens)
+            if len(requests) > self._engine.max_requests:
+                message = f"{len(requests)} choices in one request; the server takes {self._engine.max_requests}."
+                return problem_response(Problem(400, message))
+            serve = self._stream if body.stream else self._whole
+            return await serve(answer, requests, request)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_GONE)
+        except Exception as error:
+            return problem_response(_logged_problem(error))
+
+    async def _whole(self, answer: Answer, requests: list[tuple[Any, SamplingParams]], request: Request) -> Response:
+        outputs = await unless_disconnected(request, self._generate(answer, requests))
+        return json_response(answer.whole(outputs))
+
+    async def _generate(self, answer: Answer, requests: list[tuple[Any, SamplingParams]]) -> list[GenerationOutput]:
+        """Decode all choices; if one is refused, the others are cancelled."""
+        options = {"timeout": self._timeout, **answer.body.prompt_options()}
+        tasks = [asyncio.ensure_future(self._engine.generate(*each, **options)) for each in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _stream(self, answer: Answer, requests: list[tuple[Any, SamplingParams]], request: Request) -> Response:
+        """Begin a stream; errors before the first token are responses with a status of their own."""
+        options = {"timeout": self._timeout, **answer.body.prompt_options()}
+        streams: list[AsyncStream] = []
+        try:
+            for each in requests:
+                streams.append(self._engine.stream(*each, **options))
+            chunks = merged(streams)
+            first = await unless_disconnected(request, chunks.__anext__())
+            if first[1].error is not None:
+                raise first[1].error
+        except BaseException:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        content = events(answer, streams, first, chunks, _logged_problem)
+        return StreamingResponse(content, headers=STREAM_HEADERS, media_type=EVENT_STREAM)
+
+    def _card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "specdec_fast"}
+        return card | {"root": self._names[0], "max_model_len": self._engine.engine.target.max_positions}
+
+    def _unknown(self, name: str) -> Response:
+        message = f"the model {name!r} does not exist; expected one of {', '.join(map(repr, self._names))}."
+        return problem_response(Problem(404, message, INVALID, "model", "model_not_found"))
+
+
+def _logged_problem(error: Exception) -> Problem:
+    """Return what a client may know of an error; what is not the client's fault goes to the log."""
+    problem = problem_of(error)
+    if problem.status == 500:
+        _logger.error("a request failed", exc_info=error)
+    return problem

@@ -1,0 +1,81 @@
+"""What every request passes before the application: its id, the API key, and the limit on its bytes."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdec_fast.server.http import problem_response
+from specdec_fast.server.problems import Problem
+
+_OPEN = ("/health", "/metrics")  # for orchestrators, which have no key
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")  # what may be sent back in a header
+
+
+class Gate:
+    """ASGI middleware that refuses requests before their bodies are read.
+
+    Every response gets the header ``X-Request-Id``: the request's own, or a new one.
+
+    Args:
+        app: what comes next.
+        api_key: the key that requests must have, except for ``/health`` and ``/metrics``; None: no key.
+        max_request_bytes: limit of a body, whether or not its length is declared.
+        on_response: called with the status of every response.
+
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, max_request_bytes: int, on_response: Callable[[int], None]
+    ) -> None:
+        self._app, self._on_response = app, on_response
+        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+        self._max_bytes = max_request_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, num_bytes = Headers(scope=scope), 0
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                self._on_response(message["status"])
+            await send(message)
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, self._too_large().message)
+            return message
+
+        problem = self._refusal(scope, headers)
+        if problem is None:
+            await self._app(scope, receive_limited, send_with_id)
+        else:
+            await problem_response(problem)(scope, receive, send_with_id)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Problem | None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        given = headers.get("authorization", "").encode("latin-1")
+        if self._authorization and path not in _OPEN and not hmac.compare_digest(given, self._authorization):
+            message = "the API key is missing or wrong; send it in the header 'Authorization: Bearer KEY'."
+            return Problem(401, message, code="invalid_api_key")
+        length = headers.get("content-length", "")
+        return self._too_large() if length.isdigit() and int(length) > self._max_bytes else None
+
+    def _too_large(self) -> Problem:
+        return Problem(413, f"the body has more than {self._max_bytes} bytes; send less, or raise the server's limit.")

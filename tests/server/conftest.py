@@ -1,0 +1,34 @@
+"""Fixtures: the bundled pair behind an asynchronous engine, with a chat template."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import specdec_fast as sd
+from support.chats import chat_tokenizer
+
+
+@pytest.fixture(scope="module")
+def chat_tokens():
+    return chat_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def make_engine(target, draft, chat_tokens):
+    """Return a function that makes engines; all are closed at the end."""
+    engines = []
+
+    def make(**options):
+        engines.append(sd.AsyncEngine(target, draft, tokenizer=chat_tokens, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine):
+    return make_engine(max_batch_size=4)

@@ -1,0 +1,59 @@
+"""The package: its names are imported when they are used, and all of them exist."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+import specdec_fast as sd
+from specdec_fast import cli
+from support.source_tree import ROOT
+
+SLOW = ("torch", "transformers", "numpy", "fastapi", "pydantic")
+
+
+def imported_by(code: str) -> tuple[str, set[str]]:
+    """Run code in another process; return what it printed and which slow packages it imported."""
+    report = f"import sys; print('|', *[name for name in {SLOW} if name in sys.modules])"
+    command = [sys.executable, "-c", f"try:\n {code}\nexcept SystemExit: pass\n{report}"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    text, _, names = printed.rpartition("|")
+    return text, set(names.split())
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_the_version_and_the_help_import_nothing_slow(argument):
+    text, names = imported_by(f"from specdec_fast.cli import main; main([{argument!r}])")
+    assert text.startswith("specdec-fast 0" if argument == "--version" else "usage:")
+    assert not names
+
+
+def test_names_are_imported_when_they_are_used():
+    code = "import specdec_fast as sd; sd.__version__; sd.SpecDecError; dir(sd)"
+    assert imported_by(code)[1] == set()
+    assert {"torch", "transformers"} <= imported_by("from specdec_fast import Engine")[1]
+    assert not {"fastapi", "pydantic"} & imported_by("import specdec_fast.commands.serve")[1], "they are an extra"
+
+
+def test_every_public_name_exists_and_is_declared_for_type_checkers():
+    tree = ast.parse((ROOT / "specdec_fast/__init__.py").read_text())
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    declared = {alias.name: node.module for node in checked.body for alias in node.names}
+    assert sorted(declared) == sorted(sd.__all__)
+    for name, module in declared.items():
+        assert getattr(sd, name) is getattr(__import__(module, fromlist=[name]), name)
+    assert set(sd.__all__) <= set(dir(sd))
+
+
+def test_what_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        sd.no_such_name  # noqa: B018
+    assert sd.drafters.DRAFTERS
+
+
+def test_summaries_are_the_first_lines_of_the_commands():
+    for name, summary in cli._COMMANDS.items():
+        assert (cli._module(name).__doc__ or "").split("\n")[0] == summary
