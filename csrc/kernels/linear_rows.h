@@ -221,6 +221,34 @@ void group(const LinearWork& work, std::int64_t index, Range outputs, Fetch fetc
   }
 }
 
+// Whether a single row is multiplied with one output after another. The weights are then read from front to back, as
+// processors fetch memory fastest on their own. It takes loads of whole vectors: with less, every product would wait for
+// the sum of the one before.
+template <typename Product>
+constexpr bool kInOrder = kLanes == 16 && Product::kStep * sizeof(typename Product::Storage) == sizeof(Vector);
+
+// Computes outputs [outputs.begin, outputs.end) of a single row in order.
+template <typename Format, typename Product>
+void outputs_in_order(const LinearWork& work, std::int64_t index, Range outputs) {
+  const float* inputs = reinterpret_cast<const float*>(work.prepared(index));
+  const std::int64_t num_steps = work.plan.num_steps;
+  for (std::int64_t first = outputs.begin; first < outputs.end; first += kPanel) {
+    const std::int64_t count = std::min<std::int64_t>(kPanel, outputs.end - first);
+    Vector totals[kTileRows][kBlocks];
+    for (std::int64_t o = 0; o < count; ++o) {
+      Vector sum[1][1] = {};
+      for (std::int64_t step = 0; step < num_steps; step += kChunkSteps) {
+        Vector chunk[1][1];
+        const Range steps = {step, std::min(num_steps, step + kChunkSteps)};
+        add_slice<1, 1, Product>(work, inputs, first + o, steps, Fetch{0, 0, 1, 1}, kZeros<1, 1>, chunk);
+        sum[0][0] = step == 0 ? chunk[0][0] : sum[0][0] + chunk[0][0];
+      }
+      store_totals<1, 1>(sum, reinterpret_cast<float*>(totals) + o);
+    }
+    store_tile<Format>(work.args, totals, work.row_of(index), 1, first, count);
+  }
+}
+
 template <bool kSingle, typename Format, typename Product, int... kBelow>
 auto group_of(std::int64_t count, std::integer_sequence<int, kBelow...>) {
   static constexpr decltype(&group<1, kSingle, Format, Product>) kGroups[] = {group<kBelow + 1, kSingle, Format, Product>...};
@@ -248,6 +276,9 @@ void prepare_rows(const LinearWork& work, std::int64_t index) {
 
 template <typename Format, typename Product>
 void row_outputs(const LinearWork& work, Range blocks, Range outputs, void*) {
+  if constexpr (kInOrder<Product>) {
+    if (work.num_rows == 1) return outputs_in_order<Format, Product>(work, blocks.begin, outputs);
+  }
   constexpr auto kCounts = std::make_integer_sequence<int, kMostRows>();
   const std::int64_t row_bytes = work.args.in_features * static_cast<std::int64_t>(sizeof(typename Format::Storage));
   const std::int64_t num_blocks = blocks.end - blocks.begin;

@@ -18,6 +18,7 @@
 #include "ops/linear.h"
 #include "ops/linear_transposed.h"
 #include "ops/paged_attention.h"
+#include "program/huge_pages.h"
 
 namespace specdec {
 
@@ -81,8 +82,16 @@ void Program::add(const RowOp& op, Domain domain) {
   largest_op_ = std::max(largest_op_, op.size());
 }
 
-void Program::add(const LinearStep& step) { steps_.push_back({step}); }
-void Program::add(const GroupedLinearStep& step) { steps_.push_back({step}); }
+void Program::add(const LinearStep& step) {
+  use_huge_pages(step.weight, step.in_features * step.out_features * item_size(step.dtype));
+  steps_.push_back({step});
+}
+
+void Program::add(const GroupedLinearStep& step) {
+  use_huge_pages(step.weight, step.num_experts * step.in_features * step.out_features * item_size(step.dtype));
+  steps_.push_back({step});
+}
+
 void Program::add(const AppendStep& step) { steps_.push_back({step}); }
 void Program::add(const AttendStep& step) { steps_.push_back({step}); }
 void Program::add(const GatherStep& step) { steps_.push_back({step}); }
