@@ -1,4 +1,4 @@
-"""The command line: ``specdec-fast demo | generate | serve | verify | doctor``."""
+"""The command line: ``specdec-fast demo | chat | generate | serve | verify | doctor``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from specdec_fast.errors import SpecDecError
 # The first lines of the modules' docstrings: for --help the modules need not be imported, nor torch.
 _COMMANDS = {
     "demo": "Decode bundled prompts with the bundled pair, and prove every token against plain decoding.",
+    "chat": "Talk with a model in the terminal: its answers appear as they are decoded.",
     "generate": "Decode the prompts of a JSON-lines file into another one.",
     "serve": "Serve OpenAI's API over HTTP: completions, chat, streams and metrics.",
     "verify": "Report whether every token equals plain decoding, on your own models.",

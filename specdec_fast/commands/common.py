@@ -1,12 +1,9 @@
-"""Code that several commands share: engine options, prompt files, tables."""
+"""Code that several commands share: engine options, tables."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +11,19 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DRAFTERS
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
-from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.schedulers import SCHEDULERS
 from specdec_fast.speculation_length import LENGTH_POLICIES
 
-_REQUEST_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
-
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that make an EngineConfig."""
+    """Add the options that make an EngineConfig, and --max-new-tokens."""
     parser.add_argument("--method", choices=list(SCHEDULERS), default="exspec", help="scheduler (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences per step (default: 8)")
+    add_decoding_options(parser)
+
+
+def add_decoding_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``add_engine_options`` that matter for one sequence as well."""
     parser.add_argument(
         "--num-draft-tokens",
         type=num_draft_tokens,
@@ -32,7 +31,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help=f"per sequence and step; or a policy that chooses it: {', '.join(LENGTH_POLICIES)} (default: 5)",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: %(default)s)"
+    )
     parser.add_argument("--no-deterministic", action="store_true", help="do not make bits independent of the batch")
     add_backend_options(parser)
 
@@ -72,10 +73,10 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
-    """Add --target, --draft and --prompts."""
+    """Add --target, --draft and --dtype."""
     parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
     parser.add_argument("--draft", required=True, help=f"the same for the draft; or {drafter_names()}")
-    parser.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="one JSON object per line")
+    parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
 
 
 def drafter_names() -> str:
@@ -97,76 +98,6 @@ def expect_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}.") from None
     if not existed:
         path.unlink()
-
-
-@dataclass(frozen=True)
-class PromptLine:
-    """One line of a prompt file: a prompt, or the reason why it has none."""
-
-    number: int
-    prompt: str | list[int] | None
-    problem: str | None = None
-
-
-def read_prompts(path: Path) -> list[PromptLine]:
-    """Read ``{"prompt": TEXT}`` or ``{"prompt_ids": [IDS]}`` per line; blank lines at the end do not count.
-
-    A line without either must be one of Spec-Bench's question file: ``{"turns": [TEXT, ...]}``. Its first turn is the
-    prompt, without a chat template. Other fields are ignored, except those of SamplingParams, which are errors: without
-    them the output would be that of another request.
-
-    Raises:
-        ConfigError: the file is empty, or is not text.
-
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").rstrip().split("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path.name} is not UTF-8 text: {error}") from None
-    if lines == [""]:
-        raise ConfigError(f"{path.name} has no prompts; expected one JSON object per line.")
-    return [_parse_line(number, line) for number, line in enumerate(lines, start=1)]
-
-
-def _parse_line(number: int, line: str) -> PromptLine:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        return PromptLine(number, None, f"not JSON ({error.msg} at column {error.colno})")
-    fields = set(record) if isinstance(record, dict) else set()
-    if misplaced := fields & _REQUEST_FIELDS:
-        return PromptLine(number, None, f"{', '.join(sorted(misplaced))} cannot be set per line; use the options")
-    known = [name for name in ("prompt", "prompt_ids") if name in fields] or ["turns"]
-    if len(known) != 1 or known[0] not in fields:
-        return PromptLine(number, None, 'expected an object with either "prompt" or "prompt_ids", or with "turns"')
-    prompt, problem = _PARSERS[known[0]](record[known[0]])
-    return PromptLine(number, prompt, problem)
-
-
-def _parse_prompt(value: Any) -> tuple[str | None, str | None]:
-    """Return the prompt, or what is wrong with it."""
-    if isinstance(value, str):
-        return value, None
-    return None, f'"prompt" is a {type(value).__name__}; expected a string'
-
-
-def _parse_prompt_ids(value: Any) -> tuple[list[int] | None, str | None]:
-    if isinstance(value, list) and all(type(token) is int for token in value):
-        return value, None
-    return None, '"prompt_ids" is not a list of integers'
-
-
-def _parse_turns(value: Any) -> tuple[str | None, str | None]:
-    if isinstance(value, list) and value and isinstance(value[0], str):
-        return value[0], None
-    return None, '"turns" is not a list that begins with a string'
-
-
-_PARSERS: dict[str, Callable[[Any], tuple[Any, str | None]]] = {
-    "prompt": _parse_prompt,
-    "prompt_ids": _parse_prompt_ids,
-    "turns": _parse_turns,
-}
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -3,85 +3,81 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specdec_fast.commands.common import (
-    add_engine_options,
-    add_pair_options,
-    engine_config,
-    expect_writable,
-    read_prompts,
+from specdec_fast.commands.common import add_engine_options, add_pair_options, engine_config
+from specdec_fast.commands.prompt_files import BadLineError, PromptLine, read_prompts
+from specdec_fast.commands.request_options import (
+    add_chat_options,
+    add_sampling_options,
+    chat_options,
+    sampling_params,
 )
+from specdec_fast.commands.result_files import ResultFile, add_result_options, expect_output
 from specdec_fast.engine.engine import Engine
+from specdec_fast.engine.progress import Progress
 from specdec_fast.results import GenerationOutput
-from specdec_fast.sampling_params import SamplingParams
+
+INTERRUPTED = 130  # the exit status of a command that Ctrl-C has ended, as in a shell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_pair_options(parser)
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE.jsonl", help="one result per input line")
-    parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="STRING", help="end a text before this string; repeatable"
-    )
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens (0: all)")
-    sampling.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens with this mass"
-    )
-    sampling.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below this share of the likeliest one"
-    )
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="default: 1, none")
-    sampling.add_argument(
-        "--seed",
-        type=int,
-        default=None,
-        metavar="N",
-        help="line i (from 1) samples with seed N + i (default: a random seed)",
-    )
+    parser.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="one JSON object per line")
+    add_result_options(parser)
+    add_chat_options(parser)
+    add_sampling_options(parser, "line")
     parser.add_argument("--logprobs", action="store_true", help="write the log-probability of every token")
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Decode every valid line; report every invalid line by its number. Exit status 1 if there is an invalid line."""
-    lines = read_prompts(args.prompts)
+    lines, options = read_prompts(args.prompts), chat_options(args)
     config = engine_config(args, args.dtype)
-    params = _params(args)
-    expect_writable(args.output)
-    good = [line for line in lines if line.problem is None]
-    each = [params if params.seed is None else replace(params, seed=params.seed + line.number) for line in good]
-    outputs = iter(Engine(args.target, args.draft, config).generate([g.prompt for g in good], each))
+    sampling_params(args)  # wrong values are refused before the models are loaded
+    expect_output(args, args.prompts)
+    results = ResultFile(args.output, args.resume, lambda record: _number_of(record, lines))
+    rest = [line for line in lines if line.number not in results.done]
+    good = [line for line in rest if line.problem is None]
+    params = [sampling_params(args, line.number, args.logprobs) for line in good]
+    engine = Engine(args.target, args.draft, config) if good else None
     num_bad = 0
-    with args.output.open("w", encoding="utf-8") as sink:
-        for line in lines:
-            record = {"error": line.problem} if line.problem else _record(next(outputs))
-            if "error" in record:
-                num_bad += 1
-                print(f"{args.prompts.name}, line {line.number}: {record['error']}", file=sys.stderr)
-            sink.write(json.dumps({"line": line.number, **record}, ensure_ascii=False) + "\n")
+
+    def write(line: PromptLine, record: dict[str, Any]) -> None:
+        nonlocal num_bad
+        if "error" in record:
+            num_bad += 1
+            print(f"{args.prompts.name}, line {line.number}: {record['error']}", file=sys.stderr)
+        results.add(line.number, {"line": line.number, **line.copied, **record})
+
+    try:
+        with results, Progress(len(good), None) as bar:
+            for line in rest:
+                if line.problem is not None:
+                    write(line, {"error": line.problem})
+            for output in engine.as_completed([line.prompt for line in good], params, **options) if engine else ():
+                write(good[output.index], _record(output))
+                bar.update(len(output.token_ids), True)
+    except KeyboardInterrupt:
+        counts = f"{len(results.done)} of {len(lines)} results are in {args.output}"
+        print(f"specdec-fast generate: interrupted; {counts}, and --resume adds the others.", file=sys.stderr)
+        return INTERRUPTED
     return 1 if num_bad else 0
 
 
-def _params(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
-        stop=args.stop,
-        logprobs=args.logprobs,
-    )
+def _number_of(record: Any, lines: list[PromptLine]) -> int | None:
+    """Return the input line of a result; None if it is an error, so that the line is tried again."""
+    number = record.get("line") if isinstance(record, dict) else None
+    if type(number) is not int or not 1 <= number <= len(lines):
+        raise BadLineError(f"not a result of one of the {len(lines)} prompts")
+    found = {name: value for name, value in record.items() if name == "id"}
+    if found != lines[number - 1].copied:
+        raise BadLineError(f"the result of line {number} has the id {found.get('id')!r:.80}, and the prompt another")
+    return None if "error" in record else number
 
 
 def _record(output: GenerationOutput) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from specdec_fast.commands.common import (
     expect_writable,
     format_table,
     num_draft_tokens,
-    read_prompts,
 )
+from specdec_fast.commands.prompt_files import read_prompts
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import NO_DRAFT
 from specdec_fast.engine.input import RequestBuilder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from functools import partial
 from os import PathLike
@@ -16,7 +16,7 @@ from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters import Drafter, checked_draft, make_drafter
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list
-from specdec_fast.engine.output import Outputs, chunks_of, output_of
+from specdec_fast.engine.output import Outputs, chunks_of, output_of, outputs_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.progress import Progress
 from specdec_fast.engine.shared_core import Call, SharedCore
@@ -137,7 +137,18 @@ class Engine:
                 bar.update(len(output.token_ids), output.finish_reason is not None)
         return [output_of(sequence, self.tokenizer) for sequence in sequences]
 
-    def stream(self, prompts: Any, params: Any = None, **prompt_options: Any) -> Iterator[StreamChunk]:
+    def as_completed(
+        self, prompts: Any, params: Any = None, **prompt_options: Any
+    ) -> Generator[GenerationOutput, None, None]:
+        """Decode every prompt and yield each output as soon as it has ended, with its ``index``.
+
+        Arguments and errors are those of ``generate``. To stop early, close the iterator.
+        """
+        sequences = self._build(prompts, params, prompt_options)
+        outputs = self._decode(sequences, self.shared.call(returns=False, ends_only=True))
+        return outputs_of(self.tokenizer, outputs)
+
+    def stream(self, prompts: Any, params: Any = None, **prompt_options: Any) -> Generator[StreamChunk, None, None]:
         """Decode every prompt and yield tokens as steps emit them.
 
         Arguments and errors are those of ``generate``. Chunks of different prompts interleave; the chunks of one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from typing import Any
 
@@ -34,6 +34,14 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
     )
 
 
+def outputs_of(tokenizer: Any | None, outputs: Outputs) -> Generator[GenerationOutput, None, None]:
+    """Yield the output of every sequence that has ended; closing the iterator closes ``outputs``."""
+    with closing(outputs):
+        for output in outputs:
+            if output.finish_reason is not None:
+                yield output_of(output.request, tokenizer)
+
+
 class ChunkMaker:
     """Makes the chunks of one sequence; they add up to its output, also if they are made after later steps.
 
@@ -63,7 +71,7 @@ class ChunkMaker:
         return StreamChunk(sequence.index, tokens, text, reason, error, logprobs)
 
 
-def chunks_of(sequences: list[Sequence], tokenizer: Any | None, outputs: Outputs) -> Iterator[StreamChunk]:
+def chunks_of(sequences: list[Sequence], tokenizer: Any | None, outputs: Outputs) -> Generator[StreamChunk, None, None]:
     """Yield one chunk per output; closing the iterator closes ``outputs``."""
     makers = [ChunkMaker(sequence, tokenizer) for sequence in sequences]
     with closing(outputs):

@@ -13,13 +13,12 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.cli import build_parser, main
 from specdec_fast.commands import demo, verify
-from specdec_fast.commands.common import read_prompts
+from specdec_fast.commands.prompt_files import read_prompts
 from specdec_fast.engine.engine import Engine
 from specdec_fast.equivalence.compare import best_logits, transformers_greedy
 from specdec_fast.equivalence.report import Models
 from specdec_fast.ops import BACKENDS, all_ops, registry
-
-TARGET, DRAFT = (str(demo.demo_pair() / which) for which in ("target", "draft"))
+from support.commands import DRAFT, TARGET, options_of, write_lines
 
 
 @pytest.fixture
@@ -28,19 +27,9 @@ def in_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write_lines(path: Path, *lines: object) -> str:
-    """Write a prompt file: objects as JSON, strings as they are."""
-    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
-def options_of(values: dict[str, object]) -> list[str]:
-    return [word for name, value in values.items() for word in (f"--{name}", *str(value).split())]
-
-
 def generate(path: str, draft: str = DRAFT, **options: object) -> tuple[int, list[dict]]:
     """Run ``generate``; return its exit status and the records it wrote."""
+    Path("out.jsonl").unlink(missing_ok=True)
     values = {"target": TARGET, "draft": draft, "prompts": path, "output": "out.jsonl", "max-new-tokens": 5}
     status = main(["generate", *options_of({**values, "dtype": "float32", **options})])
     return status, [json.loads(line) for line in Path("out.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -102,10 +91,10 @@ def test_generate_with_stop_strings_and_logprobs(in_folder):
     _, (plain,) = generate(path)
     first, last = plain["text"][:2], plain["text"][-2:]
     assert "logprobs" not in plain
-    words = {"target": TARGET, "draft": DRAFT, "prompts": path, "output": "out.jsonl", "max-new-tokens": 5}
+    words = {"target": TARGET, "draft": DRAFT, "prompts": path, "output": "other.jsonl", "max-new-tokens": 5}
     options = ["--dtype", "float32", "--stop", last, "--stop", first, "--logprobs"]
     assert main(["generate", *options_of(words), *options]) == 0
-    record = json.loads(Path("out.jsonl").read_text(encoding="utf-8"))
+    record = json.loads(Path("other.jsonl").read_text(encoding="utf-8"))
     assert (record["text"], record["finish_reason"]) == ("", "stop")
     assert record["token_ids"] == plain["token_ids"][: len(record["token_ids"])]
     assert len(record["logprobs"]) == len(record["token_ids"]) < 5
@@ -142,6 +131,12 @@ BAD_LINES = [
     ({"prompt_ids": [5, 6.0]}, '"prompt_ids" is not a list of integers'),
     ({"prompt_ids": [True]}, '"prompt_ids" is not a list of integers'),
     ({"prompt_ids": []}, "no tokens"),
+    ({"messages": "Hi"}, '"messages" is not a list of objects'),
+    ({"messages": []}, '"messages" is not a list of objects'),
+    ({"messages": [{"role": "user", "content": "Hi"}]}, "the tokenizer has no chat template"),
+    (b'{"prompt": "Gr\xfc\xdfe"}', "not UTF-8 text (invalid start byte at byte 14)"),
+    ("[" * 100000, "not JSON that can be read"),
+    ('{"prompt_ids": [' + "9" * 5000 + "]}", "not JSON that can be read"),
     ({"turns": []}, '"turns" is not a list that begins with a string'),
     ({"turns": "Hi"}, '"turns" is not a list that begins with a string'),
     ({"turns": [["Hi"]]}, '"turns" is not a list that begins with a string'),
@@ -167,9 +162,9 @@ def test_generate_reports_bad_lines_and_serves_the_others(in_folder, capsys, tar
         assert records[number - 1]["token_ids"] == transformers_greedy(target, ids, 5)
     bad = [record for record in records if record["line"] not in good]
     assert len(errors) == len(bad) == len(BAD_LINES)
-    for record, (_, reason), error in zip(bad, BAD_LINES, errors, strict=True):
+    for record, (_, reason) in zip(bad, BAD_LINES, strict=True):
         assert reason in record["error"]
-        assert error == f"in.jsonl, line {record['line']}: {record['error']}"
+    assert sorted(errors) == sorted(f"in.jsonl, line {record['line']}: {record['error']}" for record in bad)
 
 
 def test_generate_survives_text_that_no_tokenizer_takes(in_folder, capsys):
@@ -335,7 +330,7 @@ UNUSABLE = {
     "draft-folder": ("generate", {**OK, "draft": "no/such-folder"}),
     "folder-without-model": ("generate", {**OK, "target": "empty"}),
     "no-prompt-file": ("generate", {**OK, "prompts": "none.jsonl"}),
-    "prompts-not-utf8": ("generate", {**OK, "prompts": "latin1.jsonl"}),
+    "verify-not-utf8": ("verify", {**VERIFY, "prompts": "latin1.jsonl"}),
     "output-nowhere": ("generate", {**OK, "output": "no/such/folder/o.jsonl"}),
     "dtype": ("generate", {**OK, "dtype": "int8"}),
     "device-unknown": ("generate", {**OK, "device": "abacus"}),

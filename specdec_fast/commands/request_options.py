@@ -1,0 +1,95 @@
+"""Options of the requests that a command decodes: sampling, and chat templates."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from specdec_fast.errors import ConfigError
+from specdec_fast.sampling_params import SamplingParams
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, seeded: str) -> None:
+    """Add --stop and the options of sampling.
+
+    Args:
+        parser: of the command.
+        seeded: what samples with seed N + i, for the help of --seed.
+
+    """
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="STRING", help="end a text before this string; repeatable"
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens (0: all)")
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens with this mass"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below this share of the likeliest one"
+    )
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="default: 1, none")
+    sampling.add_argument(
+        "--seed",
+        type=int,
+        default=None,
+        metavar="N",
+        help=f"{seeded} i (from 1) samples with seed N + i (default: a random seed)",
+    )
+
+
+def sampling_params(args: argparse.Namespace, number: int = 0, logprobs: bool = False) -> SamplingParams:
+    """Make the parameters of request ``number`` from the options of ``add_sampling_options``."""
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=None if args.seed is None else args.seed + number,
+        stop=args.stop,
+        logprobs=logprobs,
+    )
+
+
+def add_chat_options(parser: argparse.ArgumentParser) -> None:
+    """Add --chat-template and --chat-template-kwargs."""
+    parser.add_argument(
+        "--chat-template",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="a Jinja template for messages (default: the tokenizer's own)",
+    )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        default=None,
+        metavar="JSON",
+        help="variables for the template, such as '{\"enable_thinking\": false}'",
+    )
+
+
+def chat_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of ``add_chat_options`` as keywords of ``Engine.generate``.
+
+    Raises:
+        ConfigError: the file is not text, or the variables are no JSON object.
+        OSError: the file cannot be read.
+
+    """
+    options: dict[str, Any] = {}
+    if args.chat_template is not None:
+        try:
+            options["chat_template"] = args.chat_template.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--chat-template {args.chat_template}: not UTF-8 text: {error}") from None
+    if args.chat_template_kwargs is not None:
+        try:
+            options["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)
+        except ValueError as error:
+            raise ConfigError(f"--chat-template-kwargs {args.chat_template_kwargs!r}: not JSON: {error}.") from None
+    return options

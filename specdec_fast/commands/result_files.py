@@ -1,0 +1,147 @@
+"""Result files: one JSON object for every line of an input file, written when it is there, and completed later."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from specdec_fast.commands.common import expect_writable
+from specdec_fast.commands.prompt_files import BadLineError, parse_json
+from specdec_fast.errors import ConfigError
+
+
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    """Add --output, --resume and --overwrite."""
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE.jsonl", help="one result per input line")
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="keep the results in --output and add the others")
+    existing.add_argument("--overwrite", action="store_true", help="replace the content of --output")
+
+
+def expect_output(args: argparse.Namespace, source: Path) -> None:
+    """Check --output before the models are loaded.
+
+    Raises:
+        ConfigError: it is the input file, by whatever name; it has content, and neither --resume nor --overwrite says
+            what to do with it; or it cannot be written.
+
+    """
+    output: Path = args.output
+    if output.is_file() and output.samefile(source):
+        raise ConfigError(f"--output {output} is the input file {source}; choose another file.")
+    if output.is_file() and output.stat().st_size and not (args.resume or args.overwrite):
+        raise ConfigError(
+            f"--output {output} has content; pass --resume to keep its results and add the others, or --overwrite."
+        )
+    expect_writable(output)
+
+
+class ResultFile:
+    """The results of the lines of an input file, for a ``with`` block.
+
+    A result is appended when it is there, so a process that is killed loses none. When the block ends without an
+    exception, the file is put in the order of the input, with the last result of every line.
+
+    Args:
+        path: of the file; what is no regular file (a pipe) gets the results in the order in which they come.
+        resume: whether to keep what it has.
+        number_of: returns the number of the input line of which a kept object is the result, or None if that line is to
+            be repeated; it raises BadLineError for an object that is no result of the input.
+
+    Raises:
+        ConfigError: ``resume``, and the file has other content than results of the input.
+
+    """
+
+    def __init__(self, path: Path, resume: bool, number_of: Callable[[Any], int | None]) -> None:
+        self._path = path
+        self._places: dict[int, tuple[int, int]] = {}  # by input line: where its last result begins, and its bytes
+        self._end = 0  # bytes of whole lines
+        self._lacks_newline = False
+        if resume and path.is_file():
+            self._read(number_of)
+
+    @property
+    def done(self) -> set[int]:
+        """The numbers of the input lines that have a result."""
+        return set(self._places)
+
+    def add(self, number: int, record: dict[str, Any]) -> None:
+        """Write the result of an input line."""
+        line = _as_line(record)
+        self._file.write(line)
+        self._file.flush()
+        self._places[number] = self._end, len(line)
+        self._end += len(line)
+
+    def __enter__(self) -> ResultFile:
+        """Open the file; what a killed process wrote of its last result is removed."""
+        is_kept = self._end > 0
+        self._file = self._path.open("r+b" if is_kept else "wb")
+        if is_kept:
+            self._file.truncate(self._end)
+            self._file.seek(self._end)
+            if self._lacks_newline:
+                self._end += self._file.write(b"\n")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file; put it in order if all is well."""
+        self._file.close()
+        if kind is None and self._path.is_file():
+            self._put_in_order()
+
+    def _read(self, number_of: Callable[[Any], int | None]) -> None:
+        with self._path.open("rb") as lines:
+            for count, line in enumerate(lines, start=1):
+                try:
+                    number = number_of(parse_json(line)) if line.strip() else None
+                except BadLineError as error:
+                    if not line.endswith(b"\n"):  # a process was killed while it wrote this line
+                        return
+                    raise ConfigError(
+                        f"{self._path}, line {count}: {error}; --resume needs results of the same input (--overwrite "
+                        "replaces the file)."
+                    ) from None
+                if number is not None:
+                    self._places[number] = self._end, len(line)
+                self._end += len(line)
+                self._lacks_newline = not line.endswith(b"\n")
+
+    def _put_in_order(self) -> None:
+        places = [self._places[number] for number in sorted(self._places)]
+        ends = [start + size for start, size in places]
+        if [start for start, _ in places] == [0, *ends[:-1]] and ends[-1] == self._end:
+            return
+        path = self._path.resolve()  # so that a link still leads to the file
+        with (
+            self._path.open("rb") as source,
+            tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as ordered,
+        ):
+            try:
+                for start, size in places:
+                    source.seek(start)
+                    ordered.write(source.read(size).rstrip(b"\n") + b"\n")
+                ordered.flush()
+                os.fsync(ordered.fileno())
+                shutil.copymode(path, ordered.name)
+                os.replace(ordered.name, path)
+            except BaseException:
+                os.unlink(ordered.name)
+                raise
+
+
+def _as_line(record: dict[str, Any]) -> bytes:
+    try:
+        return (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, in a copied id or in an error
+        return (json.dumps(record) + "\n").encode()
