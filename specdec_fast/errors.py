@@ -110,6 +110,10 @@ class RequestCancelledError(RequestError, RuntimeError):
     """The request was cancelled by its id, or because its engine was closed."""
 
 
+class RequestMemoryError(RequestError, MemoryError):
+    """There is not enough memory to serve the request, even alone: for its KV entries, or for one row of a forward."""
+
+
 class StepError(RequestError, RuntimeError):
     """A step that served this request failed; its ``__cause__`` says how. Requests outside that step go on."""
 

@@ -118,6 +118,7 @@ class RunStats:
         num_sequence_steps: number of sequences, summed over the steps.
         num_preemptions: how often a sequence gave up its KV pages, because a step needed more than were free, and was
             prefilled again later.
+        num_out_of_memory: forwards that ran out of memory and were repeated with fewer rows.
         seconds: wall-clock time of the call so far. The stages add up to less: the rest is host work between them.
         timer: seconds per stage: prefill, draft, verify, accept, commit.
         decoding: acceptance counts, summed over all sequences.
@@ -127,6 +128,7 @@ class RunStats:
     num_steps: int = 0
     num_sequence_steps: int = 0
     num_preemptions: int = 0
+    num_out_of_memory: int = 0
     seconds: float = 0.0
     timer: StageTimer = field(default_factory=StageTimer)
     decoding: DecodingStats = field(default_factory=DecodingStats)

@@ -6,20 +6,21 @@ sequence. The target's own choice at each row decides how many are accepted. Rej
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
 from contextlib import ExitStack
 from time import perf_counter
 
 import torch
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import Drafter, StepResult
+from specdec_fast.drafters import Drafter
+from specdec_fast.engine import drafting
 from specdec_fast.engine.commit import commit, logprobs_of
 from specdec_fast.engine.pools import Pools
 from specdec_fast.engine.prefilling import Prefilling
 from specdec_fast.engine.residents import Residents
-from specdec_fast.engine.step import Step, StepOutput, draft_limits, propose, step_error
+from specdec_fast.engine.row_limit import RowLimit, memory_error
+from specdec_fast.engine.step import Step, StepOutput, draft_limits, step_error
+from specdec_fast.errors import KVCacheAllocationError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
@@ -41,6 +42,8 @@ class EngineCore:
         config: page size, and the size of the KV pool if it is fixed.
 
     Attributes:
+        waiting: sequences that hold no pages (any more), in the order in which they were added.
+        resident: sequences that hold pages, in the order in which they were added.
         stats: counts and times of the steps; the caller may replace it between two steps.
 
     """
@@ -57,9 +60,12 @@ class EngineCore:
         self.scheduler, self.length_policy = scheduler, length_policy
         self.stats = RunStats()
         self._pools = Pools(target, drafter, config)
-        self._prefilling = Prefilling(target, config.max_prefill_tokens)
+        self._row_limit = RowLimit()
+        self._prefilling = Prefilling(target, config.max_prefill_tokens, self._row_limit)
         self._residents = Residents(self._pools, self._prefilling, scheduler, drafter, config)
+        self.waiting, self.resident = self._residents.waiting, self._residents.resident
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
+        self._failed: list[Sequence] = []  # alone, outside of a step; the next outputs say so
         self._requests: dict[int, Sequence] = {}
         self._num_added = 0
         self._launched: Step | None = None
@@ -74,16 +80,6 @@ class EngineCore:
     def pool(self, pool: PagePool) -> None:
         """Let the next steps use another pool; nothing may be resident."""
         self._pools.target_pool = pool
-
-    @property
-    def waiting(self) -> deque[Sequence]:
-        """The sequences that hold no pages, preempted ones included, in the order in which they were added."""
-        return self._residents.waiting
-
-    @property
-    def resident(self) -> list[Sequence]:
-        """The sequences that hold pages, in the order in which they were added."""
-        return self._residents.resident
 
     @property
     def has_work(self) -> bool:
@@ -123,20 +119,15 @@ class EngineCore:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
-        if request in self.waiting:
-            self.waiting.remove(request)
-            self._leave([], [request])
-        elif self._launched is None or request not in self._launched.batch:
+        if self._launched is None or request not in self._launched.batch:
             self._leave([request])
         return True  # step() releases a request of the launched step when it finishes that step
 
     def cancel_all(self) -> None:
         """Drop every request, and the launched step."""
-        waiting = list(self.waiting)
-        self.waiting.clear()
         self._requests.clear()
         self._launched = self._launch_error = None
-        self._leave(list(self.resident), waiting)
+        self._leave([*self.resident, *self.waiting])
 
     def step(self) -> list[StepOutput]:
         """Run one step: plan, draft, verify, accept, commit.
@@ -146,12 +137,15 @@ class EngineCore:
         On a GPU the core launches the next step before this one returns, so the device computes while the caller
         handles the tokens. On a CPU launches are synchronous, so the core launches nothing early.
 
+        A step that runs out of memory is repeated with fewer rows: fewer sequences, draft tokens, or prompt tokens. A
+        sequence for which one row is too much ends with a RequestMemoryError.
+
         Returns:
             One output per sequence of the step; an empty list if there is no work, or if the step only prefilled.
 
         Raises:
             UnsupportedModelError: the target's weights or modules have changed since it was loaded.
-            KVCacheAllocationError: there is no memory for the KV pool.
+            KVCacheAllocationError: there is no memory for a KV pool of ``kv_cache_tokens``.
             DrafterError, LengthPolicyError: the drafter, or the policy of K, broke its contract.
 
         """
@@ -161,13 +155,11 @@ class EngineCore:
         if not self.has_work:
             return []
         step, self._launched = self._launched or self._launch_next(), None
+        outputs = [] if step is None else self._outputs_of(step)
+        while self._failed:
+            outputs.append(StepOutput(self._failed.pop(), [], "error"))
         if step is None:
-            return []
-        self._in_step = step.batch
-        emitted = self._finish(step)
-        outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in emitted]
-        ended = [s for s in step.batch if s.finish_reason is not None or s.request_id not in self._requests]
-        self._leave(ended)
+            return outputs
         if self._overlap and self.has_work:
             try:
                 self._launched = self._launch_next()
@@ -195,10 +187,7 @@ class EngineCore:
                 sequence.fail(step_error(error))  # if it has ended, ``step`` has not returned that
         self._launched, self._launch_error, self._in_step = None, None, []
         self._pools.is_sized = False  # the next step checks the pools again
-        dropped = [sequence for sequence in self.waiting if sequence.request_id not in self._requests]
-        for sequence in dropped:
-            self.waiting.remove(sequence)
-        self._leave([s for s in self.resident if s.request_id not in self._requests], dropped)
+        self._leave([s for s in (*self.resident, *self.waiting) if s.request_id not in self._requests])
 
     @property
     def _overlap(self) -> bool:
@@ -206,7 +195,15 @@ class EngineCore:
         return self.target.layout.device.type != "cpu"
 
     def _launch_next(self) -> Step | None:
-        """Launch the next step; return None if no sequence has its whole prompt in the cache yet."""
+        """Launch the next step, with fewer rows if memory runs out; return None if no sequence can decode yet."""
+        while self.has_work:
+            try:
+                return self._try_to_launch()
+            except Exception as error:
+                self._prepare_retry(error)  # raises it, if there is nothing to retry
+        return None
+
+    def _try_to_launch(self) -> Step | None:
         self._in_step = []
         self._residents.admit()
         if self._prefilling:
@@ -219,7 +216,8 @@ class EngineCore:
             return None
         self._in_step = self.scheduler.plan(ready)
         limits = draft_limits(self.length_policy, self._in_step)
-        self._in_step, limits, num_preempted = self._residents.make_room(self._in_step, limits)
+        batch, limits = self._row_limit.fit(self._in_step, limits)
+        self._in_step, limits, num_preempted = self._residents.make_room(batch, limits)
         self.stats.num_preemptions += num_preempted
         return self._launch(self._in_step, limits) if self._in_step else None
 
@@ -227,23 +225,49 @@ class EngineCore:
     def _launch(self, batch: list[Sequence], limits: list[int]) -> Step:
         """Draft and verify for one batch; on a GPU this only queues the work."""
         timer = self.stats.timer
-        started = perf_counter()
-        self._admit_to_drafter([s for s, limit in zip(batch, limits, strict=True) if limit and not s.is_admitted])
+        started, self._row_limit.num_rows = perf_counter(), len(batch) + sum(limits)
+        drafting.admit(self.drafter, batch, limits, timer)
         with timer("draft"):
-            draft = propose(self.drafter, batch, limits, self.target.layout.device)
+            draft = drafting.propose(self.drafter, batch, limits, self.target.layout.device)
         drafted = perf_counter()
         with timer("verify"):
             verification = self.target.verify_step(self._pools.pool(), batch, draft.token_ids, draft.num_draft_tokens)
         timer.move(verification.accept_seconds, "verify", "accept")
         return Step(batch, limits, draft.num_draft_tokens, verification, started, drafted)
 
+    def _prepare_retry(self, error: Exception) -> None:
+        """Recover from a lack of memory: a sequence that lacks it alone fails. Raise any other error."""
+        if isinstance(error, KVCacheAllocationError) and not self._pools.has_fixed_size:
+            alone = self.waiting[0]  # no pool can hold it
+        elif self._row_limit.recover(error, self._in_step, self.drafter):
+            self.stats.num_out_of_memory += 1
+            return
+        else:
+            alone = self._in_step[0]
+        alone.fail(memory_error(error))
+        self._failed.append(alone)
+        self._leave([alone])
+
+    def _outputs_of(self, step: Step) -> list[StepOutput]:
+        """Finish a step, and let the sequences that have ended leave."""
+        self._in_step, self._row_limit.num_rows = step.batch, sum(step.verification.counts)
+        outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in self._finish(step)]
+        ended = [s for s in self.resident if s.finish_reason is not None or s.request_id not in self._requests]
+        if ended:
+            self._leave(ended)
+        return outputs
+
     @torch.inference_mode()
     def _finish(self, step: Step) -> list[tuple[Sequence, list[int]]]:
         """Accept and commit the tokens of a launched step; return the tokens that each sequence emitted."""
         timer, batch, verification = self.stats.timer, step.batch, step.verification
-        with timer("accept"):
-            emissions = verification.emissions()
-            logprobs = logprobs_of(batch, verification.counts, emissions, verification.logits)
+        try:
+            with timer("accept"):
+                emissions = verification.emissions()
+                logprobs = logprobs_of(batch, verification.counts, emissions, verification.logits)
+        except Exception as error:
+            self._prepare_retry(error)
+            return []
         with timer("commit"):
             emitted = [
                 (sequence, commit(sequence, num_draft_tokens, emission, values))
@@ -252,37 +276,20 @@ class EngineCore:
                 )
                 if sequence.request_id in self._requests  # a request that is cancelled stays as it is
             ]
-            self._commit_to_drafter(batch, verification.counts, emissions)
+            drafting.commit(self.drafter, batch, verification.counts, emissions, self._requests)
         self.length_policy.observe(step.observation([len(emission) - 1 for emission in emissions]))
+        self._row_limit.passed()
         self.stats.num_steps += 1
         self.stats.num_sequence_steps += len(batch)
         return emitted
 
-    def _admit_to_drafter(self, sequences: list[Sequence]) -> None:
-        """Admit sequences to the drafter before it first drafts for them: plain decoding needs no prefill by it."""
-        if sequences:
-            with self.stats.timer("prefill"):
-                self.drafter.admit(sequences)
-            for sequence in sequences:
-                sequence.is_admitted = True
-
-    def _commit_to_drafter(self, batch: list[Sequence], counts: list[int], emissions: list[list[int]]) -> None:
-        """Pass the accepted rows of the unfinished sequences to the drafter."""
-        unfinished, rows, first_row = [], [], 0
-        for sequence, count, emission in zip(batch, counts, emissions, strict=True):
-            if sequence.is_admitted and sequence.finish_reason is None and sequence.request_id in self._requests:
-                unfinished.append(sequence)
-                rows.append(range(first_row, first_row + len(emission)))
-            first_row += count
-        self.drafter.commit(unfinished, StepResult(rows))
-
-    def _leave(self, sequences: list[Sequence], waiting: Iterable[Sequence] = ()) -> None:
-        """Remove resident sequences, and forget them and sequences that have left the queue."""
+    def _leave(self, sequences: list[Sequence]) -> None:
+        """Remove sequences that wait or are resident, and release what they hold."""
         for sequence in sequences:
             self._requests.pop(sequence.request_id, None)
         self._residents.remove(sequences)  # all pages first, because what follows may raise
         with ExitStack() as stack:  # an error for one sequence leaves nothing of the others behind
-            for sequence in (*sequences, *waiting):
+            for sequence in sequences:
                 self.stats.decoding.add(sequence.stats)
                 stack.callback(self.drafter.release, sequence)
                 stack.callback(self.length_policy.forget, sequence)

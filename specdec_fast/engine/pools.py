@@ -33,6 +33,11 @@ class Pools:
         self.target_pool: PagePool | None = None
         self.is_sized = False
 
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether the configuration fixes the number of positions."""
+        return self._fixed_tokens is not None
+
     def expect_room(self, request: Sequence) -> None:
         """Check that the configured pool can hold a request alone.
 
@@ -49,15 +54,26 @@ class Pools:
             )
 
     def size(self, resident: list[Sequence], waiting: Iterable[Sequence], max_resident: int) -> None:
-        """Make room for as many of the largest sequences as may be resident, or for the configured positions."""
-        if self.is_sized:
+        """Make room for as many of the largest sequences as may be resident, or for the configured positions.
+
+        If there is no memory for so many positions, the pools have as many as there is memory for, but enough for the
+        first sequence.
+
+        Raises:
+            KVCacheAllocationError: there is no memory for the configured positions, or for the first sequence.
+
+        """
+        first = next(iter(waiting), None)
+        is_too_large = not resident and first is not None and not self._holds(first)
+        if self.is_sized and not is_too_large:
             return
         largest = nlargest(max_resident, (s.max_length - 1 for s in (*resident, *waiting)))
         num_tokens = self._fixed_tokens or sum(map(self._rounded, largest))
-        if not resident:
-            self._prepare(num_tokens)
-        elif self.pool().num_tokens < num_tokens and not self._grow(num_tokens):
-            return
+        if resident:
+            if self.pool().num_tokens < num_tokens:
+                self._grow(num_tokens)
+        elif first is not None:
+            self._prepare(num_tokens, least=self._fixed_tokens or self._rounded(first.max_length - 1))
         self.is_sized = True
 
     def pool(self) -> PagePool:
@@ -66,24 +82,38 @@ class Pools:
             raise RuntimeError("the engine has no page pool before its first step.")
         return self.target_pool
 
-    def _prepare(self, num_tokens: int) -> None:
-        """Allocate the pools, or keep the present ones if they are large enough and no interrupted call left pages."""
+    def _holds(self, sequence: Sequence) -> bool:
+        pool = self.target_pool
+        return pool is not None and pool.num_pages_for(sequence.max_length - 1) <= pool.num_pages
+
+    def _prepare(self, num_tokens: int, least: int) -> None:
+        """Allocate the pools, smaller ones if there is no memory; no sequence is resident."""
         self._target.expect_same_weights()
+        while True:
+            try:
+                return self._allocate(num_tokens)
+            except KVCacheAllocationError:
+                self.target_pool = None
+                if num_tokens <= least:
+                    raise
+            num_tokens = max(least, num_tokens // 2)
+
+    def _allocate(self, num_tokens: int) -> None:
+        """Allocate the pools, or keep the present ones if they are large enough and no interrupted call left pages."""
         pool = self.target_pool
         if pool is None or not pool.is_vacant or pool.num_tokens < num_tokens:
             pool = self.target_pool = None  # frees the old pool's memory before the new one is allocated
             self.target_pool = PagePool(self._target.layout, num_tokens, self._page_size, self._target.row_padding)
         self._drafter.prepare(self.pool().num_tokens, self._page_size)
 
-    def _grow(self, num_tokens: int) -> bool:
-        """Replace the pools by larger ones; return False if there is no memory, and let sequences wait for pages."""
+    def _grow(self, num_tokens: int) -> None:
+        """Replace the pools by larger ones, if there is memory; otherwise sequences share the present ones."""
         try:
             pool = self.pool().grown(num_tokens)
             self._drafter.grow(num_tokens)
         except KVCacheAllocationError:
-            return False
+            return
         self.target_pool = pool
-        return True
 
     def _rounded(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size) * self._page_size

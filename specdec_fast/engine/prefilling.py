@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from specdec_fast.engine.row_limit import RowLimit
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.prefill import prefill
 from specdec_fast.models.ragged_model import RaggedModel
@@ -19,11 +20,12 @@ class Prefilling:
     Args:
         target: the model that computes the entries.
         max_tokens: largest number of prompt tokens per step; None: all.
+        row_limit: limits them further when memory has run out.
 
     """
 
-    def __init__(self, target: RaggedModel, max_tokens: int | None) -> None:
-        self._target, self._max_tokens = target, max_tokens
+    def __init__(self, target: RaggedModel, max_tokens: int | None, row_limit: RowLimit) -> None:
+        self._target, self._max_tokens, self._row_limit = target, max_tokens, row_limit
         self._sequences: list[Sequence] = []
 
     def __bool__(self) -> bool:
@@ -45,7 +47,7 @@ class Prefilling:
     def next_chunk(self) -> dict[Sequence, int]:
         """Return the next chunk: per sequence, the number of positions that will have entries after it."""
         chunk: dict[Sequence, int] = {}
-        left = self._max_tokens
+        left = min((most for most in (self._max_tokens, self._row_limit.most) if most is not None), default=None)
         for sequence in self._sequences:
             start, stop = sequence.target_kv_length, sequence.length - 1
             if left is not None:
@@ -54,6 +56,8 @@ class Prefilling:
             chunk[sequence] = stop
             if left == 0:
                 break
+        num_rows = sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
+        self._row_limit.num_rows = min(num_rows, self._target.row_padding.largest)
         return chunk
 
     def compute(self, pool: PagePool, chunk: dict[Sequence, int]) -> None:

@@ -80,8 +80,9 @@ class Residents:
 
         """
         pool, ends = self._pools.pool(), [s.length + limit for s, limit in zip(batch, limits, strict=True)]
-        num_missing = sum(map(pool.num_missing, batch, ends))
-        num_preempted = 0
+        num_missing, num_preempted = sum(map(pool.num_missing, batch, ends)), 0
+        if not num_missing:
+            return batch, limits, 0
         while num_missing > pool.num_free_pages:
             youngest = self.resident[-1]
             if youngest in batch:
@@ -96,10 +97,13 @@ class Residents:
         return batch, limits, num_preempted
 
     def remove(self, sequences: list[Sequence]) -> None:
-        """Free the pages of resident sequences that leave."""
+        """Remove sequences that wait or are resident, and free their pages."""
         for sequence in sequences:
-            self.resident.remove(sequence)
-            self._pools.pool().free(sequence)
+            if sequence in self.resident:
+                self.resident.remove(sequence)
+                self._pools.pool().free(sequence)
+            elif sequence in self.waiting:
+                self.waiting.remove(sequence)
         if self._prefilling:
             self._prefilling.drop(sequences)
 

@@ -1,4 +1,4 @@
-"""One step of the engine: the call of the drafter, a launched step, and the output of a finished one."""
+"""One step of the engine: its numbers of draft tokens, a launched step, and the output of a finished one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
-import torch
-
-from specdec_fast.drafters import Draft, Drafter
-from specdec_fast.errors import DrafterError, RequestError, StepError
+from specdec_fast.errors import RequestError, StepError
 from specdec_fast.models.verification import Verification
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import FinishReason
@@ -83,28 +80,3 @@ def draft_limits(policy: LengthPolicy, batch: list[Sequence]) -> list[int]:
     limits = policy.checked_limits(batch)
     most = [sequence.params.num_draft_tokens for sequence in batch]
     return [k if m is None else min(k, m) for k, m in zip(limits, most, strict=True)]
-
-
-def propose(drafter: Drafter, batch: list[Sequence], limits: list[int], device: torch.device) -> Draft:
-    """Ask a drafter for at most ``limits[i]`` tokens of sequence i, and check its draft against the contract.
-
-    Args:
-        drafter: the drafter; not called if all limits are 0 (every sequence is at its last token, or K is 0).
-        batch: ``B`` sequences.
-        limits: per sequence, the largest number of draft tokens.
-        device: the target's.
-
-    Raises:
-        DrafterError: the drafter did not return a valid Draft, or it changed a sequence.
-
-    """
-    if not any(limits):
-        return Draft(torch.empty(0, dtype=torch.int64, device=device), [0] * len(batch))
-    ends = [(s.length, s.token_ids[-1]) for s in batch]  # comparing all tokens would take longer than a step
-    draft = drafter.propose(batch, list(limits))
-    if [(s.length, *s.token_ids[-1:]) for s in batch] != ends:
-        raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")
-    if not isinstance(draft, Draft):
-        raise DrafterError(f"a drafter proposed a {type(draft).__name__}; expected a Draft, empty if it has no tokens.")
-    draft.check(limits)
-    return draft

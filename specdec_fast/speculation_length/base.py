@@ -79,7 +79,7 @@ class LengthPolicy(ABC):
     def observe(self, step: StepObservation) -> None:  # noqa: B027
         """Learn what a step took and what was accepted in it.
 
-        If KV pages ran short, the step had a part of the batch for which ``limits`` was asked.
+        If KV pages or memory ran short, the step had a part of the batch for which ``limits`` was asked.
         """
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027

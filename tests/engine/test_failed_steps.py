@@ -5,13 +5,28 @@ from __future__ import annotations
 import pytest
 
 import specdec_fast as sd
+from specdec_fast.engine import core as core_module
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
+from specdec_fast.models.verification import Verification
 from support.models import tiny_model, truncated_copy
 
 PARAMS = sd.SamplingParams(max_new_tokens=15, ignore_eos=True, logprobs=True)
 PROMPTS = [[3, 4], [5], [6, 7, 8], [9, 1], [2], [4, 4, 4]]
-PLACES = ["verify_step", "propose", "commit", "prefill"]
+# Every part of a step that runs a caller's code, or a model: where it is, by the engine.
+PLACES = {
+    "verify_step": lambda engine: engine.target,
+    "propose": lambda engine: engine.drafter,
+    "admit": lambda engine: engine.drafter,
+    "commit": lambda engine: engine.drafter,
+    "release": lambda engine: engine.drafter,
+    "compute": lambda engine: engine.core._prefilling,
+    "limits": lambda engine: engine.core.length_policy,
+    "observe": lambda engine: engine.core.length_policy,
+    "forget": lambda engine: engine.core.length_policy,
+    "emissions": lambda engine: Verification,
+    "logprobs_of": lambda engine: core_module,
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +42,8 @@ def expected(pair):
 
 def fail_at(monkeypatch, engine, place, error, count):
     """Let the ``count``-th call of one part of a step raise, after it has done its work."""
-    owner = {"verify_step": engine.target, "prefill": engine.core._prefilling}.get(place, engine.drafter)
-    name = "compute" if place == "prefill" else place
-    original, calls = getattr(owner, name), []
+    owner = PLACES[place](engine)
+    original, calls = getattr(owner, place), []
 
     def failing(*args):
         result = original(*args)
@@ -38,7 +52,7 @@ def fail_at(monkeypatch, engine, place, error, count):
             raise error
         return result
 
-    monkeypatch.setattr(owner, name, failing)
+    monkeypatch.setattr(owner, place, failing)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
@@ -46,7 +60,7 @@ def fail_at(monkeypatch, engine, place, error, count):
 def test_only_the_requests_of_the_step_fail(pair, expected, monkeypatch, ahead, place):
     """Two sequences a step, four resident, two that wait."""
     monkeypatch.setattr(EngineCore, "_overlap", ahead)
-    engine = sd.Engine(*pair, max_batch_size=2, max_prefill_tokens=None if place != "prefill" else 2)
+    engine = sd.Engine(*pair, max_batch_size=2, max_prefill_tokens=2 if place in ("compute", "admit") else None)
     core, builder = engine.core, RequestBuilder(engine.target, None)
     requests = [builder.build(i, prompt, PARAMS) for i, prompt in enumerate(PROMPTS)]
     for request in requests:
@@ -62,7 +76,8 @@ def test_only_the_requests_of_the_step_fail(pair, expected, monkeypatch, ahead, 
             core.drop_failed(raised)
     assert failures == [error]
     failed = [request for request in requests if request.error is not None]
-    assert 1 <= len(failed) <= 2
+    # What ended in the step has ended when its release raises.
+    assert 0 + (place not in ("release", "forget")) <= len(failed) <= 2
     for request in requests:
         tokens, logprobs = expected[request.index]
         if request in failed:
@@ -111,3 +126,36 @@ def test_an_error_before_a_step_has_sequences_drops_all(pair, monkeypatch):
     core.drop_failed(refusal)
     assert not core.has_work
     assert all(request.error.__cause__ is refusal for request in requests)
+
+
+@pytest.mark.parametrize("whose", ["target", "draft"])
+def test_a_hook_of_the_user_that_raises(pair, expected, whose):
+    """The model is the caller's again afterwards, and the requests outside the step get their tokens."""
+    engine = sd.Engine(*pair, max_batch_size=2, enforce_eager=True)
+    model = (engine.target if whose == "target" else engine.drafter.model).model
+    before, calls = dict(vars(model.config)), []
+
+    def hook(*args):
+        calls.append(1)
+        if len(calls) == 6:
+            raise ZeroDivisionError("by chance")
+
+    handle = model.get_submodule("model.layers.1.mlp").register_forward_hook(hook)
+    core, builder = engine.core, RequestBuilder(engine.target, None)
+    requests = [builder.build(i, prompt, PARAMS) for i, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        try:
+            core.step()
+        except ZeroDivisionError as raised:
+            core.drop_failed(raised)
+    handle.remove()
+    failed = [request for request in requests if request.error is not None]
+    assert 1 <= len(failed) <= 2
+    for request in requests:
+        assert request.emitted_ids == expected[request.index][0][: len(request.emitted_ids)]
+        assert request in failed or len(request.emitted_ids) == PARAMS.max_new_tokens
+    assert vars(model.config) == before
+    assert core.pool.is_vacant
+    assert engine.drafter.pool.is_vacant

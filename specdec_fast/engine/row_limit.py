@@ -1,0 +1,101 @@
+"""Forwards that run out of memory: how they are recognised, and how many rows the next ones may have."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_fast.drafters import Drafter
+from specdec_fast.errors import RequestMemoryError, SpecDecError
+from specdec_fast.request.sequence import Sequence
+
+_STEPS = 64  # after which twice as many rows are tried
+# PyTorch raises no type of its own for a CPU, nor for some libraries on a GPU.
+_MESSAGES = ("DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that memory could not be allocated, on the device or on the host."""
+    if isinstance(error, SpecDecError):
+        return False
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+
+
+def memory_error(error: BaseException) -> RequestMemoryError:
+    """Return the error of a request that ran out of memory alone."""
+    reason = RequestMemoryError(
+        f"there is not enough memory to serve this request, even alone and one row at a time: {error}; free memory, "
+        "lower kv_cache_tokens, or lower the request's max_new_tokens."
+    )
+    # Without its traceback, whose frames keep the tensors of the failed forward.
+    reason.__cause__ = error.with_traceback(None)
+    return reason
+
+
+class RowLimit:
+    """The largest number of rows of a forward: no limit, until one has run out of memory.
+
+    Each failure halves the number of rows. After some steps without a failure it is doubled, until it reaches the
+    number with which the first forward failed. Bits do not depend on the number of rows, so no output does.
+
+    Attributes:
+        most: the limit; None if there is none.
+        num_rows: of the present forward.
+
+    """
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self.num_rows = 0
+        self._failed_rows = self._num_steps = 0
+
+    def recover(self, error: Exception, batch: list[Sequence], drafter: Drafter) -> bool:
+        """Let the next forward have half of the rows of one that ran out of memory.
+
+        Nothing has been committed. KV entries beyond the committed tokens are rewritten (I4), but a drafter may have
+        counted tokens that were not verified, so it admits the sequences again.
+
+        Args:
+            error: the exception of the forward.
+            batch: its sequences; empty if the exception came from elsewhere.
+            drafter: of the sequences.
+
+        Returns:
+            False if the forward had one row.
+
+        Raises:
+            Exception: ``error``, if it says something else.
+
+        """
+        if not batch or not is_out_of_memory(error):
+            raise error
+        for sequence in batch:
+            sequence.is_admitted = False
+            drafter.release(sequence)
+        if self.num_rows <= 1:
+            return False
+        self._failed_rows = max(self._failed_rows, self.num_rows)
+        self.most, self._num_steps = self.num_rows // 2, 0
+        return True
+
+    def passed(self) -> None:
+        """Count a step that did not run out of memory."""
+        if self.most is None:
+            return
+        self._num_steps += 1
+        if self._num_steps == _STEPS:
+            self.most, self._num_steps = 2 * self.most, 0
+            if self.most >= self._failed_rows:
+                self.most, self._failed_rows = None, 0
+
+    def fit(self, batch: list[Sequence], limits: list[int]) -> tuple[list[Sequence], list[int]]:
+        """Return the oldest sequences of a step, and their numbers of draft tokens, that are within the limit."""
+        if self.most is None:
+            return batch, limits
+        left, kept = self.most, {}
+        for sequence, limit in sorted(zip(batch, limits, strict=True), key=lambda pair: pair[0].request_id):
+            if left:
+                kept[sequence] = min(limit, left - 1)
+                left -= kept[sequence] + 1
+        return list(kept), list(kept.values())

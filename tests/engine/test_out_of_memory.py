@@ -1,0 +1,219 @@
+"""Forwards and pools that run out of memory: smaller steps, a typed error for what fails alone, and no other output."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from specdec_fast.engine import core as core_module
+from specdec_fast.engine.core import EngineCore
+from specdec_fast.engine.row_limit import RowLimit, is_out_of_memory
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.request.sequence import Sequence
+from support.models import VOCAB_SIZE, tiny_model, truncated_copy
+
+PARAMS = [
+    sd.SamplingParams(max_new_tokens=15, ignore_eos=True, logprobs=True, temperature=0.9 * (i % 2), seed=i)
+    for i in range(8)
+]
+DRAW = random.Random(2)
+PROMPTS = [[DRAW.randrange(VOCAB_SIZE) for _ in range(length)] for length in (3, 1, 20, 5, 9, 2, 14, 4)]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_model("llama")
+    return target, truncated_copy(target, 2)
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    return [results(o) for o in sd.Engine(pair[0], None, max_batch_size=1).generate(PROMPTS, PARAMS)]
+
+
+def results(output):
+    return output.token_ids, output.logprobs
+
+
+def real_error(make):
+    """Return what PyTorch raises if memory cannot be allocated."""
+    with pytest.raises(RuntimeError) as raised:
+        make()
+    return raised.value
+
+
+ERRORS = {
+    "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "c++": MemoryError("std::bad_alloc"),
+    "cpu": real_error(lambda: torch.empty(2**46, device="cpu")),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_lack_of_memory_is_recognised(name):
+    assert is_out_of_memory(ERRORS[name])
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), ValueError("out of memory"), sd.KVCacheAllocationError("out of memory")]
+)
+def test_other_errors_are_not(error):
+    assert not is_out_of_memory(error)
+
+
+def wrap(monkeypatch, owner, name, failing, works_first=True):
+    """Let a method raise the error that ``failing(*args)`` returns, if any; usually after it has done its work."""
+    original = getattr(owner, name)
+
+    def wrapped(*args):
+        error = failing(*args)
+        result = original(*args) if error is None or works_first else None
+        if error is not None:
+            raise error
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+def rows_of(place, args):
+    """Count what a call computes: rows of a forward, sequences of a draft's prefill."""
+    if place == "verify_step":
+        return len(args[1]) + sum(args[3])
+    return len(args[0])
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize("method", ["eqspec", "exspec"])
+@pytest.mark.parametrize(
+    ("place", "most"), [("verify_step", 1), ("verify_step", 7), ("propose", 1), ("admit", 2), ("logprobs_of", 3)]
+)
+def test_a_step_is_repeated_with_fewer_rows(pair, expected, monkeypatch, place, most, method, error, ahead):
+    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    engine = sd.Engine(*pair, max_batch_size=4, method=method)
+    owner = {"verify_step": engine.target, "logprobs_of": core_module}.get(place, engine.drafter)
+    wrap(monkeypatch, owner, place, lambda *args: error if rows_of(place, args) > most else None)
+    outputs = engine.generate(PROMPTS, PARAMS)
+    assert [results(output.raise_for_error()) for output in outputs] == expected
+    assert engine.last_run.num_out_of_memory > 0
+    assert engine.core.pool.is_vacant
+    assert engine.drafter.pool.is_vacant
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_prompts_are_prefilled_in_smaller_chunks(pair, expected, monkeypatch, chunk):
+    engine, prefilled = sd.Engine(*pair, max_batch_size=4, max_prefill_tokens=chunk), []
+    original = engine.target.forward
+
+    def limited(batch, pool, logit_rows=None):
+        logits = original(batch, pool, logit_rows)
+        if logit_rows is not None and len(logit_rows) == 1:
+            prefilled.append(len(batch.token_ids))
+            if prefilled[-1] > 3:
+                raise ERRORS["gpu"]
+        return logits
+
+    monkeypatch.setattr(engine.target, "forward", limited)
+    outputs = engine.generate(PROMPTS, PARAMS)
+    assert [results(output.raise_for_error()) for output in outputs] == expected
+    assert max(prefilled) > 3
+    assert engine.last_run.num_out_of_memory >= 2
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("place", ["verify_step", "compute"])
+def test_a_request_that_fails_alone_gets_an_error(pair, expected, monkeypatch, place, ahead):
+    """One request has no memory at any number of rows; the others finish, in the same call."""
+    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    engine = sd.Engine(*pair, max_batch_size=4)
+    owner = engine.target if place == "verify_step" else engine.core._prefilling
+
+    def failing(*args):
+        lengths = [sequence.length for sequence in args[1] if sequence.token_ids[:20] == PROMPTS[2]]
+        return ERRORS["cpu"] if lengths and (place == "compute" or lengths[0] > 24) else None
+
+    wrap(monkeypatch, owner, place, failing, works_first=place == "verify_step")
+    outputs = engine.generate(PROMPTS, PARAMS)
+    failed = outputs.pop(2)
+    assert isinstance(failed.error, sd.RequestMemoryError)
+    assert isinstance(failed.error, MemoryError)
+    assert failed.error.__cause__ is ERRORS["cpu"]
+    assert (failed.token_ids, failed.logprobs) == tuple(values[: len(failed.token_ids)] for values in expected[2])
+    assert [results(output.raise_for_error()) for output in outputs] == [*expected[:2], *expected[3:]]
+    assert engine.core.pool.is_vacant
+    assert engine.drafter.pool.is_vacant
+
+
+def test_the_limit_is_doubled_until_it_is_gone(monkeypatch):
+    monkeypatch.setattr("specdec_fast.engine.row_limit._STEPS", 3)
+    limit, sequence = RowLimit(), Sequence(0, [1], 1, 9, sd.SamplingParams(), frozenset())
+
+    class Released:
+        def release(self, released):
+            assert released is sequence
+
+    def fails(num_rows):
+        limit.num_rows, sequence.is_admitted = num_rows, True
+        assert limit.recover(ERRORS["gpu"], [sequence], Released()) == (num_rows > 1)
+        assert not sequence.is_admitted
+
+    fails(40)
+    fails(20)
+    found = []
+    for _ in range(7):
+        found.append(limit.most)
+        limit.passed()
+    assert found == [10, 10, 10, 20, 20, 20, None]
+    fails(1)
+    assert limit.most is None
+    with pytest.raises(ZeroDivisionError):
+        limit.recover(ZeroDivisionError(), [sequence], Released())
+
+
+def test_a_limited_step_has_the_oldest_sequences():
+    limit = RowLimit()
+    batch = [Sequence(i, [1], 1, 9, sd.SamplingParams(), frozenset(), request_id=i) for i in (3, 1, 2)]
+    assert limit.fit(batch, [5, 4, 0]) == (batch, [5, 4, 0])
+    for most, wanted in ((1, {1: 0}), (4, {1: 3}), (5, {1: 4}), (6, {1: 4, 2: 0}), (8, {1: 4, 2: 0, 3: 1})):
+        limit.most = most
+        kept, limits = limit.fit(batch, [5, 4, 0])
+        assert dict(zip([s.request_id for s in kept], limits, strict=True)) == wanted
+
+
+@pytest.fixture(params=[True, False], ids=["target", "draft"])
+def memory_for(request, pair, monkeypatch):
+    """A function that limits the positions of a pool: of the target's, or of the draft model's."""
+    original, layers = PagePool.__init__, 3 if request.param else 2
+
+    def limit_to(most):
+        def limited(self, layout, num_tokens, page_size, *rest):
+            if layout.num_layers == layers and num_tokens > most:
+                raise sd.KVCacheAllocationError(f"no {num_tokens} positions")
+            original(self, layout, num_tokens, page_size, *rest)
+
+        monkeypatch.setattr(PagePool, "__init__", limited)
+
+    return limit_to
+
+
+def test_sequences_share_a_pool_for_which_there_is_memory(pair, expected, memory_for):
+    engine = sd.Engine(*pair, max_batch_size=4, page_size=4)
+    memory_for(60)
+    outputs = engine.generate(PROMPTS, PARAMS)
+    assert [results(output.raise_for_error()) for output in outputs] == expected
+    assert engine.last_run.num_preemptions > 0
+    assert engine.core.pool.num_tokens <= 60
+
+
+def test_a_request_for_which_no_pool_can_be_allocated_fails_alone(pair, expected, memory_for):
+    engine = sd.Engine(*pair, max_batch_size=4, page_size=4)
+    memory_for(32)  # the third request needs 34
+    outputs = engine.generate(PROMPTS, PARAMS)
+    failed = outputs.pop(2)
+    assert isinstance(failed.error, sd.RequestMemoryError)
+    assert isinstance(failed.error.__cause__, sd.KVCacheAllocationError)
+    assert [results(output.raise_for_error()) for output in outputs] == [*expected[:2], *expected[3:]]
+    assert engine.core.pool.is_vacant
