@@ -19,6 +19,7 @@ from specdec_fast.errors import (
     PromptTooLongError,
     RequestCancelledError,
     RequestError,
+    RequestMemoryError,
     StepError,
 )
 
@@ -32,7 +33,7 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], int, str, str | None], ...] = (
     ((EngineClosedError, RequestCancelledError), 503, "service_unavailable_error", "engine_closed"),
     ((DeadlineExceededError,), 504, "timeout_error", "deadline_exceeded"),
     ((PromptTooLongError,), 400, INVALID, "context_length_exceeded"),
-    ((StepError, InvalidLogitsError, DetokenizationError), 500, "server_error", None),
+    ((StepError, RequestMemoryError, InvalidLogitsError, DetokenizationError), 500, "server_error", None),
     ((RequestError, ConfigError, InvalidParamsError, NotYetSupportedError), 400, INVALID, None),
 )
 
@@ -66,7 +67,7 @@ def problem_of(error: Exception) -> Problem:
     """Return what a client may know of an exception; one that is not the library's own shows nothing of itself."""
     for kinds, status, type_, code in _KINDS:
         if isinstance(error, kinds):
-            if isinstance(error, StepError):  # its message repeats an exception of the model's code
+            if isinstance(error, (StepError, RequestMemoryError)):  # the message repeats one of the model's code
                 return Problem(status, "the step that served this request failed; see the server's log.", type_)
             name = re.match(r"(\w+)=", str(error)) if isinstance(error, InvalidParamsError) else None
             param = name and _NAMES.get(name[1], name[1])
