@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specdec_fast.service import AsyncEngine
 
 _KEY_VARIABLE = "SPECDEC_API_KEY"
+_LARGEST_PORT = 65535
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CHAT_TOKENS = 1024  # of an answer whose request has no limit, unless --max-new-tokens says otherwise
 _FLUSH_SECONDS = 2  # for clients that have not read the end of their answers when all requests have ended
@@ -117,12 +118,14 @@ def _bound(host: str, port: int) -> socket.socket:
         ConfigError: the address is not to be had.
 
     """
+    if not 0 <= port <= _LARGEST_PORT:  # getaddrinfo would take it modulo 65536
+        raise ConfigError(f"cannot listen at --port {port}: expected 0 to {_LARGEST_PORT}.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot listen at --host {host} --port {port}: {error}.") from None
     return listener
 

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from specdec_fast.config import expect_at_least
+from specdec_fast.errors import ConfigError
 from specdec_fast.results import GenerationOutput
 from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
@@ -66,6 +67,8 @@ def create_app(
     """
     expect_at_least("default_max_tokens", default_max_tokens, 1)
     expect_at_least("max_request_bytes", max_request_bytes, 1)
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"timeout={timeout!r}: expected a number of seconds > 0, or None.")
     names = tuple(model_names) or (str(engine.engine.describe()["target"]),)
     api = _Api(engine, names, timeout, default_max_tokens)
 

@@ -1,0 +1,253 @@
+"""The real process and the real ``openai`` client, synchronous and asynchronous; raw sockets; signals under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import specdec_fast as sd
+from specdec_fast.assets import demo_pair
+from specdec_fast.cli import main
+from support.chats import HELLO, chat_tokenizer
+from support.source_tree import ROOT
+
+KEY = "a key"
+PROMPT = "Once upon a time"
+FIELDS = {"model": "demo", "prompt": PROMPT, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The bundled target with a chat template."""
+    path = tmp_path_factory.mktemp("model") / "target"
+    shutil.copytree(demo_pair() / "target", path)
+    chat_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """A process of ``specdec-fast serve``; ``url`` is where it listens."""
+    options = ["--target", str(folder), "--draft", str(demo_pair() / "draft"), "--dtype", "float32", "--port", "0"]
+    options += ["--served-model-name", "demo", "--max-waiting", "200", "--shutdown-timeout", "60", "--batch-size", "4"]
+    options.append("--no-access-log")  # nobody reads the pipes, which must not fill
+    environment = {**os.environ, "SPECDEC_API_KEY": KEY, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "specdec_fast", "serve", *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=ROOT
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline().decode()
+            assert line.startswith("specdec-fast serve: http://127.0.0.1:"), line
+            process.url = line.split()[-1].removesuffix("/v1")  # type: ignore[attr-defined]
+            with httpx.Client() as client:
+                while not is_ready(client, process.url):  # type: ignore[attr-defined]
+                    assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
+
+
+def is_ready(client, url):
+    try:
+        return client.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=100) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """What an engine of this process makes of a prompt, greedily."""
+    engine = sd.Engine(str(folder), None, dtype="float32")
+
+    def generate(prompt, max_new_tokens=16, **params):
+        return engine.generate([prompt], sd.SamplingParams(max_new_tokens=max_new_tokens, **params), progress=False)[0]
+
+    return generate
+
+
+def metric(server, name):
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+    samples = (sample for family in families for sample in family.samples)
+    return next(sample.value for sample in samples if sample.name == f"specdec_fast:{name}")
+
+
+def test_completions_of_the_synchronous_client(client, reference):
+    assert [model.id for model in client.models.list()] == ["demo"]
+    expected = reference(PROMPT, logprobs=True)
+    answer = client.completions.create(**FIELDS, logprobs=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected.text, expected.finish_reason)
+    assert answer.choices[0].logprobs.token_logprobs == expected.logprobs
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+    stream = client.completions.create(**FIELDS, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected.text
+    assert chunks[-1].usage.total_tokens == len(expected.prompt_ids) + len(expected.token_ids)
+
+
+def test_chats_of_the_synchronous_client(client, reference):
+    ids = chat_tokenizer().apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
+    expected = reference(ids, 20)
+    fields = {"model": "demo", "messages": HELLO, "temperature": 0, "max_completion_tokens": 20}
+    answer = client.chat.completions.create(**fields, logprobs=True, extra_body={"return_token_ids": True})
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].token_ids == expected.token_ids
+    assert len(answer.choices[0].logprobs.content) == len(expected.token_ids)
+    chunks = list(client.chat.completions.create(**fields, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
+    assert chunks[-1].choices[0].finish_reason == expected.finish_reason
+
+
+def test_errors_of_the_client(client, server):
+    for error, fields in (
+        (openai.NotFoundError, FIELDS | {"model": "gpt-4"}),
+        (openai.BadRequestError, FIELDS | {"temperature": -1}),
+        (openai.BadRequestError, FIELDS | {"logprobs": 5}),
+        (openai.BadRequestError, FIELDS | {"prompt": "word " * 4000}),
+    ):
+        with pytest.raises(error) as caught:
+            client.completions.create(**fields)
+        assert caught.value.body["message"]
+    other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    with other, pytest.raises(openai.AuthenticationError):
+        other.models.list()
+
+
+def test_the_asynchronous_client(server, reference):
+    prompts = [f"The {i} little dogs" for i in range(12)]
+
+    async def complete(client, prompt, stream):
+        answer = await client.completions.create(**FIELDS | {"prompt": prompt}, stream=stream)
+        if not stream:
+            return answer.choices[0].text
+        return "".join([chunk.choices[0].text async for chunk in answer])
+
+    async def main():
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=100) as client:
+            return await asyncio.gather(*(complete(client, prompt, i % 2 == 0) for i, prompt in enumerate(prompts)))
+
+    assert asyncio.run(main()) == [reference(prompt).text for prompt in prompts]
+
+
+def raw_request(server, body, length=None):
+    """Open a connection and send a request for completions."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=100)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    )
+    length = f"Content-Length: {len(body)}" if length is None else length
+    connection.sendall(f"{head}{length}\r\n\r\n".encode() + body)
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("body", "length", "status"),
+    [
+        (b'{"prompt": "\xff"}', None, b"400"),
+        (b'{"prompt": ', None, b"400"),
+        (b"", "Content-Length: 99999999999", b"413"),
+        (b"5\r\nhello\r\n" + b"400001\r\n" + b"x" * 0x400001 + b"\r\n0\r\n\r\n", "Transfer-Encoding: chunked", b"413"),
+    ],
+    ids=["not UTF-8", "not JSON", "declared too long", "too long in chunks"],
+)
+def test_bytes_that_no_client_should_send(server, body, length, status):
+    try:
+        connection = raw_request(server, body, length)
+    except ConnectionError:
+        pytest.skip("the server answered and closed before all was sent")
+    with connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_connection_that_is_cut_cancels_its_request(server):
+    body = FIELDS | {"max_tokens": 450, "ignore_eos": True, "stream": True, "n": 100}
+    with raw_request(server, json.dumps(body).encode()) as connection:
+        assert connection.recv(10) == b"HTTP/1.1 2"
+        assert metric(server, "num_requests_running") + metric(server, "num_requests_waiting") > 0
+    while metric(server, "num_requests_running") + metric(server, "num_requests_waiting"):
+        pass
+    assert metric(server, "kv_cache_usage_perc") < 1
+
+
+def test_a_client_that_does_not_read_delays_nobody(server, client, reference):
+    body = FIELDS | {"max_tokens": 450, "ignore_eos": True, "stream": True, "logprobs": 0, "n": 8}
+    with raw_request(server, json.dumps(body).encode()) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        assert client.completions.create(**FIELDS).choices[0].text == reference(PROMPT).text
+        received = b""
+        while not received.endswith(b"0\r\n\r\n"):
+            received += connection.recv(1 << 16)
+    events = [line[6:] for line in received.decode().split("\n") if line.startswith("data: {")]
+    tokens = [len(c["logprobs"]["tokens"]) for e in events for c in json.loads(e)["choices"] if c["index"] == 3]
+    assert sum(tokens) == 450
+
+
+def test_sigterm_under_load_finishes_the_requests(server, reference):
+    """The last test of this file, because the process is gone after it."""
+    fields = FIELDS | {"max_tokens": 300, "ignore_eos": True}
+    expected = reference(PROMPT, 300, ignore_eos=True).text
+
+    def complete(stream):
+        with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=100) as client:
+            response = client.post(f"{server.url}/v1/completions", json=fields | {"stream": stream})
+        if not stream:
+            return response.json()["choices"][0]["text"]
+        events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")]
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    with ThreadPoolExecutor(20) as threads:
+        answers = [threads.submit(complete, i % 2 == 0) for i in range(20)]
+        while metric(server, "num_requests_running") + metric(server, "num_requests_waiting") < 20:
+            assert not any(answer.done() for answer in answers), "all of them are to be under way"
+        server.send_signal(signal.SIGTERM)
+        assert [answer.result() for answer in answers] == [expected] * 20
+    assert server.wait(100) == 0
+    assert b"Traceback" not in server.stdout.read() + server.stderr.read()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
+def test_wrong_arguments_end_with_status_2(folder, capsys):
+    options = ["serve", "--target", str(folder), "--draft", "none"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main([*options, "--port", port]) == 2
+    assert f"cannot listen at --host 127.0.0.1 --port {port}" in capsys.readouterr().err
+    for more, message in (
+        (["--port", "99999"], "cannot listen"),
+        (["--port", "0", "--shutdown-timeout", "-1"], "--shutdown-timeout"),
+        (["--port", "0", "--max-waiting", "-1"], "max_waiting"),
+        (["--port", "0", "--max-request-bytes", "0"], "max_request_bytes"),
+        (["--port", "0", "--timeout", "0"], "timeout"),
+    ):
+        assert main([*options, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_without_the_extra_the_command_says_so(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "specdec_fast.server.app", None)
+    assert main(["serve", "--target", str(folder), "--draft", "none", "--port", "0"]) == 2
+    assert "pip install '.[serve]'" in capsys.readouterr().err
