@@ -1,4 +1,4 @@
-"""The command line: ``specdec-fast demo | chat | generate | serve | verify | doctor``."""
+"""The command line: ``specdec-fast demo | chat | generate | batch | serve | verify | doctor``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _COMMANDS = {
     "demo": "Decode bundled prompts with the bundled pair, and prove every token against plain decoding.",
     "chat": "Talk with a model in the terminal: its answers appear as they are decoded.",
     "generate": "Decode the prompts of a JSON-lines file into another one.",
+    "batch": "Answer a batch file of OpenAI's API: chat completions and completions, one request per line.",
     "serve": "Serve OpenAI's API over HTTP: completions, chat, streams and metrics.",
     "verify": "Report whether every token equals plain decoding, on your own models.",
     "doctor": "Show versions, devices, and which backend can run which op here.",

@@ -15,12 +15,10 @@ from specdec_fast.commands.request_options import (
     chat_options,
     sampling_params,
 )
-from specdec_fast.commands.result_files import ResultFile, add_result_options, expect_output
+from specdec_fast.commands.result_files import ResultFile, add_result_options, expect_output, report_interrupt
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.progress import Progress
 from specdec_fast.results import GenerationOutput
-
-INTERRUPTED = 130  # the exit status of a command that Ctrl-C has ended, as in a shell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
                 write(good[output.index], _record(output))
                 bar.update(len(output.token_ids), True)
     except KeyboardInterrupt:
-        counts = f"{len(results.done)} of {len(lines)} results are in {args.output}"
-        print(f"specdec-fast generate: interrupted; {counts}, and --resume adds the others.", file=sys.stderr)
-        return INTERRUPTED
+        return report_interrupt("generate", args.output, len(results.done), len(lines))
     return 1 if num_bad else 0
 
 

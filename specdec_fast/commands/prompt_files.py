@@ -47,7 +47,7 @@ def read_lines(path: Path) -> list[bytes]:
     """
     lines = path.read_bytes().removeprefix(_BYTE_ORDER_MARK).rstrip().split(b"\n")
     if lines == [b""]:
-        raise ConfigError(f"{path.name} has no prompts; expected one JSON object per line.")
+        raise ConfigError(f"{path.name} has no lines; expected one JSON object per line.")
     return lines
 
 

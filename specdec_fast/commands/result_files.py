@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,13 @@ def expect_output(args: argparse.Namespace, source: Path) -> None:
             f"--output {output} has content; pass --resume to keep its results and add the others, or --overwrite."
         )
     expect_writable(output)
+
+
+def report_interrupt(command: str, output: Path, num_done: int, num_lines: int) -> int:
+    """Say what an interrupted command has left; return its exit status, as a shell has it."""
+    counts = f"{num_done} of {num_lines} results are in {output}"
+    print(f"specdec-fast {command}: interrupted; {counts}, and --resume adds the others.", file=sys.stderr)
+    return 130
 
 
 class ResultFile:

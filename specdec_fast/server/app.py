@@ -31,7 +31,7 @@ from specdec_fast.server.http import (
     unless_disconnected,
 )
 from specdec_fast.server.metrics import CONTENT_TYPE, Metrics
-from specdec_fast.server.problems import INVALID, Problem, problem_of, validation_problem
+from specdec_fast.server.problems import Problem, problem_of, unknown_model, validation_problem
 from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
 from specdec_fast.service import AsyncEngine, AsyncStream
 
@@ -217,8 +217,7 @@ class _Api:
         return card | {"root": self._names[0], "max_model_len": self._engine.engine.target.max_positions}
 
     def _unknown(self, name: str) -> Response:
-        message = f"the model {name!r} does not exist; expected one of {', '.join(map(repr, self._names))}."
-        return problem_response(Problem(404, message, INVALID, "model", "model_not_found"))
+        return problem_response(unknown_model(name, self._names))
 
 
 def _logged_problem(error: Exception) -> Problem:

@@ -75,6 +75,12 @@ def problem_of(error: Exception) -> Problem:
     return Problem(500, "the server failed; see its log.", "server_error")
 
 
+def unknown_model(name: str, known: Sequence[str]) -> Problem:
+    """Return the problem of a request for another model."""
+    message = f"the model {name!r} does not exist; expected one of {', '.join(map(repr, known))}."
+    return Problem(404, message, INVALID, "model", "model_not_found")
+
+
 def validation_problem(errors: Sequence[Mapping[str, Any]]) -> Problem:
     """Return the problem of a body that pydantic refused.
 

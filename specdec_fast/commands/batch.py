@@ -1,0 +1,245 @@
+"""Answer a batch file of OpenAI's API: chat completions and completions, one request per line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from specdec_fast.commands.common import add_engine_options, add_pair_options, engine_config
+from specdec_fast.commands.prompt_files import BadLineError, parse_json, read_lines
+from specdec_fast.commands.request_options import add_chat_options, chat_options
+from specdec_fast.commands.result_files import ResultFile, add_result_options, expect_output, report_interrupt
+from specdec_fast.engine.engine import Engine
+from specdec_fast.engine.progress import Progress
+from specdec_fast.errors import SpecDecError
+from specdec_fast.results import GenerationOutput
+from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
+from specdec_fast.server.problems import Problem, problem_of, unknown_model, validation_problem
+from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
+
+_CHAT_TOKENS = 1024  # of an answer whose request has no limit, as in `serve`
+_OK = 200
+
+
+class _Endpoint(NamedTuple):
+    body: type[RequestBody]
+    answer: type[Answer]
+    prefix: str  # of an answer's id
+
+
+_URLS = {
+    "/v1/chat/completions": _Endpoint(ChatBody, ChatAnswer, "chatcmpl"),
+    "/v1/completions": _Endpoint(CompletionBody, CompletionAnswer, "cmpl"),
+}
+
+
+@dataclass
+class BatchLine:
+    """One line of a batch file.
+
+    Attributes:
+        number: of the line, from 1.
+        custom_id: None if the line has none.
+        endpoint: what its URL says.
+        body: of the request, checked; None if there is a problem.
+        problem: why the request is not answered.
+        code: of a line that is no request at all.
+
+    """
+
+    number: int
+    custom_id: str | None = None
+    endpoint: _Endpoint | None = None
+    body: RequestBody | None = None
+    problem: Problem | None = None
+    code: str | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_pair_options(parser)
+    parser.add_argument("--input", required=True, type=Path, metavar="FILE.jsonl", help="one request per line")
+    add_result_options(parser)
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that requests may give for the model (default: --target)",
+    )
+    add_chat_options(parser)
+    add_engine_options(parser)
+    parser.set_defaults(max_new_tokens=_CHAT_TOKENS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer every request; report every line that has no answer. Exit status 1 if there is one."""
+    lines = read_batch(args.input, args.served_model_name or [args.target])
+    options, config = chat_options(args), engine_config(args, args.dtype)
+    SamplingParams(max_new_tokens=args.max_new_tokens)
+    expect_output(args, args.input)
+    numbers = {line.custom_id: line.number for line in reversed(lines) if line.custom_id is not None}
+    results = ResultFile(args.output, args.resume, lambda record: _number_of(record, numbers))
+    rest = [line for line in lines if line.number not in results.done]
+    good = [line for line in rest if line.problem is None]
+    engine = Engine(args.target, args.draft, config) if good else None
+    num_failed = 0
+    try:
+        with results, Progress(len(good), None) as bar:
+            for line, outputs in _served(engine, rest, args.max_new_tokens, options):
+                record, failure = _record(line, outputs, engine.tokenizer if engine else None)
+                if failure is not None:
+                    num_failed += 1
+                    print(f"{args.input.name}, line {line.number}: {failure}", file=sys.stderr)
+                results.add(line.number, record)
+                if outputs:
+                    bar.update(sum(len(output.token_ids) for output in outputs), True)
+    except KeyboardInterrupt:
+        return report_interrupt("batch", args.output, len(results.done), len(lines))
+    return 1 if num_failed else 0
+
+
+def read_batch(path: Path, model_names: list[str]) -> list[BatchLine]:
+    """Read and check the lines of a batch file.
+
+    Args:
+        path: of the file.
+        model_names: that requests may give for the model.
+
+    Raises:
+        ConfigError: the file is empty.
+
+    """
+    lines, seen = [], set()
+    for number, text in enumerate(read_lines(path), start=1):
+        line = _parse_line(number, text, model_names)
+        if line.custom_id in seen:
+            message = f"custom_id {line.custom_id!r} is that of an earlier line"
+            line = BatchLine(number, line.custom_id, problem=Problem(400, message), code="duplicate_custom_id")
+        if line.custom_id is not None:
+            seen.add(line.custom_id)
+        lines.append(line)
+    return lines
+
+
+def _parse_line(number: int, text: bytes, model_names: list[str]) -> BatchLine:
+    try:
+        record = parse_json(text)
+    except BadLineError as error:
+        return BatchLine(number, problem=Problem(400, str(error)), code="invalid_json_line")
+    fields = record if isinstance(record, dict) else {}
+    custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
+    line = BatchLine(number, custom_id if isinstance(custom_id, str) and custom_id else None)
+    wrong = [
+        message
+        for is_right, message in (
+            (isinstance(record, dict), "expected an object"),
+            (line.custom_id is not None, f"custom_id is {custom_id!r:.80}; expected a string"),
+            (fields.get("method") == "POST", f"method is {fields.get('method')!r:.80}; expected 'POST'"),
+            (isinstance(url, str) and url in _URLS, f"url is {url!r:.80}; expected one of {', '.join(_URLS)}"),
+            (isinstance(body, dict), f"body is a {type(body).__name__}; expected an object"),
+        )
+        if not is_right
+    ]
+    if wrong:
+        line.problem, line.code = Problem(400, f"{wrong[0]}."), "invalid_request"
+        return line
+    line.endpoint = _URLS[fields["url"]]
+    try:
+        line.body = line.endpoint.body.model_validate(body)
+    except ValidationError as error:
+        line.problem = validation_problem(error.errors())
+        return line
+    if line.body.model is None:
+        line.body.model = model_names[0]
+    if line.body.model not in model_names:
+        line.problem = unknown_model(line.body.model, model_names)
+    elif line.body.stream:
+        line.problem = Problem(400, "stream: a batch has whole answers only; leave it out.", param="stream")
+    return line
+
+
+def _served(
+    engine: Engine | None, lines: list[BatchLine], default_max_tokens: int, options: dict[str, Any]
+) -> Iterator[tuple[BatchLine, list[GenerationOutput]]]:
+    """Yield every line as soon as it can be answered: without outputs if it has a problem, else with one per choice."""
+    choices: list[tuple[list[int], SamplingParams]] = []
+    owners: list[BatchLine] = []
+    missing: dict[int, int] = {}  # by number of the line
+    for line in lines:
+        own = _choices(engine, line, default_max_tokens, options)
+        if line.problem is not None:
+            yield line, []
+        choices += own
+        owners += [line] * len(own)
+        missing[line.number] = len(own)
+    outputs: dict[int, list[GenerationOutput]] = defaultdict(list)
+    prompts, params = [prompt for prompt, _ in choices], [each for _, each in choices]
+    for output in engine.as_completed(prompts, params) if engine else ():
+        line = owners[output.index]
+        outputs[line.number].append(output)
+        missing[line.number] -= 1
+        if not missing[line.number]:
+            yield line, sorted(outputs.pop(line.number), key=attrgetter("index"))
+
+
+def _choices(
+    engine: Engine | None, line: BatchLine, default_max_tokens: int, options: dict[str, Any]
+) -> list[tuple[list[int], SamplingParams]]:
+    """Return the ids and parameters of every choice of a request; set its problem if it has none."""
+    if engine is None or line.body is None or line.problem is not None:
+        return []
+    own = line.body.prompt_options()
+    variables = {**options.get("chat_template_kwargs", {}), **own.get("chat_template_kwargs", {})}
+    try:
+        merged = {**options, **own, "chat_template_kwargs": variables}
+        ids = [engine.encode(prompt, **merged) for prompt in line.body.prompts]
+        requests, num_each = line.body.requests(default_max_tokens), line.body.n or 1
+        return [(ids[i // num_each], choice) for i, (_, choice) in enumerate(requests)]
+    except SpecDecError as error:
+        line.problem = problem_of(error)
+        return []
+
+
+def _record(
+    line: BatchLine, outputs: list[GenerationOutput], tokenizer: Any | None
+) -> tuple[dict[str, Any], str | None]:
+    """Return the result of a line in the shape of OpenAI's API, and what has failed."""
+    record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": None}
+    failure = None if line.problem is None else line.problem.message
+    if line.code is not None and line.problem is not None:
+        error = {"code": line.code, "message": line.problem.message, "param": None, "line": line.number}
+        return record | {"error": error}, failure
+    request_id, status, body = uuid.uuid4().hex, _OK, {}
+    if line.problem is None and line.endpoint is not None and line.body is not None:
+        name = f"{line.endpoint.prefix}-{request_id}"
+        try:
+            body = line.endpoint.answer(line.body, name, line.body.model or "", tokenizer).whole(outputs)
+        except SpecDecError as error:
+            failure, line.problem = str(error), problem_of(error)
+    if line.problem is not None:
+        status, body = line.problem.status, line.problem.body()
+    return record | {"response": {"status_code": status, "request_id": request_id, "body": body}}, failure
+
+
+def _number_of(record: Any, numbers: dict[str, int]) -> int | None:
+    """Return the line of an answered request; None if it is to be tried again."""
+    if not isinstance(record, dict) or not {"custom_id", "response", "error"} <= record.keys():
+        raise BadLineError("not a result of a batch")
+    custom_id, response = record["custom_id"], record["response"]
+    if custom_id is None:  # of a line that is no request
+        return None
+    if not isinstance(custom_id, str) or custom_id not in numbers:
+        raise BadLineError(f"no line of the input has the custom_id {custom_id!r:.80}")
+    is_answered = isinstance(response, dict) and response.get("status_code") == _OK
+    return numbers[custom_id] if is_answered else None
