@@ -4,55 +4,36 @@ Throughput: clients stream all prompts, each client its next one when the last h
 ``generate`` on the same engine. Waiting: seconds to a request's first token, seconds per token after it, and how long
 the event loop did not run. Faults: for some seconds, clients abandon and cancel a part of their streams; no token may
 be wrong, no page lost, and no request without an end. No speed is reported if a token is wrong.
+
+With ``--http`` the same prompts are also streamed from the HTTP server, which runs in the event loop of this process,
+to clients in a process of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from itertools import count
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-import numpy as np
+import uvicorn
 
 from bench.common import report
+from bench.common.load import LOOK_SECONDS, Load, milliseconds, watched_loop
 from bench.common.workload import Workload, add_workload_options, check_workload, load
 from specdec_fast import AsyncEngine, Engine, SamplingParams
 from specdec_fast.commands.common import format_table
+from specdec_fast.server.app import create_app
 
-_LOOK_SECONDS = 0.001  # between two looks at whether the event loop runs
 _IDLE_SECONDS = 5.0  # for which the event loop is watched while nothing is served
 _ABANDONED, _CANCELLED = 5, 7  # every so many-th request of the part with cancellations
-
-
-@dataclass
-class Load:
-    """What clients saw.
-
-    Attributes:
-        first: seconds from a request to its first chunk.
-        each: seconds per token after it, of each later chunk.
-        pauses: seconds by which the event loop was late, at every look.
-        num_tokens: tokens received.
-        num_wrong: requests with a token that differs from the reference's.
-        num_ended: requests that came to their end, or were cancelled.
-        seconds: from the first request to the last end.
-
-    """
-
-    first: list[float] = field(default_factory=list)
-    each: list[float] = field(default_factory=list)
-    pauses: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    num_wrong: int = 0
-    num_ended: int = 0
-    seconds: float = 0.0
 
 
 class Clients:
@@ -72,7 +53,7 @@ class Clients:
                 if perf_counter() >= stop_at:
                     return
 
-        async with _watched_loop(load.pauses):
+        async with watched_loop(load.pauses):
             started = perf_counter()
             await asyncio.gather(*(client() for _ in range(self._num_clients)))
             load.seconds = perf_counter() - started
@@ -102,69 +83,113 @@ class Clients:
         load.num_ended += 1
 
 
-@asynccontextmanager
-async def _watched_loop(pauses: list[float]) -> AsyncIterator[None]:
-    """Note by how much the event loop is late, again and again."""
+class HTTPClients:
+    """Clients of an HTTP server for an engine, in a process of their own; for an ``async with`` block."""
 
-    async def watch() -> None:
-        while True:
-            started = perf_counter()
-            await asyncio.sleep(_LOOK_SECONDS)
-            pauses.append(max(0.0, perf_counter() - started - _LOOK_SECONDS))
+    def __init__(self, engine: AsyncEngine, workload: Workload, expected: list[list[int]], num_clients: int) -> None:
+        self._expected = expected
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=num_clients)
+        config = uvicorn.Config(create_app(engine), log_level="warning", access_log=False)
+        self._server = uvicorn.Server(config)
+        settings = {"port": self._socket.getsockname()[1], "num_clients": num_clients}
+        settings |= {"prompts": workload.prompts, "max_new_tokens": workload.max_new_tokens}
+        self._settings = json.dumps(settings).encode()
 
-    task = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        task.cancel()
+    async def __aenter__(self) -> HTTPClients:
+        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        while not self._server.started:
+            await asyncio.sleep(LOOK_SECONDS)
+        return self
 
+    async def __aexit__(self, *exception: object) -> None:
+        self._server.should_exit = True
+        await self._task
 
-def _milliseconds(values: list[float]) -> dict[str, float]:
-    """Return percentiles and the largest of some seconds."""
-    found = 1e3 * np.percentile(values or [0.0], (50, 99, 99.9, 100))
-    return dict(zip(("p50", "p99", "p99.9", "largest"), found.tolist(), strict=True))
+    async def run(self) -> Load:
+        """Stream every prompt once."""
+        load = Load()
+        command = [sys.executable, "-m", "bench.common.http_clients"]
+        pipe = asyncio.subprocess.PIPE
+        async with watched_loop(load.pauses):
+            process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+            printed, _ = await process.communicate(self._settings)
+        if process.returncode:
+            sys.exit("the clients failed; see above.")
+        found = json.loads(printed)
+        load.first, load.each, load.seconds = found["first"], found["each"], found["seconds"]
+        load.num_tokens = sum(map(len, found["tokens"]))
+        load.num_wrong = sum(tokens != own for tokens, own in zip(found["tokens"], self._expected, strict=True))
+        return load
 
 
 async def compare(engine: AsyncEngine, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """Run both in turns, then the part with cancellations."""
+    """Run all in turns, then the part with cancellations."""
     plain = Engine(workload.target, None, max_batch_size=1)
     params = SamplingParams(max_new_tokens=workload.max_new_tokens)
     expected = [output.token_ids for output in plain.generate(workload.prompts, params, progress=False)]
     clients = Clients(engine, workload, expected, args.streams)
     idle: list[float] = []
-    async with _watched_loop(idle):
+    async with watched_loop(idle):
         await asyncio.sleep(_IDLE_SECONDS)
-    generate, loads = [], []
-    for turn in range(args.repeats + 1):  # the first is not measured
-        started = perf_counter()
-        outputs = await asyncio.to_thread(engine.engine.generate, workload.prompts, params, progress=False)
-        seconds = perf_counter() - started
-        wrong = sum(output.token_ids != tokens for output, tokens in zip(outputs, expected, strict=True))
-        load = await clients.run(iter(range(len(workload.prompts))))
-        if wrong or load.num_wrong:
-            sys.exit(f"{wrong} outputs and {load.num_wrong} streams differ from plain decoding; no speed is reported.")
-        if turn:
-            generate.append(sum(map(len, expected)) / seconds)
-            loads.append(load)
+    async with AsyncExitStack() as stack:
+        http = None
+        if args.http:
+            http = await stack.enter_async_context(HTTPClients(engine, workload, expected, args.streams))
+        generate, loads, http_loads = await _measure(engine, workload, expected, clients, http, args.repeats)
     faults = await clients.run(count(), perf_counter() + args.seconds, cancels=True)
     await engine.close(finish_within=60.0)
     pools = [engine.engine.core.pool, getattr(engine.engine.drafter, "pool", None)]
-    first, each, pauses = ([v for load in loads for v in getattr(load, name)] for name in ("first", "each", "pauses"))
     return {
         "generate_tokens_per_second": median(generate),
-        "stream_tokens_per_second": median(load.num_tokens / load.seconds for load in loads),
-        "ratio": median(load.num_tokens / load.seconds / g for load, g in zip(loads, generate, strict=True)),
-        "first_token_ms": _milliseconds(first),
-        "per_token_ms": _milliseconds(each),
-        "loop_pause_ms": _milliseconds(pauses),
-        "idle_loop_pause_ms": _milliseconds(idle),
+        **_described(loads, generate),
+        "idle_loop_pause_ms": milliseconds(idle),
+        **({"http": _described(http_loads, generate)} if http else {}),
         "with_cancellations": {
             "seconds": faults.seconds,
             "num_requests": faults.num_ended,
             "num_wrong": faults.num_wrong,
-            "loop_pause_ms": _milliseconds(faults.pauses),
+            "loop_pause_ms": milliseconds(faults.pauses),
             "all_pages_free": all(pool is None or pool.is_vacant for pool in pools),
         },
+    }
+
+
+async def _measure(
+    engine: AsyncEngine,
+    workload: Workload,
+    expected: list[list[int]],
+    clients: Clients,
+    http: HTTPClients | None,
+    repeats: int,
+) -> tuple[list[float], list[Load], list[Load]]:
+    """Return the speeds of ``generate``, and what streams and streams over HTTP saw, of every turn but the first."""
+    generate, loads, http_loads = [], [], []
+    params = SamplingParams(max_new_tokens=workload.max_new_tokens)
+    for turn in range(repeats + 1):  # the first is not measured
+        started = perf_counter()
+        outputs = await asyncio.to_thread(engine.engine.generate, workload.prompts, params, progress=False)
+        seconds = perf_counter() - started
+        wrong = sum(output.token_ids != tokens for output, tokens in zip(outputs, expected, strict=True))
+        found = [await clients.run(iter(range(len(workload.prompts)))), *([await http.run()] if http else [])]
+        num_wrong = sum(load.num_wrong for load in found)
+        if wrong or num_wrong:
+            sys.exit(f"{wrong} outputs and {num_wrong} streams differ from plain decoding; no speed is reported.")
+        if turn:
+            generate.append(sum(map(len, expected)) / seconds)
+            loads.append(found[0])
+            http_loads += found[1:]
+    return generate, loads, http_loads
+
+
+def _described(loads: list[Load], generate: list[float]) -> dict[str, Any]:
+    """Return the speed of streams, and how long they waited."""
+    first, each, pauses = ([v for load in loads for v in getattr(load, name)] for name in ("first", "each", "pauses"))
+    return {
+        "stream_tokens_per_second": median(load.num_tokens / load.seconds for load in loads),
+        "ratio": median(load.num_tokens / load.seconds / g for load, g in zip(loads, generate, strict=True)),
+        "first_token_ms": milliseconds(first),
+        "per_token_ms": milliseconds(each),
+        "loop_pause_ms": milliseconds(pauses),
     }
 
 
@@ -173,22 +198,30 @@ def print_table(found: dict[str, Any]) -> None:
     faults = found["with_cancellations"]
     lines = [
         ("tokens/s, Engine.generate", f"{found['generate_tokens_per_second']:.0f}"),
-        ("tokens/s, streams", f"{found['stream_tokens_per_second']:.0f} ({found['ratio']:.2f}x)"),
+        *_lines("streams", found),
+        *(_lines("streams over HTTP", found["http"]) if "http" in found else []),
         *(
-            (f"{label}, {name}", f"{value:.2f} ms")
-            for key, label in (
-                ("first_token_ms", "first token"),
-                ("per_token_ms", "each later token"),
-                ("loop_pause_ms", "event loop late"),
-                ("idle_loop_pause_ms", "the same, nothing served"),
-            )
-            for name, value in found[key].items()
+            (f"event loop late, nothing served, {name}", f"{v:.2f} ms")
+            for name, v in found["idle_loop_pause_ms"].items()
         ),
         ("requests with cancellations", f"{faults['num_requests']} in {faults['seconds']:.0f} s"),
         ("of them with a wrong token", faults["num_wrong"]),
         ("all pages free at the end", "yes" if faults["all_pages_free"] else "NO"),
     ]
     print(format_table(("measured", "value"), lines))
+
+
+def _lines(label: str, found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of one kind of streams."""
+    kinds = {"first_token_ms": "first token", "per_token_ms": "each later token", "loop_pause_ms": "event loop late"}
+    return [
+        (f"tokens/s, {label}", f"{found['stream_tokens_per_second']:.0f} ({found['ratio']:.2f}x)"),
+        *(
+            (f"{label}: {kind}, {name}", f"{value:.2f} ms")
+            for key, kind in kinds.items()
+            for name, value in found[key].items()
+        ),
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -199,6 +232,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences per step (default: 32)")
     parser.add_argument("--num-draft-tokens", type=report.draft_tokens, default=[5], metavar="K", help="default: 5")
     parser.add_argument("--seconds", type=float, default=20.0, help="with cancellations (default: %(default)s)")
+    parser.add_argument("--http", action="store_true", help="also stream over HTTP")
     report.add_report_options(parser)
     args = parser.parse_args(argv)
     check_workload(parser, args)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from bench.common import report
 from bench.common.pairs import DEMO, PAIRS, random_pair, random_prompts
 from specdec_fast.assets import demo_pair
-from specdec_fast.commands.common import PromptLine, read_prompts
+from specdec_fast.commands.prompt_files import PromptLine, read_prompts
 from specdec_fast.models.loading import load_model
 from specdec_fast.request.detokenizer import load_tokenizer
 

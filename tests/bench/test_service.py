@@ -15,10 +15,11 @@ SMALL = ["--pair", "smoke", "--num-prompts", "6", "--max-new-tokens", "10", "--p
 
 def test_service_end_to_end(tmp_path, capsys):
     file = tmp_path / "service.json"
-    service.main([*SMALL, "--json", str(file)])
+    service.main([*SMALL, "--json", str(file), "--http"])
     found = json.loads(file.read_text())
-    assert found["ratio"] > 0
-    assert 0 < found["first_token_ms"]["p50"] <= found["first_token_ms"]["p99"]
+    for streams in (found, found["http"]):
+        assert streams["ratio"] > 0
+        assert 0 < streams["first_token_ms"]["p50"] <= streams["first_token_ms"]["p99"]
     assert found["with_cancellations"]["num_wrong"] == 0
     assert found["with_cancellations"]["num_requests"] >= 3
     assert found["with_cancellations"]["all_pages_free"]
