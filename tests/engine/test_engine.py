@@ -138,7 +138,7 @@ class TestOneBadRequest:
             ("", sd.InvalidPromptError, "empty string"),
             ([5, 1024], sd.InvalidPromptError, "token id 1024 is outside .* 0 to 1023"),
             ([5, -1], sd.InvalidPromptError, "token id -1"),
-            ([5, "a"], sd.InvalidPromptError, "neither a string nor a flat list"),
+            ([5, "a"], sd.InvalidPromptError, "neither a string, nor a flat list of token ids"),
             ([7] * 513, sd.PromptTooLongError, "513 tokens.*512 positions.*at most 512"),
         ],
         ids=["no ids", "empty string", "id too large", "negative id", "not an id", "too long"],
