@@ -60,9 +60,8 @@ def test_auto_reaches_the_best_fixed_k(regime, batch_size):
     Each figure is the mean of three runs. Steps are timed with noise, and one of a hundred takes five times as long.
     """
     for acceptance in ACCEPTANCES:
-        run = world(
-            regime, acceptance, batch_size, num_sequences=max(12, 2 * batch_size) * (1 + 3 * (regime == "short steps"))
-        )
+        least = 48 if regime == "short steps" else 12
+        run = world(regime, acceptance, batch_size, num_sequences=max(least, 2 * batch_size))
         runs = [replace(run, seed=seed) for seed in range(3)]
         cold = speed(runs, lambda run: run.prepared(AdaptiveLength()))
         assert cold >= 0.97 * plain(runs), f"cold, acceptance {acceptance}"
