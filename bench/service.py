@@ -86,10 +86,18 @@ class Clients:
 class HTTPClients:
     """Clients of an HTTP server for an engine, in a process of their own; for an ``async with`` block."""
 
-    def __init__(self, engine: AsyncEngine, workload: Workload, expected: list[list[int]], num_clients: int) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        workload: Workload,
+        expected: list[list[int]],
+        num_clients: int,
+        stream_interval: int,
+    ) -> None:
         self._expected = expected
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=num_clients)
-        config = uvicorn.Config(create_app(engine), log_level="warning", access_log=False)
+        app = create_app(engine, stream_interval=stream_interval)
+        config = uvicorn.Config(app, log_level="warning", access_log=False)
         self._server = uvicorn.Server(config)
         settings = {"port": self._socket.getsockname()[1], "num_clients": num_clients}
         settings |= {"prompts": workload.prompts, "max_new_tokens": workload.max_new_tokens}
@@ -134,7 +142,9 @@ async def compare(engine: AsyncEngine, workload: Workload, args: argparse.Namesp
     async with AsyncExitStack() as stack:
         http = None
         if args.http:
-            http = await stack.enter_async_context(HTTPClients(engine, workload, expected, args.streams))
+            http = await stack.enter_async_context(
+                HTTPClients(engine, workload, expected, args.streams, args.stream_interval)
+            )
         generate, loads, http_loads = await _measure(engine, workload, expected, clients, http, args.repeats)
     faults = await clients.run(count(), perf_counter() + args.seconds, cancels=True)
     await engine.close(finish_within=60.0)
@@ -233,6 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--num-draft-tokens", type=report.draft_tokens, default=[5], metavar="K", help="default: 5")
     parser.add_argument("--seconds", type=float, default=20.0, help="with cancellations (default: %(default)s)")
     parser.add_argument("--http", action="store_true", help="also stream over HTTP")
+    parser.add_argument("--stream-interval", type=int, default=1, metavar="N", help="tokens per event over HTTP")
     report.add_report_options(parser)
     args = parser.parse_args(argv)
     check_workload(parser, args)
@@ -247,7 +258,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     found = asyncio.run(compare(engine, workload, args))
     print_table(found)
-    settings = {name: getattr(args, name) for name in ("streams", "batch_size", "num_draft_tokens", "repeats", "dtype")}
+    settings = {
+        name: getattr(args, name)
+        for name in ("streams", "batch_size", "num_draft_tokens", "repeats", "dtype", "stream_interval")
+    }
     description = {"machine": report.machine(engine.engine.target.layout.device), "pair": workload.name}
     report.write_json({"benchmark": "service", **description, "settings": settings, **found}, args.json)
     if found["with_cancellations"]["num_wrong"] or not found["with_cancellations"]["all_pages_free"]:

@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for which requests may go on after SIGTERM or SIGINT (default: 30)",
     )
+    http.add_argument(
+        "--stream-interval", type=int, default=1, metavar="N", help="tokens of a stream's event at least (default: 1)"
+    )
     http.add_argument("--no-access-log", action="store_true", help="do not print a line for every request")
     limits = parser.add_argument_group("limits")
     limits.add_argument(
@@ -90,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
             api_key=args.api_key or os.environ.get(_KEY_VARIABLE) or None,
             timeout=args.timeout,
             default_max_tokens=args.max_new_tokens,
+            stream_interval=args.stream_interval,
             max_request_bytes=args.max_request_bytes,
         )
         asyncio.run(_serve(app, engine, listener, args))

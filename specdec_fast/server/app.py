@@ -25,6 +25,7 @@ from specdec_fast.server.http import (
     EVENT_STREAM,
     STREAM_HEADERS,
     events,
+    in_pieces,
     json_response,
     merged,
     problem_response,
@@ -47,6 +48,7 @@ def create_app(
     api_key: str | None = None,
     timeout: float | None = None,
     default_max_tokens: int = 1024,
+    stream_interval: int = 1,
     max_request_bytes: int = 4 << 20,
 ) -> FastAPI:
     """Return an application that serves an engine; it can run by itself or be mounted in another one.
@@ -59,6 +61,8 @@ def create_app(
         api_key: the key that requests must have, except for ``/health`` and ``/metrics``; None: no key.
         timeout: seconds after which a request ends with status 504; None: no limit.
         default_max_tokens: tokens of a chat answer whose request has no limit.
+        stream_interval: tokens of a stream's event at least, but for the first and the last one; more tokens cost the
+            server fewer events, and clients see a text later.
         max_request_bytes: limit of a request's body.
 
     Raises:
@@ -67,10 +71,11 @@ def create_app(
     """
     expect_at_least("default_max_tokens", default_max_tokens, 1)
     expect_at_least("max_request_bytes", max_request_bytes, 1)
+    expect_at_least("stream_interval", stream_interval, 1)
     if timeout is not None and not timeout > 0:
         raise ConfigError(f"timeout={timeout!r}: expected a number of seconds > 0, or None.")
     names = tuple(model_names) or (str(engine.engine.describe()["target"]),)
-    api = _Api(engine, names, timeout, default_max_tokens)
+    api = _Api(engine, names, timeout, default_max_tokens, stream_interval)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -110,10 +115,15 @@ class _Api:
     """The routes of one application."""
 
     def __init__(
-        self, engine: AsyncEngine, names: tuple[str, ...], timeout: float | None, default_max_tokens: int
+        self,
+        engine: AsyncEngine,
+        names: tuple[str, ...],
+        timeout: float | None,
+        default_max_tokens: int,
+        stream_interval: int,
     ) -> None:
         self._engine, self._names, self._timeout = engine, names, timeout
-        self._default_max_tokens = default_max_tokens
+        self._default_max_tokens, self._stream_interval = default_max_tokens, stream_interval
         self._created = int(time.time())
         self._warm_up: asyncio.Task[None] | None = None
         self.metrics = Metrics(engine, names[0])
@@ -202,6 +212,8 @@ class _Api:
             for each in requests:
                 streams.append(self._engine.stream(*each, **options))
             chunks = merged(streams)
+            if self._stream_interval > 1:
+                chunks = in_pieces(chunks, self._stream_interval)
             first = await unless_disconnected(request, chunks.__anext__())
             if first[1].error is not None:
                 raise first[1].error

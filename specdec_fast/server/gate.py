@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hmac
+import random
 import re
-import uuid
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
@@ -37,6 +37,8 @@ class Gate:
         self._app, self._on_response = app, on_response
         self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
         self._max_bytes = max_request_bytes
+        # Ids are no secrets. ``os.urandom`` would give up the interpreter's lock, and a busy engine returns it late.
+        self._random = random.Random()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it."""
@@ -45,7 +47,7 @@ class Gate:
             return
         headers, num_bytes = Headers(scope=scope), 0
         given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"{self._random.getrandbits(128):032x}"
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:

@@ -14,6 +14,7 @@ from specdec_fast.results import StreamChunk
 from specdec_fast.server.answers import Answer
 from specdec_fast.server.problems import Problem
 from specdec_fast.service import AsyncStream
+from specdec_fast.service.receivers import merged as merge
 
 EVENT_STREAM = "text/event-stream"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not collect events
@@ -85,6 +86,22 @@ async def merged(streams: Sequence[AsyncStream]) -> Chunks:
     finally:
         for stream in streams:
             await stream.aclose()
+
+
+async def in_pieces(chunks: Chunks, num_tokens: int) -> Chunks:
+    """Yield chunks of at least so many tokens, but for the first and the last one of each stream."""
+    held: dict[int, StreamChunk] = {}
+    begun: set[int] = set()
+    try:
+        async for index, chunk in chunks:
+            whole = merge(held.pop(index), chunk) if index in held else chunk
+            if whole.finish_reason is None and index in begun and len(whole.token_ids) < num_tokens:
+                held[index] = whole
+            else:
+                begun.add(index)
+                yield index, whole
+    finally:
+        await chunks.aclose()
 
 
 async def events(

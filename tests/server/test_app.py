@@ -100,6 +100,19 @@ def test_chats_have_the_tokens_of_the_template(app, engine, chat_tokens, stream)
     assert (text, tokens, reason) == (expected.text, expected.token_ids, expected.finish_reason)
 
 
+def test_a_stream_interval_makes_fewer_events_of_the_same_tokens(make_engine):
+    engine = make_engine(num_draft_tokens=0)
+    body = {"prompt": PROMPTS[:2], "max_tokens": 50, "ignore_eos": True, "temperature": 0, "stream": True}
+    for interval in (1, 20):
+        app = create_app(engine, stream_interval=interval)
+        (exchange,) = served(app, ("/v1/completions", body | {"return_token_ids": True}))
+        choices, _ = streamed(exchange)
+        expected = [reference(engine, prompt, max_new_tokens=50, ignore_eos=True) for prompt in PROMPTS[:2]]
+        assert [choice[:2] for choice in choices] == [(o.text, o.token_ids) for o in expected]
+    sizes = [len(choice["token_ids"]) for event in exchange.events[:-1] for choice in event["choices"]]
+    assert len([size for size in sizes if size < 20]) <= 4, "the first and the last of each choice"
+
+
 def test_many_requests_at_once_are_answered_as_if_alone(app, engine, prompts):
     bodies = [{"prompt": prompt, "temperature": 0, "stream": i % 2 == 0} for i, prompt in enumerate(prompts)]
     exchanges = served(app, *(("/v1/completions", body | {"return_token_ids": True}) for body in bodies))
