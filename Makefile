@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/pip install --no-compile --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-rest test-all test-oldest lint sanitize bench exactness sweep gpu-check clean
+.PHONY: demo test test-rest test-all test-oldest lint docs sanitize bench exactness sweep gpu-check clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
@@ -26,6 +26,10 @@ test-all: MARKED = -m ''
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+# The site in build/site; a broken link or a docstring that contradicts its signature is an error.
+docs: $(VENV)/.installed-docs
+	PATH=$(abspath $(VENV)/bin):$$PATH NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 # The C++ ops under ASan and UBSan, in a build of their own; four minutes.
 sanitize: $(VENV)/.installed-dev
@@ -84,6 +88,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 clean:

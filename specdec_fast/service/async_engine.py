@@ -43,11 +43,14 @@ class AsyncEngine:
     Several event loops may use one instance. Its ``engine`` may be called by other threads meanwhile.
 
     Args:
-        target, draft, config, tokenizer: as for ``Engine``; fields of the config may be given as keywords instead.
-            Without a config, ``max_prefill_tokens`` is 512.
+        target: the model that verifies, as for ``Engine``.
+        draft: the drafter, as for ``Engine``.
+        config: as for ``Engine``; without one, ``max_prefill_tokens`` is 512.
+        tokenizer: as for ``Engine``.
         max_waiting: requests that may wait at most, besides those that fit into the window (``window_size``).
         kv_token_budget: KV positions (prompt and ``max_new_tokens``) that all requests together, running and waiting,
             may need at most; None: no limit besides ``max_waiting``.
+        **keywords: fields of the config, instead of ``config``.
 
     Attributes:
         engine: the synchronous engine beneath.

@@ -12,7 +12,8 @@ import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from support.source_tree import ROOT
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCUMENTS += [ROOT / folder / "README.md" for folder in ("bench", "examples")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 SOURCES = ("specdec_fast", "csrc", "triton_kernels", "bench", "tests", "tools", "docs", "examples", ".ci")
 # What commands of the documents write, and what belongs to other projects.
@@ -78,7 +79,23 @@ def test_python_examples_run(document, capsys):
         code = code.replace(name, json.dumps(str(demo_pair() / stand_in)) if "Qwen" in name else stand_in)
     names: dict[str, object] = {}
     exec(compile(code, document, "exec"), names)
-    outputs = names["outputs"]
+    check_outputs(names["outputs"], capsys)
+
+
+def test_the_quick_start_runs(capsys):
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/index.md").read_text(), flags=re.M | re.S)
+    names: dict[str, object] = {}
+    exec(compile(code, "docs/index.md", "exec"), names)
+    check_outputs(names["outputs"], capsys)
+
+
+def check_outputs(outputs, capsys):
     assert isinstance(outputs, list)
     assert all(isinstance(o, sd.GenerationOutput) and o.error is None for o in outputs)
     assert outputs[0].text in capsys.readouterr().out
+
+
+def test_the_api_reference_has_every_public_name_once():
+    """And no other name, apart from the application of the server."""
+    named = re.findall(r"^::: specdec_fast\.(.+)$", (ROOT / "docs/api.md").read_text(), flags=re.M)
+    assert sorted(named) == sorted([*sd.__all__, "server.app.create_app"])
