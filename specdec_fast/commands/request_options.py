@@ -58,6 +58,17 @@ def sampling_params(args: argparse.Namespace, number: int = 0, logprobs: bool = 
 
 def add_chat_options(parser: argparse.ArgumentParser) -> None:
     """Add --chat-template and --chat-template-kwargs."""
+    add_chat_template_option(parser)
+    parser.add_argument(
+        "--chat-template-kwargs",
+        default=None,
+        metavar="JSON",
+        help="variables for the template, such as '{\"enable_thinking\": false}'",
+    )
+
+
+def add_chat_template_option(parser: argparse.ArgumentParser) -> None:
+    """Add --chat-template."""
     parser.add_argument(
         "--chat-template",
         type=Path,
@@ -65,12 +76,23 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a Jinja template for messages (default: the tokenizer's own)",
     )
-    parser.add_argument(
-        "--chat-template-kwargs",
-        default=None,
-        metavar="JSON",
-        help="variables for the template, such as '{\"enable_thinking\": false}'",
-    )
+
+
+def read_chat_template(args: argparse.Namespace) -> str | None:
+    """Return the text of --chat-template; None without one.
+
+    Raises:
+        ConfigError: the file is not text.
+        OSError: the file cannot be read.
+
+    """
+    if args.chat_template is None:
+        return None
+    try:
+        text: str = args.chat_template.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--chat-template {args.chat_template}: not UTF-8 text: {error}") from None
+    return text
 
 
 def chat_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -81,12 +103,8 @@ def chat_options(args: argparse.Namespace) -> dict[str, Any]:
         OSError: the file cannot be read.
 
     """
-    options: dict[str, Any] = {}
-    if args.chat_template is not None:
-        try:
-            options["chat_template"] = args.chat_template.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"--chat-template {args.chat_template}: not UTF-8 text: {error}") from None
+    template = read_chat_template(args)
+    options: dict[str, Any] = {} if template is None else {"chat_template": template}
     if args.chat_template_kwargs is not None:
         try:
             options["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)

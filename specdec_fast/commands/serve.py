@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specdec_fast.commands.common import add_engine_options, drafter_names, engine_config
+from specdec_fast.commands.request_options import add_chat_template_option, read_chat_template
 from specdec_fast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--max-prefill-tokens", type=int, default=512, metavar="N", help="prompt tokens per step (default: 512)"
     )
+    add_chat_template_option(parser)
     add_engine_options(parser)
     parser.set_defaults(max_new_tokens=_CHAT_TOKENS)
 
@@ -79,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     from specdec_fast.service import AsyncEngine
 
+    chat_template = read_chat_template(args)
     config = replace(
         engine_config(args, args.dtype),
         kv_cache_tokens=args.kv_cache_tokens,
@@ -87,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     with _exits_at_signals(), _bound(args.host, args.port) as listener:
         limits = {"max_waiting": args.max_waiting, "kv_token_budget": args.kv_token_budget}
         engine = AsyncEngine(args.target, args.draft, config, **limits)
+        if chat_template is not None and engine.engine.tokenizer is not None:
+            engine.engine.tokenizer.chat_template = chat_template
         app = create_app(
             engine,
             model_names=args.served_model_name or [args.target],

@@ -115,6 +115,21 @@ class TestStream:
         assert texts == [o.text for o in whole]
         assert reasons == [o.finish_reason for o in whole]
 
+    def test_outputs_come_as_they_are_completed(self, engine, prompt_ids):
+        lengths = [30, 1, 12, 4]
+        params = [sd.SamplingParams(max_new_tokens=length, ignore_eos=True, logprobs=True) for length in lengths]
+        whole = engine.generate(prompt_ids[:4], params)
+        found = list(engine.as_completed(prompt_ids[:4], params))
+        assert [o.index for o in found] == [1, 3, 2, 0]
+        for output in found:
+            expected = whole[output.index]
+            assert (output.token_ids, output.text) == (expected.token_ids, expected.text)
+            assert output.logprobs == expected.logprobs
+        outputs = engine.as_completed([[5], [], [6]], PARAMS)
+        assert next(outputs).index == 1, "a prompt that cannot be served has ended at once"
+        outputs.close()
+        assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
+
     def test_closing_returns_pages(self, engine, prompt_ids):
         stream = engine.stream(prompt_ids, PARAMS)
         next(stream)

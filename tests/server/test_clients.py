@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from specdec_fast.cli import main
+from specdec_fast.commands import serve
 from support.chats import HELLO, chat_tokenizer
 from support.source_tree import ROOT
 
@@ -245,6 +246,21 @@ def test_wrong_arguments_end_with_status_2(folder, capsys):
         assert main([*options, *more]) == 2
         assert message in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_chat_template_of_its_own(folder, tmp_path, monkeypatch):
+    """It is that of all requests, instead of the tokenizer's."""
+    (tmp_path / "template").write_text("{{ messages[0].content }}")
+    ids = []
+
+    async def answered(app, engine, listener, args):
+        ids.append((await engine.generate(HELLO, sd.SamplingParams(max_new_tokens=1))).prompt_ids)
+        await engine.close()
+
+    monkeypatch.setattr(serve, "_serve", answered)
+    options = ["--target", str(folder), "--draft", "none", "--port", "0"]
+    assert main(["serve", *options, "--chat-template", str(tmp_path / "template")]) == 0
+    assert ids == [chat_tokenizer()(HELLO[0]["content"], add_special_tokens=False).input_ids]
 
 
 def test_without_the_extra_the_command_says_so(folder, capsys, monkeypatch):
