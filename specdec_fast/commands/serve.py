@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         app = create_app(
             engine,
             model_names=args.served_model_name or [args.target],
-            api_key=args.api_key or os.environ.get(_KEY_VARIABLE) or None,
+            api_key=os.environ.get(_KEY_VARIABLE) or None if args.api_key is None else args.api_key,
             timeout=args.timeout,
             default_max_tokens=args.max_new_tokens,
             stream_interval=args.stream_interval,

@@ -66,9 +66,11 @@ def create_app(
         max_request_bytes: limit of a request's body.
 
     Raises:
-        ConfigError: a limit is out of range.
+        ConfigError: a limit is out of range, or the key is empty.
 
     """
+    if api_key == "":
+        raise ConfigError("the API key is empty, so it would protect nothing; pass a key, or None for no key.")
     expect_at_least("default_max_tokens", default_max_tokens, 1)
     expect_at_least("max_request_bytes", max_request_bytes, 1)
     expect_at_least("stream_interval", stream_interval, 1)

@@ -242,6 +242,7 @@ def test_wrong_arguments_end_with_status_2(folder, capsys):
         (["--port", "0", "--max-waiting", "-1"], "max_waiting"),
         (["--port", "0", "--max-request-bytes", "0"], "max_request_bytes"),
         (["--port", "0", "--timeout", "0"], "timeout"),
+        (["--port", "0", "--api-key", ""], "the API key is empty"),
     ):
         assert main([*options, *more]) == 2
         assert message in capsys.readouterr().err
