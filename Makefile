@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/pip install --no-compile --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-rest test-all test-oldest lint docs sanitize bench exactness sweep gpu-check clean
+.PHONY: demo test test-rest test-all test-oldest lint docs sanitize bench soak exactness sweep gpu-check clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
@@ -42,6 +42,10 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.realign
 	$(VENV)/bin/python -m bench.forwards
 	$(VENV)/bin/python -m bench.ablation
+
+# A service under faults for five minutes: random requests, small pools, steps that raise (SOAK="--seconds 3600").
+soak: $(VENV)/.installed-bench
+	$(VENV)/bin/python -m bench.soak $(SOAK)
 
 # Every token against plain decoding in all settings, dtype after dtype (an hour and a half, on one thread: the bundled
 # pair is too small for more), and what that costs: bench/results/exactness-*.json.

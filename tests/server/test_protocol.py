@@ -168,6 +168,7 @@ def test_a_long_list_of_wrong_items_costs_few_errors():
         (sd.InvalidParamsError("max_new_tokens=0: expected"), 400, "max_tokens", None),
         (sd.InvalidLogitsError("NaN"), 500, None, None),
         (sd.StepError("a secret"), 500, None, None),
+        (sd.RequestMemoryError("a secret"), 500, None, None),
         (ZeroDivisionError("a secret"), 500, None, None),
     ],
 )

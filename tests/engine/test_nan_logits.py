@@ -1,0 +1,72 @@
+"""NaN logits of one request end that request with a typed error; the others of its batch have plain decoding's bits."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from support.models import VOCAB_SIZE, tiny_model, truncated_copy
+
+POISON = VOCAB_SIZE - 1  # an id whose embedding is NaN
+PROMPTS = [[3, 4], [5, 6, 7], [8], [9, 10, 11, 12]]
+RULES = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 1},
+    {"temperature": 0.8, "seed": 2, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+    {"repetition_penalty": 1.3},
+]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A target that never chooses the poisoned id by itself, and its draft."""
+    target = tiny_model("llama")
+    with torch.no_grad():
+        target.model.embed_tokens.weight[POISON] = math.nan
+        target.lm_head.weight[POISON] = 0.0
+    return target, truncated_copy(target, 2)
+
+
+@pytest.mark.parametrize("poisoned", ["greedy", "sampled"])
+@pytest.mark.parametrize("draft", ["model", "ngram", None])
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_only_the_request_with_nan_fails(pair, backend, draft, poisoned):
+    """Its first logits are NaN, and so are the draft model's; its pages go to the requests that wait."""
+    params = [sd.SamplingParams(max_new_tokens=18, ignore_eos=True, logprobs=True, **rule) for rule in (*RULES, *RULES)]
+    prompts = [*PROMPTS, *([*prompt, 2] for prompt in PROMPTS)]
+    plain = sd.Engine(pair[0], None, max_batch_size=1, backend=backend).generate(prompts, params)
+    assert all(POISON not in output.raise_for_error().token_ids for output in plain)
+    bad = sd.SamplingParams(max_new_tokens=18, logprobs=True, **RULES[2 if poisoned == "sampled" else 0])
+    engine = sd.Engine(
+        pair[0], pair[1] if draft == "model" else draft, max_batch_size=3, page_size=4, backend=backend,
+        kv_cache_tokens=60,
+    )  # fmt: skip
+    outputs = engine.generate(
+        [*prompts[:2], [5, POISON], *prompts[2:], [POISON] * 9], [*params[:2], bad, *params[2:], bad]
+    )
+    failed = [outputs.pop(2), outputs.pop()]
+    assert [(o.token_ids, o.logprobs) for o in outputs] == [(o.token_ids, o.logprobs) for o in plain]
+    for output in failed:
+        assert isinstance(output.error, sd.InvalidLogitsError)
+        assert (output.token_ids, output.logprobs, output.finish_reason) == ([], [], "error")
+    assert engine.core.pool.is_vacant
+
+
+@pytest.mark.parametrize("draft", ["model", None])
+def test_nan_in_the_middle_keeps_the_tokens_before_it(pair, draft):
+    """The tokens that were chosen before the row with NaN stand, sampled ones too."""
+    target = copy.deepcopy(pair[0])
+    params = sd.SamplingParams(max_new_tokens=18, ignore_eos=True, logprobs=True, **RULES[1])
+    (whole,) = sd.Engine(target, None).generate([PROMPTS[0]], params)
+    victim = next(token for i, token in enumerate(whole.token_ids) if i > 4 and token not in whole.token_ids[:i])
+    with torch.no_grad():
+        target.model.embed_tokens.weight[victim] = math.nan
+    drafter = pair[1] if draft == "model" else None
+    (cut,) = sd.Engine(target, drafter).generate([PROMPTS[0]], params)
+    end = whole.token_ids.index(victim) + 1
+    assert isinstance(cut.error, sd.InvalidLogitsError)
+    assert (cut.token_ids, cut.logprobs) == (whole.token_ids[:end], whole.logprobs[:end])
