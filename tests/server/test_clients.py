@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -90,6 +91,12 @@ def metric(server, name):
     families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
     samples = (sample for family in families for sample in family.samples)
     return next(sample.value for sample in samples if sample.name == f"specdec_fast:{name}")
+
+
+def test_the_streaming_client_of_the_examples(server, reference):
+    example = runpy.run_path(str(ROOT / "examples" / "streaming_client.py"))
+    answers = example["main"](["--url", f"{server.url}/v1", "--api-key", KEY])
+    assert answers == [reference(prompt, 40).text for prompt in example["PROMPTS"]]
 
 
 def test_completions_of_the_synchronous_client(client, reference):
