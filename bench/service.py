@@ -23,14 +23,11 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import uvicorn
-
 from bench.common import report
 from bench.common.load import LOOK_SECONDS, Load, milliseconds, watched_loop
 from bench.common.workload import Workload, add_workload_options, check_workload, load
 from specdec_fast import AsyncEngine, Engine, SamplingParams
 from specdec_fast.commands.common import format_table
-from specdec_fast.server.app import create_app
 
 _IDLE_SECONDS = 5.0  # for which the event loop is watched while nothing is served
 _ABANDONED, _CANCELLED = 5, 7  # every so many-th request of the part with cancellations
@@ -94,6 +91,10 @@ class HTTPClients:
         num_clients: int,
         stream_interval: int,
     ) -> None:
+        import uvicorn  # of the extra "serve"
+
+        from specdec_fast.server.app import create_app
+
         self._expected = expected
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=num_clients)
         app = create_app(engine, stream_interval=stream_interval)
