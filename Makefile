@@ -27,9 +27,9 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
-# The site in build/site; a broken link or a docstring that contradicts its signature is an error.
+# The site in build/site; a broken link or a docstring that contradicts its signature is an error (not with --quiet).
 docs: $(VENV)/.installed-docs
-	PATH=$(abspath $(VENV)/bin):$$PATH NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+	PATH=$(abspath $(VENV)/bin):$$PATH NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 # The C++ ops under ASan and UBSan, in a build of their own; four minutes.
 sanitize: $(VENV)/.installed-dev

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,15 @@ def test_the_api_reference_has_every_public_name_once():
     """And no other name, apart from the application of the server."""
     named = re.findall(r"^::: specdec_fast\.(.+)$", (ROOT / "docs/api.md").read_text(), flags=re.M)
     assert sorted(named) == sorted([*sd.__all__, "server.app.create_app"])
+
+
+def test_a_dead_link_fails_the_site(tmp_path):
+    """With the options of `make docs`: --quiet, for example, would hide warnings from --strict."""
+    pytest.importorskip("mkdocs")
+    (options,) = re.findall(r"bin/mkdocs build(.*)", (ROOT / "Makefile").read_text())
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "mkdocs.yml").write_text("site_name: a test\n")
+    command = [sys.executable, "-m", "mkdocs", "build", *options.split()]
+    for text, status in (("[this page](index.md)", 0), ("[no page](nowhere.md)", 1)):
+        (tmp_path / "docs/index.md").write_text(text)
+        assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == status
