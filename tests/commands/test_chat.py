@@ -166,8 +166,6 @@ def test_at_a_terminal(template):
 
     try:
         assert chat._WELCOME.encode() in expect(b">>> ")
-        os.write(ours, b"never sent\x03")
-        expect(b">>> ")
         os.write(ours, b"One day\n")
         expect(b"it waits")
         os.write(ours, b"\x03")
