@@ -19,7 +19,8 @@ class Call:
 
     Args:
         shared: the core that serves them.
-        returns: whether the caller takes again and again until nothing is open, as a stream's reader may not.
+        returns: whether the caller takes again and again until nothing is open, as a stream's reader may not. It then
+            calls ``rest`` or ``close``, because others may be waiting for a thread that runs the steps.
         ends_only: whether outputs are wanted with a request's last one only.
 
     Attributes:
@@ -87,6 +88,10 @@ class Call:
     def wake(self) -> None:
         """Let ``take`` return if it waits."""
         self.inbox.put([])
+
+    def rest(self) -> None:
+        """Let another caller run the steps; for one that has nothing open and may add requests later."""
+        self.cancel([])
 
     def close(self) -> None:
         """Cancel what has not ended."""

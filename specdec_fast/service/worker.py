@@ -120,7 +120,7 @@ class Worker:
             with self._lock:
                 if not self._served:
                     self._run = None
-                    return
+                    break
             try:
                 outputs = self._call.take(self._seconds_left())
             except Exception as error:  # a drafter whose release of a request raises
@@ -131,6 +131,7 @@ class Worker:
             while not self._dropped.empty():
                 self.drop(self._dropped.get())
             self._end_late()
+        self._call.rest()
 
     def _taken(self, outputs: list[StepOutput]) -> list[tuple[ServedRequest, StepOutput]]:
         """Find the requests of a step's outputs; those that have ended are not served any more."""

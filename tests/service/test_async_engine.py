@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -97,6 +98,30 @@ def test_event_loops_and_threads_share_an_engine(pair, requests, expected):
     assert [found[i][:2] for i in range(NUM_REQUESTS)] == expected
     assert vacant(engine)
     asyncio.run(engine.close())
+
+
+def test_a_call_of_the_engine_beneath_goes_on_when_the_service_has_nothing_left(pair, monkeypatch):
+    """The worker runs the steps for both, and its only request ends first."""
+    engine, outputs = sd.AsyncEngine(*pair), []
+    gate = Gate(monkeypatch, engine)
+
+    def call():
+        outputs.extend(engine.engine.generate([[3]], MANY))
+
+    async def main():
+        stream = engine.stream([1, 2], replace(MANY, max_new_tokens=3))
+        await asyncio.to_thread(gate.is_reached.wait)
+        thread = Thread(target=call, daemon=True)
+        thread.start()
+        while not engine.engine.shared._waiting:
+            await asyncio.sleep(0.001)
+        gate.open()
+        assert len((await read(stream))[0]) == 3
+        await asyncio.to_thread(thread.join, 60)
+        await engine.close()
+
+    asyncio.run(main())
+    assert [len(output.token_ids) for output in outputs] == [90]
 
 
 def test_a_step_calls_each_loop_back_once(pair, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threading import Semaphore
+from threading import Event, Semaphore
 
 import specdec_fast as sd
 
@@ -20,9 +20,11 @@ class Gate:
 
     def __init__(self, monkeypatch, engine):
         self.permits, self.num_steps, core = Semaphore(0), 0, engine.engine.core
+        self.is_reached = Event()
         step = core.step
 
         def gated():
+            self.is_reached.set()
             assert self.permits.acquire(timeout=3600)
             self.num_steps += 1
             return step()
