@@ -29,6 +29,7 @@ from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
 
 _CHAT_TOKENS = 1024  # of an answer whose request has no limit, as in `serve`
 _OK = 200
+_ID_PREFIX = "batch_req_"  # of a result
 
 
 class _Endpoint(NamedTuple):
@@ -89,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     SamplingParams(max_new_tokens=args.max_new_tokens)
     expect_output(args, args.input)
     numbers = {line.custom_id: line.number for line in reversed(lines) if line.custom_id is not None}
-    results = ResultFile(args.output, args.resume, lambda record: _number_of(record, numbers))
+    beginning = f'{{"id": "{_ID_PREFIX}'.encode()
+    results = ResultFile(args.output, args.resume, lambda record: _number_of(record, numbers), beginning)
     rest = [line for line in lines if line.number not in results.done]
     good = [line for line in rest if line.problem is None]
     engine = Engine(args.target, args.draft, config) if good else None
@@ -215,7 +217,7 @@ def _record(
     line: BatchLine, outputs: list[GenerationOutput], tokenizer: Any | None
 ) -> tuple[dict[str, Any], str | None]:
     """Return the result of a line in the shape of OpenAI's API, and what has failed."""
-    record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": None}
+    record = {"id": f"{_ID_PREFIX}{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": None}
     failure = None if line.problem is None else line.problem.message
     if line.code is not None and line.problem is not None:
         error = {"code": line.code, "message": line.problem.message, "param": None, "line": line.number}

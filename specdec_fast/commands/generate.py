@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, args.dtype)
     sampling_params(args)  # wrong values are refused before the models are loaded
     expect_output(args, args.prompts)
-    results = ResultFile(args.output, args.resume, lambda record: _number_of(record, lines))
+    results = ResultFile(args.output, args.resume, lambda record: _number_of(record, lines), b'{"line": ')
     rest = [line for line in lines if line.number not in results.done]
     good = [line for line in rest if line.problem is None]
     params = [sampling_params(args, line.number, args.logprobs) for line in good]

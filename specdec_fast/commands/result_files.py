@@ -62,14 +62,15 @@ class ResultFile:
         resume: whether to keep what it has.
         number_of: returns the number of the input line of which a kept object is the result, or None if that line is to
             be repeated; it raises BadLineError for an object that is no result of the input.
+        beginning: with which every result begins, so that a line cut short is not taken for one of another file.
 
     Raises:
         ConfigError: ``resume``, and the file has other content than results of the input.
 
     """
 
-    def __init__(self, path: Path, resume: bool, number_of: Callable[[Any], int | None]) -> None:
-        self._path = path
+    def __init__(self, path: Path, resume: bool, number_of: Callable[[Any], int | None], beginning: bytes) -> None:
+        self._path, self._beginning = path, beginning
         self._places: dict[int, tuple[int, int]] = {}  # by input line: where its last result begins, and its bytes
         self._end = 0  # bytes of whole lines
         self._lacks_newline = False
@@ -114,7 +115,7 @@ class ResultFile:
                 try:
                     number = number_of(parse_json(line)) if line.strip() else None
                 except BadLineError as error:
-                    if not line.endswith(b"\n"):  # a process was killed while it wrote this line
+                    if self._is_cut_short(line):
                         return
                     raise ConfigError(
                         f"{self._path}, line {count}: {error}; --resume needs results of the same input (--overwrite "
@@ -124,6 +125,16 @@ class ResultFile:
                     self._places[number] = self._end, len(line)
                 self._end += len(line)
                 self._lacks_newline = not line.endswith(b"\n")
+
+    def _is_cut_short(self, line: bytes) -> bool:
+        """Return whether a process was killed while it wrote this line: no other file may lose its content."""
+        if line.endswith(b"\n") or not line.startswith(self._beginning[: len(line)]):
+            return False
+        try:
+            parse_json(line)
+        except BadLineError:
+            return True
+        return False
 
     def _put_in_order(self) -> None:
         places = [self._places[number] for number in sorted(self._places)]

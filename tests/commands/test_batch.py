@@ -128,7 +128,7 @@ def test_an_interrupted_batch_is_resumed(folder, monkeypatch, capsys):
     def interrupted(self, number, record):
         add(self, number, record)
         if len(self.done) == 4:
-            self._file.write(b'{"id": "torn')
+            self._file.write(b'{"id": "batch_req_torn')
             raise KeyboardInterrupt
 
     monkeypatch.setattr(ResultFile, "add", interrupted)
@@ -156,6 +156,8 @@ def test_an_interrupted_batch_is_resumed(folder, monkeypatch, capsys):
         ('{"line": 1}\n', ["--resume"], "out.jsonl, line 1: not a result of a batch"),
         ('{"custom_id": "x", "response": null, "error": null}\n', ["--resume"], "no line of the input has the custom"),
         ("x\n", [], "out.jsonl has content; pass --resume"),
+        ('{"name": "x"}', ["--resume"], "out.jsonl, line 1: not a result of a batch"),
+        ('{"id": "x", "no', ["--resume"], "out.jsonl, line 1: not JSON"),
     ],
 )  # fmt: skip
 def test_other_files_are_not_touched(folder, capsys, content, options, message):

@@ -203,6 +203,10 @@ def test_overwrite_replaces_the_file_once_the_models_are_there(folder, whole, mo
         ('[1]\n', "not a result of one of"),
         ('{"line": 1, "id": "b"}\n', "the result of line 1 has the id 'b', and the prompt another"),
         ('{"line": 6, "id": null}\n', "the result of line 6 has the id None"),
+        ('{"title": "notes"}', "out.jsonl, line 1: not a result of one of the 8 prompts"),
+        ('{"line": 9}', "out.jsonl, line 1: not a result of one of the 8 prompts"),
+        ('my notes', "out.jsonl, line 1: not JSON"),
+        ('{"line": 1, "id": "a"}\nmy notes', "out.jsonl, line 2: not JSON"),
     ],
 )  # fmt: skip
 def test_results_of_another_input_are_not_resumed(folder, capsys, content, message):
