@@ -181,10 +181,10 @@ class _Api:
         answer_id = f"{prefix}-{request.state.request_id}"
         answer = kind(body, answer_id, name, self._engine.engine.tokenizer)
         try:
-            requests = body.requests(self._default_max_tokens)
-            if len(requests) > self._engine.max_requests:
-                message = f"{len(requests)} choices in one request; the server takes {self._engine.max_requests}."
+            if body.num_choices > self._engine.max_requests:  # a body of 4 MiB may ask for a hundred million
+                message = f"{body.num_choices} choices in one request; the server takes {self._engine.max_requests}."
                 return problem_response(Problem(400, message))
+            requests = body.requests(self._default_max_tokens)
             serve = self._stream if body.stream else self._whole
             return await serve(answer, requests, request)
         except ClientDisconnect:

@@ -135,6 +135,11 @@ class RequestBody(BaseModel):
         """The prompts, as ``AsyncEngine.generate`` expects each."""
 
     @property
+    def num_choices(self) -> int:
+        """How many requests of the engine the body asks for: ``n`` for every prompt."""
+        return len(self.prompts) * (self.n or 1)
+
+    @property
     @abstractmethod
     def wants_logprobs(self) -> bool:
         """Whether the answer has the log-probabilities of its tokens."""

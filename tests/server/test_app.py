@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 import specdec_fast as sd
 from specdec_fast.server.app import create_app
+from specdec_fast.server.protocol import RequestBody
 from support.asgi import Exchange, fetch
 from support.chats import HELLO
 
@@ -168,6 +169,13 @@ def test_wrong_requests_get_openais_errors(app, body, status, param, message, st
     assert (exchange.status, error["type"], error["param"]) == (status, "invalid_request_error", param)
     with pytest.raises(ValueError, match=message):
         raise ValueError(error["message"])
+
+
+def test_too_many_choices_are_refused_before_any_is_made(app, monkeypatch):
+    monkeypatch.setattr(RequestBody, "requests", None)
+    (exchange,) = served(app, ("/v1/completions", {"prompt": ["a"] * 10_000, "n": 32}))
+    assert exchange.status == 400
+    assert "320000 choices in one request; the server takes" in exchange.json["error"]["message"]
 
 
 def test_wrong_messages_get_openais_errors(app):
