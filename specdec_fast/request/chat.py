@@ -19,10 +19,15 @@ def is_chat(prompt: Any) -> bool:
     return isinstance(prompt, (list, tuple)) and any(isinstance(item, Mapping) for item in prompt)
 
 
+def is_tokenized(prompt: Mapping[str, Any]) -> bool:
+    """Return whether a mapping is a tokenizer's result. With a role it is a message, which may have any other field."""
+    return "input_ids" in prompt and "role" not in prompt
+
+
 def is_one_chat(prompts: Any) -> bool:
     """Return whether a list of prompts is a single list of messages: mappings only, and no results of a tokenizer."""
     is_list = isinstance(prompts, (list, tuple)) and len(prompts) > 0
-    return is_list and all(isinstance(item, Mapping) and "input_ids" not in item for item in prompts)
+    return is_list and all(isinstance(item, Mapping) and not is_tokenized(item) for item in prompts)
 
 
 def apply_chat_template(tokenizer: Any, messages: Any, options: PromptOptions, *, tokenize: bool) -> Any:

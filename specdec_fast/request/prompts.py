@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from specdec_fast.errors import ConfigError, InvalidPromptError
-from specdec_fast.request.chat import apply_chat_template, is_chat, is_one_chat
+from specdec_fast.request.chat import apply_chat_template, is_chat, is_one_chat, is_tokenized
 from specdec_fast.request.detokenizer import tokenizer_failures
 from specdec_fast.request.prompt_options import PromptOptions
 
@@ -18,7 +18,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     """Return the prompts of a call: a list of prompts, one prompt, or the mapping that a tokenizer returns.
 
     One prompt is a string, a flat list of ids, or a flat list of messages. So a list of mappings is one chat, unless
-    they have ``input_ids``; a list of lists of messages is one chat per list.
+    one has ``input_ids`` and no ``role``; a list of lists of messages is one chat per list.
 
     Raises:
         ConfigError: ``prompts`` is none of these, or a padded tensor without its attention mask.
@@ -50,7 +50,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
 
 def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
     """Return the prompts of a tokenizer's result (a ``BatchEncoding``) without their padding."""
-    if "input_ids" not in encoding:
+    if not is_tokenized(encoding):
         hint = "put the message into a list" if "role" in encoding else "expected a list, or input_ids"
         raise ConfigError(f"prompts is a mapping of {', '.join(map(repr, encoding))}; {hint}.")
     ids, mask = as_list(encoding["input_ids"]), as_list(encoding.get("attention_mask"))
@@ -135,7 +135,7 @@ def _encode_text(tokenizer: Any | None, text: str, add_special_tokens: bool | No
 
 def _only_row(encoding: Mapping[str, Any]) -> Any:
     """Return the token ids of a tokenizer's result for one prompt, without padding."""
-    if "input_ids" not in encoding:
+    if not is_tokenized(encoding):
         raise InvalidPromptError(
             f"the prompt is a mapping of {', '.join(map(repr, encoding))}; expected a list of messages, such as "
             '[{"role": "user", "content": "..."}], or the result of a tokenizer (input_ids).'

@@ -99,6 +99,19 @@ def test_one_chat_and_a_list_of_prompts_are_told_apart(engine, prompts, number):
     assert len(engine.generate(prompts, PARAMS)) == number
 
 
+def test_a_mapping_with_a_role_is_a_message_whatever_else_it_has(engine):
+    """Clients choose the fields of their messages, so none may replace the ids of the template."""
+    message = USER | {"input_ids": [7, 8]}
+    ids = engine.encode([USER])
+    assert engine.encode([message]) == ids
+    for prompts in ([message], [[message]]):
+        assert [output.prompt_ids for output in engine.generate(prompts, PARAMS)] == [ids]
+    (output,) = engine.generate([message, [USER]], PARAMS)[:1]
+    assert "expected a list of messages" in str(output.error)
+    with pytest.raises(sd.ConfigError, match="put the message into a list"):
+        engine.generate(message, PARAMS)
+
+
 class TestBos:
     """No prompt gets a second BOS, and none loses its first."""
 
