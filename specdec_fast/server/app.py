@@ -153,8 +153,9 @@ class _Api:
         warm_up = self.begin_warm_up()  # a mounted application has no start of its own
         if not warm_up.done():
             return json_response({"status": "warming up"}, 503)
-        if warm_up.exception() is not None:
-            self._warm_up = None
+        if (error := warm_up.exception()) is not None:
+            _logger.error("the warm-up failed", exc_info=error)
+            self._warm_up = None  # the next look at /health tries again
             return json_response({"status": "the warm-up failed; see the server's log"}, 503)
         return json_response({"status": "ok"})
 

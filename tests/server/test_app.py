@@ -307,3 +307,19 @@ def test_the_application_can_be_mounted(engine):
     first, refused, answered = asyncio.run(main())
     assert (first.status_code, first.json()["status"]) == (503, "warming up")
     assert (refused.status_code, answered.status_code) == (401, 200)
+
+
+def test_a_warm_up_that_failed_is_logged_with_its_error(make_engine, caplog, monkeypatch):
+    engine = make_engine()
+    monkeypatch.setattr(engine.engine, "generate", lambda *_, **__: 1 / 0)
+
+    async def main():
+        app = create_app(engine)
+        while (health := await fetch(app, "/health")).json["status"] == "warming up":
+            await asyncio.sleep(0.01)
+        return health
+
+    health = asyncio.run(main())
+    assert (health.status, health.json["status"]) == (503, "the warm-up failed; see the server's log")
+    (record,) = [record for record in caplog.records if record.name == "specdec_fast.server"]
+    assert record.exc_info[0] is ZeroDivisionError
