@@ -97,7 +97,7 @@ def expect_writable(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}.") from None
     if not existed:
-        path.unlink()
+        path.resolve().unlink()  # a link stays, whose file did not exist
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

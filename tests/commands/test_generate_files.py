@@ -11,6 +11,7 @@ import pytest
 
 import specdec_fast as sd
 from specdec_fast.cli import main
+from specdec_fast.commands.common import expect_writable
 from specdec_fast.commands.result_files import ResultFile
 from specdec_fast.engine.engine import Engine
 from support.chats import HELLO, TEMPLATE
@@ -192,6 +193,20 @@ def test_overwrite_replaces_the_file_once_the_models_are_there(folder, whole, mo
     assert run("--overwrite", output="link.jsonl") == 1
     assert Path("out.jsonl").read_bytes() == whole
     assert Path("link.jsonl").is_symlink()
+
+
+def test_a_link_to_a_file_that_does_not_exist_yet(folder, whole):
+    os.symlink("later.jsonl", "link.jsonl")
+    assert run(output="link.jsonl") == 1
+    assert Path("link.jsonl").is_symlink()
+    assert Path("later.jsonl").read_bytes() == whole
+
+
+def test_the_check_before_a_run_leaves_links_and_no_file(folder):
+    os.symlink("later.jsonl", "link.jsonl")
+    expect_writable(Path("link.jsonl"))
+    assert Path("link.jsonl").is_symlink()
+    assert not Path("later.jsonl").exists()
 
 
 @pytest.mark.parametrize(
