@@ -44,6 +44,7 @@ class EngineCore:
     Attributes:
         waiting: sequences that hold no pages (any more), in the order in which they were added.
         resident: sequences that hold pages, in the order in which they were added.
+        failed: sequences that ended alone, outside of a step; the next step returns them.
         stats: counts and times of the steps; the caller may replace it between two steps.
 
     """
@@ -65,7 +66,7 @@ class EngineCore:
         self._residents = Residents(self._pools, self._prefilling, scheduler, drafter, config)
         self.waiting, self.resident = self._residents.waiting, self._residents.resident
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
-        self._failed: list[Sequence] = []  # alone, outside of a step; the next outputs say so
+        self.failed: list[Sequence] = []
         self._requests: dict[int, Sequence] = {}
         self._num_added = 0
         self._launched: Step | None = None
@@ -83,8 +84,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended."""
-        return bool(self.waiting or self.resident)
+        """Whether a request has not ended, or no step has returned its end yet."""
+        return bool(self.waiting or self.resident or self.failed)
 
     def add(self, request: Sequence) -> int:
         """Put a request into the queue.
@@ -126,6 +127,7 @@ class EngineCore:
     def cancel_all(self) -> None:
         """Drop every request, and the launched step."""
         self._requests.clear()
+        self.failed.clear()
         self._launched = self._launch_error = None
         self._leave([*self.resident, *self.waiting])
 
@@ -156,11 +158,11 @@ class EngineCore:
             return []
         step, self._launched = self._launched or self._launch_next(), None
         outputs = [] if step is None else self._outputs_of(step)
-        while self._failed:
-            outputs.append(StepOutput(self._failed.pop(), [], "error"))
+        while self.failed:
+            outputs.append(StepOutput(self.failed.pop(), [], "error"))
         if step is None:
             return outputs
-        if self._overlap and self.has_work:
+        if self._overlap:
             try:
                 self._launched = self._launch_next()
             except Exception as error:
@@ -196,7 +198,7 @@ class EngineCore:
 
     def _launch_next(self) -> Step | None:
         """Launch the next step, with fewer rows if memory runs out; return None if no sequence can decode yet."""
-        while self.has_work:
+        while self.waiting or self.resident:
             try:
                 return self._try_to_launch()
             except Exception as error:
@@ -245,7 +247,7 @@ class EngineCore:
         else:
             alone = self._in_step[0]
         alone.fail(memory_error(error))
-        self._failed.append(alone)
+        self.failed.append(alone)
         self._leave([alone])
 
     def _outputs_of(self, step: Step) -> list[StepOutput]:

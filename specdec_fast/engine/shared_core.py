@@ -20,7 +20,7 @@ from specdec_fast.engine.call import Call
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.step import StepOutput, step_error
-from specdec_fast.errors import EngineBusyError, RequestCancelledError, RequestError, StepError
+from specdec_fast.errors import EngineBusyError, RequestCancelledError, RequestError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import RunStats
 
@@ -227,9 +227,10 @@ class SharedCore:
     def _end_lost(self, error: RequestError) -> None:
         """End the requests that the core no longer has."""
         with self._lock:
-            kept = {*self.core.waiting, *self.core.resident, *(change.request for change in self._changes)}
+            core, added = self.core, [change.request for change in self._changes]
+            kept = {*core.waiting, *core.resident, *core.failed, *added}
             lost = [request for request in self._calls if request not in kept]
         for request in lost:
-            if not isinstance(request.error, StepError):
+            if request.error is None:
                 request.fail(error)
         self._deliver([StepOutput(request, [], "error") for request in lost])

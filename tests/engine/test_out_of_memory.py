@@ -10,6 +10,7 @@ import torch
 import specdec_fast as sd
 from specdec_fast.engine import core as core_module
 from specdec_fast.engine.core import EngineCore
+from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.engine.row_limit import RowLimit, is_out_of_memory
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
@@ -145,6 +146,62 @@ def test_a_request_that_fails_alone_gets_an_error(pair, expected, monkeypatch, p
     assert [results(output.raise_for_error()) for output in outputs] == [*expected[:2], *expected[3:]]
     assert engine.core.pool.is_vacant
     assert engine.drafter.pool.is_vacant
+
+
+def fail_verifying_twice(monkeypatch, engine, count, second):
+    """Let the ``count``-th verification run out of memory, and the next one raise ``second``."""
+    errors = [None] * (count - 1) + [ERRORS["gpu"], second]
+    wrap(monkeypatch, engine.target, "verify_step", lambda *args: errors.pop(0) if errors else None)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
+def test_the_last_request_of_a_core_fails_alone(pair, expected, monkeypatch, ahead):
+    """Launching ahead finds the lack of memory after the previous step; its outputs are returned before the error."""
+    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    engine = sd.Engine(pair[0], None, max_batch_size=1)
+    fail_verifying_twice(monkeypatch, engine, 4, None)
+    request = RequestBuilder(engine.target, None).build(0, PROMPTS[0], PARAMS[0])
+    engine.core.add(request)
+    outputs = []
+    while engine.core.has_work:
+        outputs += engine.core.step()
+    assert [(o.request, o.finish_reason) for o in outputs] == [(request, None)] * 3 + [(request, "error")]
+    assert isinstance(request.error, sd.RequestMemoryError)
+    assert request.emitted_ids == expected[0][0][:3]
+    assert engine.core.step() == []
+
+    fail_verifying_twice(monkeypatch, engine, 4, None)
+    (output,) = engine.generate(PROMPTS[:1], PARAMS[0])
+    assert isinstance(output.error, sd.RequestMemoryError)
+    assert output.token_ids == expected[0][0][:3]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
+def test_a_request_that_failed_alone_keeps_its_error_if_the_next_launch_raises(pair, monkeypatch, ahead):
+    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    engine = sd.Engine(pair[0], None, max_batch_size=1, window_size=1)
+    fail_verifying_twice(monkeypatch, engine, 3, ZeroDivisionError("by chance"))
+    builder, call = RequestBuilder(engine.target, None), engine.shared.call()
+    requests = [builder.build(i, PROMPTS[i], PARAMS[i]) for i in range(3)]
+    call.add(requests)
+    outputs = []
+    while call.open:
+        outputs += call.take()
+    assert [o.request for o in outputs if o.finish_reason == "error"] == requests[1::-1]
+    assert [type(request.error) for request in requests] == [sd.RequestMemoryError, sd.StepError, type(None)]
+    assert not engine.core.has_work
+
+
+def test_cancelling_all_drops_what_has_failed_alone(pair, monkeypatch):
+    monkeypatch.setattr(EngineCore, "_overlap", True)
+    engine = sd.Engine(pair[0], None, max_batch_size=1)
+    fail_verifying_twice(monkeypatch, engine, 2, None)
+    engine.core.add(RequestBuilder(engine.target, None).build(0, PROMPTS[0], PARAMS[0]))
+    engine.core.step()
+    assert engine.core.has_work
+    engine.core.cancel_all()
+    assert not engine.core.has_work
+    assert engine.core.step() == []
 
 
 def test_the_limit_is_doubled_until_it_is_gone(monkeypatch):
