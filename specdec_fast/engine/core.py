@@ -246,8 +246,9 @@ class EngineCore:
             return
         else:
             alone = self._in_step[0]
-        alone.fail(memory_error(error))
-        self.failed.append(alone)
+        if alone.request_id in self._requests:  # else it was cancelled after the launch
+            alone.fail(memory_error(error))
+            self.failed.append(alone)
         self._leave([alone])
 
     def _outputs_of(self, step: Step) -> list[StepOutput]:

@@ -33,8 +33,9 @@ class Prefilling:
         return bool(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that has joined."""
-        self._sequences.append(sequence)
+        """Queue a sequence that has joined, if it lacks entries: a prompt of one token does not."""
+        if sequence.target_kv_length < sequence.length - 1:
+            self._sequences.append(sequence)
 
     def drop(self, sequences: Collection[Sequence]) -> None:
         """Forget sequences; some may not be queued."""
@@ -45,7 +46,10 @@ class Prefilling:
         return [sequence for sequence in resident if sequence not in self._sequences]
 
     def next_chunk(self) -> dict[Sequence, int]:
-        """Return the next chunk: per sequence, the number of positions that will have entries after it."""
+        """Return the next chunk: per sequence, the number of positions that will have entries after it.
+
+        Every sequence of a chunk has at least one row in it.
+        """
         chunk: dict[Sequence, int] = {}
         left = min((most for most in (self._max_tokens, self._row_limit.most) if most is not None), default=None)
         for sequence in self._sequences:

@@ -204,6 +204,39 @@ def test_cancelling_all_drops_what_has_failed_alone(pair, monkeypatch):
     assert engine.core.step() == []
 
 
+def test_a_prompt_that_needs_no_prefill_is_not_blamed(pair, monkeypatch):
+    """A prompt of one token has no rows in a prefill."""
+    engine = sd.Engine(pair[0], None, max_batch_size=4)
+
+    def failing(*args):
+        chunk = args[1]
+        return ERRORS["gpu"] if any(s.index == 1 and stop > s.target_kv_length for s, stop in chunk.items()) else None
+
+    wrap(monkeypatch, engine.core._prefilling, "compute", failing, works_first=False)
+    outputs = engine.generate([[5], [1, 2], [3], [9, 8, 7]], PARAMS[0])
+    assert [type(output.error) for output in outputs] == [type(None), sd.RequestMemoryError, type(None), type(None)]
+
+
+def test_a_cancelled_request_that_lacks_memory_alone_is_not_returned(pair, monkeypatch):
+    """Its last step was launched before it was cancelled."""
+    monkeypatch.setattr(EngineCore, "_overlap", True)
+    engine = sd.Engine(pair[0], None, max_batch_size=1, window_size=1)
+    core, builder = engine.core, RequestBuilder(engine.target, None)
+    cancelled, other = (builder.build(i, PROMPTS[i], PARAMS[i]) for i in range(2))
+    number, _ = core.add(cancelled), core.add(other)
+    core.step()
+    assert core.cancel(number)
+    errors = [ERRORS["gpu"]]
+    wrap(monkeypatch, core_module, "logprobs_of", lambda *args: errors.pop() if errors else None)
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+    assert not errors
+    assert {output.request for output in outputs} == {other}
+    assert cancelled.finish_reason is None
+    assert core.pool.is_vacant
+
+
 def test_the_limit_is_doubled_until_it_is_gone(monkeypatch):
     monkeypatch.setattr("specdec_fast.engine.row_limit._STEPS", 3)
     limit, sequence = RowLimit(), Sequence(0, [1], 1, 9, sd.SamplingParams(), frozenset())
