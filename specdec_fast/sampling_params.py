@@ -68,8 +68,9 @@ class SamplingParams:
     ``min_p`` apply in this order, as in transformers; tokens of equal score are kept or dropped together.
 
     Attributes:
-        max_new_tokens: largest number of tokens to emit, at least 1. The EOS token counts and is part of the output. A
-            text also ends, with the reason ``"length"``, if the target has no position left for another token.
+        max_new_tokens: largest number of tokens to emit, at least 1 and less than 2**31: KV slots are 32-bit. The EOS
+            token counts and is part of the output. A text also ends, with the reason ``"length"``, if the target has no
+            position left for another token.
         temperature: 0 is greedy: the target's most likely token, the lowest id among equals.
         top_k: keep the k most likely tokens; 0 keeps all. The filters have no effect in greedy decoding.
         top_p: keep the smallest set of tokens with this much probability; 1 keeps all.
@@ -121,7 +122,11 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         checks = (
-            ("max_new_tokens", _is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "an integer >= 1"),
+            (
+                "max_new_tokens",
+                _is_int(self.max_new_tokens) and 1 <= self.max_new_tokens < 2**31,
+                "an integer >= 1, less than 2**31",
+            ),
             ("temperature", _is_finite(self.temperature) and self.temperature >= 0, "0 (greedy) or a number > 0"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 keeps all tokens)"),
             ("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),

@@ -19,7 +19,8 @@ NAN = math.nan
 # Per field: just outside its range, and the types that a comparison would let slip through (bool, NaN, text).
 OUT_OF_RANGE = [
     ("max_new_tokens", 0), ("max_new_tokens", -3), ("max_new_tokens", 1.5), ("max_new_tokens", True),
-    ("max_new_tokens", "8"), ("max_new_tokens", None), ("temperature", -0.1), ("temperature", NAN),
+    ("max_new_tokens", 2**31), ("max_new_tokens", 10**300), ("max_new_tokens", "8"), ("max_new_tokens", None),
+    ("temperature", -0.1), ("temperature", NAN),
     ("temperature", "0"), ("temperature", False), ("top_k", -1), ("top_k", 2.0), ("top_k", True), ("top_p", 0),
     ("top_p", 1.01), ("top_p", NAN), ("top_p", None), ("min_p", -0.01), ("min_p", 1.5), ("min_p", NAN),
     ("repetition_penalty", 0), ("repetition_penalty", -1.0), ("repetition_penalty", NAN),
