@@ -243,6 +243,22 @@ def test_the_api_key_guards_everything_but_health_and_metrics(engine):
     assert large.status == 401, "nothing of a body is read without the key"
 
 
+@pytest.mark.parametrize(
+    ("length", "status"),
+    [(b"\xb2", 200), (b"100", 200), (b"101", 413), (b"9" * 5000, 413), (b"0" * 5000 + b"7", 200)],
+    ids=["superscript two", "the limit", "one more", "more digits than int() reads", "leading zeros"],
+)
+def test_the_declared_length_of_a_body(engine, length, status):
+    app = create_app(engine, max_request_bytes=100)
+
+    async def main():
+        exchange = Exchange(app, "/v1/models")
+        exchange.scope["headers"] = [(b"host", b"test"), (b"content-length", length)]
+        return await exchange()
+
+    assert asyncio.run(main()).status == status
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_body_beyond_the_limit_is_refused(engine, declared):
     app = create_app(engine, max_request_bytes=1000)
