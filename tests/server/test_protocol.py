@@ -94,6 +94,8 @@ def test_choices_have_seeds_of_their_own():
     assert [prompt for prompt, _ in requests] == [[1]] * 3 + [[2]] * 3
     assert [params.seed for _, params in requests] == [10, 11, 12] * 2
     assert [params.seed for _, params in completion(n=2).requests(9)] == [None, None]
+    last = completion(prompt=[1], n=3, seed=2**63 - 2).requests(9)
+    assert [params.seed for _, params in last] == [2**63 - 2, 2**63 - 1, -(2**63)]
 
 
 def test_chat_fields():
