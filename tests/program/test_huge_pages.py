@@ -1,4 +1,7 @@
-"""Weights move to huge pages when a program is made: their contents stay, and what cannot move is left alone."""
+"""A program asks for huge pages for its weights: their contents and addresses stay, in every kind of memory.
+
+Whether Linux moves them depends on the machine and its free memory, so no test checks that.
+"""
 
 from __future__ import annotations
 
