@@ -90,7 +90,11 @@ class RowLimit:
                 self.most, self._failed_rows = None, 0
 
     def fit(self, batch: list[Sequence], limits: list[int]) -> tuple[list[Sequence], list[int]]:
-        """Return the oldest sequences of a step, and their numbers of draft tokens, that are within the limit."""
+        """Return the oldest sequences of a step, and their numbers of draft tokens, that are within the limit.
+
+        The scheduler counts a sequence that is left out as served, so under a limit a sequence may be passed over more
+        than ``max_wait_steps`` times in a row: until the limit is raised, or older sequences have ended.
+        """
         if self.most is None:
             return batch, limits
         left, kept = self.most, {}

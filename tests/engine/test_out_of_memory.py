@@ -263,6 +263,21 @@ def test_the_limit_is_doubled_until_it_is_gone(monkeypatch):
         limit.recover(ZeroDivisionError(), [sequence], Released())
 
 
+def test_steps_that_only_prefill_count(pair, monkeypatch):
+    """A long prompt is not prefilled one row a step until another sequence decodes."""
+    monkeypatch.setattr("specdec_fast.engine.row_limit._STEPS", 3)
+    engine = sd.Engine(pair[0], None, max_batch_size=1)
+    core = engine.core
+    request = RequestBuilder(engine.target, None).build(0, PROMPTS[2], PARAMS[2])
+    core.add(request)
+    core._row_limit.most, core._row_limit._failed_rows = 1, 100
+    found = []
+    while not request.emitted_ids:
+        core.step()
+        found.append(request.target_kv_length)
+    assert found[:7] == [1, 2, 3, 5, 7, 9, 13]
+
+
 def test_a_limited_step_has_the_oldest_sequences():
     limit = RowLimit()
     batch = [Sequence(i, [1], 1, 9, sd.SamplingParams(), frozenset(), request_id=i) for i in (3, 1, 2)]
