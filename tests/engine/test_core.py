@@ -12,15 +12,9 @@ from specdec_fast.drafters import Draft, Drafter
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.kv_cache.page_pool import PagePool
-from support.models import VOCAB_SIZE, tiny_model, truncated_copy
+from support.models import VOCAB_SIZE
 
 NUM_REQUESTS = 12
-
-
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_model("llama")
-    return target, truncated_copy(target, 2)
 
 
 @pytest.fixture(params=[False, True], ids=["no_overlap", "overlap"])

@@ -9,7 +9,6 @@ from specdec_fast.engine import core as core_module
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.models.verification import Verification
-from support.models import tiny_model, truncated_copy
 
 PARAMS = sd.SamplingParams(max_new_tokens=15, ignore_eos=True, logprobs=True)
 PROMPTS = [[3, 4], [5], [6, 7, 8], [9, 1], [2], [4, 4, 4]]
@@ -27,12 +26,6 @@ PLACES = {
     "emissions": lambda engine: Verification,
     "logprobs_of": lambda engine: core_module,
 }
-
-
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_model("llama")
-    return target, truncated_copy(target, 2)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.engine.row_limit import RowLimit, is_out_of_memory
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
-from support.models import VOCAB_SIZE, tiny_model, truncated_copy
+from support.models import VOCAB_SIZE
 
 PARAMS = [
     sd.SamplingParams(max_new_tokens=15, ignore_eos=True, logprobs=True, temperature=0.9 * (i % 2), seed=i)
@@ -22,12 +22,6 @@ PARAMS = [
 ]
 DRAW = random.Random(2)
 PROMPTS = [[DRAW.randrange(VOCAB_SIZE) for _ in range(length)] for length in (3, 1, 20, 5, 9, 2, 14, 4)]
-
-
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_model("llama")
-    return target, truncated_copy(target, 2)
 
 
 @pytest.fixture(scope="module")

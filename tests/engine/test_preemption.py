@@ -10,17 +10,11 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
-from support.models import VOCAB_SIZE, tiny_model, truncated_copy
+from support.models import VOCAB_SIZE
 from support.scripted import ByteTokenizer
 
 PAGE, LARGEST = 4, 60  # positions of a page; of the largest request
 TOKENIZER = ByteTokenizer([bytes([65 + i % 26]) for i in range(VOCAB_SIZE)])
-
-
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_model("llama")
-    return target, truncated_copy(target, 2)
 
 
 def _requests():

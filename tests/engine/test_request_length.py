@@ -5,13 +5,6 @@ from __future__ import annotations
 import pytest
 
 import specdec_fast as sd
-from support.models import tiny_model, truncated_copy
-
-
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_model("llama")
-    return target, truncated_copy(target, 2)
 
 
 def params_of(k):

@@ -17,7 +17,7 @@ from specdec_fast.ops import INVALID_TOKEN, resolve
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import StageTimer
-from support.models import VOCAB_SIZE, tiny_model, truncated_copy
+from support.models import VOCAB_SIZE, tiny_model
 
 CPU = torch.device("cpu")
 needs_programs = pytest.mark.skipif(
@@ -129,12 +129,6 @@ def overlap(request, monkeypatch):
     """Whether the core launches the next step before it returns a step's outputs, as on a GPU."""
     monkeypatch.setattr(EngineCore, "_overlap", request.param)
     return request.param
-
-
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_model("llama")
-    return target, truncated_copy(target, 2)
 
 
 def watched(engine, monkeypatch):
