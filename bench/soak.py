@@ -57,6 +57,7 @@ def soak(workload: Workload, requests: list[Request], name: str, args: argparse.
     """Serve requests by one engine, such as ``model-exspec``, for its share of the time."""
     draft, method = name.split("-")
     longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
+    threads = set(threading.enumerate())
     engine = AsyncEngine(
         workload.target,
         workload.draft if draft == "model" else draft,
@@ -83,7 +84,7 @@ def soak(workload: Workload, requests: list[Request], name: str, args: argparse.
     pools = [engine.engine.core.pool, getattr(engine.engine.drafter, "pool", None)]
     found.left += [f"pages: {pool.num_free_pages} of {pool.num_pages}" for pool in pools if pool and not pool.is_vacant]
     found.left += ["requests"] * engine.engine.core.has_work
-    found.left += [t.name for t in threading.enumerate() if t.name.startswith("specdec_fast")]
+    found.left += [t.name for t in set(threading.enumerate()) - threads if t.name.startswith("specdec_fast")]
     return found
 
 
