@@ -94,10 +94,6 @@ class _EngineCollector(Collector):
             ("num_requests_waiting", "Requests that wait.", stats.num_waiting),
             ("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all.", stats.kv_usage),
         )
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
         counters = (
             ("num_preemptions", "Times that a request gave up its KV pages.", stats.num_preemptions),
             ("prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens),
@@ -106,10 +102,11 @@ class _EngineCollector(Collector):
             ("spec_decode_num_draft_tokens", "Draft tokens verified.", decoding.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", decoding.num_accepted_tokens),
         )
-        for name, text, value in counters:
-            counter = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, value in values:
+                family = kind(_PREFIX + name, text, labels=["model_name"])
+                family.add_metric([self._model], value)
+                yield family
         name, labels = f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos", ["model_name", "position"]
         accepted = CounterMetricFamily(name, "Draft tokens accepted, by position in the draft.", labels=labels)
         for position, number in enumerate(decoding.accepted_per_position):
