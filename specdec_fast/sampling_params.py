@@ -11,6 +11,8 @@ import numpy as np
 
 from specdec_fast.errors import InvalidParamsError, NotYetSupportedError
 
+CHAT_ANSWER_TOKENS = 1024  # of an answer in a chat whose request sets no limit
+
 # GenerationConfig fields with a counterpart here. Any other field that is set raises an error; none is dropped.
 _FROM_GENERATION_CONFIG = (
     "max_new_tokens",

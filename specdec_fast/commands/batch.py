@@ -22,12 +22,11 @@ from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.progress import Progress
 from specdec_fast.errors import SpecDecError
 from specdec_fast.results import GenerationOutput
-from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS, SamplingParams
 from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specdec_fast.server.problems import Problem, problem_of, unknown_model, validation_problem
 from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
 
-_CHAT_TOKENS = 1024  # of an answer whose request has no limit, as in `serve`
 _OK = 200
 _ID_PREFIX = "batch_req_"  # of a result
 
@@ -35,12 +34,11 @@ _ID_PREFIX = "batch_req_"  # of a result
 class _Endpoint(NamedTuple):
     body: type[RequestBody]
     answer: type[Answer]
-    prefix: str  # of an answer's id
 
 
 _URLS = {
-    "/v1/chat/completions": _Endpoint(ChatBody, ChatAnswer, "chatcmpl"),
-    "/v1/completions": _Endpoint(CompletionBody, CompletionAnswer, "cmpl"),
+    "/v1/chat/completions": _Endpoint(ChatBody, ChatAnswer),
+    "/v1/completions": _Endpoint(CompletionBody, CompletionAnswer),
 }
 
 
@@ -80,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_chat_options(parser)
     add_engine_options(parser)
-    parser.set_defaults(max_new_tokens=_CHAT_TOKENS)
+    parser.set_defaults(max_new_tokens=CHAT_ANSWER_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -224,9 +222,8 @@ def _record(
         return record | {"error": error}, failure
     request_id, status, body = uuid.uuid4().hex, _OK, {}
     if line.problem is None and line.endpoint is not None and line.body is not None:
-        name = f"{line.endpoint.prefix}-{request_id}"
         try:
-            body = line.endpoint.answer(line.body, name, line.body.model or "", tokenizer).whole(outputs)
+            body = line.endpoint.answer(line.body, request_id, line.body.model or "", tokenizer).whole(outputs)
         except SpecDecError as error:
             failure, line.problem = str(error), problem_of(error)
     if line.problem is not None:

@@ -21,6 +21,7 @@ from specdec_fast.commands.request_options import (
 )
 from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import ChatTemplateError, ConfigError, RequestError
+from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS
 
 _RESET = "/reset"
 _PROMPT = ">>> "
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_options(parser, "message")
     add_decoding_options(parser)
     # One sequence at a time, so a scheduler has nothing to choose.
-    parser.set_defaults(method="exspec", batch_size=1, max_new_tokens=1024)
+    parser.set_defaults(method="exspec", batch_size=1, max_new_tokens=CHAT_ANSWER_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,7 +141,7 @@ def _stop_event() -> Iterator[Event]:
 def _typed() -> Iterator[str]:
     """Yield what is typed at a terminal until Ctrl-D; Ctrl-C discards the line."""
     with suppress(ImportError):
-        import readline  # noqa: F401  (input() then edits lines and knows the earlier ones)
+        import readline  # noqa: F401  (input() then edits lines and recalls the earlier ones)
     print(_WELCOME)
     while True:
         try:

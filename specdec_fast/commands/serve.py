@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specdec_fast.commands.common import add_engine_options, drafter_names, engine_config
 from specdec_fast.commands.request_options import add_chat_template_option, read_chat_template
 from specdec_fast.errors import ConfigError
+from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 _KEY_VARIABLE = "SPECDEC_API_KEY"
 _LARGEST_PORT = 65535
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_CHAT_TOKENS = 1024  # of an answer whose request has no limit, unless --max-new-tokens says otherwise
 _FLUSH_SECONDS = 2  # for clients that have not read the end of their answers when all requests have ended
 
 
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_chat_template_option(parser)
     add_engine_options(parser)
-    parser.set_defaults(max_new_tokens=_CHAT_TOKENS)
+    parser.set_defaults(max_new_tokens=CHAT_ANSWER_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:

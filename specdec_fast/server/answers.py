@@ -36,7 +36,7 @@ class Answer(ABC):
 
     Args:
         body: the request.
-        answer_id: the ``id`` of the answer.
+        request_id: makes the ``id`` of the answer, with the prefix that OpenAI gives to this kind.
         model: the name of the model.
         tokenizer: the target's, if known.
 
@@ -44,13 +44,19 @@ class Answer(ABC):
 
     kind: str
     event_kind: str
+    id_prefix: str
 
-    def __init__(self, body: RequestBody, answer_id: str, model: str, tokenizer: Any | None) -> None:
+    def __init__(self, body: RequestBody, request_id: str, model: str, tokenizer: Any | None) -> None:
         self.body = body
         self._tokenizer = tokenizer
         self._num_each = body.n or 1
         self._choices: dict[int, _Choice] = {}
-        self._head = {"id": answer_id, "object": self.kind, "created": int(time.time()), "model": model}
+        self._head = {
+            "id": f"{self.id_prefix}-{request_id}",
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": model,
+        }
         self._event_head = self._head | {"object": self.event_kind}
         self._ids = bool(body.return_token_ids)
 
@@ -143,6 +149,7 @@ class CompletionAnswer(Answer):
     """The answer of ``/v1/completions``."""
 
     kind = event_kind = "text_completion"
+    id_prefix = "cmpl"
     body: CompletionBody
 
     def _echo(self, index: int, prompt_ids: list[int]) -> str:
@@ -167,6 +174,7 @@ class ChatAnswer(Answer):
     """The answer of ``/v1/chat/completions``."""
 
     kind, event_kind = "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl"
     body: ChatBody
 
     def _content(self, text: str, is_first: bool, is_event: bool) -> dict[str, Any]:

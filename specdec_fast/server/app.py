@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from specdec_fast.config import expect_at_least
 from specdec_fast.errors import ConfigError
 from specdec_fast.results import GenerationOutput
-from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS, SamplingParams
 from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specdec_fast.server.gate import Gate
 from specdec_fast.server.http import (
@@ -38,7 +38,7 @@ from specdec_fast.service import AsyncEngine, AsyncStream
 
 _logger = logging.getLogger("specdec_fast.server")
 _WARM_UP_TOKENS = 8
-_CLIENT_GONE = 499  # nobody reads it
+_CLIENT_GONE = 499  # as nginx logs it; the client has closed the connection
 
 
 def create_app(
@@ -47,7 +47,7 @@ def create_app(
     model_names: Sequence[str] = (),
     api_key: str | None = None,
     timeout: float | None = None,
-    default_max_tokens: int = 1024,
+    default_max_tokens: int = CHAT_ANSWER_TOKENS,
     stream_interval: int = 1,
     max_request_bytes: int = 4 << 20,
 ) -> FastAPI:
@@ -132,11 +132,11 @@ class _Api:
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue texts or token ids."""
-        return await self._answer(body, request, CompletionAnswer, "cmpl")
+        return await self._answer(body, request, CompletionAnswer)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         """Answer messages."""
-        return await self._answer(body, request, ChatAnswer, "chatcmpl")
+        return await self._answer(body, request, ChatAnswer)
 
     async def models(self) -> Response:
         """List the names of the model."""
@@ -164,7 +164,7 @@ class _Api:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
 
     def begin_warm_up(self) -> asyncio.Task[None]:
-        """Return the task that makes the engine warm, and begin it if nobody has."""
+        """Return the task that makes the engine warm, after creating it if there is none."""
         if self._warm_up is None:
             self._warm_up = asyncio.create_task(self._decode_some())
         return self._warm_up
@@ -175,12 +175,11 @@ class _Api:
         (output,) = await asyncio.to_thread(self._engine.engine.generate, [[0]], params, progress=False)
         output.raise_for_error()
 
-    async def _answer(self, body: RequestBody, request: Request, kind: type[Answer], prefix: str) -> Response:
+    async def _answer(self, body: RequestBody, request: Request, kind: type[Answer]) -> Response:
         name = body.model or self._names[0]
         if name not in self._names:
             return self._unknown(name)
-        answer_id = f"{prefix}-{request.state.request_id}"
-        answer = kind(body, answer_id, name, self._engine.engine.tokenizer)
+        answer = kind(body, request.state.request_id, name, self._engine.engine.tokenizer)
         try:
             if body.num_choices > self._engine.max_requests:  # a body of 4 MiB may ask for a hundred million
                 message = f"{body.num_choices} choices in one request; the server takes {self._engine.max_requests}."

@@ -40,12 +40,12 @@ def chunks(tokenizer, ids):
 
 def completion(tokenizer, **fields):
     body = CompletionBody.model_validate({"prompt": [5, 6, 7], **fields})
-    return CompletionAnswer(body, "cmpl-1", "model", tokenizer)
+    return CompletionAnswer(body, "1", "model", tokenizer)
 
 
 def chat(tokenizer, **fields):
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi"}], **fields})
-    return ChatAnswer(body, "chatcmpl-1", "model", tokenizer)
+    return ChatAnswer(body, "1", "model", tokenizer)
 
 
 def joined(lists):
