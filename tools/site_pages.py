@@ -43,7 +43,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         is_page = match[1] in PAGES or (match[1].startswith("docs/") and files.get_file_from_path(target) is not None)
         return f"[{match[0]}]({target})" if is_page and target != page.file.src_uri else match[0]
 
-    parts = [
-        part if part.startswith("```") else _FILE_NAME.sub(link, part) for part in _CODE_BLOCK.split(markdown)
-    ]
+    parts = [part if part.startswith("```") else _FILE_NAME.sub(link, part) for part in _CODE_BLOCK.split(markdown)]
     return "".join(parts).replace(f"](../{FIGURES}/", "](figures/").replace("](../docs/", "](")

@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
     owner: Hashable
     start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody wants
+    count: int  # type: ignore[assignment]  # replaces the method tuple.count, which is not used here
 
 
 @dataclass(frozen=True)

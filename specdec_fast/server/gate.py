@@ -24,7 +24,7 @@ class Gate:
     Every response gets the header ``X-Request-Id``: the request's own, or a new one.
 
     Args:
-        app: what comes next.
+        app: the application that gets the requests that pass.
         api_key: the key that requests must have, except for ``/health`` and ``/metrics``; None: no key.
         max_request_bytes: limit of a body, whether or not its length is declared.
         on_response: called with the status of every response.

@@ -106,15 +106,15 @@ def edit(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def ask_nobody(monkeypatch):
-    def asked(*args):
-        raise AssertionError("somebody is asked on stdin")
+def forbid_prompts_on_stdin(monkeypatch):
+    def fail(*args):
+        raise AssertionError("the library reads stdin")
 
-    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr("builtins.input", fail)
 
 
 def test_tokenizer_with_code_of_its_own(folder, monkeypatch):
-    ask_nobody(monkeypatch)
+    forbid_prompts_on_stdin(monkeypatch)
     (folder / "tokenizer.json").unlink()
     edit(folder / "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
     (folder / "own.py").write_text("raise AssertionError('it was run')\n")
@@ -123,7 +123,7 @@ def test_tokenizer_with_code_of_its_own(folder, monkeypatch):
 
 
 def test_model_with_code_of_its_own(folder, monkeypatch):
-    ask_nobody(monkeypatch)
+    forbid_prompts_on_stdin(monkeypatch)
     names = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     edit(folder / "config.json", model_type="own", auto_map=names)
     (folder / "own.py").write_text("raise AssertionError('it was run')\n")

@@ -60,7 +60,7 @@ def test_a_client_that_leaves_frees_its_pages_within_a_step(make_engine, monkeyp
     assert asyncio.run(main()) == 200
 
 
-def test_a_slow_reader_harms_nobody_and_keeps_only_its_tokens(make_engine):
+def test_a_slow_reader_harms_no_other_request_and_keeps_only_its_tokens(make_engine):
     engine = make_engine()
     app = create_app(engine)
     expected = engine.engine.generate("Once upon a time", sd.SamplingParams(max_new_tokens=400, ignore_eos=True))
@@ -170,7 +170,7 @@ def test_health_is_ready_when_the_engine_is_warm(make_engine, monkeypatch, caplo
     first, health = asyncio.run(main())
     assert (first.status, first.json) == (503, {"status": "warming up"})
     assert (health.status, health.json) == (200, {"status": "ok"})
-    assert engine.stats().decoding.num_emitted_tokens == 0, "the warm-up is nobody's request"
+    assert engine.stats().decoding.num_emitted_tokens == 0, "the warm-up must not count as a request"
 
 
 def test_a_warm_up_that_fails_is_tried_again(make_engine, monkeypatch):
