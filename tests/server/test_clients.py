@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import httpx
 import openai
@@ -72,7 +73,7 @@ def is_ready(client, url):
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=100) as found:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=None) as found:
         yield found
 
 
@@ -87,10 +88,10 @@ def reference(folder):
     return generate
 
 
-def metric(server, name):
-    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
-    samples = (sample for family in families for sample in family.samples)
-    return next(sample.value for sample in samples if sample.name == f"specdec_fast:{name}")
+def metric(server, name, **labels):
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=None).text)
+    samples = (sample for family in families for sample in family.samples if sample.name == f"specdec_fast:{name}")
+    return next(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 def test_the_streaming_client_of_the_examples(server, reference):
@@ -152,7 +153,7 @@ def test_the_asynchronous_client(server, reference):
 
     async def main():
         url = f"{server.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=100) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=None) as client:
             return await asyncio.gather(*(complete(client, prompt, i % 2 == 0) for i, prompt in enumerate(prompts)))
 
     assert asyncio.run(main()) == [reference(prompt).text for prompt in prompts]
@@ -161,12 +162,13 @@ def test_the_asynchronous_client(server, reference):
 def raw_request(server, body, length=None):
     """Open a connection and send a request for completions."""
     host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=100)
+    connection = socket.create_connection((host, int(port)))
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
     )
     length = f"Content-Length: {len(body)}" if length is None else length
-    connection.sendall(f"{head}{length}\r\n\r\n".encode() + body)
+    with suppress(ConnectionError):  # the server may have answered and closed before all is sent
+        connection.sendall(f"{head}{length}\r\n\r\n".encode() + body)
     return connection
 
 
@@ -181,22 +183,8 @@ def raw_request(server, body, length=None):
     ids=["not UTF-8", "not JSON", "declared too long", "too long in chunks"],
 )
 def test_bytes_that_no_client_should_send(server, body, length, status):
-    try:
-        connection = raw_request(server, body, length)
-    except ConnectionError:
-        pytest.skip("the server answered and closed before all was sent")
-    with connection:
+    with raw_request(server, body, length) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 " + status)
-
-
-def test_a_connection_that_is_cut_cancels_its_request(server):
-    body = FIELDS | {"max_tokens": 450, "ignore_eos": True, "stream": True, "n": 100}
-    with raw_request(server, json.dumps(body).encode()) as connection:
-        assert connection.recv(10) == b"HTTP/1.1 2"
-        assert metric(server, "num_requests_running") + metric(server, "num_requests_waiting") > 0
-    while metric(server, "num_requests_running") + metric(server, "num_requests_waiting"):
-        pass
-    assert metric(server, "kv_cache_usage_perc") < 1
 
 
 def test_a_client_that_does_not_read_delays_nobody(server, client, reference):
@@ -213,25 +201,35 @@ def test_a_client_that_does_not_read_delays_nobody(server, client, reference):
 
 
 def test_sigterm_under_load_finishes_the_requests(server, reference):
-    """The last test of this file, because the process is gone after it."""
+    """The last test of this file, because the process is gone after it; some requests may have ended at the signal."""
     fields = FIELDS | {"max_tokens": 300, "ignore_eos": True}
     expected = reference(PROMPT, 300, ignore_eos=True).text
 
     def complete(stream):
-        with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=100) as client:
-            response = client.post(f"{server.url}/v1/completions", json=fields | {"stream": stream})
+        response = client.post(f"{server.url}/v1/completions", json=fields | {"stream": stream})
         if not stream:
             return response.json()["choices"][0]["text"]
         events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")]
         return "".join(event["choices"][0]["text"] for event in events)
 
-    with ThreadPoolExecutor(20) as threads:
+    def num_ended():
+        return metric(server, "request_success_total", finished_reason="length")
+
+    def num_accepted():
+        """What ends between the two readings is not counted, so that this is never too large."""
+        ended = num_ended()
+        return ended + metric(server, "num_requests_running") + metric(server, "num_requests_waiting")
+
+    headers, unlimited = {"Authorization": f"Bearer {KEY}"}, httpx.Limits(max_connections=None)
+    with httpx.Client(headers=headers, limits=unlimited, timeout=None) as client, ThreadPoolExecutor(20) as threads:
+        assert complete(False) == expected  # what ended before it is counted
+        num_before = num_ended()
         answers = [threads.submit(complete, i % 2 == 0) for i in range(20)]
-        while metric(server, "num_requests_running") + metric(server, "num_requests_waiting") < 20:
-            assert not any(answer.done() for answer in answers), "all of them are to be under way"
+        while num_accepted() < num_before + 20:
+            assert all(answer.result() == expected for answer in answers if answer.done())
         server.send_signal(signal.SIGTERM)
         assert [answer.result() for answer in answers] == [expected] * 20
-    assert server.wait(100) == 0
+    assert server.wait() == 0
     assert b"Traceback" not in server.stdout.read() + server.stderr.read()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
