@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -152,6 +152,13 @@ class SamplingParams:
         for name, ok, expected in checks:
             if not ok:
                 raise InvalidParamsError(f"{name}={getattr(self, name)!r}: expected {expected}.")
+
+    def with_seed_offset(self, offset: int) -> SamplingParams:
+        """Return the parameters of another request of a series: those with ``seed + offset``.
+
+        After the last seed, 2**63 - 1, comes the first one, -2**63. Without a seed, nothing changes.
+        """
+        return self if self.seed is None else replace(self, seed=(self.seed + offset + 2**63) % 2**64 - 2**63)
 
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingParams:

@@ -50,10 +50,10 @@ def sampling_params(args: argparse.Namespace, number: int = 0, logprobs: bool = 
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
-        seed=None if args.seed is None else args.seed + number,
+        seed=args.seed,
         stop=args.stop,
         logprobs=logprobs,
-    )
+    ).with_seed_offset(number)
 
 
 def add_chat_options(parser: argparse.ArgumentParser) -> None:

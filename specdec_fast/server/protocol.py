@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -75,11 +74,6 @@ Prompts = str | TokenIds | Strings | Annotated[list[TokenIds], _FirstError()]
 def _refuse(field: str, reason: str) -> PydanticCustomError:
     """Return the error of a field that cannot be served."""
     return PydanticCustomError("unsupported", "{param}: {reason}", {"param": field, "reason": reason})
-
-
-def _wrapped(seed: int) -> int:
-    """Return the legal seed that equals an integer modulo 2**64."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 class StreamOptions(BaseModel):
@@ -156,8 +150,7 @@ class RequestBody(BaseModel):
     def requests(self, default_max_tokens: int) -> list[tuple[Any, SamplingParams]]:
         """Return what the engine decodes: for every prompt ``n`` choices, in the order of their indices.
 
-        Choice i of a prompt samples with ``seed + i``, so a choice does not depend on the other prompts. After the
-        last seed, 2**63 - 1, comes the first one, -2**63.
+        Choice i of a prompt samples with ``seed + i``, so a choice does not depend on the other prompts.
 
         Args:
             default_max_tokens: ``max_new_tokens`` of a chat that does not limit its answer.
@@ -167,8 +160,7 @@ class RequestBody(BaseModel):
 
         """
         params, n = self._sampling_params(default_max_tokens), self.n or 1
-        each = [params if params.seed is None else replace(params, seed=_wrapped(params.seed + i)) for i in range(n)]
-        return [(prompt, choice) for prompt in self.prompts for choice in each]
+        return [(prompt, params.with_seed_offset(i)) for prompt in self.prompts for i in range(n)]
 
     @abstractmethod
     def _check_own(self) -> None:

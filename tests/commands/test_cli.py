@@ -103,6 +103,15 @@ def test_generate_with_stop_strings_and_logprobs(in_folder):
     assert (record["token_ids"], record["logprobs"]) == (output.token_ids, output.logprobs)
 
 
+def test_seeds_of_lines_after_the_last_seed(in_folder):
+    """A file is not refused for a seed that only its last lines would exceed."""
+    path = write_lines(in_folder / "in.jsonl", {"prompt_ids": [41, 84]}, {"prompt_ids": [41, 84]})
+    words = {"target": TARGET, "draft": "none", "prompts": path, "output": "out.jsonl", "max-new-tokens": 2}
+    assert main(["generate", *options_of(words | {"temperature": 1, "seed": 2**63 - 2})]) == 0
+    records = [json.loads(line) for line in Path("out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [record["seed"] for record in records] == [2**63 - 1, -(2**63)]
+
+
 def test_generate_samples_with_a_seed_per_line(in_folder):
     path = write_lines(in_folder / "in.jsonl", {"prompt_ids": [41, 84]}, {"text": "bad"}, {"prompt_ids": [41, 84]})
     words = {"target": TARGET, "draft": DRAFT, "prompts": path, "output": "out.jsonl", "max-new-tokens": 8}
