@@ -127,18 +127,20 @@ class Clients:
         self.found = Found()
 
     async def run(self, num_clients: int, seconds: float) -> None:
-        """Send requests for a while, then wait for the ends of all."""
+        """Send requests for a while, one per client at least, then wait for the ends of all."""
         stop_at, step = monotonic() + seconds, seconds / _SAMPLES
 
         async def client() -> None:
+            await self._send()
             while monotonic() < stop_at:
-                await self._send()
                 await asyncio.sleep(self._draw.expovariate(100.0))
+                await self._send()
 
         async def watch() -> None:
+            self.found.memory.append((self.found.ends.total(), bytes_in_use()))
             while monotonic() < stop_at:
-                self.found.memory.append((self.found.ends.total(), bytes_in_use()))
                 await asyncio.sleep(step)
+                self.found.memory.append((self.found.ends.total(), bytes_in_use()))
 
         await asyncio.gather(watch(), *(client() for _ in range(num_clients)))
 

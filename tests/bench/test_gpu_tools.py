@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from bench.common.references import attention_in_float64
 from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_.flash_references import FLASH_REFERENCES
-from specdec_fast import Engine
+from specdec_fast import Engine, SamplingParams
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import all_ops
 from specdec_fast.oracle.ops.paged_attention import paged_attention
 from support.op_cases import attention_by_hand
@@ -78,17 +80,40 @@ def test_poison_is_seen_and_undone():
     assert torch.are_deterministic_algorithms_enabled() == before[0]
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_forward_meter_counts_forwards_and_leaves(enforce_eager):
+def plain_engine(enforce_eager):
     sizes = gpu_decoding.SMOKE
     model = pairs.random_model(sizes.target, sizes.vocab_size, sizes.dtype, CPU, 0)
-    engine = Engine(model, None, method="eqspec", enforce_eager=enforce_eager)
+    return Engine(model, None, method="eqspec", enforce_eager=enforce_eager)
+
+
+def test_forward_meter_adds_up_forwards_and_leaves(monkeypatch):
+    """A clock that only forwards move, by a second each."""
+    now, forward = [0.0], RaggedModel.forward
+
+    def slow(self, *args, **kwargs):
+        now[0] += 1.0
+        return forward(self, *args, **kwargs)
+
+    engine = plain_engine(enforce_eager=True)
+    monkeypatch.setattr(RaggedModel, "forward", slow)
+    monkeypatch.setattr(bench_device, "perf_counter", lambda: now[0])
     with bench_device.ForwardMeter([engine.target], CPU) as meter:
-        engine.generate([[1, 2, 3]], progress=False)
-    stages = engine.last_run.timer.seconds
-    assert 0 < meter.seconds() < stages["prefill"] + stages["verify"]
-    assert meter.seconds() > 0.3 * stages["verify"]  # half as many where a forward takes microseconds
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=7, ignore_eos=True), progress=False)
+    assert meter.seconds() == now[0] >= 7
     assert "forward" not in vars(engine.target)
+
+
+def test_forward_meter_reads_the_clock_of_a_program():
+    """Every step adds to it, and no more than the stages of the steps."""
+    engine, found = plain_engine(enforce_eager=False), []
+    engine.generate([[1, 2, 3]], progress=False)
+    with bench_device.ForwardMeter([engine.target], CPU) as meter:
+        assert engine.target.program is None or meter.seconds() == 0
+        for _ in engine.stream([[1, 2, 3]], SamplingParams(max_new_tokens=7, ignore_eos=True)):
+            found.append(meter.seconds())
+    stages = engine.last_run.timer.seconds
+    assert 0 < found[0] < found[-1] < stages["prefill"] + stages["verify"]
+    assert all(earlier < later for earlier, later in itertools.pairwise(found))
 
 
 class Event:

@@ -49,9 +49,9 @@ def test_sweep_reports(broken, verdict, monkeypatch, tmp_path):
     elif broken == "crash":
         monkeypatch.setattr(sweep.sd, "Engine", lambda *args, **kwargs: 1 // 0)
     else:
-        action = {"hang": lambda name: sweep.time.sleep(60), "exit": lambda name: sweep.os._exit(3)}[broken]
+        action = {"hang": lambda name: sweep.time.sleep(3600), "exit": lambda name: sweep.os._exit(3)}[broken]
         monkeypatch.setattr(sweep, "examine", action)
-    found = sweep.sweep(["llama"], tmp_path, processes=1, limit=0.5 if broken == "hang" else 60)
+    found = sweep.sweep(["llama"], tmp_path, processes=1, limit=0.5 if broken == "hang" else 3600)
     assert found["llama"][0] == verdict, found
 
 

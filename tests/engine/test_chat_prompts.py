@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from threading import Event
 
 import pytest
 import torch
@@ -72,11 +73,12 @@ def test_the_asynchronous_engine_accepts_every_kind(target, templated, kind):
 
 def test_a_message_appended_after_the_call_is_not_part_of_it(target):
     async def main():
-        messages = [USER]
+        messages, is_appended = [USER], Event()
         async with sd.AsyncEngine(target, None, tokenizer=chat_tokenizer()) as engine:
-            engine._encoders.submit(asyncio.run, asyncio.sleep(0.05))  # the prompt is encoded after this
+            engine._encoders.submit(is_appended.wait)  # the prompt is encoded after this
             stream = engine.stream(messages, PARAMS)
             messages.append({"role": "error"})
+            is_appended.set()
             assert [chunk.error async for chunk in stream][-1] is None
 
     asyncio.run(main())

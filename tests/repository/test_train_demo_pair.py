@@ -65,7 +65,6 @@ def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         encoding="utf-8",
         env=environment,
-        timeout=120,
     )
 
 

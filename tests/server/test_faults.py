@@ -10,18 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 import specdec_fast as sd
 from specdec_fast.server.app import create_app
 from support.asgi import Exchange, fetch
-from support.services import Gate, vacant
+from support.services import SOME_STEPS, Gate, num_served, until, vacant
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
 def tokens_of(exchange):
     return [token for event in exchange.events[:-1] for choice in event["choices"] for token in choice["token_ids"]]
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.002)
 
 
 def metrics_of(exchange):
@@ -40,14 +35,13 @@ def test_a_client_that_leaves_frees_its_pages_within_a_step(make_engine, monkeyp
     app, gate = create_app(engine), Gate(monkeypatch, engine)
 
     async def main():
-        body = LONG | {"stream": kind != "without a stream", "n": 3 if kind == "several choices" else 1}
+        num_choices = 3 if kind == "several choices" else 1
+        body = LONG | {"stream": kind != "without a stream", "n": num_choices}
         exchange = Exchange(app, "/v1/completions", body)
+        await until(lambda: num_served(engine) == num_choices)
         if kind in ("in the middle", "several choices"):
-            while not exchange.parts:
-                gate.permits.release()
-                await asyncio.sleep(0.005)
-        else:
-            await until(lambda: engine.stats().num_waiting)
+            gate.permits.release(SOME_STEPS)
+            await exchange.first_part()
         exchange.leave()
         await exchange()
         before = gate.num_steps
@@ -70,7 +64,8 @@ def test_a_slow_reader_harms_no_other_request_and_keeps_only_its_tokens(make_eng
         await slow.first_part()
         slow.may_send.clear()
         others = await asyncio.gather(*(fetch(app, "/v1/completions", LONG) for _ in range(3)))
-        await until(lambda: engine.stats().num_running == 0)
+        await until(lambda: not len(engine._live))
+        await asyncio.wrap_future(engine._worker._writer.submit(bool))  # it has posted all that it has
         num_parts = len(slow.parts)
         slow.may_send.set()
         await slow()
@@ -113,12 +108,15 @@ def test_a_flood_is_refused_with_429_and_the_rest_is_served(make_engine, monkeyp
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_before_the_first_token_is_504(make_engine, monkeypatch, stream):
-    engine = make_engine()
-    app, gate = create_app(engine, timeout=0.05), Gate(monkeypatch, engine)
+    engine, now = make_engine(), [1000.0]
+    app, gate = create_app(engine, timeout=5.0), Gate(monkeypatch, engine)
+    for module in ("async_engine", "worker"):
+        monkeypatch.setattr(f"specdec_fast.service.{module}.monotonic", lambda: now[0])
 
     async def main():
         exchange = Exchange(app, "/v1/completions", LONG | {"stream": stream})
-        await asyncio.sleep(0.1)
+        await until(lambda: num_served(engine) == 1)
+        now[0] += 10.0
         gate.open()
         return await exchange()
 
@@ -137,9 +135,9 @@ def test_closing_finishes_or_cancels_and_refuses_the_rest(make_engine, monkeypat
     async def main():
         stream = Exchange(app, "/v1/completions", LONG | {"stream": True})
         whole = Exchange(app, "/v1/completions", LONG)
-        while not stream.parts:
-            gate.permits.release()
-            await asyncio.sleep(0.005)
+        await until(lambda: num_served(engine) == 2)
+        gate.permits.release(SOME_STEPS)
+        await stream.first_part()
         closing = asyncio.create_task(engine.close())
         await asyncio.sleep(0)
         late, health = await fetch(app, "/v1/completions", LONG), await fetch(app, "/health")
@@ -198,7 +196,7 @@ def test_a_warm_up_that_fails_is_tried_again(make_engine, monkeypatch):
     assert found[-1] == "ok"
 
 
-def test_metrics_count_what_was_served(make_engine):
+def test_metrics_count_what_was_served(make_engine, monkeypatch):
     engine = make_engine(max_batch_size=2)
     app, other = create_app(engine, model_names=["demo"]), create_app(make_engine(), model_names=["second"])
 
@@ -207,10 +205,13 @@ def test_metrics_count_what_was_served(make_engine):
         bodies = [LONG | {"prompt": prompt, "max_tokens": 20} for prompt in prompts]
         served = await asyncio.gather(*(fetch(app, "/v1/completions", body) for body in bodies))
         await fetch(app, "/v1/completions", {"prompt": 5})
+        gate = Gate(monkeypatch, engine)
         leaves = Exchange(app, "/v1/completions", LONG | {"stream": True})
+        gate.permits.release(SOME_STEPS)
         await leaves.first_part()
         leaves.leave()
         await leaves()
+        gate.open()
         await until(lambda: vacant(engine))
         return served, await fetch(app, "/metrics"), await fetch(other, "/metrics")
 

@@ -15,7 +15,7 @@ import specdec_fast as sd
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.service.receivers import Mailbox
 from support.forks import in_a_fork
-from support.services import MANY, NUM_REQUESTS, Gate, read, vacant
+from support.services import MANY, NUM_REQUESTS, Gate, num_served, read, until, vacant
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
@@ -48,7 +48,7 @@ def test_requests_that_come_and_go_are_served_as_if_alone(pair, requests, expect
         elif kind == 2:
             found = await read(stream, 1)
             if found[2].finish_reason is None:
-                assert engine.cancel(f"number {i}")
+                engine.cancel(f"number {i}")  # unless it has ended meanwhile
                 rest = await read(stream)
                 assert rest[2].finish_reason == "length" or isinstance(rest[2].error, sd.RequestCancelledError)
                 found = found[0] + rest[0], found[1] + rest[1], rest[2]
@@ -113,11 +113,10 @@ def test_a_call_of_the_engine_beneath_goes_on_when_the_service_has_nothing_left(
         await asyncio.to_thread(gate.is_reached.wait)
         thread = Thread(target=call, daemon=True)
         thread.start()
-        while not engine.engine.shared._waiting:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.engine.shared._waiting)
         gate.open()
         assert len((await read(stream))[0]) == 3
-        await asyncio.to_thread(thread.join, 60)
+        await asyncio.to_thread(thread.join)
         await engine.close()
 
     asyncio.run(main())
@@ -137,6 +136,7 @@ def test_a_step_calls_each_loop_back_once(pair, monkeypatch):
     async def main():
         async with engine:
             streams = [engine.stream([i + 1], MANY) for i in range(4)]
+            await until(lambda: num_served(engine) == 4)
             gate.open()
             await asyncio.gather(*map(read, streams))
 
@@ -181,7 +181,7 @@ def test_an_abandoned_stream_frees_its_pages_within_a_step(pair, monkeypatch):
 
 def test_a_model_that_fails_in_a_batch_harms_its_requests_only(pair, requests, expected, monkeypatch):
     engine = sd.AsyncEngine(*pair, max_batch_size=2)
-    verify, failed = engine.engine.target.verify_step, []
+    gate, verify, failed = Gate(monkeypatch, engine), engine.engine.target.verify_step, []
 
     def fail_once(pool, batch, *args):
         if len(batch) == 2 and not failed:
@@ -193,7 +193,10 @@ def test_a_model_that_fails_in_a_batch_harms_its_requests_only(pair, requests, e
 
     async def main():
         async with engine:
-            return await asyncio.gather(*(engine.generate(*request) for request in requests))
+            tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
+            await until(lambda: num_served(engine) == len(requests))
+            gate.open()
+            return await asyncio.gather(*tasks)
 
     outputs = asyncio.run(main())
     with_errors = [output for output in outputs if output.error is not None]

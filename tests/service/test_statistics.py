@@ -8,15 +8,7 @@ import itertools
 import pytest
 
 import specdec_fast as sd
-from support.services import MANY, Gate, read
-
-
-async def first_chunk(stream, gate):
-    """Let steps through until a stream has a chunk."""
-    task = asyncio.create_task(anext(aiter(stream)))
-    while not task.done():
-        gate.permits.release()
-        await asyncio.sleep(0.005)
+from support.services import MANY, SOME_STEPS, Gate, num_served, read, until
 
 
 def test_counts_are_those_of_the_outputs_and_never_decrease(pair, requests):
@@ -53,7 +45,9 @@ def test_running_and_waiting_requests_are_counted_now(pair, monkeypatch):
     async def main():
         async with engine:
             streams = [engine.stream([i + 1, 5], MANY) for i in range(3)]
-            await first_chunk(streams[0], gate)
+            await until(lambda: num_served(engine) == 3)
+            gate.permits.release(SOME_STEPS)
+            await anext(aiter(streams[0]))
             stats = engine.stats()
             assert (stats.num_running, stats.num_waiting) == (1, 2)
             assert 0 < stats.kv_usage <= 1
@@ -78,7 +72,9 @@ def test_every_request_that_was_served_is_recorded_once(pair, monkeypatch):
             ended = asyncio.create_task(engine.generate([1, 2, 3], params))
             dropped = engine.stream([4, 5], MANY)
             failed = engine.stream([6], MANY, request_id="cancelled")
-            await first_chunk(dropped, gate)
+            await until(lambda: num_served(engine) == 3)
+            gate.permits.release(SOME_STEPS)
+            await anext(aiter(dropped))
             await dropped.aclose()
             engine.cancel("cancelled")
             gate.open()

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from threading import Event, Semaphore
 
 import specdec_fast as sd
 
 NUM_REQUESTS = 14
 MANY = sd.SamplingParams(max_new_tokens=90, ignore_eos=True)
+
+
+SOME_STEPS = 5  # a first token comes within them, and no request of MANY tokens ends with one token per step
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def num_served(engine):
+    """Return how many requests have been encoded and have not ended; the next step serves them, or they wait."""
+    return len(engine._worker._served)
 
 
 def vacant(engine):
