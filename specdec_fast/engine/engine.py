@@ -21,7 +21,7 @@ from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.progress import Progress
 from specdec_fast.engine.shared_core import Call, SharedCore
 from specdec_fast.engine.step import StepOutput, raise_cause
-from specdec_fast.errors import RequestError
+from specdec_fast.errors import ConfigError, RequestError
 from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe_errors import named_failures
@@ -81,6 +81,7 @@ class Engine:
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         with named_failures(model):
             self.target = RaggedModel(model, self._ops, self.config.page_size, self.config.enforce_eager)
+            self._expect_same_steps()
             if self.config.deterministic:
                 make_deterministic(self.target)
             self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
@@ -195,6 +196,14 @@ class Engine:
             "kv_bytes_per_token": self.target.layout.bytes_per_token,
             "kv_pages": self.core.pool.num_pages if self.core.pool else 0,
         }
+
+    def _expect_same_steps(self) -> None:
+        """Refuse a K that depends on times if other processes must run the same steps."""
+        if self.target.is_sharded and not isinstance(self.config.num_draft_tokens, int):
+            raise ConfigError(
+                f"num_draft_tokens={self.config.num_draft_tokens!r}, but the target is sharded over processes, each of "
+                "which would choose K by its own times; pass an integer."
+            )
 
     def _builder(self) -> RequestBuilder:
         return RequestBuilder(self.target, self.tokenizer, self.core.length_policy.max_draft_tokens)

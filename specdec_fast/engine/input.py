@@ -8,6 +8,7 @@ import torch
 
 from specdec_fast.errors import (
     ConfigError,
+    InvalidParamsError,
     InvalidPromptError,
     MissingTokenizerError,
     PromptTooLongError,
@@ -50,11 +51,16 @@ class RequestBuilder:
         self._most_draft_tokens = most_draft_tokens
 
     def build(self, index: int, prompt: Any, params: SamplingParams, options: PromptOptions = _DEFAULTS) -> Sequence:
-        """Return the sequence of one request; if it cannot be served, the sequence has already failed."""
+        """Return the sequence of one request; if it cannot be served, the sequence has already failed.
+
+        Raises:
+            InvalidParamsError: the target is sharded over processes, and the request samples without a seed.
+
+        """
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._target.eos_token_ids
-        seed = _seed(params)
+        seed = self._seed(params)
         try:
             self._expect_few_draft_tokens(params)
             token_ids = self.encode(prompt, options)
@@ -115,9 +121,13 @@ class RequestBuilder:
             )
         return min(wanted, limit + 1)  # the target never computes the last emitted token, so that needs no position
 
-
-def _seed(params: SamplingParams) -> int | None:
-    """Return the request's seed; if it has none, a new one from torch's generator; None if it is greedy."""
-    if params.temperature == 0:
-        return None
-    return int(torch.randint(2**63 - 1, (), device="cpu")) if params.seed is None else params.seed
+    def _seed(self, params: SamplingParams) -> int | None:
+        """Return the request's seed; if it has none, a new one from torch's generator; None if it is greedy."""
+        if params.temperature == 0:
+            return None
+        if params.seed is None and self._target.is_sharded:
+            raise InvalidParamsError(
+                "a request samples without a seed, but the target is sharded over processes, each of which would draw "
+                "its own; pass seed=..."
+            )
+        return int(torch.randint(2**63 - 1, (), device="cpu")) if params.seed is None else params.seed

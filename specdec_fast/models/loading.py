@@ -29,7 +29,7 @@ def load_model(
     Raises:
         ConfigError: the source is none of these; there is no such model or device; files are damaged, weights are
             missing, or the model needs code of its own; or a loaded model has another dtype or device than asked for,
-            has no weights, or is in training mode.
+            has no weights, is in training mode, or is spread over devices; or a draft is sharded over processes.
 
     """
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
@@ -82,6 +82,14 @@ def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.dev
             f"{name} has weights on the meta device, which keeps no numbers: {', '.join(absent[:3])} ({len(absent)} "
             "in all); load it with from_pretrained, onto one device that has memory for all of it."
         )
+    places = list(dict.fromkeys(str(parameter.device) for parameter in weights.values()))
+    if len(places) > 1:
+        raise ConfigError(
+            f"{name} is spread over {', '.join(places)}, but all KV pages of an engine lie on one device; load it onto "
+            "one, or shard a target over processes by its tensor-parallel plan (docs/scaling.md)."
+        )
+    if role == "draft" and is_sharded(model):
+        raise ConfigError(f"{name} is sharded over processes; load the draft whole, in every process.")
     has = next(iter(weights.values()))
     if dtype is not None and has.dtype != dtype:
         raise ConfigError(
@@ -92,6 +100,11 @@ def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.dev
     if role == "draft":
         raise ConfigError(f"the loaded {name} is on {has.device}, its target on {device}; move one to the other's.")
     raise ConfigError(f"device={device}, but the loaded {name} is on {has.device}; move it, or leave device out.")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether weights are sharded over processes: DTensors, as a tensor-parallel plan makes them."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

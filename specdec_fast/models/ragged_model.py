@@ -25,7 +25,7 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch
 from specdec_fast.models.draft_step import DraftLoop, greedy_tokens
 from specdec_fast.models.hf_model import HFModel
-from specdec_fast.models.loading import eos_token_ids
+from specdec_fast.models.loading import eos_token_ids, is_sharded
 from specdec_fast.models.model_checks import check_decoder, check_ignores_answers, check_reproduces, max_positions
 from specdec_fast.models.probe_errors import named_failures
 from specdec_fast.models.verification import Verification, interleaved
@@ -48,6 +48,7 @@ class RaggedModel:
         vocab_size: width of its logits.
         max_positions: number of positions that it can serve; None if its config has no limit.
         eos_token_ids: ids that end a text, from its generation config.
+        is_sharded: whether its weights are sharded over processes. All of them must then compute the same forwards.
         program: runs its whole forward in one call; None if PyTorch runs it.
         why_no_program: the reason why ``program`` is None.
         graphs: graphs of its forwards of few rows; None before ``use_graphs``, and on a device without graphs.
@@ -69,6 +70,9 @@ class RaggedModel:
         self._capture = capture_for(model.device)
         if enforce_eager:
             self._executor, self.why_no_program, self._capture = None, "enforce_eager=True", None
+        self.is_sharded = is_sharded(model)
+        if self.is_sharded:  # a program and a graph would lack what its hooks send to the other processes
+            self._executor, self.why_no_program, self._capture = None, "its weights are sharded over processes", None
         self.graphs: Graphs | None = None
         self.eos_token_ids = eos_token_ids(model)
         config = model.config.get_text_config(decoder=True)

@@ -78,6 +78,11 @@ class AsyncEngine:
         if config is None:
             keywords.setdefault("max_prefill_tokens", _PREFILL_TOKENS)
         self.engine = Engine(target, draft, config, tokenizer=tokenizer, **keywords)
+        if self.engine.target.is_sharded:
+            raise ConfigError(
+                "the target is sharded over processes, but requests reach an AsyncEngine of each at another time; use "
+                "Engine, and make the same calls in every process."
+            )
         core = self.engine.core
         self._builder = RequestBuilder(self.engine.target, self.engine.tokenizer, core.length_policy.max_draft_tokens)
         self._live = LiveRequests(core.scheduler.max_resident + max_waiting, kv_token_budget)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -267,6 +268,17 @@ def test_weights_without_numbers(target, draft, role, part):
     models[role] = copy.deepcopy(models[role])
     models[role].get_submodule(part).to("meta")
     with pytest.raises(sd.ConfigError, match=rf"{role} LlamaForCausalLM has weights on the meta .*from_pretrained"):
+        sd.Engine(models["target"], models["draft"])
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_model_spread_over_devices(target, draft, role):
+    """As ``device_map`` does with several GPUs; a stand-in has the device that no machine of the tests has."""
+    models = {"target": target, "draft": draft}
+    models[role] = copy.deepcopy(models[role])
+    with FakeTensorMode():
+        models[role].model.norm.weight = torch.nn.Parameter(torch.empty(128, device="cuda:1"))
+    with pytest.raises(sd.ConfigError, match=rf"{role} LlamaForCausalLM is spread over cpu, cuda:1, .*tensor-parallel"):
         sd.Engine(models["target"], models["draft"])
 
 
