@@ -17,7 +17,9 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
 
 # A slice of every grid; test-rest runs what it leaves out, test-all both.
-test test-rest test-all: $(VENV)/.installed-test
+test: $(VENV)/.installed-test
+test-rest test-all: $(VENV)/.installed-test-rest
+test test-rest test-all:
 	$(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(MARKED)
 
 test-rest: MARKED = -m grid
@@ -88,6 +90,10 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-test-rest: $(VENV)/.installed-test
+	$(PIP) --editable '.[ray]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test

@@ -12,6 +12,7 @@ import pytest
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
+from specdec_fast.integrations import ray
 from support.source_tree import ROOT
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -98,9 +99,10 @@ def check_outputs(outputs, capsys):
 
 
 def test_the_api_reference_has_every_public_name_once():
-    """And no other name, apart from the application of the server."""
+    """And no other name, apart from the application of the server and the names for Ray."""
     named = re.findall(r"^::: specdec_fast\.(.+)$", (ROOT / "docs/api.md").read_text(), flags=re.M)
-    assert sorted(named) == sorted([*sd.__all__, "server.app.create_app"])
+    for_ray = [f"integrations.{module}.{name}" for name, module in ray._MODULES.items()]
+    assert sorted(named) == sorted([*sd.__all__, "server.app.create_app", *for_ray])
 
 
 def test_a_dead_link_fails_the_site(tmp_path):

@@ -34,7 +34,8 @@ def text_of(plain, prompt, **params):
 
 def test_every_example_is_listed_and_run():
     listed = (EXAMPLES / "README.md").read_text()
-    run = Path(__file__).read_text() + (ROOT / "tests/server/test_clients.py").read_text()
+    elsewhere = ("tests/server/test_clients.py", "tests/integrations/test_ray_cluster.py")
+    run = Path(__file__).read_text() + "".join((ROOT / name).read_text() for name in elsewhere)
     names = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")]
     assert len(names) >= 5
     assert [name for name in names if f"`examples/{name}`" not in listed or f'"{name}"' not in run] == []
