@@ -43,20 +43,19 @@ specdec::Sampling sampling_at(const std::vector<std::uintptr_t>& addresses) {
 
 void verify_chain(std::uintptr_t logits, int dtype, std::array<std::int64_t, 3> shape, std::uintptr_t token_ids,
                   std::uintptr_t cu_seqlens, std::int64_t batch_size, const std::vector<std::uintptr_t>& sampling,
-                  std::array<std::uintptr_t, 3> results, int num_threads) {
+                  std::uintptr_t parents, std::array<std::uintptr_t, 4> results, int num_threads) {
   const specdec::Sampling rules = sampling_at(sampling);
   const specdec::VerifyChainArgs args{pointer<const void>(logits),
                                       static_cast<specdec::DType>(dtype),
-                                      shape[0],
-                                      shape[1],
-                                      shape[2],
+                                      shape[0], shape[1], shape[2],
                                       pointer<const std::int64_t>(token_ids),
                                       pointer<const std::int32_t>(cu_seqlens),
                                       batch_size,
                                       sampling.empty() ? nullptr : &rules,
-                                      num_threads};
+                                      num_threads,
+                                      pointer<const std::int32_t>(parents)};
   specdec::verify_chain(args, {pointer<std::int64_t>(results[0]), pointer<std::int32_t>(results[1]),
-                               pointer<std::int64_t>(results[2])});
+                               pointer<std::int64_t>(results[2]), pointer<std::int32_t>(results[3])});
 }
 
 std::array<std::uint32_t, 4> philox4x32(std::array<std::uint32_t, 4> counter, std::array<std::uint32_t, 2> key) {

@@ -35,7 +35,7 @@ _TENSORS = {
         *("tile_best", "tile_mass", "tile_drawn", "row_best", "row_limit", "row_drawn"),
     ),
     "i32": (
-        *("cu_seqlens", "top_k", "cu_seen", "row_sequences", "seen", "tile_ids"),
+        *("parents", "cu_seqlens", "top_k", "cu_seen", "row_sequences", "seen", "tile_ids"),
         *("row_token", "keys", "tokens"),
     ),
     "i64": ("token_ids", "positions", "seeds", "seen_ids", "row_positions", "counters", "seed", "words"),
@@ -44,8 +44,8 @@ _TENSORS = {
 _Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _row_launch() -> Launch:
-    return Launch({"SEQUENCES": _SEQUENCES, "BLOCK": _BLOCK}, num_warps=4)
+def _row_launch(has_trees: bool) -> Launch:
+    return Launch({"SEQUENCES": _SEQUENCES, "BLOCK": _BLOCK, "TREE": has_trees}, num_warps=4)
 
 
 def _tile_launch() -> Launch:
@@ -79,7 +79,9 @@ def philox4x32(counter: _Words, key: tuple[int, int]) -> _Words:
     return first, second, third, fourth
 
 
-def choose_tokens(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def choose_tokens(
+    logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling, parents: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Launch all kernels; return keys and tokens as if each row were one chunk of ``verify_chain``'s first kernel.
 
     Args:
@@ -87,6 +89,7 @@ def choose_tokens(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, samplin
         token_ids: ``[T]`` int64.
         cu_seqlens: ``[B + 1]`` int32.
         sampling: how each sequence chooses.
+        parents: ``[T]`` int32 of trees; None: chains.
 
     """
     (num_rows, vocab_size), device, batch = logits.shape, logits.device, sampling
@@ -102,8 +105,9 @@ def choose_tokens(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, samplin
     temperatures, penalties, seeds = batch.temperatures, batch.repetition_penalties, batch.seeds
 
     row_kernel[(num_rows,)](
-        token_ids, cu_seqlens, penalties, batch.positions, batch.seen_ids, batch.cu_seen,
-        sequences, row_positions, seen, cu_seqlens.numel() - 1, vocab_size, seen.stride(0), **_row_launch().options,
+        token_ids, cu_seqlens if parents is None else parents, cu_seqlens, penalties, batch.positions, batch.seen_ids,
+        batch.cu_seen, sequences, row_positions, seen, cu_seqlens.numel() - 1, vocab_size, seen.stride(0),
+        **_row_launch(parents is not None).options,
     )  # fmt: skip
     best_kernel[(num_rows, num_tiles)](
         logits, seen, sequences, penalties, temperatures, batch.top_p,
@@ -138,7 +142,8 @@ def _variant(launch: Launch, name: str, kernel: Any, dtype: torch.dtype | None, 
 def variants() -> Iterator[Variant]:
     """Yield the compilations: logits of every type, aligned rows or not, small to large vocabularies."""
     yield _variant(_philox_launch(), "philox", philox_kernel, None, False)
-    yield _variant(_row_launch(), "rows", row_kernel, None, False)
+    yield _variant(_row_launch(False), "rows", row_kernel, None, False)
+    yield _variant(_row_launch(True), "rows_trees", row_kernel, None, False)
     for num_tiles in (32, 50, 149, 256):  # 32,000, 50,257, 151,936 and 262,144 tokens
         yield _variant(_pick_launch(num_tiles), f"pick_{num_tiles}_tiles", pick_kernel, None, False)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):

@@ -24,6 +24,7 @@ def _mark(seen, ids, inside, vocab_size):
 @triton.jit(do_not_specialize=(*UNSPECIALISED, "vocab_size"))
 def row_kernel(
     token_ids,  # [T] int64
+    parents,  # [T] int32, counted from the sequence's first row; read if TREE
     cu_seqlens,  # [B + 1] int32
     penalties,  # [B] fp64
     positions,  # [B] int64
@@ -37,8 +38,9 @@ def row_kernel(
     stride_seen_row,
     SEQUENCES: tl.constexpr,
     BLOCK: tl.constexpr,
+    TREE: tl.constexpr,
 ):
-    """Find the sequence of a row, and mark the tokens to which its penalty applies."""
+    """Find the sequence and the position of a row, and mark the tokens to which its penalty applies."""
     row = tl.program_id(0).to(tl.int64)
     sequence = 0
     for first in range(0, batch_size, SEQUENCES):
@@ -46,18 +48,29 @@ def row_kernel(
         stops = tl.load(cu_seqlens + sequences + 1, mask=sequences < batch_size, other=NO_ID)
         sequence += tl.sum((stops <= row).to(tl.int32), axis=0)
     start = tl.load(cu_seqlens + sequence)
+    has_penalty = tl.load(penalties + sequence) != 1.0
+    depth = row - start
+    if TREE:
+        depth, ancestor = tl.full((), 0, tl.int64), row
+        while ancestor > start:
+            if has_penalty:
+                _mark(seen + row * stride_seen_row, tl.load(token_ids + ancestor), True, vocab_size)
+            ancestor, depth = start + tl.load(parents + ancestor).to(tl.int64), depth + 1
+        if has_penalty:
+            _mark(seen + row * stride_seen_row, tl.load(token_ids + start), True, vocab_size)
     tl.store(row_sequences + row, sequence)
-    tl.store(row_positions + row, tl.load(positions + sequence) + row - start)
-    if tl.load(penalties + sequence) != 1.0:
+    tl.store(row_positions + row, tl.load(positions + sequence) + depth)
+    if has_penalty:
         seen_start, seen_stop = tl.load(cu_seen + sequence), tl.load(cu_seen + sequence + 1)
         for first in range(seen_start, seen_stop, BLOCK):
             places = first + tl.arange(0, BLOCK)
             ids = tl.load(seen_ids + places, mask=places < seen_stop, other=-1)
             _mark(seen + row * stride_seen_row, ids, places < seen_stop, vocab_size)
-        for first in range(start, row.to(tl.int32) + 1, BLOCK):
-            places = first + tl.arange(0, BLOCK)
-            ids = tl.load(token_ids + places, mask=places <= row, other=-1)
-            _mark(seen + row * stride_seen_row, ids, places <= row, vocab_size)
+        if not TREE:
+            for first in range(start, row.to(tl.int32) + 1, BLOCK):
+                places = first + tl.arange(0, BLOCK)
+                ids = tl.load(token_ids + places, mask=places <= row, other=-1)
+                _mark(seen + row * stride_seen_row, ids, places <= row, vocab_size)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)

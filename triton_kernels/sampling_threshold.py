@@ -15,9 +15,9 @@ from specdec_fast.triton_kernels.sampling_noise import gumbel, tile_words
 
 # Addresses and sizes that change with the batch. If they were specialised, the order of sums could change, too.
 UNSPECIALISED = (
-    *("token_ids", "cu_seqlens", "penalties", "positions", "seen_ids", "cu_seen", "temperatures", "top_k", "top_p"),
-    *("min_p", "seeds", "seen", "row_sequences", "row_positions", "row_best", "row_limit", "row_drawn", "row_token"),
-    *("tile_best", "tile_ids", "tile_mass", "tile_drawn", "keys", "tokens", "batch_size", "num_tiles"),
+    *("token_ids", "parents", "cu_seqlens", "penalties", "positions", "seen_ids", "cu_seen", "temperatures", "top_k"),
+    *("top_p", "min_p", "seeds", "seen", "row_sequences", "row_positions", "row_best", "row_limit", "row_drawn"),
+    *("row_token", "tile_best", "tile_ids", "tile_mass", "tile_drawn", "keys", "tokens", "batch_size", "num_tiles"),
     "stride_seen_row",
 )
 NO_ID = tl.constexpr(0x7FFFFFFF)

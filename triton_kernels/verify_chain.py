@@ -2,8 +2,9 @@
 
 Bytes: ``T * vocab_size * itemsize`` read; 16 bytes per row and chunk of the vocabulary between the two kernels.
 Grids: (rows, chunks) finds the largest logit of each chunk; (sequences,) combines the chunks of each row and walks the
-sequence's rows. Chunks have a fixed size, on which the result does not depend, because a maximum has no rounding. If
-sequences sample, ``sampling`` chooses the token of each row instead of the first kernel.
+sequence's rows; for trees, (sequences,) walks down each tree. Chunks have a fixed size, on which the result does not
+depend, because a maximum has no rounding. If sequences sample, ``sampling`` chooses the token of each row instead of
+the first kernel.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from specdec_fast.triton_kernels.sampling import choose_tokens
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 _CHUNK = 8192  # logits per program of the first kernel
+_WALK_ROWS = 64  # rows of a tree that a program of the third kernel looks at together
 _TILE = 2048  # chunks that a program of the second kernel holds, of one row or of several
 # Addresses and sizes that change with the batch, or with whether sequences sample.
 _UNSPECIALISED = (
     *("chunk_keys", "chunk_ids", "token_ids", "cu_seqlens", "target_tokens", "num_accepted", "next_tokens"),
-    "num_chunks",
+    *("num_chunks", "parents", "accepted_rows"),
 )
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _LARGEST = tl.constexpr(0x7FFFFFFF)  # the key of a NaN; as a token id or a row: none
@@ -101,6 +103,37 @@ def _accept_kernel(
     tl.store(next_tokens + sequence, following)
 
 
+@triton.jit(do_not_specialize=_UNSPECIALISED)
+def _walk_kernel(
+    token_ids,  # [T] int64
+    parents,  # [T] int32, counted from the sequence's first row
+    cu_seqlens,  # [B + 1] int32
+    target_tokens,  # [T] int64
+    num_accepted,  # [B] int32, out
+    next_tokens,  # [B] int64, out
+    accepted_rows,  # [T] int32, all -1; out
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Walk down a sequence's tree: from a row to its first child whose token is the target's token after that row."""
+    sequence = tl.program_id(0).to(tl.int64)
+    start, stop = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
+    row, count = start * 0, start * 0  # counted from `start`
+    wanted = tl.load(target_tokens + start)
+    for first in range(0, stop - start, BLOCK_ROWS):  # parents precede their children, so blocks need no second visit
+        rows = first + tl.arange(0, BLOCK_ROWS)
+        inside = (rows > 0) & (rows < stop - start)
+        above = tl.load(parents + start + rows, mask=inside, other=-1)
+        fed = tl.load(token_ids + start + rows, mask=inside, other=0)
+        child = tl.min(tl.where(inside & (above == row) & (fed == wanted), rows, _LARGEST), axis=0)
+        while child != _LARGEST:
+            tl.store(accepted_rows + start + count, child)
+            row, count = child, count + 1
+            wanted = tl.load(target_tokens + start + row)
+            child = tl.min(tl.where(inside & (above == row) & (fed == wanted), rows, _LARGEST), axis=0)
+    tl.store(num_accepted + sequence, count)
+    tl.store(next_tokens + sequence, wanted)
+
+
 def _chunk_launch() -> Launch:
     return Launch({"CHUNK": _CHUNK}, num_warps=8)  # 32 logits per thread: four loads of 16 bytes in bf16
 
@@ -111,16 +144,29 @@ def _accept_launch(num_chunks: int) -> Launch:
     return Launch(constexprs, num_warps=4)
 
 
+def _walk_launch() -> Launch:
+    return Launch({"BLOCK_ROWS": _WALK_ROWS}, num_warps=1)
+
+
 def verify_chain(
-    logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch both kernels, or those of ``sampling`` and the second kernel; the contract is the oracle's."""
+    logits: Tensor,
+    token_ids: Tensor,
+    cu_seqlens: Tensor,
+    sampling: Sampling | None = None,
+    parents: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Launch both kernels, or those of ``sampling`` and the second kernel; for trees a third one walks down the trees.
+
+    The contract is the oracle's.
+    """
     (num_rows, vocab_size), batch_size, device = logits.shape, cu_seqlens.numel() - 1, logits.device
     target_tokens = torch.empty_like(token_ids)
     num_accepted = torch.empty(batch_size, dtype=torch.int32, device=device)
     next_tokens = torch.empty(batch_size, dtype=torch.int64, device=device)
+    accepted_rows = None if parents is None else torch.full_like(parents, -1)
+    found = (target_tokens, num_accepted, next_tokens, *([] if accepted_rows is None else [accepted_rows]))
     if num_rows == 0 or batch_size == 0:
-        return target_tokens, num_accepted, next_tokens
+        return found
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     if sampling is None:
@@ -131,7 +177,7 @@ def verify_chain(
         )
     else:
         num_chunks = 1  # ``sampling`` has chosen each row's token
-        chunk_keys, chunk_ids = choose_tokens(logits, token_ids, cu_seqlens, sampling)
+        chunk_keys, chunk_ids = choose_tokens(logits, token_ids, cu_seqlens, sampling, parents)
     _accept_kernel[(batch_size,)](
         chunk_keys,
         chunk_ids,
@@ -143,7 +189,12 @@ def verify_chain(
         num_chunks,
         **_accept_launch(num_chunks).options,
     )
-    return target_tokens, num_accepted, next_tokens
+    if parents is not None:  # then only the tokens of the rows are used of what the second kernel wrote
+        _walk_kernel[(batch_size,)](
+            token_ids, parents, cu_seqlens, target_tokens, num_accepted, next_tokens, accepted_rows,
+            **_walk_launch().options,
+        )  # fmt: skip
+    return found
 
 
 def variants() -> Iterator[Variant]:
@@ -159,3 +210,6 @@ def variants() -> Iterator[Variant]:
     for num_chunks in (1, 4, 19, 32):  # sampled; 32,000, 151,936 and 262,144 tokens
         signature = {**tensors, "num_chunks": "i32"}
         yield _accept_launch(num_chunks).variant(f"accept_{num_chunks}_chunks", _accept_kernel, signature, ())
+    rows = {"token_ids": "*i64", "parents": "*i32", "cu_seqlens": "*i32", "target_tokens": "*i64"}
+    results = {"num_accepted": "*i32", "next_tokens": "*i64", "accepted_rows": "*i32"}
+    yield _walk_launch().variant("walk", _walk_kernel, rows | results, ())

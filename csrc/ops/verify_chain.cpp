@@ -86,23 +86,59 @@ std::int64_t argmax_row(const VerifyChainArgs& args, std::int64_t row) {
   return kInvalidToken;
 }
 
-std::int64_t choose(const VerifyChainArgs& args, std::int64_t row, std::vector<double>& scratch) {
+// The tokens of the rows from a sequence's first to one of its rows.
+struct Path {
+  const std::int64_t* token_ids;
+  std::int64_t length;
+};
+
+// `scratch` holds the path if it is not a part of the rows as they lie.
+Path path_to(const VerifyChainArgs& args, std::int64_t first, std::int64_t row, std::vector<std::int64_t>& scratch) {
+  if (args.parents == nullptr) return {args.token_ids + first, row - first + 1};
+  scratch.clear();
+  for (; row > first; row = first + args.parents[row]) scratch.push_back(args.token_ids[row]);
+  scratch.push_back(args.token_ids[first]);
+  return {scratch.data(), static_cast<std::int64_t>(scratch.size())};  // backwards: a penalty needs no order
+}
+
+// Memory that successive rows share.
+struct Scratch {
+  std::vector<double> scores;
+  std::vector<std::int64_t> path;
+};
+
+std::int64_t choose(const VerifyChainArgs& args, std::int64_t row, Scratch& scratch) {
   if (args.sampling == nullptr) return argmax_row(args, row);
   const Sampling& s = *args.sampling;
   const std::int32_t* after = std::upper_bound(args.cu_seqlens, args.cu_seqlens + args.batch_size + 1, row);
   const std::int64_t b = after - args.cu_seqlens - 1;
   if (s.temperatures[b] == 0.0 && s.repetition_penalties[b] == 1.0) return argmax_row(args, row);
-  const std::int64_t first = args.cu_seqlens[b];
+  const Path path = path_to(args, args.cu_seqlens[b], row, scratch.path);
   const std::int64_t item = args.dtype == DType::kFloat32 ? 4 : 2;
   return sample_row({static_cast<const char*>(args.logits) + row * args.row_stride * item, args.dtype, args.vocab_size,
                      s.temperatures[b], s.top_k[b], s.top_p[b], s.min_p[b], s.repetition_penalties[b], s.seeds[b],
-                     s.positions[b] + row - first,
-                     {s.seen_ids + s.cu_seen[b], s.cu_seen[b + 1] - s.cu_seen[b], args.token_ids + first,
-                      row - first + 1}},
-                    scratch);
+                     s.positions[b] + path.length - 1,
+                     {s.seen_ids + s.cu_seen[b], s.cu_seen[b + 1] - s.cu_seen[b], path.token_ids, path.length}},
+                    scratch.scores);
+}
+
+// Parents precede their children, so one pass finds the path.
+void accept_tree(const VerifyChainArgs& args, const VerifyChainResult& result, std::int64_t sequence) {
+  const std::int64_t start = args.cu_seqlens[sequence], stop = args.cu_seqlens[sequence + 1];
+  std::int64_t row = start;
+  std::int32_t* end = result.accepted_rows + start;
+  for (std::int64_t child = start + 1; child < stop; ++child) {
+    if (start + args.parents[child] != row || args.token_ids[child] != result.target_tokens[row]) continue;
+    *end++ = static_cast<std::int32_t>(child - start);
+    row = child;
+  }
+  result.num_accepted[sequence] = static_cast<std::int32_t>(end - (result.accepted_rows + start));
+  result.next_tokens[sequence] = result.target_tokens[row];
+  std::fill(end, result.accepted_rows + stop, -1);
 }
 
 void accept(const VerifyChainArgs& args, const VerifyChainResult& result, std::int64_t sequence) {
+  if (args.parents != nullptr) return accept_tree(args, result, sequence);
   const std::int64_t start = args.cu_seqlens[sequence];
   const std::int64_t last = args.cu_seqlens[sequence + 1] - 1;
   std::int64_t row = start;
@@ -118,7 +154,7 @@ void verify_chain(const VerifyChainArgs& args, const VerifyChainResult& result) 
   const bool worth_threads = args.num_rows > 1 && args.num_rows * args.vocab_size > (1 << 16);
 #pragma omp parallel num_threads(args.num_threads) if (worth_threads)
   {
-    std::vector<double> scratch;
+    Scratch scratch;
     // Dynamic, because a sampled row takes many times as long as a greedy one.
 #pragma omp for schedule(dynamic)
     for (std::int64_t row = 0; row < args.num_rows; ++row) result.target_tokens[row] = choose(args, row, scratch);

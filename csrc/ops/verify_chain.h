@@ -1,4 +1,4 @@
-// verify_chain: which draft tokens the target itself would have emitted.
+// verify_chain: which draft tokens, of a chain or a tree, the target itself would have emitted.
 // specdec_fast/oracle/ops/verify_chain.py states the contract, and what a NaN means.
 #pragma once
 
@@ -20,12 +20,14 @@ struct VerifyChainArgs {
   std::int64_t batch_size;
   const Sampling* sampling;  // null: all sequences are greedy
   int num_threads;
+  const std::int32_t* parents = nullptr;  // [num_rows], counted from the sequence's first row; null: chains
 };
 
 struct VerifyChainResult {
   std::int64_t* target_tokens;  // [num_rows]
   std::int32_t* num_accepted;   // [batch_size]
   std::int64_t* next_tokens;    // [batch_size]
+  std::int32_t* accepted_rows = nullptr;  // [num_rows], if there are parents
 };
 
 void verify_chain(const VerifyChainArgs& args, const VerifyChainResult& result);

@@ -24,8 +24,8 @@ class Sampling:
         min_p: ``[B]`` float64 in [0, 1]; 0 keeps all tokens.
         repetition_penalties: ``[B]`` float64; 1 does not change the logits.
         seeds: ``[B]`` int64, the key of each sequence's noise.
-        positions: ``[B]`` int64, the position of the token that a sequence's first row chooses; row j chooses the
-            token at ``positions[b] + j``.
+        positions: ``[B]`` int64, the position of the token that a sequence's first row chooses; a row at depth j (row j
+            of a chain) chooses the token at ``positions[b] + j``.
         seen_ids: ``[N]`` int64, committed tokens of the sequences that have a repetition penalty, sequence after
             sequence; sequences without a penalty may have none.
         cu_seen: ``[B + 1]`` int32, the index of each sequence's first ``seen_ids``, and their number.

@@ -128,8 +128,12 @@ def addresses_of(sampling: Sampling | None) -> list[int]:
 
 
 def verify_chain(
-    logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor,
+    token_ids: Tensor,
+    cu_seqlens: Tensor,
+    sampling: Sampling | None = None,
+    parents: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Run ``csrc/ops/verify_chain.cpp``; the contract is the oracle's."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
@@ -137,6 +141,7 @@ def verify_chain(
     target_tokens = torch.empty_like(token_ids)
     num_accepted = torch.empty(batch_size, dtype=torch.int32, device=logits.device)
     next_tokens = torch.empty(batch_size, dtype=torch.int64, device=logits.device)
+    accepted_rows = None if parents is None else torch.empty_like(parents)
     _C.verify_chain(
         logits.data_ptr(),
         DTYPE_CODES[logits.dtype],
@@ -145,7 +150,12 @@ def verify_chain(
         cu_seqlens.data_ptr(),
         batch_size,
         addresses_of(sampling),
-        (target_tokens.data_ptr(), num_accepted.data_ptr(), next_tokens.data_ptr()),
+        0 if parents is None else parents.data_ptr(),
+        (
+            *(target_tokens.data_ptr(), num_accepted.data_ptr(), next_tokens.data_ptr()),
+            0 if accepted_rows is None else accepted_rows.data_ptr(),
+        ),
         torch.get_num_threads(),
     )
-    return target_tokens, num_accepted, next_tokens
+    found = (target_tokens, num_accepted, next_tokens)
+    return found if accepted_rows is None else (*found, accepted_rows)

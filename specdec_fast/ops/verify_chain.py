@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,13 @@ _SAMPLING_DTYPES = {
 }
 
 
-def _check(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None) -> None:
+def _check(
+    logits: Tensor,
+    token_ids: Tensor,
+    cu_seqlens: Tensor,
+    sampling: Sampling | None = None,
+    parents: Tensor | None = None,
+) -> None:
     rows, device = logits.shape[0], logits.device
     expect_tensor("logits", logits, (None, None), FLOATS, device)
     expect_tensor("token_ids", token_ids, (rows,), (torch.int64,), device)
@@ -35,6 +42,20 @@ def _check(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Samp
     expect_offsets("cu_seqlens", cu_seqlens, rows, strictly=True)
     if sampling is not None:
         _check_sampling(sampling, cu_seqlens.numel() - 1, device)
+    if parents is not None:
+        expect_tensor("parents", parents, (rows,), (torch.int32,), device)
+        expect(parents.is_contiguous(), "parents must be contiguous.")
+        _check_parents(parents, cu_seqlens)
+
+
+def _check_parents(parents: Tensor, cu_seqlens: Tensor) -> None:
+    """Check that parents precede their children; only on the CPU, because on a device it would wait."""
+    if parents.device.type != "cpu":
+        return
+    for start, stop in pairwise(cu_seqlens.tolist()):
+        own = parents[start:stop].tolist()
+        is_tree = own[0] == -1 and all(0 <= parent < row for row, parent in enumerate(own[1:], start=1))
+        expect(is_tree, f"parents of a sequence are {own}; expected -1, and then earlier rows of that sequence.")
 
 
 def _check_sampling(sampling: Sampling, batch_size: int, device: torch.device) -> None:
@@ -125,6 +146,42 @@ def _make_sampled(
     return args
 
 
+def _make_trees(
+    counts: list[int],
+    vocab_size: int,
+    rules: tuple[_Rule, ...] | None,
+    breadth: int,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Make trees in which half of the rows hold the token that their parent chooses; siblings may hold the same one.
+
+    Args:
+        counts: rows of each sequence.
+        vocab_size: tokens.
+        rules: by which sequences sample; None: all are greedy.
+        breadth: a row's parent is one of so many rows before it; 1 makes chains.
+        generator: of random numbers.
+        dtype: of the logits.
+        device: of all tensors.
+
+    """
+    if rules is None:
+        args = _make(counts, vocab_size, None, generator, dtype, device)
+    else:
+        args = _make_sampled(counts, vocab_size, rules, None, generator, dtype, device)
+    back = torch.randint(1, breadth + 1, (sum(counts),), generator=generator, device="cpu")
+    rows = torch.cat([torch.arange(count, device="cpu") for count in counts]) if counts else back
+    parents = torch.where(rows > 0, (rows - back).clamp(min=0), -1).int()
+    above = torch.arange(len(rows), device="cpu") - rows + parents.clamp(min=0)  # counted in the batch
+    args["parents"] = parents.to(device)
+    chosen = sampled_tokens(**args) if rules else args["logits"].argmax(dim=-1)
+    agrees = (torch.rand(sum(counts), generator=generator, device="cpu") < 0.5).to(device)
+    args["token_ids"] = torch.where(agrees, chosen.clamp(min=0)[above.to(device)], args["token_ids"])
+    return args
+
+
 def _make_normal(
     counts: list[int],
     vocab_size: int,
@@ -157,6 +214,16 @@ _SAMPLED_CASES: tuple[tuple[str, str, list[int], int, float | None], ...] = (
 )
 
 
+_TREE_CASES: tuple[tuple[str, str, list[int], tuple[_Rule, ...] | None, int], ...] = (
+    ("trees", "children of several rows, some with one token", [12, 1, 7, 2, 20, 2, 3], None, 4),
+    ("deep_trees", "paths of more rows than a block of the walk", [150, 3], None, 2),
+    ("chains_with_parents", "a chain, described as a tree", [6, 1, 3], None, 1),
+    ("bushes", "most rows are children of the first one", [9, 70], None, 60),
+    ("sampled_trees", "noise and penalty follow a row's path", [9, 1, 6, 2, 14, 1, 3, 8, 5], _RULES, 3),
+    ("no_trees", "an empty batch", [], None, 2),
+)
+
+
 def _cases() -> Iterator[Case]:
     grid: tuple[tuple[str, str, list[int], int, float | None], ...] = (
         ("plain_decoding", "one row per sequence, nothing to accept", [1] * 8, 1000, None),
@@ -174,6 +241,8 @@ def _cases() -> Iterator[Case]:
         yield Case(name, why, partial(_make, counts, vocab_size, special))
     for name, why, counts, vocab_size, special in _SAMPLED_CASES:
         yield Case(name, why, partial(_make_sampled, counts, vocab_size, _RULES, special))
+    for name, why, counts, rules, breadth in _TREE_CASES:
+        yield Case(name, why, partial(_make_trees, counts, 97, rules, breadth))
 
 
 def _benchmarks() -> Iterator[Case]:
@@ -184,7 +253,7 @@ def _benchmarks() -> Iterator[Case]:
     yield Case("sample_top_k", f"{why}, top_k 20", partial(_make_normal, [6] * 8, 151_936, _RULES[2]))
 
 
-def _bytes_moved(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling | None = None) -> int:
+def _bytes_moved(logits: Tensor, *_: Any, **__: Any) -> int:
     return logits.numel() * logits.element_size()
 
 

@@ -59,18 +59,23 @@ def gumbel_noise(vocab_size: int, seed: int, position: int, device: torch.device
     return -(-uniform.log()).log()
 
 
-def sampled_tokens(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling) -> Tensor:
+def sampled_tokens(
+    logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling, parents: Tensor | None = None
+) -> Tensor:
     """Return the token that each row chooses, ``[T]`` int64; see ``verify_chain`` for the rule and the arguments."""
     starts, cu_seen = cu_seqlens.tolist(), sampling.cu_seen.tolist()
     tokens = []
     for b in range(len(starts) - 1):
         committed = sampling.seen_ids[cu_seen[b] : cu_seen[b + 1]]
-        for row in range(starts[b], starts[b + 1]):
-            scores = logits[row].double()
+        paths: list[list[int]] = []  # of each row, the rows from the first to it
+        for row in range(starts[b + 1] - starts[b]):
+            parent = row - 1 if parents is None else int(parents[starts[b] + row])
+            paths.append([*paths[parent], row] if row else [row])
+            scores = logits[starts[b] + row].double()
             if float(sampling.repetition_penalties[b]) != 1:
-                seen = torch.cat([committed, token_ids[starts[b] : row + 1]])
+                seen = torch.cat([committed, token_ids[starts[b] : starts[b + 1]][paths[row]]])
                 scores = _penalised(scores, seen, float(sampling.repetition_penalties[b]))
-            tokens.append(_choose(scores, sampling, b, row - starts[b]))
+            tokens.append(_choose(scores, sampling, b, len(paths[row]) - 1))
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
@@ -89,8 +94,8 @@ def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return logits.index_put((seen,), torch.where(before < 0, before * penalty, before / penalty))
 
 
-def _choose(logits: Tensor, sampling: Sampling, b: int, row: int) -> int:
-    """Choose one token from the penalised logits ``[vocab_size]`` (float64) of row ``row`` of sequence ``b``."""
+def _choose(logits: Tensor, sampling: Sampling, b: int, depth: int) -> int:
+    """Choose one token from the penalised logits ``[vocab_size]`` (float64) of a row of sequence ``b``."""
     if bool(logits.isnan().any()):
         return INVALID_TOKEN
     best = logits.max()
@@ -99,7 +104,7 @@ def _choose(logits: Tensor, sampling: Sampling, b: int, row: int) -> int:
         return int((logits == best).nonzero()[0])
     scores = (logits - best) / temperature  # the largest is 0
     kept = scores >= _threshold(scores, int(sampling.top_k[b]), float(sampling.top_p[b]), float(sampling.min_p[b]))
-    position = int(sampling.positions[b]) + row
+    position = int(sampling.positions[b]) + depth
     noise = gumbel_noise(len(scores), int(sampling.seeds[b]), position, scores.device)
     drawn = torch.where(kept, scores + noise, -math.inf)
     return int((drawn == drawn.max()).nonzero()[0])
