@@ -86,9 +86,7 @@ class BatchGenerator:
                 requests.append(str(error))
         good = [request for request in requests if not isinstance(request, str)]
         outputs = iter(self._decode(good))
-        rows = [
-            self._failed(request) if isinstance(request, str) else self._row(next(outputs)) for request in requests
-        ]
+        rows = [self._failed(request) if isinstance(request, str) else self._row(next(outputs)) for request in requests]
         added = {f"{self._prefix}{name}": _column([row[name] for row in rows]) for name in self._added}
         return {**batch, **added}
 

@@ -63,20 +63,28 @@ def verify_chain(
         target_tokens = torch.where(logits.isnan().any(dim=-1), INVALID_TOKEN, best)
     else:
         target_tokens = sampled_tokens(logits, token_ids, cu_seqlens, sampling, parents)
-    fed, wanted, starts = token_ids.tolist(), target_tokens.tolist(), cu_seqlens.tolist()
-    num_accepted, next_tokens, accepted_rows = [], [], []
-    for start, stop in pairwise(starts):
-        above = range(-1, stop - start - 1) if parents is None else parents[start:stop].tolist()
-        path = _accepted_path(fed[start:stop], wanted[start:stop], above)
-        num_accepted.append(len(path))
-        next_tokens.append(wanted[start + (path[-1] if path else 0)])
-        accepted_rows += [*path, *[-1] * (stop - start - len(path))]
+    fed, wanted = token_ids.tolist(), target_tokens.tolist()
+    num_accepted, next_tokens, accepted_rows = _accepted(fed, wanted, cu_seqlens, parents)
     found = (
         target_tokens,
         torch.tensor(num_accepted, dtype=torch.int32, device=logits.device),
         torch.tensor(next_tokens, dtype=torch.int64, device=logits.device),
     )
     return found if parents is None else (*found, torch.tensor(accepted_rows, dtype=torch.int32, device=logits.device))
+
+
+def _accepted(
+    fed: list[int], wanted: list[int], cu_seqlens: Tensor, parents: Tensor | None
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the numbers of accepted rows, the next tokens, and the accepted rows, for all sequences."""
+    num_accepted, next_tokens, accepted_rows = [], [], []
+    for start, stop in pairwise(cu_seqlens.tolist()):
+        above = range(-1, stop - start - 1) if parents is None else parents[start:stop].tolist()
+        path = _accepted_path(fed[start:stop], wanted[start:stop], above)
+        num_accepted.append(len(path))
+        next_tokens.append(wanted[start + (path[-1] if path else 0)])
+        accepted_rows += [*path, *[-1] * (stop - start - len(path))]
+    return num_accepted, next_tokens, accepted_rows
 
 
 def _accepted_path(fed: list[int], wanted: list[int], parents: Sequence[int]) -> list[int]:
