@@ -93,7 +93,7 @@ def test_figures_of_a_run_agree_with_each_other(smoke):
         if row["stage_shares"]:
             assert list(row["stage_shares"]) == list(STAGES)
             assert sum(row["stage_shares"].values()) == pytest.approx(1, abs=2e-3)
-            assert 0 < row["stage_shares"]["host"] < 1  # the rest depends on the machine
+            assert 0 < row["stage_shares"]["host"] <= 1  # the rest depends on the machine
             counts = row["accepted_histogram"]
             assert len(counts) == (row["num_draft_tokens"] or 0) + 1
             accepted = sum(a * count for a, count in enumerate(counts))

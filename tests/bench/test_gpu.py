@@ -128,8 +128,8 @@ def test_decoding_measures_what_was_requested(smoke):
         assert row["equal_share"] == 1
         assert row["outputs"] == sizes.prompts[row["batch"]]
         assert row["seconds"] == pytest.approx(row["outputs"] * sizes.new_tokens / row["tokens_per_second"], rel=1e-2)
-        assert 0 < row["share_outside_forwards"] < 1
-        assert sum(row["host_seconds_by_stage"].values()) <= row["seconds"]
+        assert 0 < row["share_outside_forwards"] <= 1
+        assert sum(row["host_seconds_by_stage"].values()) <= 1.001 * row["seconds"]  # both are rounded
         assert row["mean_acceptance_length"] > 1 or row["acceptance"] is None
         assert row["speedup_over_plain"] > 0
         assert row["engine_seconds"] > 0

@@ -17,7 +17,8 @@ from support.source_tree import ROOT
 
 def build_wheel(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     source = tmp_path / "source"
-    ignored = shutil.ignore_patterns(".venv*", ".git", "build", "*.egg-info", "*.so", "__pycache__", ".*_cache")
+    # Other tests write into the hidden folders of caches meanwhile.
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "*.so", "__pycache__")
     shutil.copytree(ROOT, source, ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "dist"), str(source)]
     return subprocess.run(
