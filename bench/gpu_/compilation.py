@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from bench.common.pairs import ModelShape
 from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import kernels as gpu_kernels
-from bench.gpu_.isolated_tasks import Progress, Settings, described
+from bench.gpu_.isolated_tasks import Progress, Settings
 from bench.gpu_.launches import Call, Heads, Note, calls_of_cases, calls_on, launcher, notes_of
 from specdec_fast.ops.registry import INTERPRETING
 
@@ -98,7 +98,7 @@ def heads_of(model: ModelShape, vocab_size: int) -> Heads:
 
 def _compiled_elsewhere(notes: list[Note], target: GPUTarget, seconds: float) -> list[dict[str, Any]]:
     """Compile in a separate process; return its results until it ends or time is up."""
-    command = [sys.executable, "-m", "bench.gpu_.compilation"]
+    command = [sys.executable, "-m", "bench.gpu_.compiler"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options: dict[str, Any] = {"input": pickle.dumps((target, notes)), "stdout": subprocess.PIPE, "cwd": ROOT}
     try:
@@ -107,19 +107,3 @@ def _compiled_elsewhere(notes: list[Note], target: GPUTarget, seconds: float) ->
         said = stopped.stdout or b""
     complete = said.rpartition(b"\n")[0]
     return [json.loads(line) for line in complete.splitlines() if line.startswith(b"{")]
-
-
-def main() -> None:
-    """Compile the compilations in standard input; print a line for each."""
-    target, notes = pickle.load(sys.stdin.buffer)
-    for note in notes:
-        said: dict[str, Any] = {"kernel": str(note.asked)}
-        try:
-            note.compile(target)
-        except Exception as error:  # any error of the compiler; the other compilations continue
-            said["error"] = described(error)
-        print(json.dumps(said), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import DynamicCache, PreTrainedModel
+import transformers
 
 from specdec_fast.request.stopping import cut_emission
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @torch.inference_mode()
@@ -25,7 +30,7 @@ def autoregressive(
 
     """
     device = next(target.parameters()).device
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     emitted: list[int] = []
     fed, position = prompt_ids, 0
     while True:

@@ -14,10 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LayerKV = tuple[Tensor, Tensor]  # keys, values: each [B, num_kv_heads, columns, head_dim]
 
@@ -107,7 +111,7 @@ class DenseModel:
 
     def __init__(self, model: PreTrainedModel, lag: int) -> None:
         self.model, self.lag = model, lag
-        self._cache = DynamicCache()
+        self._cache = transformers.DynamicCache()
         self._max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
@@ -118,7 +122,7 @@ class DenseModel:
     def load(self, layers: list[LayerKV]) -> None:
         """Use ``layers`` as the cache, without copying them."""
         if not layers or not self._cache.layers:
-            self._cache = DynamicCache(layers or None)
+            self._cache = transformers.DynamicCache(layers or None)
             return
         for layer, (keys, values) in zip(self._cache.layers, layers, strict=True):
             layer.keys, layer.values = keys, values

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from specdec_fast.oracle.dense import DenseModel
 from specdec_fast.oracle.prompt_lookup import prompt_lookup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _FILLER = 0  # fills a row that proposes fewer tokens than others; counted, never recognised by its value
 

@@ -11,11 +11,14 @@ until every row has ended:
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from specdec_fast.oracle.dense import DenseModel, Repad, repad_in_python
 from specdec_fast.oracle.drafting import make_dense_drafter
 from specdec_fast.oracle.step import OracleRun, StepRecord, StopRule, make_rows, paddings, prefill, speculative_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def eqspec(

@@ -11,9 +11,9 @@ until the queue and the window are empty:
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from specdec_fast.oracle.dense import DenseModel, LayerKV, Repad, repad_in_python
 from specdec_fast.oracle.drafting import make_dense_drafter
@@ -27,6 +27,9 @@ from specdec_fast.oracle.step import (
     prefill,
     speculative_step,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OwnKV = dict[Row, list[LayerKV]]  # each tensor [1, num_kv_heads, entries, head_dim]
 

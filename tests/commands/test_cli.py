@@ -200,10 +200,10 @@ def run_verify(folder: Path, prompts: list[list[int]], **options: object) -> tup
 
 def test_verify_reports_every_setting_and_what_it_is_worth(in_folder, capsys, prompt_ids):
     options = {"batch-sizes": "1 2", "num-draft-tokens": "0 2", "dtypes": "float32 bfloat16", "seed": 4}
-    options |= {"draft": f"{DRAFT} ngram", "sampling": "greedy temperature=0.7,top_p=0.9"}
-    status, report = run_verify(in_folder, prompt_ids[1:4], **options)
+    options |= {"draft": f"{DRAFT} ngram", "sampling": "greedy temperature=0.7,top_p=0.9", "max-new-tokens": 3}
+    status, report = run_verify(in_folder, prompt_ids[1:3], **options)
     assert status == 0
-    assert {"target": TARGET, "drafts": [DRAFT, "ngram"], "max_new_tokens": 6}.items() <= report.items()
+    assert {"target": TARGET, "drafts": [DRAFT, "ngram"], "max_new_tokens": 3}.items() <= report.items()
     names = ("dtype", "method", "batch_size", "num_draft_tokens", "drafter", "sampling")
     settings = [tuple(c[name] for name in names) for c in report["comparisons"]]
     ways = [("autoregressive", 1, None, "none"), ("autoregressive", 2, None, "none")]

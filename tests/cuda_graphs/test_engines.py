@@ -29,8 +29,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "mixed"])
-@pytest.mark.parametrize("method", ["eqspec", "exspec"])
+@diagonal(greedy={"greedy": True, "mixed": False}, method=["eqspec", "exspec"])
 def test_engines_emit_the_same_with_and_without_graphs(pair, method, greedy, graphs_on_cpu):
     params = [replace(p, temperature=0.0, repetition_penalty=1.0) for p in PARAMS] if greedy else PARAMS
     outputs, engines = [], []
@@ -89,8 +88,7 @@ def found_in_steps(pair, monkeypatch, params, num_draft_tokens=3):
 
 
 @pytest.mark.skipif(all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
-@pytest.mark.parametrize("num_draft_tokens", [0, 3])
-@pytest.mark.parametrize("params", [PARAMS[0], PARAMS], ids=["greedy", "mixed"])
+@diagonal(params={"greedy": PARAMS[0], "mixed": PARAMS}, num_draft_tokens=[0, 3])
 def test_a_step_waits_once_and_not_to_be_launched(pair, monkeypatch, params, num_draft_tokens, graphs_on_cpu):
     found_in = found_in_steps(pair, monkeypatch, params, num_draft_tokens)
     assert all(found == ([], ["to_host"]) for found in found_in), found_in
