@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         fn_constructor_args=(args.target, args.draft),
         fn_constructor_kwargs={"params": sampling_params, "max_batch_size": 8},
         batch_size=args.batch_size,
+        batch_format="pyarrow",  # keeps the types of all columns
         compute=ray.data.ActorPoolStrategy(size=args.workers),
         num_cpus=args.cpus,
         num_gpus=args.gpus,

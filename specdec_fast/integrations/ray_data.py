@@ -16,7 +16,7 @@ from specdec_fast.request.prompt_options import PROMPT_KEYWORDS, PromptOptions
 from specdec_fast.results import DecodingStats, GenerationOutput
 from specdec_fast.sampling_params import SamplingParams, as_sampling_params
 
-Batch = dict[str, Any]
+Batch = Any  # a dict of arrays, or a pyarrow.Table
 
 
 class BatchGenerator:
@@ -75,42 +75,55 @@ class BatchGenerator:
         self.engine = Engine(target, draft, as_config(config, keywords), tokenizer=tokenizer)
 
     def __call__(self, batch: Batch) -> Batch:
-        """Decode the rows of a batch, a dict of arrays, and return it with the columns of the outputs."""
-        prompts = self._prompts_of(batch)
-        names = [str(name) for name in batch]
+        """Decode the rows of a batch, and return it with the columns of the outputs.
+
+        Args:
+            batch: a dict of arrays (``batch_format="numpy"``, Ray Data's default) or a ``pyarrow.Table``
+                (``batch_format="pyarrow"``), which keeps the types of nested columns, such as lists of messages.
+
+        """
+        columns = self._columns_of(batch)
         requests: list[tuple[Any, SamplingParams] | str] = []  # or the reason why a row has none
-        for i, prompt in enumerate(prompts):
+        for i, prompt in enumerate(columns[self._prompt_column]):
             try:
-                requests.append((_plain_prompt(prompt), self._params_of(names, batch, i)))
+                requests.append((_plain_prompt(prompt), self._params_of(columns, i)))
             except SpecDecError as error:
                 requests.append(str(error))
         good = [request for request in requests if not isinstance(request, str)]
         outputs = iter(self._decode(good))
         rows = [self._failed(request) if isinstance(request, str) else self._row(next(outputs)) for request in requests]
-        added = {f"{self._prefix}{name}": _column([row[name] for row in rows]) for name in self._added}
-        return {**batch, **added}
+        added = {name: [row[name] for row in rows] for name in self._added}
+        if isinstance(batch, Mapping):
+            return {**batch, **{f"{self._prefix}{name}": _array(values) for name, values in added.items()}}
+        return _with_columns(batch, self._prefix, added)
 
-    def _prompts_of(self, batch: Batch) -> Any:
-        if not isinstance(batch, Mapping):
+    def _columns_of(self, batch: Batch) -> Mapping[str, Any]:
+        """Return the columns as what can be iterated and indexed: of a table, those that are needed, as lists."""
+        if not isinstance(batch, Mapping) and not hasattr(batch, "append_column"):
             raise ConfigError(
-                f"the batch is a {type(batch).__name__}; expected a dict of arrays: map_batches(batch_format='numpy')."
+                f"the batch is a {type(batch).__name__}; expected a dict of arrays or a pyarrow.Table: "
+                "map_batches(batch_format='numpy'), or 'pyarrow'."
             )
-        if self._prompt_column not in batch:
+        names = list(batch) if isinstance(batch, Mapping) else batch.column_names
+        if self._prompt_column not in names:
             raise ConfigError(
-                f"no column {self._prompt_column!r} for the prompts; the rows have {', '.join(map(str, batch))}. Pass "
+                f"no column {self._prompt_column!r} for the prompts; the rows have {', '.join(map(str, names))}. Pass "
                 "prompt_column=..."
             )
-        if taken := [name for name in self._added if f"{self._prefix}{name}" in batch]:
+        if taken := [name for name in self._added if f"{self._prefix}{name}" in names]:
             raise ConfigError(
                 f"the rows have a column {self._prefix}{taken[0]} already; pass another output_prefix, so that the "
                 "outputs do not replace it."
             )
-        return batch[self._prompt_column]
+        if isinstance(batch, Mapping):
+            return batch
+        needed = names if callable(self._params) else [self._prompt_column]
+        return {name: batch.column(name).to_pylist() for name in needed}
 
-    def _params_of(self, names: list[str], batch: Batch, index: int) -> SamplingParams:
+    def _params_of(self, columns: Mapping[str, Any], index: int) -> SamplingParams:
         if not callable(self._params):
             return self._params
-        return _with_seed(as_sampling_params(self._params({name: batch[name][index] for name in names})))
+        return _with_seed(as_sampling_params(self._params({name: column[index] for name, column in columns.items()})))
 
     def _decode(self, requests: list[tuple[Any, SamplingParams]]) -> list[GenerationOutput]:
         if not requests:
@@ -192,9 +205,27 @@ def _plain_prompt(value: Any) -> Any:
     ]
 
 
-def _column(values: list[Any]) -> np.ndarray:
+def _array(values: list[Any]) -> np.ndarray:
     """Return a column whose lists stay lists: NumPy would make a matrix of those of equal length."""
-    column = np.empty(len(values), dtype=object)
+    array = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):
-        column[i] = value
-    return column
+        array[i] = value
+    return array
+
+
+def _with_columns(table: Any, prefix: str, added: Mapping[str, list[Any]]) -> Any:
+    """Return a table with more columns, whose types do not depend on what the rows hold."""
+    import pyarrow as pa
+
+    counts = [(field.name, pa.int64()) for field in fields(DecodingStats) if field.name != "accepted_per_position"]
+    types = {
+        "text": pa.string(),
+        "token_ids": pa.list_(pa.int64()),
+        "finish_reason": pa.string(),
+        "error": pa.string(),
+        "stats": pa.struct([*counts, ("accepted_per_position", pa.list_(pa.int64()))]),
+        "logprobs": pa.list_(pa.float64()),
+    }
+    for name, values in added.items():
+        table = table.append_column(f"{prefix}{name}", pa.array(values, types[name]))
+    return table

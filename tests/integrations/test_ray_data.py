@@ -138,6 +138,29 @@ def test_columns_have_names_of_their_own(prompts):
         worker(object())
 
 
+def test_tables_keep_the_types_of_their_columns(prompts, plain):
+    pa = pytest.importorskip("pyarrow")
+
+    def params(row):
+        return sd.SamplingParams(max_new_tokens=row["limit"], logprobs=True)
+
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    worker = BatchGenerator(*PAIR, params=params, chat_template=template)
+    chats = [[{"role": "user", "content": prompts[0]}], [{"role": "user", "content": "Hi", "name": "Ann"}], None]
+    table = pa.table({"limit": [3, 4, 5], "prompt": chats})
+    found = worker(table)
+    expected = plain.generate(
+        [prompts[0], "Hi"], [params({"limit": 3}), params({"limit": 4})], add_special_tokens=False
+    )
+    assert found.select(["limit", "prompt"]) == table
+    assert found["output_token_ids"].to_pylist() == [*(output.token_ids for output in expected), []]
+    assert found["output_logprobs"].to_pylist() == [*(output.logprobs for output in expected), []]
+    assert found["output_finish_reason"].to_pylist() == ["length", "length", "error"]
+    assert sum_stats(found.to_pylist()).num_emitted_tokens == 7
+    nothing = worker(pa.table({"limit": [3], "prompt": pa.array([None], table["prompt"].type)}))
+    assert nothing.schema == found.schema, "files of a job must have one schema"
+
+
 def test_wrong_keywords_are_refused_before_a_model_is_loaded():
     with pytest.raises(sd.ConfigError, match="belongs to a request"):
         BatchGenerator("no/such/model", None, temperature=0.5)
