@@ -6,15 +6,15 @@ the event loop did not run. Faults: for some seconds, clients abandon and cancel
 be wrong, no page lost, and no request without an end. No speed is reported if a token is wrong.
 
 With ``--http`` the same prompts are also streamed from the HTTP server, which runs in the event loop of this process,
-to clients in a process of their own.
+to clients in a process of their own. Over HTTP, clients abandon their streams by closing the connection, and others
+read slowly.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import socket
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -24,11 +24,13 @@ from time import perf_counter
 from typing import Any
 
 from bench.common import report
+from bench.common.http_load import HTTPClients
 from bench.common.load import LOOK_SECONDS, Load, milliseconds, watched_loop
 from bench.common.workload import Workload, add_workload_options, check_workload, load
 from specdec_fast import AsyncEngine, Engine, SamplingParams
 from specdec_fast.commands.common import format_table
 
+_END_SECONDS = 60.0  # within which all requests end when all clients have gone
 _IDLE_SECONDS = 5.0  # for which the event loop is watched while nothing is served
 _ABANDONED, _CANCELLED = 5, 7  # every so many-th request of the part with cancellations
 
@@ -80,57 +82,6 @@ class Clients:
         load.num_ended += 1
 
 
-class HTTPClients:
-    """Clients of an HTTP server for an engine, in a process of their own; for an ``async with`` block."""
-
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        workload: Workload,
-        expected: list[list[int]],
-        num_clients: int,
-        stream_interval: int,
-    ) -> None:
-        import uvicorn  # of the extra "serve"
-
-        from specdec_fast.server.app import create_app
-
-        self._expected = expected
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=num_clients)
-        app = create_app(engine, stream_interval=stream_interval)
-        config = uvicorn.Config(app, log_level="warning", access_log=False)
-        self._server = uvicorn.Server(config)
-        settings = {"port": self._socket.getsockname()[1], "num_clients": num_clients}
-        settings |= {"prompts": workload.prompts, "max_new_tokens": workload.max_new_tokens}
-        self._settings = json.dumps(settings).encode()
-
-    async def __aenter__(self) -> HTTPClients:
-        self._task = asyncio.create_task(self._server.serve([self._socket]))
-        while not self._server.started:
-            await asyncio.sleep(LOOK_SECONDS)
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        self._server.should_exit = True
-        await self._task
-
-    async def run(self) -> Load:
-        """Stream every prompt once."""
-        load = Load()
-        command = [sys.executable, "-m", "bench.common.http_clients"]
-        pipe = asyncio.subprocess.PIPE
-        async with watched_loop(load.pauses):
-            process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-            printed, _ = await process.communicate(self._settings)
-        if process.returncode:
-            sys.exit("the clients failed; see above.")
-        found = json.loads(printed)
-        load.first, load.each, load.seconds = found["first"], found["each"], found["seconds"]
-        load.num_tokens = sum(map(len, found["tokens"]))
-        load.num_wrong = sum(tokens != own for tokens, own in zip(found["tokens"], self._expected, strict=True))
-        return load
-
-
 async def compare(engine: AsyncEngine, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """Run all in turns, then the part with cancellations."""
     plain = Engine(workload.target, None, max_batch_size=1)
@@ -147,22 +98,35 @@ async def compare(engine: AsyncEngine, workload: Workload, args: argparse.Namesp
                 HTTPClients(engine, workload, expected, args.streams, args.stream_interval)
             )
         generate, loads, http_loads = await _measure(engine, workload, expected, clients, http, args.repeats)
-    faults = await clients.run(count(), perf_counter() + args.seconds, cancels=True)
-    await engine.close(finish_within=60.0)
+        faults = await clients.run(count(), perf_counter() + args.seconds, cancels=True)
+        http_faults = await http.run(args.seconds) if http else None
+        num_left = await _num_live_after(engine, _END_SECONDS)
+    await engine.close()
     pools = [engine.engine.core.pool, getattr(engine.engine.drafter, "pool", None)]
     return {
         "generate_tokens_per_second": median(generate),
         **_described(loads, generate),
         "idle_loop_pause_ms": milliseconds(idle),
         **({"http": _described(http_loads, generate)} if http else {}),
-        "with_cancellations": {
-            "seconds": faults.seconds,
-            "num_requests": faults.num_ended,
-            "num_wrong": faults.num_wrong,
-            "loop_pause_ms": milliseconds(faults.pauses),
-            "all_pages_free": all(pool is None or pool.is_vacant for pool in pools),
-        },
+        "with_cancellations": _faults(faults),
+        **({"http_with_cancellations": _faults(http_faults)} if http_faults else {}),
+        "num_not_ended": num_left,
+        "all_pages_free": all(pool is None or pool.is_vacant for pool in pools),
     }
+
+
+async def _num_live_after(engine: AsyncEngine, seconds: float) -> int:
+    """Return how many requests the engine still serves when all clients have gone, after some seconds at most."""
+    deadline = perf_counter() + seconds
+    while (number := engine.stats().num_running + engine.stats().num_waiting) and perf_counter() < deadline:
+        await asyncio.sleep(LOOK_SECONDS)
+    return number
+
+
+def _faults(load: Load) -> dict[str, Any]:
+    """Return what a part with cancellations has found."""
+    names = ("seconds", "num_ended", "num_tokens", "num_wrong", "num_hung")
+    return {**{name: getattr(load, name) for name in names}, "loop_pause_ms": milliseconds(load.pauses)}
 
 
 async def _measure(
@@ -206,7 +170,7 @@ def _described(loads: list[Load], generate: list[float]) -> dict[str, Any]:
 
 def print_table(found: dict[str, Any]) -> None:
     """Print the figures, one a line."""
-    faults = found["with_cancellations"]
+    kinds = {"with_cancellations": "streams", "http_with_cancellations": "streams over HTTP"}
     lines = [
         ("tokens/s, Engine.generate", f"{found['generate_tokens_per_second']:.0f}"),
         *_lines("streams", found),
@@ -215,11 +179,25 @@ def print_table(found: dict[str, Any]) -> None:
             (f"event loop late, nothing served, {name}", f"{v:.2f} ms")
             for name, v in found["idle_loop_pause_ms"].items()
         ),
-        ("requests with cancellations", f"{faults['num_requests']} in {faults['seconds']:.0f} s"),
-        ("of them with a wrong token", faults["num_wrong"]),
-        ("all pages free at the end", "yes" if faults["all_pages_free"] else "NO"),
+        *(line for key, label in kinds.items() if key in found for line in _fault_lines(label, found[key])),
+        ("requests that had not ended when all clients had gone", found["num_not_ended"]),
+        ("all pages free at the end", "yes" if found["all_pages_free"] else "NO"),
     ]
     print(format_table(("measured", "value"), lines))
+
+
+def _fault_lines(label: str, faults: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of a part with cancellations."""
+    pause = faults["loop_pause_ms"]
+    return [
+        (f"{label} with cancellations: requests", f"{faults['num_ended']} in {faults['seconds']:.0f} s"),
+        (f"{label} with cancellations: with a wrong token", f"{faults['num_wrong']}"),
+        (f"{label} with cancellations: hung", f"{faults['num_hung']}"),
+        (
+            f"{label} with cancellations: event loop late, p99, largest",
+            f"{pause['p99']:.2f}, {pause['largest']:.2f} ms",
+        ),
+    ]
 
 
 def _lines(label: str, found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -257,6 +235,8 @@ def main(argv: list[str] | None = None) -> None:
         num_draft_tokens=args.num_draft_tokens[0],
         max_waiting=args.streams,
     )
+    gc.collect()
+    gc.freeze()  # as `specdec-fast serve` does
     found = asyncio.run(compare(engine, workload, args))
     print_table(found)
     settings = {
@@ -265,8 +245,11 @@ def main(argv: list[str] | None = None) -> None:
     }
     description = {"machine": report.machine(engine.engine.target.layout.device), "pair": workload.name}
     report.write_json({"benchmark": "service", **description, "settings": settings, **found}, args.json)
-    if found["with_cancellations"]["num_wrong"] or not found["with_cancellations"]["all_pages_free"]:
-        sys.exit("wrong tokens or lost pages; see above.")
+    parts = [found[name] for name in ("with_cancellations", "http_with_cancellations") if name in found]
+    if any(part["num_wrong"] or part["num_hung"] for part in parts) or found["num_not_ended"]:
+        sys.exit("wrong tokens or requests without an end; see above.")
+    if not found["all_pages_free"]:
+        sys.exit("lost pages; see above.")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ class Load:
         num_tokens: tokens received.
         num_wrong: requests with a token that differs from the reference's.
         num_ended: requests that came to their end, or were cancelled.
+        num_hung: requests that got nothing for a minute.
         seconds: from the first request to the last end.
 
     """
@@ -34,6 +35,7 @@ class Load:
     num_tokens: int = 0
     num_wrong: int = 0
     num_ended: int = 0
+    num_hung: int = 0
     seconds: float = 0.0
 
 

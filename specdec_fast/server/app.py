@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from specdec_fast.config import expect_at_least
 from specdec_fast.errors import ConfigError
@@ -22,9 +22,7 @@ from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS, SamplingParams
 from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specdec_fast.server.gate import Gate
 from specdec_fast.server.http import (
-    EVENT_STREAM,
-    STREAM_HEADERS,
-    events,
+    EventStream,
     in_pieces,
     json_response,
     merged,
@@ -185,15 +183,16 @@ class _Api:
                 message = f"{body.num_choices} choices in one request; the server takes {self._engine.max_requests}."
                 return problem_response(Problem(400, message))
             requests = body.requests(self._default_max_tokens)
-            serve = self._stream if body.stream else self._whole
-            return await serve(answer, requests, request)
+            if body.stream:
+                return await self._stream(answer, requests)
+            return await self._whole(answer, requests, request)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
         except Exception as error:
             return problem_response(_logged_problem(error))
 
     async def _whole(self, answer: Answer, requests: list[tuple[Any, SamplingParams]], request: Request) -> Response:
-        outputs = await unless_disconnected(request, self._generate(answer, requests))
+        outputs = await unless_disconnected(request.receive, self._generate(answer, requests))
         return json_response(answer.whole(outputs))
 
     async def _generate(self, answer: Answer, requests: list[tuple[Any, SamplingParams]]) -> list[GenerationOutput]:
@@ -206,25 +205,21 @@ class _Api:
             for task in tasks:
                 task.cancel()
 
-    async def _stream(self, answer: Answer, requests: list[tuple[Any, SamplingParams]], request: Request) -> Response:
-        """Begin a stream; errors before the first token are responses with a status of their own."""
+    async def _stream(self, answer: Answer, requests: list[tuple[Any, SamplingParams]]) -> Response:
+        """Begin to decode all choices; if one is refused, the others are cancelled."""
         options = {"timeout": self._timeout, **answer.body.prompt_options()}
         streams: list[AsyncStream] = []
         try:
             for each in requests:
                 streams.append(self._engine.stream(*each, **options))
-            chunks = merged(streams)
-            if self._stream_interval > 1:
-                chunks = in_pieces(chunks, self._stream_interval)
-            first = await unless_disconnected(request, chunks.__anext__())
-            if first[1].error is not None:
-                raise first[1].error
         except BaseException:
             for stream in streams:
                 await stream.aclose()
             raise
-        content = events(answer, streams, first, chunks, _logged_problem)
-        return StreamingResponse(content, headers=STREAM_HEADERS, media_type=EVENT_STREAM)
+        chunks = merged(streams)
+        if self._stream_interval > 1:
+            chunks = in_pieces(chunks, self._stream_interval)
+        return EventStream(answer, streams, chunks, _logged_problem)
 
     def _card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "specdec_fast"}

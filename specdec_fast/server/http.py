@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from specdec_fast.results import StreamChunk
 from specdec_fast.server.answers import Answer
@@ -16,7 +17,6 @@ from specdec_fast.server.problems import Problem
 from specdec_fast.service import AsyncStream
 from specdec_fast.service.receivers import merged as merge
 
-EVENT_STREAM = "text/event-stream"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not collect events
 _RETRY_SECONDS = 1
 _DONE = b"data: [DONE]\n\n"
@@ -35,27 +35,31 @@ def problem_response(problem: Problem) -> Response:
     return json_response(problem.body(), problem.status, headers.get(problem.status))
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
     """Await some work, and cancel it if the client leaves.
+
+    Args:
+        receive: of a request whose body has been read.
+        work: what is awaited.
 
     Raises:
         ClientDisconnect: it left.
 
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    gone.add_done_callback(lambda _: task.cancel())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        return await task
+    except asyncio.CancelledError:
+        if gone.done():
+            raise ClientDisconnect from None
+        raise
     finally:
         gone.cancel()
-        task.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -104,36 +108,72 @@ async def in_pieces(chunks: Chunks, num_tokens: int) -> Chunks:
         await chunks.aclose()
 
 
-async def events(
-    answer: Answer, streams: Sequence[AsyncStream], first: tuple[int, StreamChunk], rest: Chunks, to_problem: Any
-) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream; an error is the last event before the end.
+class EventStream(Response):
+    """The events of a stream. An error before the first chunk is a response with a status of its own.
+
+    One task sends, and one waits for the client to leave, from the first step on. ``StreamingResponse`` would need a
+    task group and a second such wait, which cost as much as ten events.
 
     Args:
         answer: makes the events.
         streams: one per choice.
-        first: the first chunk; it has been read, because an error before it is a response of its own.
-        rest: the other chunks, from ``merged``.
+        chunks: of all streams, from ``merged``.
         to_problem: a function that makes a Problem of an exception.
 
     """
-    try:
-        item: tuple[int, StreamChunk] | None = first
-        while item is not None:
-            index, chunk = item
-            if chunk.error is not None:
-                raise chunk.error
-            event = answer.event(index, chunk, streams[index].prompt_ids)
-            if event is not None:
-                yield _event(event)
-            item = await anext(rest, None)
-        if answer.body.includes_usage:
-            yield _event(answer.usage_event([len(stream.prompt_ids) for stream in streams]))
-    except Exception as error:
-        yield _event(to_problem(error).body())
-    finally:
-        await rest.aclose()
-    yield _DONE
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        answer: Answer,
+        streams: Sequence[AsyncStream],
+        chunks: Chunks,
+        to_problem: Callable[[Exception], Problem],
+    ) -> None:
+        super().__init__(headers=STREAM_HEADERS)
+        del self.headers["content-length"]
+        self._answer, self._streams, self._chunks, self._to_problem = answer, streams, chunks, to_problem
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the end, or until the client leaves."""
+        try:
+            await unless_disconnected(receive, self._respond(scope, receive, send))
+        except ClientDisconnect:
+            pass  # nobody reads a response
+        finally:
+            await self._chunks.aclose()
+            for stream in self._streams:  # a client that has left before the first step has not begun the chunks
+                await stream.aclose()
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            item: tuple[int, StreamChunk] | None = await anext(self._chunks)
+            assert item is not None
+            if item[1].error is not None:
+                raise item[1].error
+        except Exception as error:
+            await problem_response(self._to_problem(error))(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        async def send_event(body: dict[str, Any]) -> None:
+            await send({"type": "http.response.body", "body": _event(body), "more_body": True})
+
+        try:
+            while item is not None:
+                index, chunk = item
+                if chunk.error is not None:
+                    raise chunk.error
+                event = self._answer.event(index, chunk, self._streams[index].prompt_ids)
+                if event is not None:
+                    await send_event(event)
+                item = await anext(self._chunks, None)
+            if self._answer.body.includes_usage:
+                await send_event(self._answer.usage_event([len(stream.prompt_ids) for stream in self._streams]))
+        except Exception as error:
+            await send_event(self._to_problem(error).body())
+        await send({"type": "http.response.body", "body": _DONE})
 
 
 def _event(body: dict[str, Any]) -> bytes:

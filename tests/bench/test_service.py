@@ -20,9 +20,11 @@ def test_service_end_to_end(tmp_path, capsys):
     for streams in (found, found["http"]):
         assert streams["ratio"] > 0
         assert 0 < streams["first_token_ms"]["p50"] <= streams["first_token_ms"]["p99"]
-    assert found["with_cancellations"]["num_wrong"] == 0
-    assert found["with_cancellations"]["num_requests"] >= 3
-    assert found["with_cancellations"]["all_pages_free"]
+    for faults in (found["with_cancellations"], found["http_with_cancellations"]):
+        assert (faults["num_wrong"], faults["num_hung"]) == (0, 0)
+        assert faults["num_ended"] >= 3
+    assert found["num_not_ended"] == 0
+    assert found["all_pages_free"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
 
 
