@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfi
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from support.demo import MAX_NEW_TOKENS
+from support.grids import diagonal
 from support.models import TINY, TINY_GROUPED, tiny_model
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
@@ -177,8 +178,7 @@ class TestOneBadRequest:
         ):
             outputs[1].raise_for_error()
 
-    @pytest.mark.parametrize("backend", ["auto", "torch"])
-    @pytest.mark.parametrize("draft_name", ["model", "ngram"])
+    @diagonal(draft_name=["model", "ngram"], backend=["auto", "torch"])
     def test_nan_logits(self, target, draft, prompt_ids, expected, draft_name, backend):
         """One token's embedding is NaN: the one text with this token fails there, and no other text fails.
 

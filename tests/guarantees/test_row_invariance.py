@@ -18,7 +18,7 @@ from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
-from support.grids import grid
+from support.grids import diagonal, grid
 from support.models import CONFIGS, tiny_model, truncated_copy
 from support.row_bits import Alone, assert_same_bits
 
@@ -41,8 +41,7 @@ def test_demo_pair_has_the_same_bits_in_every_batch(dtype, prompt_ids):
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("architecture", CONFIGS)
+@diagonal(architecture=list(CONFIGS), dtype=[torch.float32, torch.bfloat16])
 def test_architectures_have_the_same_bits_in_every_batch(architecture, dtype):
     target = tiny_model(architecture)
     draft = truncated_copy(target, 2).to(dtype)
