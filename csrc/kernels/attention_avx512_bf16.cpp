@@ -14,6 +14,8 @@
 #define SPECDEC_LANES 16
 #define SPECDEC_DOT_BF16
 #include "kernels/attention_tile.h"
+#include "kernels/attention_products.h"
+#include "kernels/attention_few.h"
 #include "kernels/attention_kernel.h"
 #pragma GCC pop_options
 #endif

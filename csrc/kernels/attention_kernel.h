@@ -11,11 +11,6 @@
 namespace specdec {
 namespace SPECDEC_ISA {
 
-constexpr int kVectors = 4;  // adjacent vectors of columns in a block of a product
-constexpr std::int64_t kColumns = kVectors * kLanes;
-constexpr std::int64_t kChunk = 64;                     // numbers of head_dim whose keys stay in the first-level cache
-constexpr int kRowBlock = SPECDEC_LANES == 16 ? 6 : 2;  // rows of a block: as many as leave registers for the operands
-
 // exp(x) for x <= 0 within 2 units in the last place. A NaN stays a NaN, and -infinity gives exactly 0.
 SPECDEC_INLINE float exp_nonpositive(float x) {
   float shifted;
@@ -36,59 +31,6 @@ SPECDEC_INLINE float tanh_of(float x) {
   const float e = exp_nonpositive(-2.0f * magnitude);  // tanh |x| = (1 - e) / (1 + e)
   const float far = (1.0f - e) / (1.0f + e);
   return magnitude < 0.625f ? near : (x < 0.0f ? -far : far);
-}
-
-// Rows of words, `stride` apart.
-struct Matrix {
-  float* data;
-  std::int64_t stride;
-};
-
-// What a product is added to: zero, the number at the output, or that number times a factor.
-enum class Start { kZero, kSum, kScaled };
-
-// c[i, :] = start + sum over words k in [first, last) of a[i, k] * b[k, :], for kRows rows and kCount vectors of columns.
-template <typename Product, int kRows, int kCount>
-SPECDEC_INLINE void product_block(Matrix c, Start start, const float* factor, Matrix a, Matrix b, std::int64_t first,
-                                  std::int64_t last) {
-  Vector sums[kRows][kCount] = {};
-  for (std::int64_t k = first; k < last; ++k) {
-    Vector operands[kCount];
-    for (int v = 0; v < kCount; ++v) operands[v] = load_as<Vector>(b.data + k * b.stride + v * kLanes);
-    for (int i = 0; i < kRows; ++i) {
-      const auto weight = load_as<typename Product::Word>(a.data + i * a.stride + k);
-      for (int v = 0; v < kCount; ++v) sums[i][v] = Product::add(sums[i][v], weight, operands[v]);
-    }
-  }
-  for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kCount; ++v) {
-      float* to = c.data + i * c.stride + v * kLanes;
-      if (start == Start::kSum) sums[i][v] += load_as<Vector>(to);
-      if (start == Start::kScaled) sums[i][v] += load_as<Vector>(to) * factor[i];
-      store_as(to, sums[i][v]);
-    }
-  }
-}
-
-// The same for up to kVectors vectors.
-template <typename Product, int kRows>
-SPECDEC_INLINE void product_columns(std::int64_t count, Matrix c, Start start, const float* factor, Matrix a, Matrix b,
-                                    std::int64_t first, std::int64_t last) {
-  switch (count) {
-    case 1: return product_block<Product, kRows, 1>(c, start, factor, a, b, first, last);
-    case 2: return product_block<Product, kRows, 2>(c, start, factor, a, b, first, last);
-    case 3: return product_block<Product, kRows, 3>(c, start, factor, a, b, first, last);
-    default: return product_block<Product, kRows, kVectors>(c, start, factor, a, b, first, last);
-  }
-}
-
-// Call body(number of rows as a constant, first row) for blocks of rows.
-template <typename Body>
-SPECDEC_INLINE void for_row_blocks(std::int64_t begin, std::int64_t end, Body body) {
-  std::int64_t i = begin;
-  for (; i + kRowBlock <= end; i += kRowBlock) body(std::integral_constant<int, kRowBlock>{}, i);
-  for (; i + 2 <= end; i += 2) body(std::integral_constant<int, 2>{}, i);
-  for (; i < end; ++i) body(std::integral_constant<int, 1>{}, i);
 }
 
 // Fold a tile's scores into the running softmax of one row (FlashAttention, arXiv 2205.14135, algorithm 1). Scores become
@@ -123,57 +65,41 @@ SPECDEC_INLINE float soften(float* scores, float& maximum, float& sum) {
   return rescale;
 }
 
-// Lay out positions [first, last). A value that is not finite would invalidate rows that do not see it, because a weight of
-// 0 does not hide it. So such values are set to 0, and their positions are returned as bits; `hide` then invalidates the
-// scores of the rows that see these positions.
+// Lay out a tile for many vectors, and fetch the next one if there is any.
 template <typename Type, typename Product>
-SPECDEC_INLINE std::uint64_t load_tile(const PagedAttentionArgs& args, Scratch& scratch, const Task& task,
-                                       std::int64_t first, std::int64_t last) {
-  using Storage = typename Type::Storage;
-  const std::int64_t value_dim = args.value_dim, tile = first / kTile * kTile, begin = first - tile, end = last - tile;
-  // Keys are laid out in whole vectors. A position outside of [begin, end) repeats its neighbour, which is read anyway; its
-  // score is hidden afterwards.
-  const std::int64_t first_lane = begin / kLanes * kLanes, end_lane = (end + kLanes - 1) / kLanes * kLanes;
-  const char* keys[kTile];
-  const Storage* values[kTile];
-  const Storage* const zeros = reinterpret_cast<const Storage*>(scratch.zeros.data());
-  Entries entries(args, task, first);
-  for (std::int64_t j = begin; j < end; ++j) {
-    const std::int64_t entry = entries.next();
-    keys[j] = static_cast<const char*>(args.key_cache) + entry * args.head_dim * static_cast<std::int64_t>(sizeof(Storage));
-    values[j] = static_cast<const Storage*>(args.value_cache) + entry * value_dim;
-  }
-  std::uint64_t broken = 0;
-  if (!all_finite<Type>(values + begin, end - begin, value_dim)) {
-    for (std::int64_t j = begin; j < end; ++j) {
-      if (all_finite<Type>(values + j, 1, value_dim)) continue;
-      broken |= std::uint64_t{1} << j;
-      values[j] = zeros;
+SPECDEC_INLINE void load_tile(const PagedAttentionArgs& args, Scratch& scratch, const Tile<Type, Product>& tile,
+                              const Tile<Type, Product>* next) {
+  constexpr std::int64_t step = Product::kNumbers, size = sizeof(typename Type::Storage);
+  load_keys<Type, Product>(tile.keys, tile.first_lane, tile.end_lane, args.head_dim, scratch.keys.data());
+  for (std::int64_t j = tile.begin / step * step; j < tile.end; j += step) {
+    for (std::int64_t i = j; next && i < j + step; ++i) {
+      prefetch(next->keys[i], args.head_dim * size);
+      prefetch(next->values[i], args.value_dim);
     }
+    load_values<Type, Product>(tile.values + j, args.value_dim, scratch.values.data() + j / step * scratch.columns);
   }
-  std::fill(keys + first_lane, keys + begin, keys[begin]);
-  std::fill(keys + end, keys + end_lane, keys[end - 1]);
-  constexpr std::int64_t step = Product::kNumbers;
-  if (begin % step != 0) values[begin - 1] = zeros;
-  if (end % step != 0) values[end] = zeros;
-  load_keys<Type, Product>(keys, first_lane, end_lane, args.head_dim, scratch.keys.data());
-  for (std::int64_t j = begin / step * step; j < end; j += step) {
-    load_values<Type, Product>(values + j, value_dim, scratch.values.data() + j / step * scratch.columns);
-  }
-  return broken;
 }
 
-SPECDEC_INLINE void hide(float* scores, std::uint64_t seen, std::uint64_t broken) {
+SPECDEC_INLINE void hide(float* scores, std::uint64_t seen) {
   for (std::int64_t j = 0; j < kTile; ++j) {
     if (!(seen >> j & 1)) scores[j] = -kInfinity;
-    if (seen & broken & std::uint64_t{1} << j) scores[j] = std::numeric_limits<float>::quiet_NaN();
+  }
+}
+
+// Make the outputs of the vectors [begin, end) that see a value of the tile which is not finite NaN.
+SPECDEC_INLINE void invalidate(const PagedAttentionArgs& args, Scratch& scratch, const Rows& rows, std::int64_t tile,
+                               std::int64_t begin, std::int64_t end, std::uint64_t broken) {
+  if (!broken) return;
+  const std::int64_t group = args.num_heads / args.num_kv_heads;
+  for (std::int64_t i = begin; i < end; ++i) {
+    if (visible(args, rows, i / group, tile) & broken) scratch.sum[i] = std::numeric_limits<float>::quiet_NaN();
   }
 }
 
 // Turn the scores of vectors [begin, end) for a tile into weights.
 template <typename Product>
 SPECDEC_INLINE void weigh(const PagedAttentionArgs& args, Scratch& scratch, const Rows& rows, std::int64_t tile,
-                          std::int64_t begin, std::int64_t end, std::uint64_t broken) {
+                          std::int64_t begin, std::int64_t end) {
   const std::int64_t group = args.num_heads / args.num_kv_heads;
   for (std::int64_t i = begin; i < end; ++i) {
     float* row = scratch.scores.data() + i * kTile;
@@ -184,7 +110,7 @@ SPECDEC_INLINE void weigh(const PagedAttentionArgs& args, Scratch& scratch, cons
       for (std::int64_t j = 0; j < kTile; ++j) row[j] = args.softcap * tanh_of(row[j] / args.softcap);
     }
     const std::uint64_t seen = visible(args, rows, i / group, tile);
-    if (~seen | broken) hide(row, seen, broken);
+    if (~seen) hide(row, seen);
     scratch.rescale[i] = seen ? soften<Product>(row, scratch.maximum[i], scratch.sum[i]) : 1.0f;
     if (!seen) std::fill(row, row + kTile, 0.0f);
   }
@@ -215,7 +141,8 @@ SPECDEC_INLINE void fold_tile(const PagedAttentionArgs& args, Scratch& scratch, 
       }
     });
   }
-  weigh<Product>(args, scratch, rows, tile, begin, end, broken);
+  weigh<Product>(args, scratch, rows, tile, begin, end);
+  invalidate(args, scratch, rows, tile, begin, end, broken);
   for (std::int64_t d = 0; d < scratch.columns; d += kColumns) {
     const std::int64_t vectors = std::min(scratch.columns - d, kColumns) / kLanes;
     for_row_blocks(begin, end, [&](auto count, std::int64_t i) {
@@ -225,6 +152,44 @@ SPECDEC_INLINE void fold_tile(const PagedAttentionArgs& args, Scratch& scratch, 
                                         at(scores, i, 0), at(values, 0, d), from / step, (seen + step - 1) / step);
     });
   }
+}
+
+// The same for few vectors, whose products read the tile where it is stored.
+template <typename Type, typename Product>
+SPECDEC_INLINE void fold_few(const PagedAttentionArgs& args, Scratch& scratch, const Rows& rows, std::int64_t first,
+                             Tile<Type, Product>& tile, const Tile<Type, Product>& next) {
+  const std::int64_t group = args.num_heads / args.num_kv_heads, in_tile = first - tile.begin;
+  const auto [first_row, end_row] = rows_that_see(args, rows, rows.num_vectors / group, in_tile);
+  const std::int64_t begin = first_row * group, end = end_row * group;
+  for_few_blocks(begin, end, [&](auto count, std::int64_t i) {
+    const Matrix query{scratch.query.data() + i * scratch.words, scratch.words};
+    const std::int64_t words = args.head_dim * static_cast<std::int64_t>(sizeof(typename Type::Storage)) / 4;
+    for (std::int64_t j = tile.first_lane; j < tile.end_lane; j += kLanes) {
+      score_block<Type, Product, count()>({scratch.scores.data() + i * kTile + j, kTile}, query, tile.keys + j, next.keys + j,
+                                          words);
+    }
+  });
+  weigh<Product>(args, scratch, rows, in_tile, begin, end);
+  constexpr std::int64_t step = Product::kNumbers;
+  bool known_finite = false;
+  for_few_blocks(begin, end, [&](auto count, std::int64_t i) {
+    const Matrix sums{scratch.accumulated.data() + i * scratch.columns, scratch.columns};
+    for (std::int64_t d = 0; d < args.value_dim;) {
+      const auto block = [&](auto vectors) {
+        return value_block<Type, Product, count(), vectors()>(sums, scratch.rescale.data() + i,
+                                                              {scratch.scores.data() + i * kTile, kTile}, tile.values, next.values, d,
+                                                              tile.begin / step, (tile.end + step - 1) / step, known_finite);
+      };
+      const bool whole = d + kColumns <= args.value_dim;
+      constexpr int unit = ValueUnit<Type, Product>::kCount;
+      if (whole ? block(std::integral_constant<int, kVectors>{}) : block(std::integral_constant<int, unit>{})) {
+        d += whole ? kColumns : unit * kLanes;
+      } else {
+        invalidate(args, scratch, rows, in_tile, begin, end, tile.replace_broken(args.value_dim, scratch));
+        known_finite = true;
+      }
+    }
+  });
 }
 
 // Set the queries and sums of a task's vectors to their initial values.
@@ -252,19 +217,33 @@ SPECDEC_INLINE void load_queries(const PagedAttentionArgs& args, Scratch& scratc
 }
 
 template <typename Type, typename Product>
-void run_task(const PagedAttentionArgs& args, Scratch& scratch, const Task& task) {
+void run_task(const PagedAttentionArgs& args, Scratch& scratch, const Task& task, const Task* next_task) {
   using Storage = typename Type::Storage;
   const std::int64_t group = args.num_heads / args.num_kv_heads, first_head = task.kv_head * group;
-  const std::int64_t begin = args.cu_seqlens_q[task.sequence];
-  const std::int64_t prefix = args.seqused_k[task.sequence] - (args.cu_seqlens_q[task.sequence + 1] - begin);
-  const Rows rows{begin + task.first_row, prefix, task.first_row, task.num_rows * group};
+  const Rows rows = rows_of(args, task);
   load_queries<Type, Product>(args, scratch, rows, first_head);
-  const std::int64_t context = prefix + task.first_row + task.num_rows;  // the last row sees at most so many positions
-  const std::int64_t begins = first_seen(args, rows, 0);
-  for (std::int64_t tile = begins / kTile * kTile; tile < context; tile += kTile) {
-    const std::int64_t first = std::max(tile, begins), last = std::min(tile + kTile, context);
-    const std::uint64_t broken = load_tile<Type, Product>(args, scratch, task, first, last);
-    fold_tile<Product>(args, scratch, rows, first, last, broken);
+  const std::int64_t context = rows.prefix + task.first_row + task.num_rows;  // the last row sees at most so many positions
+  std::int64_t first = first_seen(args, rows, 0);
+  const bool few = are_few<Type, Product>(args, rows.num_vectors);
+  Tile<Type, Product> tile = tile_of<Type, Product>(args, scratch, task, rows, first);
+  while (first < context) {
+    const std::int64_t next_first = (first / kTile + 1) * kTile, last = std::min(next_first, context);
+    Tile<Type, Product> next = tile;
+    if (next_first < context) {
+      next = tile_of<Type, Product>(args, scratch, task, rows, next_first);
+    } else if (next_task) {
+      const Rows next_rows = rows_of(args, *next_task);
+      next = tile_of<Type, Product>(args, scratch, *next_task, next_rows, first_seen(args, next_rows, 0));
+    }
+    if (few) {
+      fold_few<Type, Product>(args, scratch, rows, first, tile, next);
+    } else {
+      const std::uint64_t broken = tile.replace_broken(args.value_dim, scratch);
+      // A prompt's rows share a tile, and its products take longer than fetching it.
+      load_tile<Type, Product>(args, scratch, tile, task.num_rows < kFewRows ? &next : nullptr);
+      fold_tile<Product>(args, scratch, rows, first, last, broken);
+    }
+    tile = next, first = next_first;
   }
   for (std::int64_t i = 0; i < rows.num_vectors; ++i) {
     Storage* out = static_cast<Storage*>(args.out) +

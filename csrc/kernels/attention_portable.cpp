@@ -8,4 +8,6 @@
 #define SPECDEC_ISA attention_portable
 #define SPECDEC_LANES 4
 #include "kernels/attention_tile.h"
+#include "kernels/attention_products.h"
+#include "kernels/attention_few.h"
 #include "kernels/attention_kernel.h"

@@ -63,7 +63,7 @@ struct Scratch {
 
 // The kernel for one instruction set. Each has a source file of its own (attention_portable.cpp and its neighbours).
 struct AttentionKernel {
-  std::array<void (*)(const PagedAttentionArgs&, Scratch&, const Task&), 3> run;  // by DType
+  std::array<void (*)(const PagedAttentionArgs&, Scratch&, const Task&, const Task*), 3> run;  // by DType
   std::array<std::int64_t, 3> numbers;                                            // numbers in a word, by DType
   std::int64_t lanes;
 };
@@ -97,6 +97,13 @@ SPECDEC_INLINE std::int64_t first_visible(const PagedAttentionArgs& args, std::i
 
 SPECDEC_INLINE bool tree_bit(const PagedAttentionArgs& args, std::int64_t query_row, std::int64_t row) {
   return args.tree_mask[query_row * args.tree_words + row / kTreeMaskBits] >> (row % kTreeMaskBits) & 1;
+}
+
+// The rows of a task.
+SPECDEC_INLINE Rows rows_of(const PagedAttentionArgs& args, const Task& task) {
+  const std::int64_t begin = args.cu_seqlens_q[task.sequence], group = args.num_heads / args.num_kv_heads;
+  const std::int64_t prefix = args.seqused_k[task.sequence] - (args.cu_seqlens_q[task.sequence + 1] - begin);
+  return {begin + task.first_row, prefix, task.first_row, task.num_rows * group};
 }
 
 // First position that a row of the task may see. In a tree, a row's depth determines its position, which is never before

@@ -1,4 +1,5 @@
-// How paged_attention lays out a tile of keys and values, included once per instruction set before attention_kernel.h.
+// How paged_attention finds and lays out a tile of keys and values, included once per instruction set, before
+// attention_kernel.h.
 //
 // A word is the operand of one multiplication in a lane: a float, or a pair of bf16 numbers where SPECDEC_DOT_BF16 says
 // that the processor multiplies pairs. Keys are stored as [words of head_dim, kTile], values as [words of positions,
@@ -151,14 +152,77 @@ SPECDEC_INLINE bool all_finite(const typename Type::Storage* const* rows, std::i
 // Lay out word w of the values: position w * kNumbers and, in a pair, the next one. A null pointer stands for zeros.
 template <typename Type, typename Product>
 SPECDEC_INLINE void load_values(const typename Type::Storage* const* rows, std::int64_t value_dim, float* to) {
+  // Copies, because the loop vectorises only if no store can change them.
+  const typename Type::Storage *const even = rows[0], *const odd = rows[Product::kNumbers - 1];
   for (std::int64_t d = 0; d < value_dim; ++d) {
     if constexpr (Product::kNumbers == 1) {
-      to[d] = Type::load(rows[0][d]);
+      to[d] = Type::load(even[d]);
     } else {
-      const std::uint32_t second = rows[1][d];
-      store_as(to + d, rows[0][d] | second << 16);
+      const std::uint32_t second = odd[d];
+      store_as(to + d, even[d] | second << 16);
     }
   }
+}
+
+// Fetch `count` numbers into the second-level cache. The processor itself fetches the entries of the next positions too late:
+// only a few lines of a KV head lie side by side. In the first-level cache they would replace those in use.
+template <typename Number>
+SPECDEC_INLINE void prefetch(const Number* numbers, std::int64_t count) {
+  constexpr std::int64_t line = 64 / sizeof(Number);
+  for (std::int64_t i = 0; i < count; i += line) __builtin_prefetch(numbers + i, 0, 2);
+}
+
+// Where the keys and values of positions [begin, end) of a tile are.
+template <typename Type, typename Product>
+struct Tile {
+  using Storage = typename Type::Storage;
+  std::int64_t begin, end;
+  std::int64_t first_lane, end_lane;  // the same in whole vectors
+  const char* keys[kTile];
+  const Storage* values[kTile];
+
+  SPECDEC_INLINE Tile(const PagedAttentionArgs& args, const Scratch& scratch, const Task& task, std::int64_t first,
+                      std::int64_t last)
+      : begin(first % kTile),
+        end(begin + last - first),
+        first_lane(begin / kLanes * kLanes),
+        end_lane((end + kLanes - 1) / kLanes * kLanes) {
+    Entries entries(args, task, first);
+    for (std::int64_t j = begin; j < end; ++j) {
+      const std::int64_t entry = entries.next();
+      keys[j] = static_cast<const char*>(args.key_cache) + entry * args.head_dim * static_cast<std::int64_t>(sizeof(Storage));
+      values[j] = static_cast<const Storage*>(args.value_cache) + entry * args.value_dim;
+    }
+    // A position outside of [begin, end) repeats its neighbour. Keys are read in whole vectors; its score is hidden afterwards.
+    std::fill(keys, keys + begin, keys[begin]);
+    std::fill(keys + end, keys + kTile, keys[end - 1]);
+    std::fill(values, values + begin, values[begin]);
+    std::fill(values + end, values + kTile, values[end - 1]);
+    constexpr std::int64_t step = Product::kNumbers;
+    if (begin % step != 0) values[begin - 1] = reinterpret_cast<const Storage*>(scratch.zeros.data());
+    if (end % step != 0) values[end] = reinterpret_cast<const Storage*>(scratch.zeros.data());
+  }
+
+  // A value that is not finite would invalidate rows that do not see it, because a weight of 0 does not hide it. So zeros
+  // take the place of such values, and their positions are returned as bits; `invalidate` then serves the rows that see them.
+  SPECDEC_INLINE std::uint64_t replace_broken(std::int64_t value_dim, const Scratch& scratch) {
+    if (all_finite<Type>(values + begin, end - begin, value_dim)) return 0;
+    std::uint64_t broken = 0;
+    for (std::int64_t j = begin; j < end; ++j) {
+      if (all_finite<Type>(values + j, 1, value_dim)) continue;
+      broken |= std::uint64_t{1} << j;
+      values[j] = reinterpret_cast<const Storage*>(scratch.zeros.data());
+    }
+    return broken;
+  }
+};
+
+// The tile of a task that begins at position `first` or contains it.
+template <typename Type, typename Product>
+SPECDEC_INLINE Tile<Type, Product> tile_of(const PagedAttentionArgs& args, const Scratch& scratch, const Task& task,
+                                           const Rows& rows, std::int64_t first) {
+  const std::int64_t context = rows.prefix + task.first_row + task.num_rows;
+  return {args, scratch, task, first, std::min(first / kTile * kTile + kTile, context)};
 }
 
 }  // namespace SPECDEC_ISA

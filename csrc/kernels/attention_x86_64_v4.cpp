@@ -13,6 +13,8 @@
 #define SPECDEC_ISA attention_x86_64_v4
 #define SPECDEC_LANES 16
 #include "kernels/attention_tile.h"
+#include "kernels/attention_products.h"
+#include "kernels/attention_few.h"
 #include "kernels/attention_kernel.h"
 #pragma GCC pop_options
 #endif

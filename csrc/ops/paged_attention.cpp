@@ -80,11 +80,17 @@ void paged_attention(const PagedAttentionArgs& args) {
   std::int64_t most_rows = 0;
   for (const Task& task : tasks) most_rows = std::max(most_rows, task.num_rows);
   const std::int64_t words = rounded_up(args.head_dim, kernel.numbers[dtype]) / kernel.numbers[dtype];
+  // Short tasks are given out several at a time, because a task fetches what the next one reads. Every thread should get
+  // several of these, too.
+  const std::int64_t chunk = most_rows < kFewRows ? std::max<std::int64_t>(1, num_tasks / (4 * args.num_threads)) : 1;
 #pragma omp parallel num_threads(args.num_threads) if (num_tasks > 1)
   {
     Scratch scratch(most_rows * (args.num_heads / args.num_kv_heads), words, rounded_up(args.value_dim, kernel.lanes));
-#pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < num_tasks; ++i) kernel.run[dtype](args, scratch, tasks[i]);
+#pragma omp for schedule(dynamic, chunk)
+    for (std::int64_t i = 0; i < num_tasks; ++i) {
+      const bool ends_chunk = (i + 1) % chunk == 0 || i + 1 == num_tasks;
+      kernel.run[dtype](args, scratch, tasks[i], ends_chunk ? nullptr : &tasks[i + 1]);
+    }
   }
 }
 

@@ -123,6 +123,37 @@ def test_rows_are_independent_in_every_version(version, dtype, window):
     assert_agrees(ATTENTION, ATTENTION.load("cpp")(**args), ATTENTION.load("torch")(**args), args)
 
 
+def prompts_with_heads_of(head_dim, dtype):
+    args, generator = long_prefill(dtype), torch.Generator().manual_seed(head_dim)
+    kv = torch.randn(2, 40, 8, 2, head_dim, generator=generator).to(dtype)
+    query = torch.randn(273, 4, head_dim, generator=generator).to(dtype)
+    return args | {"query": query, "kv": (kv[0], kv[1])}
+
+
+# Heads in whole vectors of every version: its kernel reads the keys and values of few rows where they are stored.
+@pytest.mark.parametrize("head_dim", [32, 160])  # less than a chunk of a score's sum, and two and a half
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_few_rows_have_the_bits_of_a_prompt_in_every_version(version, dtype, head_dim):
+    args = prompts_with_heads_of(head_dim, dtype)
+    assert_rows_independent(ATTENTION.load("cpp"), args, chunk=1)
+    assert_rows_independent(ATTENTION.load("cpp"), args, chunk=3)
+
+
+# The kernel for few rows looks for such values only where a sum is not finite.
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_values_that_are_not_finite_reach_only_rows_that_see_them_in_every_version(version, dtype, broken):
+    attention, args = ATTENTION.load("cpp"), prompts_with_heads_of(160, dtype)
+    before = attention(**args)
+    args["kv"][1][24, 5, 1, 159] = broken  # position 189 of the first sequence
+    after = attention(**args)
+    assert torch.equal(bits(after[:189]), bits(before[:189]))
+    assert torch.equal(bits(after[:, :2]), bits(before[:, :2]))  # the other KV head
+    assert after[189:203, 2:].isnan().all()
+    for chunk in (1, 3):
+        assert_rows_independent(attention, args, chunk)
+
+
 def test_unknown_version_is_refused():
     with pytest.raises(ValueError, match="no version 'mmx'"):
         _C.choose_attention_version("mmx")
