@@ -6,10 +6,8 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
-import threading
-import time
-from typing import ClassVar
 
 import pytest
 
@@ -18,7 +16,8 @@ from specdec_fast.cli import main
 from specdec_fast.commands import chat
 from specdec_fast.engine.engine import Engine
 from support.chats import TEMPLATE
-from support.commands import PAIR
+from support.commands import PAIR, RUN
+from support.source_tree import ROOT
 
 
 @pytest.fixture
@@ -125,69 +124,60 @@ def test_what_cannot_work_ends_in_one_line(monkeypatch, capsys, template, text, 
     assert re.match(f"specdec-fast chat: .*{message}", captured.err)
 
 
+# Makes the pseudo-terminal the one whose Ctrl-C interrupts the process.
+TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+# Lets the first answer wait, after its first chunk, until it is interrupted.
+WAITS = """
+import threading, time
+from specdec_fast.commands import chat
+from specdec_fast.engine.engine import Engine
+stream, events = Engine.stream, []
 class Noted(threading.Event):
-    """An interrupt of an answer; notes itself."""
-
-    found: ClassVar[list] = []
-
     def __init__(self):
         super().__init__()
-        self.found.append(self)
-
-
-def chat_at_a_terminal(template):
-    """Chat in a process whose terminal is its standard input and output; the first answer waits for an interrupt."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-    sys.stdout, sys.stderr = (os.fdopen(place, "w", encoding="utf-8", closefd=False) for place in (1, 2))
-    stream = Engine.stream
-
-    def waits(self, *args, **options):
-        for chunk in stream(self, *args, **options):
-            yield chunk
-            if len(Noted.found) == 1 and not Noted.found[0].is_set():
-                print("it waits", flush=True)
-                while not Noted.found[0].is_set():
-                    time.sleep(0.01)
-
-    chat.Event, Engine.stream = Noted, waits
-    return main(["chat", *PAIR, "--num-draft-tokens", "0", "--max-new-tokens", "7", "--chat-template", template])
+        events.append(self)
+def waits(self, *args, **options):
+    for chunk in stream(self, *args, **options):
+        yield chunk
+        if len(events) == 1 and not events[0].is_set():
+            print("it waits", flush=True)
+            while not events[0].is_set():
+                time.sleep(0.01)
+chat.Event, Engine.stream = Noted, waits
+"""
 
 
 def test_at_a_terminal(template):
     pty = pytest.importorskip("pty")
-    child, terminal = pty.fork()
-    if child == 0:
-        status = -1
-        try:
-            status = chat_at_a_terminal(template)
-        finally:
-            os._exit(status)
+    ours, theirs = pty.openpty()
+    argv = ["chat", *PAIR, "--num-draft-tokens", "0", "--max-new-tokens", "7", "--chat-template", template]
+    command = [sys.executable, "-c", f"{TERMINAL}\n{WAITS}\n{RUN}", *argv]
+    ends = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen(command, **ends, cwd=ROOT, start_new_session=True)
+    os.close(theirs)
     screen = b""
 
     def expect(text):
         nonlocal screen
         while text not in screen:
-            screen += os.read(terminal, 4096)
+            screen += os.read(ours, 4096)
         shown, _, screen = screen.partition(text)
         return shown
 
     try:
         assert chat._WELCOME.encode() in expect(b">>> ")
-        os.write(terminal, b"One day\n")
+        os.write(ours, b"One day\n")
         expect(b"it waits")
-        os.write(terminal, b"\x03")
+        os.write(ours, b"\x03")
         assert b"[stopped]" in expect(b">>> ")
-        os.write(terminal, b"One day\n")
+        os.write(ours, b"One day\n")
         assert b"[no more tokens; see --max-new-tokens]" in expect(b">>> ")
-        os.write(terminal, b"\x1b[A\n")  # the line before, again
+        os.write(ours, b"\x1b[A\n")  # the line before, again
         assert b"One day" in expect(b"\r\n")
         expect(b">>> ")
-        os.write(terminal, b"\x04")
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        raise
+        os.write(ours, b"\x04")
+        assert process.wait() == 0
     finally:
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os.close(terminal)
-    assert status == 0
+        process.kill()
+        process.wait()
+        os.close(ours)

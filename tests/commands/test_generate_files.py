@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -13,11 +12,10 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.cli import main
 from specdec_fast.commands.common import expect_writable
-from specdec_fast.commands.result_files import ResultFile, _as_line
+from specdec_fast.commands.result_files import ResultFile
 from specdec_fast.engine.engine import Engine
 from support.chats import HELLO, TEMPLATE
-from support.commands import PAIR, read_lines, write_lines
-from support.forks import command_in_a_fork
+from support.commands import PAIR, child, read_lines, write_lines
 
 OPTIONS = ["--num-draft-tokens", "2", "--batch-size", "2", "--max-new-tokens", "6"]
 # Ends of different length, errors before and after decoding, and an id of every kind.
@@ -72,24 +70,26 @@ def test_ids_are_copied_and_errors_stay_with_their_lines(folder, whole):
     assert [record["line"] for record in records if "error" in record] == [2, 4, 7]
 
 
-def killed():
-    """Run the command until it is killed in the middle of a result's line."""
-    add, num_added = ResultFile.add, itertools.count()
-
-    def add_or_die(self, number, record):
-        if next(num_added) == 5:
-            line = _as_line(record)
-            self._file.write(line[: len(line) // 2])
-            self._file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        add(self, number, record)
-
-    ResultFile.add = add_or_die
-    return run()
+KILLED = """
+import os, signal
+from specdec_fast.commands.result_files import ResultFile, _as_line
+add, count = ResultFile.add, 0
+def killed(self, number, record):
+    global count
+    if count == 5:
+        line = _as_line(record)
+        self._file.write(line[: len(line) // 2])
+        self._file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    count += 1
+    add(self, number, record)
+ResultFile.add = killed
+"""
 
 
 def test_a_killed_process_is_resumed(folder, whole, monkeypatch):
-    assert command_in_a_fork(killed) == (-signal.SIGKILL, b"")
+    argv = ["generate", *PAIR, *OPTIONS, "--prompts", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")]
+    assert child(KILLED, argv).returncode == -signal.SIGKILL
     left = Path("out.jsonl").read_bytes()
     assert left.count(b"\n") == 5
     assert not left.endswith(b"\n")
@@ -250,6 +250,7 @@ def test_an_id_that_is_no_text(folder):
 
 
 def test_a_pipe_gets_the_results_too(folder, whole):
-    status, printed = command_in_a_fork(lambda: run(output="/dev/stdout"))
-    assert status == 1
-    assert sorted(printed.splitlines()) == sorted(whole.splitlines())
+    argv = ["generate", *PAIR, *OPTIONS, "--prompts", str(folder / "in.jsonl"), "--output", "/dev/stdout"]
+    ended = child("", argv)
+    assert ended.returncode == 1
+    assert sorted(ended.stdout.splitlines()) == sorted(whole.splitlines())

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from specdec_fast.assets import demo_pair
+from support.source_tree import ROOT
 
 TARGET, DRAFT = (str(demo_pair() / which) for which in ("target", "draft"))
 PAIR = ["--target", TARGET, "--draft", DRAFT, "--dtype", "float32"]
+RUN = "import sys, torch; torch.set_num_threads(1)\nfrom specdec_fast.cli import main\nsys.exit(main(sys.argv[1:]))"
 
 
 def write_lines(path: Path, *lines: object) -> str:
@@ -27,3 +31,9 @@ def read_lines(path: Path) -> list[dict]:
 
 def options_of(values: dict[str, object]) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", *str(value).split())]
+
+
+def child(before: str, argv: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
+    """Run a command in a process of its own, after some code."""
+    command = [sys.executable, "-c", f"{before}\n{RUN}", *argv]
+    return subprocess.run(command, capture_output=True, cwd=ROOT, check=False, **options)  # type: ignore[call-overload]
