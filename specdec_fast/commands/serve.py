@@ -102,12 +102,23 @@ def run(args: argparse.Namespace) -> int:
             stream_interval=args.stream_interval,
             max_request_bytes=args.max_request_bytes,
         )
-        # The collector need not look again at what lives as long as the server: some 400,000 objects, most of them
-        # torch's. A full collection of them stops the event loop and the steps for a quarter of a second.
-        gc.collect()
-        gc.freeze()
-        asyncio.run(_serve(app, engine, listener, args))
+        with _not_collected():
+            asyncio.run(_serve(app, engine, listener, args))
     return 0
+
+
+@contextmanager
+def _not_collected() -> Iterator[None]:
+    """Let the garbage collector pass over what lives as long as the server: some 400,000 objects, most of them torch's.
+
+    A full collection of them stops the event loop and the steps for a quarter of a second.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

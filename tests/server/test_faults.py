@@ -77,6 +77,21 @@ def test_a_slow_reader_harms_no_other_request_and_keeps_only_its_tokens(make_eng
     assert len(slow.parts) <= num_parts + 4, "what came meanwhile is one event"
 
 
+def test_a_client_that_leaves_with_its_request_frees_its_place(make_engine, monkeypatch):
+    engine = make_engine()
+    app, gate = create_app(engine), Gate(monkeypatch, engine)
+
+    async def main():
+        exchange = Exchange(app, "/v1/completions", LONG | {"stream": True, "n": 2})
+        exchange.leave()
+        await exchange()
+        assert exchange.status is None, "nobody reads a response"
+        await until(lambda: engine.stats().num_waiting == 0)
+        gate.open()
+
+    asyncio.run(main())
+
+
 def test_a_flood_is_refused_with_429_and_the_rest_is_served(make_engine, monkeypatch):
     engine = make_engine(max_batch_size=1, window_size=1, max_waiting=3)
     app, gate = create_app(engine), Gate(monkeypatch, engine)
