@@ -111,8 +111,8 @@ async def in_pieces(chunks: Chunks, num_tokens: int) -> Chunks:
 class EventStream(Response):
     """The events of a stream. An error before the first chunk is a response with a status of its own.
 
-    One task sends, and one waits for the client to leave, from the first step on. ``StreamingResponse`` would need a
-    task group and a second such wait, which cost as much as ten events.
+    One task sends, and one waits for the client to leave, from the first step on. ``StreamingResponse`` begins to wait
+    when it sends, so the time before the first chunk would need a wait of its own.
 
     Args:
         answer: makes the events.
@@ -140,7 +140,7 @@ class EventStream(Response):
         try:
             await unless_disconnected(receive, self._respond(scope, receive, send))
         except ClientDisconnect:
-            pass  # nobody reads a response
+            pass  # there is no connection for a response
         finally:
             await self._chunks.aclose()
             for stream in self._streams:  # a client that has left before the first step has not begun the chunks
