@@ -65,21 +65,6 @@ SPECDEC_INLINE float soften(float* scores, float& maximum, float& sum) {
   return rescale;
 }
 
-// Lay out a tile for many vectors, and fetch the next one if there is any.
-template <typename Type, typename Product>
-SPECDEC_INLINE void load_tile(const PagedAttentionArgs& args, Scratch& scratch, const Tile<Type, Product>& tile,
-                              const Tile<Type, Product>* next) {
-  constexpr std::int64_t step = Product::kNumbers, size = sizeof(typename Type::Storage);
-  load_keys<Type, Product>(tile.keys, tile.first_lane, tile.end_lane, args.head_dim, scratch.keys.data());
-  for (std::int64_t j = tile.begin / step * step; j < tile.end; j += step) {
-    for (std::int64_t i = j; next && i < j + step; ++i) {
-      prefetch(next->keys[i], args.head_dim * size);
-      prefetch(next->values[i], args.value_dim);
-    }
-    load_values<Type, Product>(tile.values + j, args.value_dim, scratch.values.data() + j / step * scratch.columns);
-  }
-}
-
 SPECDEC_INLINE void hide(float* scores, std::uint64_t seen) {
   for (std::int64_t j = 0; j < kTile; ++j) {
     if (!(seen >> j & 1)) scores[j] = -kInfinity;
@@ -216,24 +201,28 @@ SPECDEC_INLINE void load_queries(const PagedAttentionArgs& args, Scratch& scratc
   std::fill_n(scratch.accumulated.begin(), rows.num_vectors * scratch.columns, 0.0f);
 }
 
+// One past the last position that a row of a task of a chain sees.
+SPECDEC_INLINE std::int64_t context_of(const Task& task, const Rows& rows) {
+  return rows.prefix + task.first_row + task.num_rows;
+}
+
+// Fold positions [first, end) into the rows, and fetch the beginning of the next task if there is any.
 template <typename Type, typename Product>
-void run_task(const PagedAttentionArgs& args, Scratch& scratch, const Task& task, const Task* next_task) {
-  using Storage = typename Type::Storage;
-  const std::int64_t group = args.num_heads / args.num_kv_heads, first_head = task.kv_head * group;
-  const Rows rows = rows_of(args, task);
-  load_queries<Type, Product>(args, scratch, rows, first_head);
-  const std::int64_t context = rows.prefix + task.first_row + task.num_rows;  // the last row sees at most so many positions
-  std::int64_t first = first_seen(args, rows, 0);
-  const bool few = are_few<Type, Product>(args, rows.num_vectors);
-  Tile<Type, Product> tile = tile_of<Type, Product>(args, scratch, task, rows, first);
-  while (first < context) {
-    const std::int64_t next_first = (first / kTile + 1) * kTile, last = std::min(next_first, context);
+void fold(const PagedAttentionArgs& args, Scratch& scratch, const Task& task, const Rows& rows, std::int64_t first,
+          std::int64_t end, const Task* next_task) {
+  const std::int64_t group = args.num_heads / args.num_kv_heads;
+  const bool few = are_few<Type, Product>(args, rows.only == kAll ? rows.num_vectors : group);
+  if (first >= end) return;
+  Tile<Type, Product> tile = tile_of<Type, Product>(args, scratch, task, rows, first, end);
+  while (first < end) {
+    const std::int64_t next_first = (first / kTile + 1) * kTile, last = std::min(next_first, end);
     Tile<Type, Product> next = tile;
-    if (next_first < context) {
-      next = tile_of<Type, Product>(args, scratch, task, rows, next_first);
+    if (next_first < end) {
+      next = tile_of<Type, Product>(args, scratch, task, rows, next_first, end);
     } else if (next_task) {
       const Rows next_rows = rows_of(args, *next_task);
-      next = tile_of<Type, Product>(args, scratch, *next_task, next_rows, first_seen(args, next_rows, 0));
+      next = tile_of<Type, Product>(args, scratch, *next_task, next_rows, first_seen(args, next_rows, 0),
+                                    context_of(*next_task, next_rows));
     }
     if (few) {
       fold_few<Type, Product>(args, scratch, rows, first, tile, next);
@@ -244,6 +233,37 @@ void run_task(const PagedAttentionArgs& args, Scratch& scratch, const Task& task
       fold_tile<Product>(args, scratch, rows, first, last, broken);
     }
     tile = next, first = next_first;
+  }
+}
+
+// The rows of a tree share the tiles before them. The other positions are folded into one row after the other, from the
+// entries of its own path: so each position is in the tile and the lane that it has in a chain.
+template <typename Type, typename Product>
+void fold_tree(const PagedAttentionArgs& args, Scratch& scratch, const Task& task, const Rows& rows) {
+  const std::int64_t shared_end = rows.prefix / kTile * kTile;
+  fold<Type, Product>(args, scratch, task, rows, first_seen(args, rows, 0), shared_end, nullptr);
+  for (std::int64_t row = 0; row < task.num_rows; ++row) {
+    scratch.path.clear();
+    for (std::int64_t other = 0; other <= rows.first_row + row; ++other) {
+      if (tree_bit(args, rows.first_query + row, other)) scratch.path.push_back(rows.prefix + other);
+    }
+    Rows one = rows;
+    one.only = row;
+    const std::int64_t end = rows.prefix + static_cast<std::int64_t>(scratch.path.size());
+    fold<Type, Product>(args, scratch, task, one, std::max(shared_end, first_visible(args, end - 1)), end, nullptr);
+  }
+}
+
+template <typename Type, typename Product>
+void run_task(const PagedAttentionArgs& args, Scratch& scratch, const Task& task, const Task* next_task) {
+  using Storage = typename Type::Storage;
+  const std::int64_t group = args.num_heads / args.num_kv_heads, first_head = task.kv_head * group;
+  const Rows rows = rows_of(args, task);
+  load_queries<Type, Product>(args, scratch, rows, first_head);
+  if (args.tree_mask) {
+    fold_tree<Type, Product>(args, scratch, task, rows);
+  } else {
+    fold<Type, Product>(args, scratch, task, rows, first_seen(args, rows, 0), context_of(task, rows), next_task);
   }
   for (std::int64_t i = 0; i < rows.num_vectors; ++i) {
     Storage* out = static_cast<Storage*>(args.out) +

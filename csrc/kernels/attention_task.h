@@ -33,7 +33,9 @@ struct Rows {
   std::int64_t prefix;       // KV entries before the sequence's rows
   std::int64_t first_row;
   std::int64_t num_vectors;
+  std::int64_t only;  // the one row that is folded, or kAll
 };
+constexpr std::int64_t kAll = -1;
 
 // Working memory of one thread, in floats and pairs of bf16 numbers (attention_tile.h).
 struct Scratch {
@@ -46,6 +48,7 @@ struct Scratch {
   std::vector<float> keys;                   // [words, kTile]
   std::vector<float> values;                 // [kTile, columns]
   std::vector<float> zeros;                  // [value_dim]: the value of a hidden position
+  std::vector<std::int64_t> path;            // of a tree's row: where the entries from the first row of its sequence on are
 
   Scratch(std::int64_t vectors, std::int64_t words, std::int64_t columns)
       : words(words),
@@ -99,15 +102,24 @@ SPECDEC_INLINE bool tree_bit(const PagedAttentionArgs& args, std::int64_t query_
   return args.tree_mask[query_row * args.tree_words + row / kTreeMaskBits] >> (row % kTreeMaskBits) & 1;
 }
 
-// The rows of a task.
+// All rows of a task.
 SPECDEC_INLINE Rows rows_of(const PagedAttentionArgs& args, const Task& task) {
   const std::int64_t begin = args.cu_seqlens_q[task.sequence], group = args.num_heads / args.num_kv_heads;
   const std::int64_t prefix = args.seqused_k[task.sequence] - (args.cu_seqlens_q[task.sequence + 1] - begin);
-  return {begin + task.first_row, prefix, task.first_row, task.num_rows * group};
+  return {begin + task.first_row, prefix, task.first_row, task.num_rows * group, kAll};
 }
 
-// First position that a row of the task may see. In a tree, a row's depth determines its position, which is never before
-// the first row's.
+// The position of a row. In a tree it is given by the row's depth, the number of its ancestors among the sequence's rows.
+inline std::int64_t position_of(const PagedAttentionArgs& args, const Rows& rows, std::int64_t row) {
+  if (!args.tree_mask) return rows.prefix + rows.first_row + row;
+  std::int64_t position = rows.prefix - 1;  // the row's own bit counts no ancestor
+  for (std::int64_t other = 0; other <= rows.first_row + row; ++other) {
+    position += tree_bit(args, rows.first_query + row, other);
+  }
+  return position;
+}
+
+// First position that this row or a later one of the task may see. A tree's rows are not sorted by their positions.
 SPECDEC_INLINE std::int64_t first_seen(const PagedAttentionArgs& args, const Rows& rows, std::int64_t row) {
   return first_visible(args, args.tree_mask ? rows.prefix : rows.prefix + rows.first_row + row);
 }
@@ -116,7 +128,8 @@ SPECDEC_INLINE std::int64_t first_seen(const PagedAttentionArgs& args, const Row
 class Entries {
  public:
   SPECDEC_INLINE Entries(const PagedAttentionArgs& args, const Task& task, std::int64_t first)
-      : pages_(args.block_table + task.sequence * args.max_pages + first / args.page_size),
+      : table_(args.block_table + task.sequence * args.max_pages),
+        pages_(table_ + first / args.page_size),
         in_page_(first % args.page_size),
         page_size_(args.page_size),
         num_heads_(args.num_kv_heads),
@@ -129,17 +142,24 @@ class Entries {
     return slot * num_heads_ + kv_head_;
   }
 
+  // Returns the entry at place `place` of the sequence.
+  std::int64_t at(std::int64_t place) const {
+    return (table_[place / page_size_] * page_size_ + place % page_size_) * num_heads_ + kv_head_;
+  }
+
  private:
-  const std::int32_t* pages_;
+  const std::int32_t *table_, *pages_;
   std::int64_t in_page_, page_size_, num_heads_, kv_head_;
 };
 
 // One past the last position that a row of the task may see.
 SPECDEC_INLINE std::int64_t end_seen(const Rows& rows, std::int64_t row) { return rows.prefix + rows.first_row + row + 1; }
 
-// The range of the task's rows that see any position of the tile: the first, and one past the last. In a tree any row may.
+// The range of the task's rows that are folded and see any position of the tile: the first, and one past the last. In a
+// tree any row may.
 SPECDEC_INLINE std::pair<std::int64_t, std::int64_t> rows_that_see(const PagedAttentionArgs& args, const Rows& rows,
                                                                   std::int64_t num_rows, std::int64_t tile) {
+  if (rows.only != kAll) return {rows.only, rows.only + 1};
   if (args.tree_mask) return {0, num_rows};
   const std::int64_t first = std::clamp<std::int64_t>(tile - rows.prefix - rows.first_row, 0, num_rows);
   if (args.sliding_window == 0) return {first, num_rows};
@@ -157,20 +177,9 @@ SPECDEC_INLINE std::uint64_t bits(std::int64_t first, std::int64_t last) {
 
 // The positions of the tile that the row sees, one bit each.
 inline std::uint64_t visible(const PagedAttentionArgs& args, const Rows& rows, std::int64_t row, std::int64_t tile) {
-  if (!args.tree_mask) {
-    const std::int64_t position = rows.prefix + rows.first_row + row;
-    return bits(first_visible(args, position) - tile, position + 1 - tile);
-  }
   if (tile + kTile <= rows.prefix && args.sliding_window == 0) return ~std::uint64_t{0};
-  std::int64_t depth = -1;
-  std::uint64_t ancestors = 0;
-  for (std::int64_t other = 0; other <= rows.first_row + row; ++other) {
-    if (!tree_bit(args, rows.first_query + row, other)) continue;
-    ++depth;
-    const std::int64_t j = rows.prefix + other - tile;
-    if (j >= 0 && j < kTile) ancestors |= std::uint64_t{1} << j;
-  }
-  return bits(first_visible(args, rows.prefix + depth) - tile, rows.prefix - tile) | ancestors;
+  const std::int64_t position = position_of(args, rows, row);
+  return bits(first_visible(args, position) - tile, position + 1 - tile);
 }
 
 }  // namespace specdec

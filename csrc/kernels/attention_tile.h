@@ -181,15 +181,17 @@ struct Tile {
   const char* keys[kTile];
   const Storage* values[kTile];
 
-  SPECDEC_INLINE Tile(const PagedAttentionArgs& args, const Scratch& scratch, const Task& task, std::int64_t first,
-                      std::int64_t last)
+  SPECDEC_INLINE Tile(const PagedAttentionArgs& args, const Scratch& scratch, const Task& task, const Rows& rows,
+                      std::int64_t first, std::int64_t last)
       : begin(first % kTile),
         end(begin + last - first),
         first_lane(begin / kLanes * kLanes),
         end_lane((end + kLanes - 1) / kLanes * kLanes) {
     Entries entries(args, task, first);
     for (std::int64_t j = begin; j < end; ++j) {
-      const std::int64_t entry = entries.next();
+      std::int64_t entry = entries.next();
+      const std::int64_t depth = first + j - begin - rows.prefix;
+      if (rows.only != kAll && depth >= 0) entry = entries.at(scratch.path[depth]);
       keys[j] = static_cast<const char*>(args.key_cache) + entry * args.head_dim * static_cast<std::int64_t>(sizeof(Storage));
       values[j] = static_cast<const Storage*>(args.value_cache) + entry * args.value_dim;
     }
@@ -217,12 +219,26 @@ struct Tile {
   }
 };
 
-// The tile of a task that begins at position `first` or contains it.
+// Lay out a tile for many vectors, and fetch the next one if there is any.
+template <typename Type, typename Product>
+SPECDEC_INLINE void load_tile(const PagedAttentionArgs& args, Scratch& scratch, const Tile<Type, Product>& tile,
+                              const Tile<Type, Product>* next) {
+  constexpr std::int64_t step = Product::kNumbers, size = sizeof(typename Type::Storage);
+  load_keys<Type, Product>(tile.keys, tile.first_lane, tile.end_lane, args.head_dim, scratch.keys.data());
+  for (std::int64_t j = tile.begin / step * step; j < tile.end; j += step) {
+    for (std::int64_t i = j; next && i < j + step; ++i) {
+      prefetch(next->keys[i], args.head_dim * size);
+      prefetch(next->values[i], args.value_dim);
+    }
+    load_values<Type, Product>(tile.values + j, args.value_dim, scratch.values.data() + j / step * scratch.columns);
+  }
+}
+
+// The tile of a task that begins at position `first` or contains it, up to position `end`.
 template <typename Type, typename Product>
 SPECDEC_INLINE Tile<Type, Product> tile_of(const PagedAttentionArgs& args, const Scratch& scratch, const Task& task,
-                                           const Rows& rows, std::int64_t first) {
-  const std::int64_t context = rows.prefix + task.first_row + task.num_rows;
-  return {args, scratch, task, first, std::min(first / kTile * kTile + kTile, context)};
+                                           const Rows& rows, std::int64_t first, std::int64_t end) {
+  return {args, scratch, task, rows, first, std::min(first / kTile * kTile + kTile, end)};
 }
 
 }  // namespace SPECDEC_ISA

@@ -1,0 +1,166 @@
+"""Attention of a tree's rows: each has the bits that it has in the chain of its path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specdec_fast import _C
+from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
+from specdec_fast.ops import all_ops
+from support.fuzzing import fuzz
+from support.op_cases import DTYPES
+from support.op_checks import same_bits
+from support.strategies import SEEDS, generator
+
+ATTENTION = all_ops()["paged_attention"].load("cpp")
+PREFIXES = (0, 1, 31, 32, 47, 62, 63, 64, 100, 127)  # on both sides of the tiles of 64 positions
+
+
+@dataclass(frozen=True)
+class Tree:
+    prefix: int
+    parents: tuple[int, ...]  # of the rows; -1 for the first
+
+    @property
+    def paths(self) -> list[list[int]]:
+        found: list[list[int]] = []
+        for row, parent in enumerate(self.parents):
+            found.append([*(found[parent] if row else []), row])
+        return found
+
+
+@dataclass(frozen=True)
+class TreeAttention:
+    trees: tuple[Tree, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    params: AttentionParams
+    dtype: torch.dtype
+    seed: int
+
+    def tensors(self) -> tuple[Tensor, list[Tensor]]:
+        """Queries of all rows, keys and values of each sequence: ``[2, places, kv_heads, head_dim]``."""
+        g = generator(self.seed)
+        rows = sum(len(tree.parents) for tree in self.trees)
+        query = torch.randn(rows, self.heads, self.head_dim, generator=g).to(self.dtype)
+        sizes = [(2, tree.prefix + len(tree.parents), self.kv_heads, self.head_dim) for tree in self.trees]
+        return query, [torch.randn(size, generator=g).to(self.dtype) for size in sizes]
+
+
+def paged(entries: list[Tensor], page_size: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Lay entries out on pages in mixed order, with NaN in all places that no sequence owns."""
+    counts = [-(-each.shape[1] // page_size) for each in entries]
+    order = torch.randperm(sum(counts), generator=generator(1)) + 1
+    kv = entries[0].new_full((2, sum(counts) + 1, page_size, *entries[0].shape[2:]), float("nan"))
+    table = torch.zeros(len(entries), max(counts), dtype=torch.int32)
+    for b, (each, pages) in enumerate(zip(entries, order.split(counts), strict=True)):
+        table[b, : len(pages)] = pages
+        flat = kv[:, pages].flatten(1, 2)
+        flat[:, : each.shape[1]] = each
+        kv[:, pages] = flat.unflatten(1, (len(pages), page_size))
+    return (kv[0].contiguous(), kv[1].contiguous()), table
+
+
+def attend(case: TreeAttention, query: Tensor, entries: list[Tensor], counts: list[int], mask: Tensor | None) -> Tensor:
+    kv, table = paged(entries, case.page_size)
+    lengths = [each.shape[1] for each in entries]
+    batch = PagedBatch(
+        cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int(),
+        seqused_k=torch.tensor(lengths, dtype=torch.int32),
+        block_table=table,
+        max_seqlen_q=max(counts),
+        max_seqlen_k=max(lengths),
+        tree_mask=mask,
+    )
+    return ATTENTION(query, kv, batch, case.params)
+
+
+def tree_mask(trees: tuple[Tree, ...]) -> Tensor:
+    num_words = -(-max(len(tree.parents) for tree in trees) // TREE_MASK_BITS)
+    masks = []
+    for path in (path for tree in trees for path in tree.paths):
+        bits = sum(1 << row for row in path)
+        words = [bits >> TREE_MASK_BITS * word & 0xFFFFFFFF for word in range(num_words)]
+        masks.append([word - (1 << 32) if word >> 31 else word for word in words])
+    return torch.tensor(masks, dtype=torch.int32)
+
+
+def outputs_of_chains(case: TreeAttention, query: Tensor, entries: list[Tensor]) -> Tensor:
+    """Each row as the last one of a chain, whose entries are those of its path."""
+    rows, first = [], 0
+    for tree, each in zip(case.trees, entries, strict=True):
+        for path in tree.paths:
+            places = [*range(tree.prefix), *(tree.prefix + row for row in path)]
+            chosen = query[[first + row for row in path]]
+            rows.append(attend(case, chosen, [each[:, places]], [len(path)], None)[-1])
+        first += len(tree.parents)
+    return torch.stack(rows)
+
+
+def check(case: TreeAttention) -> None:
+    query, entries = case.tensors()
+    counts = [len(tree.parents) for tree in case.trees]
+    got = attend(case, query, entries, counts, tree_mask(case.trees))
+    assert same_bits(got, outputs_of_chains(case, query, entries))
+
+
+@st.composite
+def trees(draw: Any) -> Tree:
+    count = draw(st.integers(1, 12) | st.sampled_from((33, 70)))
+    deep = draw(st.booleans())
+    back = [draw(st.integers(1, 2 if deep else row)) for row in range(1, count)]
+    return Tree(draw(st.sampled_from(PREFIXES)), (-1, *(max(0, row - b) for row, b in enumerate(back, start=1))))
+
+
+@st.composite
+def cases(draw: Any) -> TreeAttention:
+    chosen = tuple(draw(st.lists(trees(), min_size=1, max_size=3)))
+    kv_heads, group = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2, 3, 8)))
+    head_dim = draw(st.sampled_from((16, 20, 32, 64, 128)))
+    dtype = draw(st.sampled_from(list(DTYPES.values())))
+    most_rows = 32 * -(-max(len(tree.parents) for tree in chosen) // 32)
+    window = draw(st.sampled_from((None, most_rows, most_rows + 9)))
+    sinks = torch.randn(kv_heads * group, generator=generator(5)).to(dtype) if draw(st.booleans()) else None
+    params = AttentionParams(head_dim**-0.5, window, draw(st.sampled_from((None, 2.0))), sinks)
+    page_size = draw(st.sampled_from((1, 16, 32)))
+    return TreeAttention(chosen, kv_heads * group, kv_heads, head_dim, page_size, params, dtype, draw(SEEDS))
+
+
+@fuzz(150)
+@given(case=cases())
+def test_rows_have_the_bits_of_their_chains(case):
+    check(case)
+
+
+BUSHY = Tree(60, (-1, 0, 0, 1, 1, 2, 3, 3, 6, 8, 0))
+CASE = TreeAttention((BUSHY, Tree(5, (-1, 0, 1))), 4, 2, 64, 16, AttentionParams(0.125), torch.bfloat16, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("version", _C.attention_versions())
+def test_every_instruction_set(version, dtype):
+    """A tile's edge lies inside the tree: positions 64 and 65 have entries in several places."""
+    best = _C.attention_versions()[-1]
+    _C.choose_attention_version(version)
+    try:
+        check(replace(CASE, dtype=dtype))
+    finally:
+        _C.choose_attention_version(best)
+
+
+def test_the_check_sees_another_path():
+    query, entries = CASE.tensors()
+    counts = [len(tree.parents) for tree in CASE.trees]
+    other = (replace(BUSHY, parents=(-1, 0, 0, 1, 2, 2, 3, 3, 6, 8, 0)), CASE.trees[1])
+    got = attend(CASE, query, entries, counts, tree_mask(other))
+    differs = (got != outputs_of_chains(CASE, query, entries)).flatten(1).any(1)
+    assert differs.nonzero().flatten().tolist() == [4], "row 4 alone has another parent"
