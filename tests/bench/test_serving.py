@@ -12,6 +12,7 @@ SMALL = ["--servers", "specdec-fast", "--threads", "1", "--num-prompts", "3", "-
          "--repeats", "1", "--batch-size", "2", "--num-draft-tokens", "2"]  # fmt: skip
 
 
+@pytest.mark.grid  # a server in a process of its own
 def test_serving_end_to_end(tmp_path, capsys):
     file = tmp_path / "serving.json"
     serving.main([*SMALL, "--json", str(file)])

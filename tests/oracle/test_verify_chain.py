@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import all_ops
 from support.fuzzing import fuzz
+from support.grids import grid
 from support.op_cases import CPU, each_case, each_dtype, make
 from support.op_checks import device_for, same_bits
 from support.sampling_by_hand import targets_by_hand
@@ -165,8 +166,13 @@ def test_cases_show_a_wrong_child(case, mistake):
 BACKENDS = list(OP.implementations)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", ["ragged", "sampled", "nan", "plain_decoding"])
+# Interpreted sampling takes seconds.
+CHAINS = grid(
+    product(["ragged", "sampled", "nan", "plain_decoding"], BACKENDS), keep=lambda c: c != ("sampled", "triton")
+)
+
+
+@pytest.mark.parametrize(("case", "backend"), CHAINS)
 def test_a_chain_described_as_a_tree(case, backend):
     """Equal results, and the accepted rows are the first ones."""
     device = device_for(OP, backend)
@@ -201,19 +207,33 @@ def calls(limits: CallSizes, batch: int) -> st.SearchStrategy[TreeCall]:
     return tree_calls(greedy | sampled)
 
 
-@fuzz(200)
+@fuzz(80)
 @given(call=calls(CPP, 5))
 def test_trees_in_cpp(call):
     assert_equals_oracle("cpp", call)
 
 
-@fuzz(12)
+@pytest.mark.grid
+@fuzz(400)
+@given(call=calls(CPP, 5))
+def test_trees_in_cpp_at_length(call):
+    assert_equals_oracle("cpp", call)
+
+
+@fuzz(6)
 @given(call=calls(TRITON, 3))
 def test_trees_in_triton(call):
     assert_equals_oracle("triton", call)
 
 
-@fuzz(40)
+@pytest.mark.grid
+@fuzz(30)
+@given(call=calls(TRITON, 3))
+def test_trees_in_triton_at_length(call):
+    assert_equals_oracle("triton", call)
+
+
+@fuzz(12)
 @given(call=calls(CPP, 3))
 def test_trees_by_hand(call):
     args = call.make(CPU)
