@@ -149,7 +149,7 @@ SPECDEC_INLINE bool all_finite(const typename Type::Storage* const* rows, std::i
   return *std::max_element(largest, largest + kAtOnce) < Type::kInfinity;
 }
 
-// Lay out word w of the values: position w * kNumbers and, in a pair, the next one. A null pointer stands for zeros.
+// Lay out word w of the values: position w * kNumbers and, in a pair, the next one.
 template <typename Type, typename Product>
 SPECDEC_INLINE void load_values(const typename Type::Storage* const* rows, std::int64_t value_dim, float* to) {
   // Copies, because the loop vectorises only if no store can change them.

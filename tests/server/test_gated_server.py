@@ -130,7 +130,7 @@ def test_sigterm_finishes_what_is_under_way_and_refuses_the_rest(run_server, tar
                 served.wait_until(lambda: served.num_requests() == num_requests)
                 served.terminate()
                 served.wait_until(lambda: served.engine.is_closed)
-                time.sleep(0.5)  # uvicorn would stop listening within 0.1 s if it were told to exit
+                time.sleep(0.5)  # uvicorn stops listening within 0.1 s of should_exit
                 late, health = complete(0), served.client.get("/health")
                 assert served.num_requests() == num_requests, "all of them are under way"
             finally:
