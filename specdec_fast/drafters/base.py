@@ -96,8 +96,8 @@ class StepResult:
     Attributes:
         accepted_rows: per sequence, the rows of the target's forward whose tokens are committed: first the token that
             was the last committed one before this step, then each accepted draft token.
-        hidden_states: the target's hidden states at every row of that forward, ``[T, ...]``. Always None so far,
-            because no drafter uses them.
+        hidden_states: the target's hidden states at every row of that forward, ``[T, taps, H]`` in the dtype of its
+            residual stream, on its device; of rejected rows too. None if the drafter has no taps.
 
     """
 
@@ -113,7 +113,22 @@ class Drafter(ABC):
     target's tokens, ``commit``. It calls ``release`` when a sequence leaves, for whatever reason. A sequence whose KV
     pages others need is released as well, and admitted again later, with more tokens. The engine may run steps of a
     sequence without asking for a draft, and it may never admit a sequence.
+
+    A drafter with ``taps`` receives hidden states of the target. The engine admits every sequence to it, before the
+    target computes the sequence's first row. From then on the hidden states of every committed position but the newest
+    (of positions 0 to ``length - 2``, I3) arrive once and in order: those of the prompt, chunk by chunk, by
+    ``observe``, and those of every step by ``commit``, also if nothing was drafted in it. The last prompt token is a
+    row of the first step, so ``observe`` is not called for a prompt of one token. A released sequence that is admitted
+    again starts again at position 0.
+
+    Attributes:
+        taps: the hidden states that the drafter asks for; the engine reads it once, when it is made. Tap l is the
+            residual stream after l of the target's layers (0: the embeddings), before the final norm; ``"final"`` is
+            the input of its output layer. Ids must differ.
+
     """
+
+    taps: tuple[int | str, ...] = ()
 
     @property
     @abstractmethod
@@ -158,12 +173,26 @@ class Drafter(ABC):
     def admit(self, sequences: list[Sequence]) -> None:  # noqa: B027
         """Admit sequences, each of at most ``max_length`` tokens; compute the KV of all their tokens but the last."""
 
+    def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:  # noqa: B027
+        """Receive hidden states of prompts after a forward of the target that prefilled; only a drafter with taps.
+
+        Copy what is to be kept of ``features``, because a later forward may overwrite it.
+
+        Args:
+            sequences: the forward's admitted sequences, at most one entry each.
+            positions: per sequence, the positions that were computed: they continue those of its last call.
+            features: ``[T, taps, H]``, sequence after sequence: row ``sum(map(len, positions[:i])) + j`` belongs to
+                position ``positions[i][j]`` of ``sequences[i]``. ``T`` is at most 2,048.
+
+        """
+
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:  # noqa: B027
         """Learn the result of a step; ``token_ids`` of the sequences already contain the tokens it emitted.
 
         Args:
             sequences: the step's ``B`` admitted sequences that have not ended.
-            result: the step's result for these sequences.
+            result: the step's result for these sequences. The last row in ``accepted_rows[i]`` belongs to position
+                ``sequences[i].length - 2``, so its hidden states are those that chose the newest token.
 
         """
 

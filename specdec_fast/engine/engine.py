@@ -87,6 +87,7 @@ class Engine:
             self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
+        self.target.use_taps(drafter.taps)
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
         is_asynchronous = self.target.layout.device.type != "cpu"

@@ -19,12 +19,13 @@ from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.capture import capture_for
 from specdec_fast.cuda_graphs.graphs import Graphs
-from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.errors import NotYetSupportedError, UnsupportedModelError
 from specdec_fast.kv_cache.forward_layout import lay_out, spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch
 from specdec_fast.models.draft_step import DraftLoop, greedy_tokens
 from specdec_fast.models.hf_model import HFModel
+from specdec_fast.models.hidden_states import checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
 from specdec_fast.models.model_checks import check_decoder, check_ignores_answers, check_reproduces, max_positions
 from specdec_fast.models.probe_errors import named_failures
@@ -190,6 +191,20 @@ class RaggedModel:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""
         if self.program is None and self._capture is not None:
             self.graphs = Graphs(self.model, self.hf.forward, self._capture, limits, partial(greedy_tokens, self.ops))
+
+    def use_taps(self, taps: tuple[int | str, ...]) -> None:
+        """From now on hand over hidden states of its forwards; () changes nothing.
+
+        Args:
+            taps: ``Drafter.taps``.
+
+        Raises:
+            DrafterError: an id is wrong or given twice.
+            NotYetSupportedError: always, if there is a tap.
+
+        """
+        if checked_taps(taps, self.layout.num_layers):
+            raise NotYetSupportedError("a drafter asks for hidden states (Drafter.taps), which are not served yet.")
 
     def attached(self) -> AbstractContextManager[None]:
         """Replace functions and linears once for several forwards of PyTorch: see ``HFModel.attached``."""
