@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import json
-import shutil
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    BloomConfig,
-    LlamaConfig,
-    PhimoeConfig,
-    T5Config,
-    T5Model,
-)
 
 import specdec_fast as sd
 from specdec_fast import errors
-from specdec_fast.assets import demo_pair
-from specdec_fast.models.loading import load_model
-from specdec_fast.ops import BACKENDS
-from support.models import TINY, TINY_GROUPED, tiny_model
 
 
 def test_unknown_method_lists_the_known(target):
@@ -64,14 +45,6 @@ def test_draft_is_looked_at_before_the_target_is_loaded(wrong):
         sd.Engine("no/such-model", wrong)
 
 
-def test_models_may_be_paths():
-    engine = sd.Engine(demo_pair() / "target", demo_pair() / "draft", num_draft_tokens=2)
-    assert engine.drafter.name.endswith("draft")
-    assert engine.tokenizer is not None
-    with pytest.raises(sd.ConfigError, match="no such folder"):
-        sd.Engine(demo_pair() / "target", Path("no/such-folder"))
-
-
 @pytest.mark.parametrize("k", [5, "auto"])
 def test_none_by_name_is_plain_decoding(target, k):
     engine = sd.Engine(target, "none", num_draft_tokens=k)
@@ -80,62 +53,6 @@ def test_none_by_name_is_plain_decoding(target, k):
     (output,) = engine.generate([[5, 6]], params)
     assert output.token_ids == sd.Engine(target, None).generate([[5, 6]], params)[0].token_ids
     assert output.stats.num_drafts == 0
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A copy of the bundled target that may be damaged."""
-    return Path(shutil.copytree(demo_pair() / "target", tmp_path / "target"))
-
-
-def test_truncated_weights(folder):
-    (weights,) = folder.glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(sd.ConfigError, match=r"cannot load .*target"):
-        sd.Engine(folder, None)
-
-
-def test_weights_that_are_missing_are_not_made_up(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] += 1
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(sd.ConfigError, match=r"lacks weights of LlamaForCausalLM: model.layers.* in all"):
-        sd.Engine(folder, None)
-
-
-def edit(path, **values):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def forbid_prompts_on_stdin(monkeypatch):
-    def fail(*args):
-        raise AssertionError("the library reads stdin")
-
-    monkeypatch.setattr("builtins.input", fail)
-
-
-def test_tokenizer_with_code_of_its_own(folder, monkeypatch):
-    forbid_prompts_on_stdin(monkeypatch)
-    (folder / "tokenizer.json").unlink()
-    edit(folder / "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
-    (folder / "own.py").write_text("raise AssertionError('it was run')\n")
-    with pytest.raises(sd.ConfigError, match=r"needs code of its own.*pass tokenizer="):
-        sd.Engine(folder, None)
-
-
-def test_model_with_code_of_its_own(folder, monkeypatch):
-    forbid_prompts_on_stdin(monkeypatch)
-    names = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
-    edit(folder / "config.json", model_type="own", auto_map=names)
-    (folder / "own.py").write_text("raise AssertionError('it was run')\n")
-    with pytest.raises(sd.ConfigError, match=r"cannot load .* custom code"):
-        sd.Engine(folder, None)
-
-
-def test_damaged_tokenizer_warns(folder, target):
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.warns(UserWarning, match="the tokenizer of .* cannot be read"):
-        assert sd.Engine(folder, None).tokenizer is None
 
 
 @pytest.mark.parametrize("config", [5, {"max_batch_size": 2}, sd.SamplingParams()], ids=repr)
@@ -197,18 +114,6 @@ def test_progress_is_a_flag(target):
         sd.Engine(target, None).generate([[5]], progress="no")
 
 
-def test_why_there_is_no_program(target):
-    description = sd.Engine(target, None, backend="torch").describe()
-    assert description["forward_program"] is False
-    assert description["why_no_program"].startswith("programs run on cpp, here torch serves append_kv_")
-
-
-def test_why_there_is_no_program_without_the_extension(target, monkeypatch):
-    broken = replace(BACKENDS["cpp"], why_unavailable=lambda: "no compiler here")
-    monkeypatch.setitem(BACKENDS, "cpp", broken)
-    assert "no compiler here" in sd.Engine(target, None).describe()["why_no_program"]
-
-
 def test_number_of_params(target):
     with pytest.raises(sd.ConfigError, match="1 params for 2 prompts"):
         sd.Engine(target, None).generate([[5], [6]], [sd.SamplingParams()])
@@ -217,148 +122,6 @@ def test_number_of_params(target):
 def test_negative_temperature():
     with pytest.raises(sd.InvalidParamsError, match=r"temperature=-0.5: expected"):
         sd.SamplingParams(temperature=-0.5)
-
-
-def test_draft_with_another_vocabulary(target):
-    config = copy.deepcopy(target.config)
-    config.vocab_size = 1000
-    config._name_or_path = ""
-    stranger = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with pytest.raises(sd.VocabularyMismatchError, match=r"has 1000 ids.*has 1024.*ngram"):
-        sd.Engine(target, stranger)
-
-
-def test_draft_with_other_ids_for_the_same_words(target, draft, tmp_path, tokenizer):
-    text = (demo_pair() / "draft" / "tokenizer.json").read_text()
-    draft.save_pretrained(tmp_path)
-    swapped = text.replace('"Ġthe":', '"\\u0000":').replace('"Ġa":', '"Ġthe":').replace('"\\u0000":', '"Ġa":')
-    assert swapped != text
-    (tmp_path / "tokenizer.json").write_text(swapped)
-    (tmp_path / "tokenizer_config.json").write_text((demo_pair() / "draft" / "tokenizer_config.json").read_text())
-    with pytest.raises(sd.VocabularyMismatchError, match="different ids to the same words"):
-        sd.Engine(target, str(tmp_path), tokenizer=tokenizer)
-
-
-def test_training_mode_after_the_engine_was_made():
-    model = tiny_model("llama")
-    engine = sd.Engine(model, None, enforce_eager=True)
-    model.train()
-    with pytest.raises(sd.UnsupportedModelError, match=r"training mode since.*call model\.eval\(\) first"):
-        engine.generate([[1, 2]])
-    model.eval()
-    assert engine.generate([[1, 2]])[0].error is None
-
-
-def test_training_mode(target):
-    model = copy.deepcopy(target).train()
-    with pytest.raises(sd.ConfigError, match=r"model.eval\(\)"):
-        sd.Engine(model, None)
-
-
-def test_draft_in_training_mode(target, draft):
-    with pytest.raises(sd.ConfigError, match=r"draft LlamaForCausalLM is in training mode.*model.eval\(\)"):
-        sd.Engine(target, copy.deepcopy(draft).train())
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("part", ["", "model.layers.0"], ids=["all", "a layer"])
-def test_weights_without_numbers(target, draft, role, part):
-    """What ``device_map`` offloads, and a model made without weights, is on the meta device."""
-    models = {"target": target, "draft": draft}
-    models[role] = copy.deepcopy(models[role])
-    models[role].get_submodule(part).to("meta")
-    with pytest.raises(sd.ConfigError, match=rf"{role} LlamaForCausalLM has weights on the meta .*from_pretrained"):
-        sd.Engine(models["target"], models["draft"])
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_model_spread_over_devices(target, draft, role):
-    """As ``device_map`` does with several GPUs; a stand-in has the device that no machine of the tests has."""
-    models = {"target": target, "draft": draft}
-    models[role] = copy.deepcopy(models[role])
-    with FakeTensorMode():
-        models[role].model.norm.weight = torch.nn.Parameter(torch.empty(128, device="cuda:1"))
-    with pytest.raises(sd.ConfigError, match=rf"{role} LlamaForCausalLM is spread over cpu, cuda:1, .*tensor-parallel"):
-        sd.Engine(models["target"], models["draft"])
-
-
-def test_draft_on_another_device(target, draft):
-    with pytest.raises(sd.ConfigError, match="the loaded draft LlamaForCausalLM is on cpu, its target on cuda; move"):
-        load_model(draft, None, torch.device("cuda"), "draft")
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_model_without_weights(target, role):
-    models = {"target": target, "draft": None, role: torch.nn.ReLU().eval()}
-    with pytest.raises(sd.ConfigError, match=f"{role} ReLU has no weights; expected a Hugging Face"):
-        sd.Engine(models["target"], models["draft"])
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "xpu:99", "hpu"])
-def test_device_that_is_not_there_is_noticed_before_the_weights_are_read(device, folder):
-    for weights in folder.glob("*.safetensors"):
-        weights.unlink()
-    with pytest.raises(sd.ConfigError, match=rf"device={device} cannot be used here: .*; expected one .* or None"):
-        sd.Engine(folder, None, device=device)
-
-
-def test_dtype_that_pages_do_not_serve():
-    with pytest.raises(sd.UnsupportedModelError, match=r"attends in torch.float64; load it in one of torch.float32"):
-        sd.Engine(tiny_model("llama").double(), None)
-
-
-def test_dtype_of_a_loaded_model(target):
-    with pytest.raises(sd.ConfigError, match="float32"):
-        sd.Engine(target, None, dtype="bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)),
-            "0 of 2 layers",
-        ),
-        (
-            lambda: T5Model(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=97)),
-            "encoder-decoder",
-        ),
-        (lambda: torch.nn.Linear(2, 2), "not a Hugging Face model"),
-    ],
-    ids=["own attention", "encoder-decoder", "no language model"],
-)
-def test_unsupported_model(make, message):
-    with pytest.raises(sd.UnsupportedModelError, match=message):
-        sd.Engine(make().eval(), None)
-
-
-def test_window_that_only_the_mask_knows_is_refused():
-    """PhiMoE applies its window by the mask alone: over pages it would attend to too much, and the probe is short."""
-    config = PhimoeConfig(**TINY_GROUPED, num_local_experts=2, sliding_window=20)
-    with pytest.raises(sd.UnsupportedModelError, match="window through the mask alone"):
-        sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
-
-
-@pytest.mark.parametrize("rows", [2, 4])  # the first forward, or one that only a later probe runs
-def test_whatever_a_model_raises_is_typed_and_names_the_layer(rows):
-    model = tiny_model("llama")
-    module = model.model.layers[1].mlp
-    original = module.forward
-
-    class Stumbling(type(module)):
-        def forward(self, x):
-            if x.shape[1] % rows == 0:
-                raise AttributeError("no such thing")
-            return original(x)
-
-    module.__class__ = Stumbling
-    with pytest.raises(sd.UnsupportedModelError, match=r"in model\.layers\.1\.mlp: AttributeError: no such thing"):
-        sd.Engine(model, None, enforce_eager=True)
-
-
-def test_model_without_a_head():
-    with pytest.raises(sd.UnsupportedModelError, match="LlamaModel cannot run"):
-        sd.Engine(AutoModel.from_config(LlamaConfig(**TINY)).eval(), None)
 
 
 def test_field_of_a_request_among_the_engines(target):
