@@ -44,6 +44,9 @@ class EngineConfig:
         page_size: KV positions per page.
         max_prefill_tokens: largest number of prompt tokens that a step prefills, so that the other sequences can decode
             while a long prompt is prefilled. None: whole prompts at once, so that a batch ends soonest.
+        tap_layers: the layers whose hidden states a drafter such as ``"eagle3:FOLDER"`` reads: l is the residual
+            stream after l of the target's layers. None: those that its checkpoint names. A checkpoint of another tool
+            may count them from 0; then few of its tokens are accepted.
         dtype: dtype of the weights (a torch dtype or its name); None: the checkpoint's.
         device: the device; None: CUDA if there is a device, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
@@ -68,6 +71,7 @@ class EngineConfig:
     kv_cache_tokens: int | None = None
     page_size: int = 16
     max_prefill_tokens: int | None = None
+    tap_layers: tuple[int, ...] | None = None
     dtype: torch.dtype | str | None = None
     device: torch.device | str | None = None
     backend: str = "auto"
@@ -88,6 +92,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 expect_at_least(name, getattr(self, name), 1)
         self._check_window()
+        object.__setattr__(self, "tap_layers", _as_tap_layers(self.tap_layers))
         object.__setattr__(self, "dtype", _as_dtype(self.dtype))
         object.__setattr__(self, "device", _as_device(self.device))
 
@@ -153,6 +158,18 @@ def expect_at_least(name: str, value: Any, smallest: int) -> None:
     """Raise a ConfigError that names the setting unless its value is an integer from ``smallest`` on."""
     if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value < 2**63:
         raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}.")
+
+
+def _as_tap_layers(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if (
+        not isinstance(value, (list, tuple))
+        or not value
+        or not all(type(layer) is int and layer >= 0 for layer in value)
+    ):
+        raise ConfigError(f"tap_layers={value!r}: expected numbers of layers, such as (2, 16, 29), or None.")
+    return tuple(value)
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from os import PathLike
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,8 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResult
 from specdec_fast.drafters.draft_model import ROWS_EACH, ModelDrafter
+from specdec_fast.drafters.eagle3 import Eagle3Drafter
+from specdec_fast.drafters.eagle3_config import is_eagle3
 from specdec_fast.drafters.ngram import NgramDrafter
 from specdec_fast.drafters.none import NoDrafter
 from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
@@ -29,7 +32,22 @@ NO_DRAFT = "none"  # the same as None; the command line needs a string
 # Every drafter that has a name, and the function that makes it. Any other string names a draft model or its folder.
 DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {"ngram": NgramDrafter, NO_DRAFT: NoDrafter}
 
-__all__ = ["DRAFTERS", "NO_DRAFT", "Draft", "Drafter", "DrafterContext", "StepResult", "checked_draft", "make_drafter"]
+# Drafters of checkpoints, asked for as "kind:FOLDER": what makes one, and whether a folder holds one.
+CHECKPOINT_DRAFTERS: dict[str, tuple[Callable[[DrafterContext, str], Drafter], Callable[[Path], bool]]] = {
+    "eagle3": (Eagle3Drafter, is_eagle3)
+}
+
+__all__ = [
+    "CHECKPOINT_DRAFTERS",
+    "DRAFTERS",
+    "NO_DRAFT",
+    "Draft",
+    "Drafter",
+    "DrafterContext",
+    "StepResult",
+    "checked_draft",
+    "make_drafter",
+]
 
 
 def checked_draft(draft: Any, config: EngineConfig) -> Any:
@@ -44,6 +62,8 @@ def checked_draft(draft: Any, config: EngineConfig) -> Any:
             f"draft is a {type(draft).__name__}; expected a model, its name or folder, "
             f"{', '.join(map(repr, DRAFTERS))}, a Drafter (an instance, not its class), or None."
         )
+    if isinstance(draft, str) and draft in CHECKPOINT_DRAFTERS:
+        raise ConfigError(f"draft={draft!r} needs a checkpoint: pass '{draft}:FOLDER'.")
     close = difflib.get_close_matches(draft, DRAFTERS) if isinstance(draft, str) and draft not in DRAFTERS else []
     if close:
         raise ConfigError(f"draft={draft!r}: did you mean {close[0]!r}? For a folder of that name, pass './{draft}'.")
@@ -61,8 +81,8 @@ def make_drafter(
     """Make the drafter.
 
     Args:
-        draft: from ``checked_draft``: a drafter's name, a model's name or folder, a loaded model, a Drafter, or None
-            for plain decoding.
+        draft: from ``checked_draft``: a drafter's name, a model's name or folder, ``"kind:FOLDER"`` or the folder of a
+            drafter of ``CHECKPOINT_DRAFTERS``, a loaded model, a Drafter, or None for plain decoding.
         target: the model that will verify its tokens.
         config: the engine's settings; a model that this function loads gets their dtype.
         ops: implementations for a draft model.
@@ -79,6 +99,9 @@ def make_drafter(
         draft = NO_DRAFT
     if isinstance(draft, str) and draft in DRAFTERS:
         return _expect_drafter(draft, DRAFTERS[draft](DrafterContext(target, config, tokenizer)))
+    if isinstance(draft, (str, PathLike)) and (found := _checkpoint(fspath(draft))) is not None:
+        kind, folder = found
+        return CHECKPOINT_DRAFTERS[kind][0](DrafterContext(target, config, tokenizer), folder)
     loaded = isinstance(draft, nn.Module)
     module = load_model(draft, None if loaded else config.dtype, target.layout.device, "draft")  # type: ignore[arg-type]
     with named_failures(module):
@@ -88,6 +111,15 @@ def make_drafter(
     model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))
     _check_vocabulary(model, target, tokenizer)
     return ModelDrafter(model, target.vocab_size, config.max_prefill_tokens)
+
+
+def _checkpoint(draft: str) -> tuple[str, str] | None:
+    """Return kind and folder of a drafter that is a checkpoint; None if ``draft`` names something else."""
+    kind, _, folder = draft.partition(":")
+    if folder and kind in CHECKPOINT_DRAFTERS:
+        return kind, folder
+    kinds = (kind for kind, (_, is_kind) in CHECKPOINT_DRAFTERS.items() if is_kind(Path(draft)))
+    return next(((kind, draft) for kind in kinds), None)
 
 
 def _expect_drafter(name: str, made: Any) -> Drafter:

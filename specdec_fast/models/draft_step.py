@@ -25,7 +25,7 @@ _LARGE_VOCABULARY = 8192
 
 def greedy_tokens(ops: Ops, logits: Tensor, vocab_size: int) -> Tensor:
     """Return the id below ``vocab_size`` with the largest logit of each row, ``[N]`` int64; 0 for a row with a NaN."""
-    return _chosen(ops, logits, vocab_size, None, None)
+    return chosen_tokens(ops, logits, vocab_size, None, None)
 
 
 class DraftLoop:
@@ -57,13 +57,13 @@ class DraftLoop:
         drafted = self._draft(rows, token_ids, num_draft_tokens)
         if len(drafted) == min(num_draft_tokens):  # every sequence gets as many
             return torch.stack(drafted, dim=1).flatten()
-        return torch.cat(drafted)[to_device(_by_sequence(num_draft_tokens), self._device)]
+        return torch.cat(drafted)[to_device(by_sequence(num_draft_tokens), self._device)]
 
     def _draft(self, first: list[Rows], token_ids: list[int], num_draft_tokens: list[int]) -> list[Tensor]:
         """Return the tokens of each forward: one of every sequence that gets so many, in batch order."""
         drafted: list[Tensor] = []
         before: list[int] = []  # the sequences of the last forward
-        for num_forwards, members in _stages(num_draft_tokens):
+        for num_forwards, members in stages(num_draft_tokens):
             sequences: list[Sequence] = [first[i].owner for i in members]  # type: ignore[misc]
             # A repetition penalty does not see what this step has drafted so far: it costs acceptance, no token.
             sampling = sampling_of(sequences, self._device, ahead=len(drafted))
@@ -98,10 +98,10 @@ class DraftLoop:
         last = batch.last_rows if batch.most_rows > 1 else None
         logits = self._model.forward(batch, self._pool, last)
         fed = batch.token_ids if last is None else batch.token_ids[last]
-        return _chosen(self._model.ops, logits, self._vocab_size, fed, sampling)
+        return chosen_tokens(self._model.ops, logits, self._vocab_size, fed, sampling)
 
 
-def _chosen(ops: Ops, logits: Tensor, vocab_size: int, fed: Tensor | None, sampling: Sampling | None) -> Tensor:
+def chosen_tokens(ops: Ops, logits: Tensor, vocab_size: int, fed: Tensor | None, sampling: Sampling | None) -> Tensor:
     """Return each row's token ``[N]``; every row is the only one of its sequence, and was fed one of ``fed``."""
     if vocab_size < logits.shape[1]:
         logits = logits[:, :vocab_size]
@@ -115,7 +115,7 @@ def _chosen(ops: Ops, logits: Tensor, vocab_size: int, fed: Tensor | None, sampl
     return tokens.clamp_(min=0)  # NaN logits have no token; the target rejects whatever stands for it
 
 
-def _stages(num_draft_tokens: list[int]) -> Iterator[tuple[int, list[int]]]:
+def stages(num_draft_tokens: list[int]) -> Iterator[tuple[int, list[int]]]:
     """Yield (number of forwards, members): successive forwards in which the same sequences draft."""
     start = 0
     for stop in sorted(set(num_draft_tokens)):
@@ -123,7 +123,7 @@ def _stages(num_draft_tokens: list[int]) -> Iterator[tuple[int, list[int]]]:
         start = stop
 
 
-def _by_sequence(num_draft_tokens: list[int]) -> list[int]:
+def by_sequence(num_draft_tokens: list[int]) -> list[int]:
     """Return the places that bring the tokens of one forward after the other into the order of the sequences."""
     places: list[list[int]] = [[] for _ in num_draft_tokens]
     place = 0

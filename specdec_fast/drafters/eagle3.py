@@ -1,0 +1,232 @@
+"""The ``"eagle3"`` drafter: a layer over the target's hidden states (Li et al., arXiv 2503.01840).
+
+Row i of a sequence is made of the target's feature at position i and of the token at position i + 1, and its logits
+choose the token at i + 2. A sequence of n tokens has features of positions 0 to n - 2. So its first draft token comes
+from row n - 2, which is true. The rows behind it are provisional: they are made of the drafter's own hidden states.
+Features of accepted tokens arrive after the step, and the next proposal overwrites the provisional rows with true ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
+from specdec_fast.device_copy import to_device
+from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResult
+from specdec_fast.drafters.eagle3_model import Eagle3Model, load_eagle3
+from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.draft_step import by_sequence, chosen_tokens, stages
+from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.request.sequence import Sequence
+
+_MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are computed at once
+
+
+@dataclass
+class _State:
+    """What the drafter knows of one admitted sequence.
+
+    Attributes:
+        kv_length: number of rows whose KV entries were made of true features.
+        queued: projected features of the rows behind them, each ``[n, H]``.
+        num_queued: their number.
+
+    """
+
+    kv_length: int = 0
+    queued: list[Tensor] = field(default_factory=list)
+    num_queued: int = 0
+
+    def add(self, features: Tensor) -> None:
+        """Queue features ``[n, H]`` of the next positions."""
+        self.queued.append(features)
+        self.num_queued += len(features)
+
+    def take(self, count: int) -> Tensor:
+        """Remove and return the first ``count`` queued features, ``[count, H]``."""
+        joined = self.queued[0] if len(self.queued) == 1 else torch.cat(self.queued)
+        self.queued, self.num_queued = [joined[count:]] if count < len(joined) else [], self.num_queued - count
+        self.kv_length += count
+        return joined[:count]
+
+
+class Eagle3Drafter(Drafter):
+    """Proposes what one or more layers over the target's hidden states predict, a chain of K tokens.
+
+    Args:
+        context: the target, the settings (``tap_layers``) and the device.
+        folder: the checkpoint; see ``eagle3_config.py`` for the formats.
+
+    Raises:
+        ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
+
+    """
+
+    def __init__(self, context: DrafterContext, folder: str) -> None:
+        self._folder = folder
+        with torch.inference_mode():
+            self.model: Eagle3Model = load_eagle3(Path(folder), context.target, context.config.tap_layers)
+        self.taps = self.model.taps
+        self._device = context.device
+        self._states: dict[Sequence, _State] = {}
+        self.pool: PagePool | None = None
+
+    @property
+    def name(self) -> str:
+        """The kind and the checkpoint."""
+        return f"eagle3:{self._folder}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the taps and the number of ids that can be proposed."""
+        return {"tap_layers": self.taps, "draft_vocab_size": self.model.config.draft_vocab_size}
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        """Allocate the pool, or keep the present one if it is large enough and no interrupted call left pages."""
+        self._states.clear()
+        if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
+            self.pool = None  # frees the old pool's memory before the new one is allocated
+            self.pool = PagePool(self.model.layout, num_tokens, page_size)
+
+    def grow(self, num_tokens: int) -> None:
+        """Replace the pool by a larger one that holds the same pages."""
+        if self._pool().num_tokens < num_tokens:
+            self.pool = self._pool().grown(num_tokens)
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Admit sequences; their features follow."""
+        for sequence in sequences:
+            self._pool().add(sequence)
+            self._states[sequence] = _State()
+
+    @torch.inference_mode()
+    def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
+        """Project the features of prompts, and compute all rows but the last of each sequence."""
+        projected = self.model.project(features).split([len(own) for own in positions])
+        for sequence, rows in zip(sequences, projected, strict=True):
+            self._states[sequence].add(rows)
+        self._catch_up(sequences)
+
+    @torch.inference_mode()
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
+        """Draft chains: one forward over the rows with new features, then one row per sequence and further token."""
+        limits = [limit if self._is_complete(s) else 0 for s, limit in zip(sequences, limits, strict=True)]
+        drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
+        if not drafting:
+            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
+        if sum(self._states[sequence].num_queued for sequence in drafting) > MAX_PREFILL_ROWS:
+            self._catch_up(list(drafting))
+        return Draft(self._chains(drafting), limits)
+
+    @torch.inference_mode()
+    def commit(self, sequences: list[Sequence], result: StepResult) -> None:
+        """Queue the features of committed tokens; compute their rows if too many wait."""
+        if not sequences or result.hidden_states is None:
+            return
+        rows = [row for own in result.accepted_rows for row in own]
+        features = result.hidden_states[to_device(rows, self._device)]
+        projected = self.model.project(features).split([len(own) for own in result.accepted_rows])
+        for sequence, added in zip(sequences, projected, strict=True):
+            self._states[sequence].add(added)
+        late = [sequence for sequence in sequences if self._states[sequence].num_queued > _MOST_QUEUED]
+        if late:
+            self._catch_up(late)
+
+    def release(self, sequence: Sequence) -> None:
+        """Return the sequence's pages, and forget its features."""
+        if self._states.pop(sequence, None) is not None:
+            self._pool().free(sequence)
+
+    def _pool(self) -> PagePool:
+        if self.pool is None:
+            raise RuntimeError("prepare() has not been called.")
+        return self.pool
+
+    def _is_complete(self, sequence: Sequence) -> bool:
+        """Return whether the features of all positions but the newest are known, and there is one to start from."""
+        state = self._states.get(sequence)
+        return state is not None and state.num_queued > 0 and state.kv_length + state.num_queued == sequence.length - 1
+
+    def _catch_up(self, sequences: list[Sequence]) -> None:
+        """Compute the rows of queued features, but for the last of each sequence, from which a proposal starts."""
+        rows: list[Rows] = []
+        for sequence in sequences:
+            state = self._states[sequence]
+            if state.num_queued > 1:
+                rows.append(Rows(sequence, state.kv_length, state.num_queued - 1))
+        for some in _portions(rows):
+            hidden = torch.cat([self._states[row.owner].take(row.count) for row in some])  # type: ignore[index]
+            batch = lay_out(self._pool(), some, to_device(_tokens_after(some), self._device))
+            self.model.forward(batch, self._pool(), hidden)
+
+    def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
+        """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""
+        members, counts = list(drafting), list(drafting.values())
+        queued = [Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in members]
+        hidden = torch.cat([self._states[s].take(rows.count) for s, rows in zip(members, queued, strict=True)])
+        tokens = to_device(_tokens_after(queued), self._device)
+        drafted: list[Tensor] = []
+        before: list[int] = []
+        for num_forwards, chosen in stages(counts):
+            own = [members[i] for i in chosen]
+            # A repetition penalty does not see what this step has drafted so far: it costs acceptance, no token.
+            sampling = sampling_of(own, self._device, ahead=len(drafted))
+            rows = queued
+            if drafted:
+                kept = to_device([before.index(i) for i in chosen], self._device)
+                rows, hidden, tokens = (
+                    [Rows(s, s.length - 2 + len(drafted), 1) for s in own],
+                    hidden[kept],
+                    tokens[kept],
+                )
+            for batch_of in decode_batches(self._pool(), rows, num_forwards):
+                batch = batch_of(token_ids=tokens)
+                hidden = self.model.forward(batch, self._pool(), hidden)
+                if batch.most_rows > 1:
+                    hidden, tokens = hidden[batch.last_rows], tokens[batch.last_rows]
+                tokens = self._next_tokens(hidden, tokens, sampling)
+                sampling = sampling and after(sampling, tokens)
+                drafted.append(tokens)
+            before = chosen
+        if len(drafted) == min(counts):  # every sequence gets as many
+            return torch.stack(drafted, dim=1).flatten()
+        return torch.cat(drafted)[to_device(by_sequence(counts), self._device)]
+
+    def _next_tokens(self, hidden: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
+        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own."""
+        model, logits = self.model, self.model.logits(hidden)
+        if model.target_ids is None:
+            return chosen_tokens(model.ops, logits, model.vocab_size, fed, sampling)
+        if sampling is None:
+            return model.target_ids[chosen_tokens(model.ops, logits, logits.shape[1], fed, None)]
+        # The noise of a token belongs to its id in the target's vocabulary.
+        wide = logits.new_full((len(logits), model.vocab_size), float("-inf"))
+        wide[:, model.target_ids] = logits
+        return chosen_tokens(model.ops, wide, model.vocab_size, fed, sampling)
+
+
+def _tokens_after(rows: list[Rows]) -> list[int]:
+    """Return the token that each row takes: that of the position behind its own."""
+    return [token for s, start, count in rows for token in s.token_ids[start + 1 : start + count + 1]]  # type: ignore[attr-defined]
+
+
+def _portions(rows: list[Rows]) -> list[list[Rows]]:
+    """Split spans into forwards of at most ``MAX_PREFILL_ROWS`` rows."""
+    portions: list[list[Rows]] = []
+    left = 0
+    for owner, start, count in rows:
+        done = 0
+        while done < count:
+            if left == 0:
+                portions.append([])
+                left = MAX_PREFILL_ROWS
+            size = min(left, count - done)
+            portions[-1].append(Rows(owner, start + done, size))
+            done, left = done + size, left - size
+    return portions

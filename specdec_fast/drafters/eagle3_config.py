@@ -1,0 +1,194 @@
+"""The configuration of an EAGLE-3 checkpoint, in the formats of three projects (arXiv 2503.01840).
+
+The formats are raw checkpoints of SafeAILab/EAGLE, those that SpecForge writes for SGLang (they name their weights
+alike), and those of vLLM's ``speculators``.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+from specdec_fast.errors import ConfigError
+
+_KIND = "speculators_model_type"
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies depend on no length
+_TAP_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+# The settings of a layer that are read; LlamaConfig has defaults for most.
+_LAYER_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "hidden_act",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+)
+_NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What ``config.json`` says of a drafter.
+
+    Attributes:
+        folder: where it was read.
+        layer: sizes of its layers, their number (``num_hidden_layers``) and rotary embedding; ``vocab_size`` is the
+            target's.
+        sliding_windows: per layer, the number of positions that a row sees; None: all.
+        draft_vocab_size: number of ids that it can propose.
+        target_hidden_size: width of one tap.
+        tap_layers: its taps, as ``Drafter.taps`` counts; None: the default ones of EAGLE-3.
+        norm_before_residual: whether the residual of the first layer is the feature after ``hidden_norm``.
+        norm_before_fc: whether one norm (``input_norm``) comes before ``fc``.
+        fc_norm: whether each tap has a norm of its own before ``fc``.
+        norm_output: whether the next row gets the hidden state after ``norm``.
+        verifiers: classes of the targets that it was made for; empty if the checkpoint does not say.
+
+    """
+
+    folder: Path
+    layer: LlamaConfig
+    sliding_windows: tuple[int | None, ...]
+    draft_vocab_size: int
+    target_hidden_size: int
+    tap_layers: tuple[int, ...] | None
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    verifiers: tuple[str, ...]
+
+
+def is_eagle3(folder: Path) -> bool:
+    """Return whether a folder has the ``config.json`` of an EAGLE-3 drafter, and not of a model of its own."""
+    try:
+        found = _json(folder)
+    except ConfigError:
+        return False
+    if _KIND in found:
+        return found[_KIND] == "eagle3"
+    architectures = found.get("architectures") or []
+    return "draft_vocab_size" in found or any("eagle3" in str(name).lower() for name in architectures)
+
+
+def read_config(folder: Path) -> Eagle3Config:
+    """Read a checkpoint's ``config.json``.
+
+    Raises:
+        ConfigError: there is none, it is of another kind of drafter, or it has settings that are not served.
+
+    """
+    found = _json(folder)
+    kind = found.get(_KIND, "eagle3")
+    if kind != "eagle3":
+        raise ConfigError(f"{str(folder)!r} is a drafter of kind {kind!r}; expected 'eagle3'.")
+    is_speculators = _KIND in found
+    sizes = found.get("transformer_layer_config") if is_speculators else found
+    if not isinstance(sizes, dict):
+        raise ConfigError(f"{str(folder)!r}: config.json has no transformer_layer_config; take a complete checkpoint.")
+    layer = _layer_config(folder, sizes)
+    nested = found.get("eagle_config") or {}
+
+    def flag(name: str) -> bool:
+        return bool(found.get(name, nested.get(name, False)))
+
+    if is_speculators and "norm_before_residual" not in found:
+        warnings.warn(
+            f"{str(folder)!r} does not say norm_before_residual. It is read as false, the default of speculators; vLLM "
+            "reads true. If few draft tokens are accepted, add it to config.json.",
+            stacklevel=2,
+        )
+    verifier = (found.get("speculators_config") or {}).get("verifier") or {}
+    return Eagle3Config(
+        folder=folder,
+        layer=layer,
+        sliding_windows=_sliding_windows(folder, sizes, layer.num_hidden_layers),
+        draft_vocab_size=_integer(folder, found, "draft_vocab_size", layer.vocab_size),
+        target_hidden_size=_integer(folder, found, "target_hidden_size", layer.hidden_size),
+        tap_layers=_tap_layers(folder, found, nested, is_speculators),
+        norm_before_residual=flag("norm_before_residual"),
+        norm_before_fc=flag("norm_before_fc"),
+        fc_norm=flag("fc_norm"),
+        norm_output=flag("norm_output"),
+        verifiers=tuple(verifier.get("architectures") or ()),
+    )
+
+
+def _json(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {str(path)!r} ({error}); expected the folder of an EAGLE-3 drafter.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{str(path)!r} holds a {type(found).__name__}; expected a JSON object.")
+    return found
+
+
+def _layer_config(folder: Path, sizes: dict[str, Any]) -> LlamaConfig:
+    if missing := [name for name in _NEEDED if sizes.get(name) is None]:
+        raise ConfigError(f"{str(folder)!r}: config.json lacks {', '.join(missing)}; take a complete checkpoint.")
+    settings = {name: sizes[name] for name in _LAYER_KEYS if sizes.get(name) is not None}
+    settings.setdefault("num_hidden_layers", 1)
+    try:
+        layer = LlamaConfig.from_dict(settings)
+        rope = layer.rope_parameters
+    except Exception as error:  # transformers validates settings with errors of several types
+        raise ConfigError(f"{str(folder)!r}: config.json is not valid: {error}") from error
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(
+            f"{str(folder)!r} has the rotary embedding {rope}; expected one of type {', '.join(_ROPE_TYPES)}, "
+            "over whole heads."
+        )
+    if layer.num_attention_heads % layer.num_key_value_heads or layer.num_hidden_layers < 1:
+        raise ConfigError(
+            f"{str(folder)!r} has {layer.num_attention_heads} heads, {layer.num_key_value_heads} KV heads and "
+            f"{layer.num_hidden_layers} layers; expected whole groups of heads, and a layer."
+        )
+    return layer
+
+
+def _sliding_windows(folder: Path, sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    kinds = sizes.get("layer_types") or ["full_attention"] * num_layers
+    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ConfigError(
+            f"{str(folder)!r} has layer_types {kinds}; expected full_attention or sliding_attention, each layer."
+        )
+    window = sizes.get("sliding_window")
+    if "sliding_attention" in kinds and not isinstance(window, int):
+        raise ConfigError(
+            f"{str(folder)!r} has layers with a sliding window, but no sliding_window in its config.json."
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _integer(folder: Path, found: dict[str, Any], name: str, default: int) -> int:
+    value = default if found.get(name) is None else found[name]
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{str(folder)!r}: {name} is {value!r}; expected a positive integer.")
+    return value
+
+
+def _tap_layers(
+    folder: Path, found: dict[str, Any], nested: dict[str, Any], is_speculators: bool
+) -> tuple[int, ...] | None:
+    """Return the taps that a checkpoint names. SGLang's id is that of the layer behind which a tap is read: tap - 1."""
+    named = next((place[key] for place in (found, nested) for key in _TAP_KEYS if place.get(key)), None)
+    if named is None:
+        return None
+    if not isinstance(named, list) or not all(type(layer) is int for layer in named):
+        raise ConfigError(f"{str(folder)!r} names the tap layers {named!r}; expected a list of integers.")
+    return tuple(named) if is_speculators else tuple(layer + 1 for layer in named)

@@ -1,0 +1,185 @@
+"""The EAGLE-3 drafter proposes what the formulas say, whatever the batch, the chunks, rejections and pauses."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from specdec_fast.batch.sampling_batch import sampling_of
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import DrafterContext, StepResult
+from specdec_fast.drafters.eagle3 import Eagle3Drafter
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops import resolve
+from specdec_fast.oracle.ops.verify_chain import verify_chain
+from specdec_fast.request.sequence import Sequence
+from support.eagle3 import dense_chain, write_checkpoint
+from support.models import VOCAB_SIZE, tiny_model
+
+TAPS = (0, 1, 2)
+OPTIONS = {
+    "plain": {},
+    "subset": {"draft_vocab_size": 40, "norm_before_residual": True},
+    "v31": {"fc_norm": True, "norm_output": True, "qk_norm": True},
+    "deep": {"num_layers": 2, "norm_before_fc": True, "bias": True},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def target(model):
+    return RaggedModel(model, resolve(torch.device("cpu")))
+
+
+@torch.no_grad()
+def features_of(model, token_ids):
+    """The taps at every position: ``[n, taps, H]``."""
+    states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    return torch.stack([states[tap][0] for tap in TAPS], dim=1)
+
+
+def new_sequence(index, length, params, rng):
+    token_ids = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+    return Sequence(index, token_ids, length, length + 90, params, frozenset(), seed=7 * index)
+
+
+def chosen_by_rule(sequence):
+    def choose(logits, ahead):
+        if not sequence.samples:
+            return int(logits.argmax())
+        cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
+        sampling = sampling_of([sequence], logits.device, ahead)
+        return int(verify_chain(logits[None], torch.zeros(1, dtype=torch.int64), cu_seqlens, sampling)[0])
+
+    return choose
+
+
+class Course:
+    """Decodes sequences as the engine does, with tokens and acceptances that a seed decides."""
+
+    def __init__(self, model, drafter, weights, options, seed):
+        self.model, self.drafter, self.weights, self.options = model, drafter, weights, options
+        self.rng, self.num_proposed = random.Random(seed), 0
+
+    def prefill(self, sequences):
+        """Admit sequences, and hand over the features of their prompts in chunks that mix them."""
+        self.drafter.admit(sequences)
+        done = dict.fromkeys(sequences, 0)
+        while any(done[s] < s.length - 1 for s in sequences):
+            spans = {s: range(done[s], min(s.length - 1, done[s] + self.rng.randint(1, 9))) for s in sequences}
+            spans = {s: span for s, span in spans.items() if span}
+            features = torch.cat(
+                [features_of(self.model, s.token_ids)[span.start : span.stop] for s, span in spans.items()]
+            )
+            self.drafter.observe(list(spans), list(spans.values()), features)
+            features.fill_(torch.nan)  # the memory belongs to the next forward
+            done |= {s: span.stop for s, span in spans.items()}
+
+    def step(self, sequences, largest):
+        """One step: compare the proposals with the formulas, then accept some of each and emit another token."""
+        limits = [self.rng.randint(0, largest) for _ in sequences]
+        proposals = [[] for _ in sequences]
+        if any(limits):
+            draft = self.drafter.propose(sequences, limits)
+            draft.check(limits)
+            proposals = [part.tolist() for part in draft.token_ids.split(draft.num_draft_tokens)]
+            for s, limit, proposal in zip(sequences, limits, proposals, strict=True):
+                if limit and s.length > 1:
+                    features = features_of(self.model, s.token_ids)[:-1]
+                    expected = dense_chain(self.weights, self.options, features, s.token_ids, chosen_by_rule(s), limit)
+                    assert proposal == expected
+                    self.num_proposed += limit
+                else:
+                    assert not proposal
+        self.emit(sequences, proposals)
+
+    def emit(self, sequences, proposals):
+        fed, accepted_rows = [], []
+        for s, proposal in zip(sequences, proposals, strict=True):
+            num_accepted = self.rng.randint(0, len(proposal))
+            first = sum(map(len, fed))
+            accepted_rows.append(range(first, first + num_accepted + 1))
+            # A proposed token stands in a row of the forward, whether it is accepted or not.
+            all_features = features_of(self.model, [*s.token_ids, *proposal])[s.length - 1 :]
+            fed.append(all_features)
+            s.token_ids.extend([*proposal[:num_accepted], self.rng.randrange(VOCAB_SIZE)])
+        hidden_states = torch.cat(fed)
+        self.drafter.commit(sequences, StepResult(accepted_rows, hidden_states))
+        hidden_states.fill_(torch.nan)
+
+
+def make(tmp_path, target, model, options, seed=0):
+    weights = write_checkpoint(tmp_path / "drafter", model, taps=TAPS, **options)
+    drafter = Eagle3Drafter(DrafterContext(target, EngineConfig()), str(tmp_path / "drafter"))
+    assert drafter.taps == TAPS
+    drafter.prepare(2000, 16)
+    for keys, values in drafter.pool.layers:
+        keys.fill_(torch.nan)  # an entry that was never written must not be read
+        values.fill_(torch.nan)
+    return Course(model, drafter, weights, options, seed)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_proposals_are_those_of_the_formulas(tmp_path, target, model, options):
+    course = make(tmp_path, target, model, options)
+    params = [sd.SamplingParams(), sd.SamplingParams(temperature=1.0), sd.SamplingParams(temperature=0.7, top_k=9)]
+    sequences = [new_sequence(i, length, params[i % 3], course.rng) for i, length in enumerate((1, 2, 21, 9))]
+    course.prefill(sequences)
+    for _ in range(6):
+        course.step(sequences, 5)
+        course.step(sequences[::2], 3)
+    assert course.num_proposed > 60
+
+
+def test_features_wait_while_nothing_is_drafted(tmp_path, target, model):
+    course = make(tmp_path, target, model, {})
+    sequences = [new_sequence(i, 5, sd.SamplingParams(), course.rng) for i in range(2)]
+    course.prefill(sequences)
+    for _ in range(70):
+        course.step(sequences, 0)
+        assert all(state.num_queued <= 65 for state in course.drafter._states.values())
+    course.step(sequences, 5)
+    course.step(sequences, 5)
+    assert course.num_proposed
+
+
+def test_a_preempted_sequence_starts_again(tmp_path, target, model):
+    course = make(tmp_path, target, model, {})
+    sequences = [new_sequence(i, 30, sd.SamplingParams(), course.rng) for i in range(3)]
+    course.prefill(sequences)
+    course.step(sequences, 4)
+    course.drafter.release(sequences[1])
+    course.step([sequences[0], sequences[2]], 4)
+    course.prefill([sequences[1]])
+    course.drafter.grow(4000)
+    course.step(sequences, 4)
+    for sequence in sequences:
+        course.drafter.release(sequence)
+    assert course.drafter.pool.is_vacant
+    assert not course.drafter._states
+
+
+def test_long_prompts_are_computed_in_portions(tmp_path, target, model, monkeypatch):
+    monkeypatch.setattr("specdec_fast.drafters.eagle3.MAX_PREFILL_ROWS", 7)
+    course = make(tmp_path, target, model, {})
+    sequences = [new_sequence(i, length, sd.SamplingParams(), course.rng) for i, length in enumerate((40, 3, 18))]
+    course.prefill(sequences)
+    course.step(sequences, 4)
+    course.step(sequences, 4)
+    assert course.num_proposed
+
+
+def test_a_sequence_without_all_its_features_gets_no_draft(tmp_path, target, model):
+    course = make(tmp_path, target, model, {})
+    sequences = [new_sequence(i, 6, sd.SamplingParams(), course.rng) for i in range(2)]
+    course.prefill(sequences[:1])
+    course.drafter.admit(sequences[1:])  # memory ran out: it was admitted again, but not prefilled
+    draft = course.drafter.propose(sequences, [3, 3])
+    assert draft.num_draft_tokens == [3, 0]
