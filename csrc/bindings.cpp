@@ -148,7 +148,7 @@ specdec::Operand operand(const OperandTuple& t) {
           std::get<7>(t)};
 }
 
-using Addresses = std::array<std::uintptr_t, 10>;
+using Addresses = std::array<std::uintptr_t, 11>;
 using ForwardSizes = std::array<std::int64_t, 8>;
 
 // In the order of specdec_fast/program/cpp_executor.py.
@@ -168,7 +168,7 @@ specdec::Forward forward(const Addresses& at, const ForwardSizes& sizes) {
           sizes[4],
           {pointer<char* const>(at[8]), sizes[5], sizes[6]},
           pointer<void>(at[9]),
-          static_cast<int>(sizes[7])};
+          static_cast<int>(sizes[7]), pointer<void>(at[10])};
 }
 
 // In the order of specdec_fast/program/cpp_executor.py: of the tables their address and sizes, then of the layers' pages.
@@ -203,12 +203,12 @@ std::pair<std::vector<std::vector<std::int64_t>>, double> verify(
     specdec::Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
     const std::vector<std::int64_t>& last_tokens, std::array<std::uintptr_t, 2> draft_tokens,
     const std::array<std::int64_t, 3>& logits,
-    const std::vector<std::uintptr_t>& sampling, int num_threads, std::uintptr_t logits_address) {
+    const std::vector<std::uintptr_t>& sampling, int num_threads, std::array<std::uintptr_t, 2> outputs) {
   const specdec::Sampling rules = sampling_at(sampling);
   specdec::Verified found = specdec::verify(
       program, pages_at(pages),
       {spans_of(spans), last_tokens, pointer<const std::int64_t>(draft_tokens[0]), static_cast<std::int64_t>(draft_tokens[1])},
-      choice_of(logits, sampling.empty() ? nullptr : &rules), num_threads, pointer<void>(logits_address));
+      choice_of(logits, sampling.empty() ? nullptr : &rules), num_threads, pointer<void>(outputs[0]), pointer<void>(outputs[1]));
   return {std::move(found.emissions), found.seconds};
 }
 

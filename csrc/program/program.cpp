@@ -112,6 +112,9 @@ void Program::run(const Forward& forward) {
     char* base = nullptr;
     if (buffer.place == Buffer::Place::kLogits) {
       base = static_cast<char*>(forward.logits);
+    } else if (buffer.place == Buffer::Place::kHiddenStates) {
+      if (forward.hidden_states == nullptr) throw std::invalid_argument("a forward has no memory for its hidden states");
+      base = static_cast<char*>(forward.hidden_states) + buffer.offset;
     } else if (buffer.place == Buffer::Place::kArena) {
       const bool of_rows = buffer.domain == Domain::kRows;
       base = arena + (of_rows ? 0 : first_logit_byte) + run.num_rows(buffer.domain) * buffer.offset;

@@ -27,7 +27,7 @@ void check(const VerifyRequest& request) {
 }  // namespace
 
 Verified verify(Program& program, const Pages& pages, const VerifyRequest& request, const Choice& choice, int num_threads,
-                void* logits) {
+                void* logits, void* hidden_states) {
   check(request);
   const SpanLayout layout(pages, request.spans, SpanLayout::Logits::kAllRows);
   const std::size_t num_sequences = request.spans.size();
@@ -40,7 +40,9 @@ Verified verify(Program& program, const Pages& pages, const VerifyRequest& reque
       token_ids.push_back(std::clamp<std::int64_t>(*drafted++, 0, choice.width - 1));
     }
   }
-  program.run(layout.forward(token_ids.data(), logits, num_threads));
+  Forward forward = layout.forward(token_ids.data(), logits, num_threads);
+  forward.hidden_states = hidden_states;
+  program.run(forward);
   const auto computed = std::chrono::steady_clock::now();
 
   std::vector<std::int64_t> target_tokens(token_ids.size()), next_tokens(num_sequences);

@@ -62,7 +62,7 @@ class EngineCore:
         self.stats = RunStats()
         self._pools = Pools(target, drafter, config)
         self._row_limit = RowLimit()
-        self._prefilling = Prefilling(target, config.max_prefill_tokens, self._row_limit)
+        self._prefilling = Prefilling(target, drafter, config.max_prefill_tokens, self._row_limit)
         self._residents = Residents(self._pools, self._prefilling, scheduler, drafter, config)
         self.waiting, self.resident = self._residents.waiting, self._residents.resident
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
@@ -229,7 +229,7 @@ class EngineCore:
         """Draft and verify for one batch; on a GPU this only queues the work."""
         timer = self.stats.timer
         started, self._row_limit.num_rows = perf_counter(), len(batch) + sum(limits)
-        drafting.admit(self.drafter, batch, limits, timer)
+        drafting.admit_new(self.drafter, batch, limits, timer)
         with timer("draft"):
             draft = drafting.propose(self.drafter, batch, limits, self.target.layout.device)
         drafted = perf_counter()
@@ -243,6 +243,7 @@ class EngineCore:
         if isinstance(error, KVCacheAllocationError) and not self._pools.has_fixed_size:
             alone = self.waiting[0]  # no pool can hold it
         elif self._row_limit.recover(error, self._in_step, self.drafter):
+            self._prefilling.restart(self._in_step)
             self.stats.num_out_of_memory += 1
             return
         else:
@@ -280,7 +281,7 @@ class EngineCore:
                 )
                 if sequence.request_id in self._requests  # a request that is cancelled stays as it is
             ]
-            drafting.commit(self.drafter, batch, verification.counts, emissions, self._requests)
+            drafting.commit(self.drafter, batch, verification, emissions, self._requests)
         self.length_policy.observe(step.observation([len(emission) - 1 for emission in emissions]))
         self._row_limit.passed()
         self.stats.num_steps += 1

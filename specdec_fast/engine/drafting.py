@@ -8,18 +8,28 @@ import torch
 
 from specdec_fast.drafters import Draft, Drafter, StepResult
 from specdec_fast.errors import DrafterError
+from specdec_fast.models.verification import Verification
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import StageTimer
 
 
-def admit(drafter: Drafter, batch: list[Sequence], limits: list[int], timer: StageTimer) -> None:
-    """Admit sequences to the drafter before it first drafts for them: plain decoding needs no prefill by it."""
-    new = [sequence for sequence, limit in zip(batch, limits, strict=True) if limit and not sequence.is_admitted]
+def admit_new(drafter: Drafter, batch: list[Sequence], limits: list[int], timer: StageTimer) -> None:
+    """Admit sequences to the drafter before it first drafts for them: plain decoding needs no prefill by it.
+
+    A drafter with taps admits every sequence, because it receives the hidden states of all its rows.
+    """
+    is_tapped = bool(drafter.taps)
+    new = [s for s, limit in zip(batch, limits, strict=True) if (limit or is_tapped) and not s.is_admitted]
     if new:
         with timer("prefill"):
-            drafter.admit(new)
-        for sequence in new:
-            sequence.is_admitted = True
+            admit(drafter, new)
+
+
+def admit(drafter: Drafter, new: list[Sequence]) -> None:
+    """Admit sequences that are not admitted."""
+    drafter.admit(new)
+    for sequence in new:
+        sequence.is_admitted = True
 
 
 def propose(drafter: Drafter, batch: list[Sequence], limits: list[int], device: torch.device) -> Draft:
@@ -48,22 +58,26 @@ def propose(drafter: Drafter, batch: list[Sequence], limits: list[int], device: 
 
 
 def commit(
-    drafter: Drafter, batch: list[Sequence], counts: list[int], emissions: list[list[int]], live: Container[int]
+    drafter: Drafter,
+    batch: list[Sequence],
+    verification: Verification,
+    emissions: list[list[int]],
+    live: Container[int],
 ) -> None:
-    """Pass the accepted rows of the unfinished sequences to the drafter.
+    """Pass the accepted rows of the unfinished sequences, and the hidden states of all rows, to the drafter.
 
     Args:
         drafter: the drafter; it receives the sequences that are admitted to it.
         batch: the sequences of a step.
-        counts: rows of each sequence.
+        verification: of the step's rows.
         emissions: the tokens that the target chose for each sequence.
         live: ids of the requests that have not been cancelled.
 
     """
     unfinished, rows, first_row = [], [], 0
-    for sequence, count, emission in zip(batch, counts, emissions, strict=True):
+    for sequence, count, emission in zip(batch, verification.counts, emissions, strict=True):
         if sequence.is_admitted and sequence.finish_reason is None and sequence.request_id in live:
             unfinished.append(sequence)
             rows.append(range(first_row, first_row + len(emission)))
         first_row += count
-    drafter.commit(unfinished, StepResult(rows))
+    drafter.commit(unfinished, StepResult(rows, verification.hidden_states))

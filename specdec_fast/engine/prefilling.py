@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.drafters import Drafter
+from specdec_fast.engine import drafting
 from specdec_fast.engine.row_limit import RowLimit
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.prefill import prefill
@@ -17,15 +23,18 @@ class Prefilling:
     Prefill computes no entry for the last prompt token: the first verification does, as every later verification does
     for the last committed token (I3).
 
+    A drafter with taps admits the sequences first, and receives the hidden states of every forward.
+
     Args:
         target: the model that computes the entries.
+        drafter: receives hidden states, if it has taps.
         max_tokens: largest number of prompt tokens per step; None: all.
         row_limit: limits them further when memory has run out.
 
     """
 
-    def __init__(self, target: RaggedModel, max_tokens: int | None, row_limit: RowLimit) -> None:
-        self._target, self._max_tokens, self._row_limit = target, max_tokens, row_limit
+    def __init__(self, target: RaggedModel, drafter: Drafter, max_tokens: int | None, row_limit: RowLimit) -> None:
+        self._target, self._drafter, self._max_tokens, self._row_limit = target, drafter, max_tokens, row_limit
         self._sequences: list[Sequence] = []
 
     def __bool__(self) -> bool:
@@ -36,6 +45,17 @@ class Prefilling:
         """Queue a sequence that has joined, if it lacks entries: a prompt of one token does not."""
         if sequence.target_kv_length < sequence.length - 1:
             self._sequences.append(sequence)
+
+    def restart(self, sequences: Collection[Sequence]) -> None:
+        """Compute the entries of sequences once more, if their drafter needs the hidden states again.
+
+        Entries have the same bits each time, and hidden states too. The pages stay with the sequences.
+        """
+        if self._drafter.taps:
+            self.drop(sequences)
+            for sequence in sequences:
+                sequence.target_kv_length = 0
+                self.add(sequence)
 
     def drop(self, sequences: Collection[Sequence]) -> None:
         """Forget sequences; some may not be queued."""
@@ -64,10 +84,20 @@ class Prefilling:
         self._row_limit.num_rows = min(num_rows, self._target.row_padding.largest)
         return chunk
 
+    @torch.inference_mode()
     def compute(self, pool: PagePool, chunk: dict[Sequence, int]) -> None:
         """Compute the entries of a chunk, and forget the sequences that then lack none."""
         starts = {sequence: sequence.target_kv_length for sequence in chunk}
-        prefill(self._target, pool, {s: s.token_ids[:stop] for s, stop in chunk.items()}, starts)
+        prompts = {s: s.token_ids[:stop] for s, stop in chunk.items()}
+        new = [sequence for sequence in chunk if not sequence.is_admitted]
+        if self._drafter.taps and new:
+            drafting.admit(self._drafter, new)
+        prefill(self._target, pool, prompts, starts, self._observe if self._drafter.taps else None)
         for sequence, stop in chunk.items():
             sequence.target_kv_length = stop
         self._sequences = [s for s in self._sequences if s.target_kv_length < s.length - 1]
+
+    def _observe(self, rows: list[Rows], hidden_states: Tensor) -> None:
+        sequences: list[Sequence] = [each.owner for each in rows]  # type: ignore[misc]
+        positions = [range(each.start, each.start + each.count) for each in rows]
+        self._drafter.observe(sequences, positions, hidden_states)

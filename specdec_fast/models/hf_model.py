@@ -22,6 +22,7 @@ from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.experts import expert_configs
+from specdec_fast.models.hidden_states import Taps
 from specdec_fast.models.kv_probe import KVProbe
 from specdec_fast.models.model_checks import sliding_layers
 from specdec_fast.models.replaced_functions import active_cache, hooked, lock_of
@@ -46,6 +47,7 @@ class HFModel:
         linears: computes its linears during a forward.
         layout: shapes and dtype of the KV entries of one position.
         sliding_layers: the layers that have a sliding window.
+        taps: where its hidden states are read; None before ``use_taps``.
 
     """
 
@@ -55,6 +57,7 @@ class HFModel:
         self.linears = Linears(model, ops)
         self._expert_configs = expert_configs(model)
         self._lock = lock_of(self.config)
+        self.taps: Taps | None = None
         self._attached_by: int | None = None  # id of the thread inside `attached`
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = KVProbe(ops)
@@ -63,25 +66,58 @@ class HFModel:
         self.layout = probe.layout(type(model).__name__)
         self.sliding_layers = sliding_layers(self.config, self.layout.num_layers)
 
+    def use_taps(self, ids: tuple[int | str, ...]) -> None:
+        """Find where the taps ``ids`` are read, for forwards that want hidden states.
+
+        Raises:
+            UnsupportedModelError: the model has no such hidden states.
+
+        """
+        probe = torch.arange(8, device=self.layout.device) % self.config.vocab_size
+        with self._lock:
+            self.taps = Taps(self.model, ids, self.layout.num_layers, lambda: self.dense_logits(probe))
+
+    def dense_hidden_states(self, token_ids: Tensor) -> Tensor:
+        """Run the model on one sequence of ``n`` tokens as ``dense_logits`` does; return its taps ``[n, taps, H]``."""
+        assert self.taps is not None, "use_taps has not been called"
+        hidden_states = self.taps.empty(len(token_ids), self.layout.device)
+        with self._lock, self.taps.written(hidden_states):
+            self.dense_logits(token_ids)
+        return hidden_states
+
     @torch.inference_mode()
     def dense_logits(self, token_ids: Tensor) -> Tensor:
         """Run the unmodified model on one sequence of ``n`` tokens; return its logits ``[n, vocab_size]``."""
         with self._lock:
             return self.model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True).logits[0]
 
-    def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
+    def forward(
+        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None = None
+    ) -> Tensor:
         """Compute the batch's rows, operation by operation; see ``RaggedModel.forward``."""
         if pool.row_padding.one_by_one:
-            logits = torch.cat([self._run_attached(row, pool, None) for row in batch.one_by_one()])
+            rows = batch.one_by_one()
+            taps = [None] * len(rows) if hidden_states is None else hidden_states.split(1)
+            logits = torch.cat([self._run_attached(*each, pool, None) for each in zip(rows, taps, strict=True)])
             return logits if logit_rows is None else logits[logit_rows]
-        return self._run_attached(batch, pool, logit_rows)
+        return self._run_attached(batch, hidden_states, pool, logit_rows)
 
-    def _run_attached(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
+    def _run_attached(
+        self, batch: RaggedBatch, hidden_states: Tensor | None, pool: PagePool, logit_rows: Tensor | None
+    ) -> Tensor:
         # A step is already in inference mode, a drafting loop is already attached; entering each costs microseconds.
         if torch.is_inference_mode_enabled() and self._attached_by == get_ident():
+            with self._written(hidden_states):
+                return self._forward(batch, pool, logit_rows)
+        with torch.inference_mode(), self.attached(), self._written(hidden_states):
             return self._forward(batch, pool, logit_rows)
-        with torch.inference_mode(), self.attached():
-            return self._forward(batch, pool, logit_rows)
+
+    def _written(self, hidden_states: Tensor | None) -> AbstractContextManager[None]:
+        """Write the taps of a forward into ``hidden_states``; None writes none."""
+        if hidden_states is None:
+            return nullcontext()
+        assert self.taps is not None, "use_taps has not been called"
+        return self.taps.written(hidden_states)
 
     def _forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
         token_ids, positions, wanted, row_padding = batch.token_ids, batch.positions, logit_rows, pool.row_padding

@@ -145,20 +145,27 @@ def _logits(
 
 
 def check_reproduces(
-    model_name: str, forward: RaggedForward, layout: KVLayout, page_size: int, token_ids: Tensor, expected: Tensor
+    model_name: str,
+    forward: RaggedForward,
+    layout: KVLayout,
+    page_size: int,
+    token_ids: Tensor,
+    expected: Tensor,
+    results: str = "logits",
 ) -> None:
-    """Compare ragged logits (two sequences, two forwards) with the model's own dense ones.
+    """Compare ragged logits (two sequences, two forwards) with the model's own dense ones; or its hidden states.
 
     The bound is the square root of the dtype's rounding unit, on the relative L2 distance: far above rounding, far
     below what a wrong position, mask or cache entry does.
 
     Args:
         model_name: for the message.
-        forward: computes a batch on a pool's pages: logits ``[T, vocab_size]``.
+        forward: computes a batch on a pool's pages: logits ``[T, vocab_size]``, or ``[T, taps, H]``, tap by tap.
         layout: of the model's KV cache.
         page_size: of the pages.
         token_ids: ``[8]`` int64.
-        expected: ``[8, vocab_size]``, what the model computes of them as it is.
+        expected: ``[8, vocab_size]`` or ``[8, taps, H]``, what the model computes of them as it is.
+        results: what they are, for the message.
 
     Raises:
         UnsupportedModelError: they are further apart than that.
@@ -172,11 +179,11 @@ def check_reproduces(
         positions = torch.cat([torch.arange(r.start, r.start + r.count, device=token_ids.device) for r in rows])
         ragged = forward(lay_out(pool, rows, token_ids[positions]), pool).float()
         dense = expected[positions].float()
-        distance = float((ragged - dense).norm() / dense.norm())
+        distance = float(((ragged - dense).norm(dim=(0, -1)) / dense.norm(dim=(0, -1))).max())
         bound = torch.finfo(layout.dtype).eps ** 0.5
         if not distance <= bound:
             raise UnsupportedModelError(
-                f"{model_name} does not reproduce its own logits on a paged KV cache (relative "
+                f"{model_name} does not reproduce its own {results} on a paged KV cache (relative "
                 f"distance {distance:.1e}, bound {bound:.1e}): it does not attend through transformers' "
                 "AttentionInterface, or adds terms of its own to the scores."
             )

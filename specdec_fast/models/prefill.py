@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.device_copy import to_device
@@ -17,6 +19,7 @@ def prefill(
     pool: PagePool,
     prompts: Mapping[Any, list[int]],
     starts: Mapping[Any, int] | None = None,
+    observe: Callable[[list[Rows], Tensor], None] | None = None,
 ) -> None:
     """Compute the KV entries of whole prompts, several in one forward, at most ``row_padding.largest`` rows each.
 
@@ -25,11 +28,16 @@ def prefill(
         pool: a pool that has every key of ``prompts`` as an owner, and free pages enough.
         prompts: token ids from position 0 on, by owner; an empty prompt needs nothing.
         starts: number of tokens of each owner that already have entries; None: 0 for all.
+        observe: receives the rows and the hidden states ``[T, taps, H]`` of each forward; None: they are not wanted.
+            A model before ``use_taps`` computes none, and nothing is received.
 
     """
     for rows, token_ids in _prefill_forwards(prompts, model.row_padding.largest, starts or {}):
         batch = lay_out(pool, rows, to_device(token_ids, model.layout.device))
-        model.forward(batch, pool, batch.last_rows[:1])  # one row, because these logits are not used
+        hidden_states = None if observe is None else model.empty_hidden_states(len(token_ids))
+        model.forward(batch, pool, batch.last_rows[:1], hidden_states)  # one row, because these logits are not used
+        if observe is not None and hidden_states is not None:
+            observe(rows, hidden_states)
 
 
 def _prefill_forwards(

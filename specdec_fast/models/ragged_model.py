@@ -19,7 +19,7 @@ from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.capture import capture_for
 from specdec_fast.cuda_graphs.graphs import Graphs
-from specdec_fast.errors import NotYetSupportedError, UnsupportedModelError
+from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.forward_layout import lay_out, spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch
@@ -32,8 +32,7 @@ from specdec_fast.models.probe_errors import named_failures
 from specdec_fast.models.verification import Verification, interleaved
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, compile_forward
-from specdec_fast.program.executors import executor_for
-from specdec_fast.program.ir import ForwardProgram
+from specdec_fast.program.executors import ForwardProgram, executor_for
 from specdec_fast.request.sequence import Sequence
 
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
@@ -104,13 +103,21 @@ class RaggedModel:
         """Whether its program's ``draft`` and ``verify`` run its steps: it has a program, and rows need no padding."""
         return self.program is not None and self.row_padding.multiple == 1
 
-    def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: RaggedBatch,
+        pool: PagePool,
+        logit_rows: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+    ) -> Tensor:
         """Compute the batch's rows, and write their KV entries into ``pool``.
 
         Args:
             batch: ``T`` rows.
             pool: this model's pages.
             logit_rows: ``[R]`` int64, the rows whose logits the caller needs; None: all.
+            hidden_states: memory from ``empty_hidden_states(T)`` for the taps of every row; None if the caller needs
+                none. PyTorch runs such a forward without a graph.
 
         Returns:
             Logits ``[R, vocab_size]`` (``[T, vocab_size]`` without ``logit_rows``) in the model's dtype. Read them
@@ -118,9 +125,14 @@ class RaggedModel:
 
         """
         if self.program is not None:
-            return self.program(batch.token_ids, batch, pool.pages, logit_rows)
-        logits = None if self.graphs is None else self.graphs.forward(batch, pool, logit_rows)
-        return self.hf.forward(batch, pool, logit_rows) if logits is None else logits
+            return self.program(batch.token_ids, batch, pool.pages, logit_rows, hidden_states)
+        has_graphs = self.graphs is not None and hidden_states is None
+        logits = self.graphs.forward(batch, pool, logit_rows) if has_graphs else None  # type: ignore[union-attr]
+        return self.hf.forward(batch, pool, logit_rows, hidden_states) if logits is None else logits
+
+    def empty_hidden_states(self, num_rows: int) -> Tensor | None:
+        """Return memory for the taps of ``num_rows`` rows, ``[num_rows, taps, H]``; None before ``use_taps``."""
+        return None if self.hf.taps is None else self.hf.taps.empty(num_rows, self.layout.device)
 
     def verify_step(
         self, pool: PagePool, sequences: list[Sequence], draft_tokens: Tensor, num_draft_tokens: list[int]
@@ -139,18 +151,19 @@ class RaggedModel:
         last = [s.token_ids[-1] for s in sequences]
         sampling = sampling_of(sequences, self.layout.device)
         draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
+        hidden = self.empty_hidden_states(sum(counts))
         if self.has_fused_step:
             assert self.program is not None
             before = self.program.seconds
-            logits, emissions, seconds = self.program.verify(spans_of(pool, rows), last, draft_tokens, sampling)
-            return Verification(counts, logits, emissions, self.program.seconds - before, seconds)
+            logits, emissions, seconds = self.program.verify(spans_of(pool, rows), last, draft_tokens, sampling, hidden)
+            return Verification(counts, logits, emissions, self.program.seconds - before, seconds, hidden)
         token_ids = interleaved(last, draft_tokens, num_draft_tokens, self.vocab_size)
         batch = lay_out(pool, rows, token_ids)
         started = perf_counter()
-        logits = self.forward(batch, pool)
+        logits = self.forward(batch, pool, None, hidden)
         computed = perf_counter()
         results = (self.ops.unchecked or self.ops).verify_chain(logits, token_ids, batch.cu_seqlens, sampling)
-        return Verification(counts, logits, results, computed - started, perf_counter() - computed)
+        return Verification(counts, logits, results, computed - started, perf_counter() - computed, hidden)
 
     def draft_step(
         self,
@@ -193,18 +206,30 @@ class RaggedModel:
             self.graphs = Graphs(self.model, self.hf.forward, self._capture, limits, partial(greedy_tokens, self.ops))
 
     def use_taps(self, taps: tuple[int | str, ...]) -> None:
-        """From now on hand over hidden states of its forwards; () changes nothing.
+        """From now on compute hidden states for a drafter: its program is made again; () changes nothing.
 
         Args:
             taps: ``Drafter.taps``.
 
         Raises:
             DrafterError: an id is wrong or given twice.
-            NotYetSupportedError: always, if there is a tap.
+            UnsupportedModelError: the model has no such hidden states, or does not reproduce its own dense ones.
 
         """
-        if checked_taps(taps, self.layout.num_layers):
-            raise NotYetSupportedError("a drafter asks for hidden states (Drafter.taps), which are not served yet.")
+        ids = checked_taps(taps, self.layout.num_layers)
+        if not ids:
+            return
+        with named_failures(self.model):
+            self.hf.use_taps(ids)
+            if self.program is not None:
+                try:
+                    self._compile()
+                except NotLowerableError as error:
+                    raise UnsupportedModelError(f"the program of {self.name} has no taps {ids}: {error}") from error
+            probe = torch.arange(8, device=self.layout.device) % self.vocab_size
+            expected = self.hf.dense_hidden_states(probe)
+            name = f"{type(self.model).__name__} (taps {ids})"
+            check_reproduces(name, self._hidden_states, self.layout, self.page_size, probe, expected, "hidden states")
 
     def attached(self) -> AbstractContextManager[None]:
         """Replace functions and linears once for several forwards of PyTorch: see ``HFModel.attached``."""
@@ -215,15 +240,27 @@ class RaggedModel:
         if self._executor is None:
             return
         try:
-            with self.hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
-                plan = compile_forward(self.model, self.hf.call, self.layout, self.ops, self.hf.sliding_layers)
-            self.program = self._executor(plan)
-            self._watch = Watch(self.model, plan.baked)
+            self._compile()
             self._expect_to_reproduce(token_ids, dense_logits)
         except (NotLowerableError, UnsupportedModelError) as error:
             self.program, self.why_no_program = None, str(error)
         except Exception as error:  # a model's own code may raise anything here; PyTorch can still run it
             self.program, self.why_no_program = None, f"recording it failed: {type(error).__name__}: {error}"
+
+    def _compile(self) -> None:
+        assert self._executor is not None
+        layers, taps = self.hf.sliding_layers, self.hf.taps
+        with self.hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
+            tapped = None if taps is None else taps.collected
+            plan = compile_forward(self.model, self.hf.call, self.layout, self.ops, layers, tapped)
+        self.program = self._executor(plan)
+        self._watch = Watch(self.model, plan.baked)
+
+    def _hidden_states(self, batch: RaggedBatch, pool: PagePool) -> Tensor:
+        hidden_states = self.empty_hidden_states(len(batch.token_ids))
+        assert hidden_states is not None
+        self.forward(batch, pool, batch.last_rows, hidden_states)
+        return hidden_states
 
     def _expect_to_reproduce(self, token_ids: Tensor, dense_logits: Tensor) -> None:
         name = type(self.model).__name__

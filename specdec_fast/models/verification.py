@@ -22,6 +22,7 @@ class Verification:
             ``[B]``; or the emissions themselves.
         forward_seconds: of the forward alone, on the host's clock.
         accept_seconds: of choosing and accepting, as far as it is done already.
+        hidden_states: ``[T, taps, H]``, the target's; None without taps.
 
     """
 
@@ -30,6 +31,7 @@ class Verification:
     results: Many[Tensor] | list[list[int]]
     forward_seconds: float
     accept_seconds: float
+    hidden_states: Tensor | None = None
 
     def emissions(self) -> list[list[int]]:
         """Return each sequence's accepted draft tokens and its next token, ``INVALID_TOKEN`` after NaN logits."""

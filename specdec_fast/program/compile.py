@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import hooked_class
 from specdec_fast.ops import Ops
-from specdec_fast.program.ir import Instruction, Operand, Plan, RowOp
+from specdec_fast.program.ir import ROWS, Instruction, Operand, Plan, RowOp
 from specdec_fast.program.memory_plan import linears_first, placed, without_unread
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.program.tape import Index, Tape
@@ -29,6 +30,8 @@ _SPAN = 8  # rows of a sequence; every model has so many positions
 _PAGE_SIZE = 16
 
 Forward = Callable[[Tensor, Tensor, PagedCache, Tensor], Tensor]
+# While the context lasts, a forward passes every tap to the function: its index and its tensor, ``[1, T, H]``.
+Tapped = Callable[[Callable[[int, Tensor], None]], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class _Recorded:
     logits: int  # the buffer of the logits
     vocab_size: int
     baked: set[int]  # addresses of storages of which the program keeps numbers
+    taps: list[int]  # the buffers of the taps
 
 
 class _RecordingCache(PagedCache):
@@ -65,7 +69,14 @@ class _RecordingCache(PagedCache):
 
 
 @torch.inference_mode()
-def compile_forward(model: nn.Module, forward: Forward, layout: KVLayout, ops: Ops, sliding: frozenset[int]) -> Plan:
+def compile_forward(
+    model: nn.Module,
+    forward: Forward,
+    layout: KVLayout,
+    ops: Ops,
+    sliding: frozenset[int],
+    tapped: Tapped | None = None,
+) -> Plan:
     """Record a model's forward, and plan its program.
 
     Args:
@@ -74,6 +85,8 @@ def compile_forward(model: nn.Module, forward: Forward, layout: KVLayout, ops: O
         layout: the layout of its KV cache.
         ops: the ops that the recorded runs use.
         sliding: layers that must pass their window to attention.
+        tapped: collects the hidden states that are further outputs of the program; None: it has none. Without taps
+            the program is the same, except for the copies of the taps.
 
     Returns:
         The plan from which an executor builds the program.
@@ -85,12 +98,12 @@ def compile_forward(model: nn.Module, forward: Forward, layout: KVLayout, ops: O
     hooked = hooked_class(model)
     if hooked is not None:
         raise NotLowerableError(f"a {hooked} has forward hooks, which a program would not call")
-    first, second = (_record(forward, layout, ops, sliding, *counts) for counts in _COUNTS)
+    first, second = (_record(forward, layout, ops, sliding, tapped, counts) for counts in _COUNTS)
     tensors = [*model.parameters(), *model.buffers()]
     own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    if _signature(first, own) != _signature(second, own):
+    if (first.taps, _signature(first, own)) != (second.taps, _signature(second, own)):
         raise NotLowerableError("two batches are not computed in the same way")
-    places, arena_bytes, scratch_bytes = placed(first.instructions, first.tape.buffers, first.logits)
+    places, arena_bytes, scratch_bytes = placed(first.instructions, first.tape.buffers, first.logits, first.taps)
     return Plan(
         layout.dtype,
         layout.shapes,
@@ -101,12 +114,19 @@ def compile_forward(model: nn.Module, forward: Forward, layout: KVLayout, ops: O
         first.vocab_size,
         first.tape.buffers[first.logits].dtype,
         tuple(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in first.baked),
+        places[first.taps[0]].row_bytes if first.taps else 0,
     )
 
 
 def _record(
-    forward: Forward, layout: KVLayout, ops: Ops, sliding: frozenset[int], num_rows: int, num_logit_rows: int
+    forward: Forward,
+    layout: KVLayout,
+    ops: Ops,
+    sliding: frozenset[int],
+    tapped: Tapped | None,
+    counts: tuple[int, int],
 ) -> _Recorded:
+    num_rows, num_logit_rows = counts
     batch, pool = _batch(layout, num_rows)
     tape = Tape(num_rows, num_logit_rows, layout.dtype)
     token_ids, positions = batch.token_ids[None], batch.positions[None]
@@ -115,7 +135,12 @@ def _record(
         tape.bind(tensor, Index(kind))
     recorder = Recorder(tape)
     cache = _RecordingCache(recorder, pool, batch, ops, sliding)
-    with recorder:
+    taps: dict[int, int] = {}
+
+    def collect(index: int, hidden: Tensor) -> None:
+        taps[index] = _tap(tape, hidden)
+
+    with nullcontext() if tapped is None else tapped(collect), recorder:
         logits = forward(token_ids, positions, cache, logit_rows)
     if cache.num_attended != layout.num_layers:
         raise NotLowerableError(f"{cache.num_attended} of {layout.num_layers} layers attend over pages")
@@ -124,10 +149,19 @@ def _record(
         raise NotLowerableError("logits are not computed for the wanted rows alone")
     if not view.is_dense or view.size != tape.buffers[view.buffer].size:
         view = tape.copied(view)
-    instructions = linears_first(without_unread(tape.instructions, view.buffer))
+    in_order = [buffer for _, buffer in sorted(taps.items())]
+    instructions = linears_first(without_unread(tape.instructions, [view.buffer, *in_order]))
     read = {each.untyped_storage().data_ptr() for instruction in instructions for each in _constants(instruction)}
     baked = recorder.computed_from | (recorder.met_rows - read)
-    return _Recorded(tape, instructions, view.buffer, view.size, baked)
+    return _Recorded(tape, instructions, view.buffer, view.size, baked, in_order)
+
+
+def _tap(tape: Tape, hidden: Tensor) -> int:
+    """Record a copy of hidden states ``[1, T, H]``, because the model may change them in place; return its buffer."""
+    view = tape.row_view(hidden)
+    if (view.domain, view.axis, view.sizes[0], len(view.sizes)) != (ROWS, 1, 1, 3):
+        raise NotLowerableError(f"hidden states of shape {list(hidden.shape)} where [1, rows, size] is expected")
+    return tape.copied(view).buffer
 
 
 def _constants(instruction: Instruction) -> list[Tensor]:

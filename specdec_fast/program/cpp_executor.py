@@ -27,6 +27,8 @@ from specdec_fast.program.ir import (
     RowOp,
 )
 
+_NO_TAPS = torch.empty(0, device="cpu")
+
 
 class Program:
     """A model's forward as one call.
@@ -47,7 +49,14 @@ class Program:
             self._add(instruction)
         self._every_row: dict[int, Tensor] = {}
 
-    def __call__(self, token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        token_ids: Tensor,
+        batch: RaggedBatch,
+        pages: KVPages,
+        logit_rows: Tensor | None,
+        hidden_states: Tensor | None = None,
+    ) -> Tensor:
         """Compute the batch's rows.
 
         Args:
@@ -55,6 +64,7 @@ class Program:
             batch: ``T`` rows, laid out by the pool that ``pages`` belong to.
             pages: pages of a pool that has the layout for which the program was made.
             logit_rows: ``[R]`` int64 rows whose logits are wanted; None: all rows.
+            hidden_states: ``[T, taps, H]``, into which the program writes the taps of its plan; None: not wanted.
 
         Returns:
             Logits ``[R, vocab_size]``.
@@ -66,7 +76,9 @@ class Program:
         if logit_rows is None:
             logit_rows = self._all_rows(token_ids.shape[0])
         logits = torch.empty(logit_rows.shape[0], self._plan.vocab_size, dtype=self._plan.logits_dtype, device="cpu")
-        self._program.run(*_forward(token_ids, batch, pages, logit_rows, logits.data_ptr()))
+        hidden_states = self._memory_of_taps(len(token_ids), hidden_states)
+        outputs = (logits.data_ptr(), hidden_states.data_ptr())
+        self._program.run(*_forward(token_ids, batch, pages, logit_rows, outputs))
         return logits
 
     @property
@@ -113,7 +125,12 @@ class Program:
         return chosen
 
     def verify(
-        self, spans: Spans, last_tokens: list[int], draft_tokens: Tensor, sampling: Sampling | None
+        self,
+        spans: Spans,
+        last_tokens: list[int],
+        draft_tokens: Tensor,
+        sampling: Sampling | None,
+        hidden_states: Tensor | None = None,
     ) -> tuple[Tensor, list[list[int]], float]:
         """Run the target's forward over every sequence's last token and draft tokens, and choose a token at each row.
 
@@ -123,6 +140,7 @@ class Program:
             draft_tokens: ``[T - B]`` int64, for the other rows, sequence after sequence. Ids outside the vocabulary are
                 clamped: they are rejected anyway, but would index past the embedding.
             sampling: how tokens are chosen; None: greedily.
+            hidden_states: ``[T, taps, H]``, as in ``__call__``.
 
         Returns:
             Logits ``[T, vocab_size]``; the accepted draft tokens and the next token of each sequence, which is
@@ -135,6 +153,7 @@ class Program:
         width = self._plan.vocab_size
         draft_tokens = draft_tokens.contiguous()
         logits = torch.empty(len(last_tokens) + len(draft_tokens), width, dtype=self._plan.logits_dtype, device="cpu")
+        hidden_states = self._memory_of_taps(len(logits), hidden_states)
         emissions, seconds = self._program.verify(
             _pages(spans),
             spans.spans,
@@ -143,9 +162,18 @@ class Program:
             (self._logits_code, width, width),
             addresses_of(sampling),
             torch.get_num_threads(),
-            logits.data_ptr(),
+            (logits.data_ptr(), hidden_states.data_ptr()),
         )
         return logits, emissions, seconds
+
+    def _memory_of_taps(self, num_rows: int, hidden_states: Tensor | None) -> Tensor:
+        """Return where the program writes the taps of ``num_rows`` rows; memory of its own if the caller wants none."""
+        num_bytes = num_rows * self._plan.tap_bytes
+        if hidden_states is None:
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if num_bytes else _NO_TAPS
+        if hidden_states.nbytes != num_bytes or not hidden_states.is_contiguous():
+            raise ValueError(f"hidden states have {hidden_states.nbytes} bytes; expected {num_bytes}, contiguous.")
+        return hidden_states
 
     def _all_rows(self, num_rows: int) -> Tensor:
         if num_rows not in self._every_row:
@@ -213,7 +241,7 @@ class Program:
 
 
 def _forward(
-    token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor, logits: int
+    token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor, outputs: tuple[int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return addresses and sizes, in the order of csrc/bindings.cpp."""
     tree_mask, table = batch.tree_mask, batch.block_table
@@ -227,7 +255,7 @@ def _forward(
         batch.seqused_k.data_ptr(),
         0 if tree_mask is None else tree_mask.data_ptr(),
         pages.addresses.data_ptr(),
-        logits,
+        *outputs,
     )
     tree_words = 0 if tree_mask is None else tree_mask.shape[1]
     counts = (token_ids.shape[0], logit_rows.shape[0], *table.shape, tree_words)

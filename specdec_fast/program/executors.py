@@ -5,11 +5,56 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Protocol
 
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import RaggedBatch
+from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.kv_cache.forward_layout import Spans
+from specdec_fast.kv_cache.page_pool import KVPages
 from specdec_fast.ops import Ops
 from specdec_fast.ops.registry import BACKENDS
-from specdec_fast.program.ir import Append, Attend, ForwardProgram, GroupedLinear, Linear, Plan
+from specdec_fast.program.ir import Append, Attend, GroupedLinear, Linear, Plan
 from specdec_fast.program.row_views import NotLowerableError
+
+
+class ForwardProgram(Protocol):
+    """What an executor builds from a ``Plan``; see ``program/cpp_executor.py``."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        batch: RaggedBatch,
+        pages: KVPages,
+        logit_rows: Tensor | None,
+        hidden_states: Tensor | None = None,
+    ) -> Tensor:
+        """Compute one batch; return its logits, and write its taps into ``hidden_states``."""
+
+    @property
+    def seconds(self) -> float:
+        """The time of all forwards so far."""
+
+    def draft(
+        self,
+        spans: Spans,
+        token_ids: list[int],
+        num_draft_tokens: list[int],
+        choice: tuple[int, Sampling | None],
+    ) -> Tensor:
+        """Compute spans, then row after row on the tokens chosen before; return all chosen tokens."""
+
+    def verify(
+        self,
+        spans: Spans,
+        last_tokens: list[int],
+        draft_tokens: Tensor,
+        sampling: Sampling | None,
+        hidden_states: Tensor | None = None,
+    ) -> tuple[Tensor, list[list[int]], float]:
+        """Compute the last token and draft tokens of every sequence; return logits, emissions, seconds of choosing."""
+
 
 Executor = Callable[[Plan], ForwardProgram]
 

@@ -6,17 +6,13 @@ Sizes and strides count numbers of one row of the ragged batch; the row index is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from specdec_fast.batch.ragged_batch import RaggedBatch
-    from specdec_fast.batch.sampling_batch import Sampling
-    from specdec_fast.kv_cache.forward_layout import Spans
     from specdec_fast.kv_cache.layer_layout import KVShape
-    from specdec_fast.kv_cache.page_pool import KVPages
 
 # In the order of RowCode in csrc/program/rowwise.h.
 UNARY = (
@@ -229,34 +225,13 @@ class Gather:
 Instruction = RowOp | Linear | GroupedLinear | Append | Attend | Gather
 
 
-class ForwardProgram(Protocol):
-    """What an executor builds from a ``Plan``; see ``program/cpp_executor.py``."""
-
-    def __call__(self, token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor | None) -> Tensor:
-        """Compute one batch; return its logits."""
-
-    @property
-    def seconds(self) -> float:
-        """The time of all forwards so far."""
-
-    def draft(
-        self,
-        spans: Spans,
-        token_ids: list[int],
-        num_draft_tokens: list[int],
-        choice: tuple[int, Sampling | None],
-    ) -> Tensor:
-        """Compute spans, then row after row on the tokens chosen before; return all chosen tokens."""
-
-    def verify(
-        self, spans: Spans, last_tokens: list[int], draft_tokens: Tensor, sampling: Sampling | None
-    ) -> tuple[Tensor, list[list[int]], float]:
-        """Compute the last token and draft tokens of every sequence; return logits, emissions, seconds of choosing."""
-
-
 @dataclass(frozen=True)
 class Placed:
-    """The memory of a buffer while a program runs: ``place`` 0 is shared memory, 1 a thread's own, 2 the logits."""
+    """The memory of a buffer while a program runs.
+
+    ``place`` 0 is shared memory, 1 a thread's own, 2 the logits, 3 the hidden states: ``offset`` bytes into a row, and
+    ``row_bytes`` from one row to the next.
+    """
 
     place: int
     domain: int
@@ -278,6 +253,7 @@ class Plan:
         vocab_size: number of logits per row.
         logits_dtype: dtype of the logits.
         baked: parameters and buffers of the model of which the instructions keep numbers instead of reading them.
+        tap_bytes: bytes of the hidden states of a row; 0 without taps.
 
     """
 
@@ -290,3 +266,4 @@ class Plan:
     vocab_size: int
     logits_dtype: torch.dtype
     baked: tuple[Tensor, ...] = ()
+    tap_bytes: int = 0

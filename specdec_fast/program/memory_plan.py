@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from specdec_fast.program.ir import ROWS, Append, Buffer, Instruction, Linear, Placed, RowOp
 
 _ALIGNMENT = 64  # bytes; a cache line
-_ARENA, _SCRATCH, _LOGITS = range(3)
+_ARENA, _SCRATCH, _LOGITS, _TAPS = range(4)
 
 
 class Life(NamedTuple):
@@ -18,9 +19,9 @@ class Life(NamedTuple):
     last: int
 
 
-def without_unread(instructions: Sequence[Instruction], logits: int) -> list[Instruction]:
-    """Drop instructions whose results are not read; the results of a forward are ``logits`` and the KV entries."""
-    needed, kept = {logits}, []
+def without_unread(instructions: Sequence[Instruction], outputs: Collection[int]) -> list[Instruction]:
+    """Drop instructions whose results are not read; the results of a forward are ``outputs`` and the KV entries."""
+    needed, kept = set(outputs), []
     for instruction in reversed(instructions):
         if isinstance(instruction, Append) or not needed.isdisjoint(instruction.writes):
             needed.update(instruction.reads)
@@ -43,12 +44,18 @@ def linears_first(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 
 def placed(
-    instructions: Sequence[Instruction], buffers: Sequence[Buffer], logits: int
+    instructions: Sequence[Instruction], buffers: Sequence[Buffer], logits: int, taps: Sequence[int] = ()
 ) -> tuple[list[Placed], tuple[int, int], int]:
     """Give every buffer its memory.
 
     Several threads compute the rows of one group of row operations, each row after row. So shared memory can be reused
     from the next step on, and a thread's own memory from the next operation on.
+
+    Args:
+        instructions: the instructions in the order in which they run.
+        buffers: all buffers.
+        logits: the buffer of the logits.
+        taps: the buffers of the taps, in their order; a row of the hidden states has one after the other.
 
     Returns:
         The memory of every buffer, by its index; bytes of shared memory per row of each domain; bytes of a thread's
@@ -62,12 +69,15 @@ def placed(
     places = [Placed(_LOGITS, buffer.domain, 0, buffer.size * buffer.dtype.itemsize) for buffer in buffers]
     spaces = {(_ARENA, 0): _Space(), (_ARENA, 1): _Space(), (_SCRATCH, 0): _Space()}
     for number in sorted(by_step, key=lambda n: by_operation[n].first):
-        if number == logits:
+        if number == logits or number in taps:
             continue
         buffer, row_bytes = buffers[number], places[number].row_bytes
         place, life = (_SCRATCH, by_operation[number]) if is_local[number] else (_ARENA, by_step[number])
         space = spaces[place, 0 if place == _SCRATCH else buffer.domain]
         places[number] = Placed(place, buffer.domain, space.take(row_bytes, life), row_bytes)
+    offsets = [0, *accumulate(places[number].row_bytes for number in taps)]
+    for number, offset in zip(taps, offsets, strict=False):
+        places[number] = Placed(_TAPS, ROWS, offset, offsets[-1])
     return places, (spaces[_ARENA, 0].size, spaces[_ARENA, 1].size), spaces[_SCRATCH, 0].size
 
 

@@ -54,9 +54,9 @@ class TestScheduling:
         computed = {model: [] for model in models}
         for model in models:
 
-            def forward(batch, pool, logit_rows=None, model=model, original=model.forward):
+            def forward(batch, *rest, model=model, original=model.forward):
                 computed[model] += batch.positions.tolist()[: len(batch.token_ids)]  # padding is no sequence's token
-                return original(batch, pool, logit_rows)
+                return original(batch, *rest)
 
             def verify(spans, *rest, model=model, original=model.program and model.program.verify):
                 computed[model] += [start + i for _, start, count in spans.spans for i in range(count)]

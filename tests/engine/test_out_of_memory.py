@@ -103,8 +103,8 @@ def test_prompts_are_prefilled_in_smaller_chunks(pair, expected, monkeypatch, ch
     engine, prefilled = sd.Engine(*pair, max_batch_size=4, max_prefill_tokens=chunk), []
     original = engine.target.forward
 
-    def limited(batch, pool, logit_rows=None):
-        logits = original(batch, pool, logit_rows)
+    def limited(batch, pool, logit_rows=None, hidden_states=None):
+        logits = original(batch, pool, logit_rows, hidden_states)
         if logit_rows is not None and len(logit_rows) == 1:
             prefilled.append(len(batch.token_ids))
             if prefilled[-1] > 3:

@@ -173,10 +173,10 @@ def test_a_model_that_is_computed_one_by_one_is_checked_on_few_rows(monkeypatch)
     model, checked = RaggedModel(changed(in_a_batch_of_matrices), resolve(CPU, "torch")), []
     forward = model.hf.forward
 
-    def counted(batch, pool, logit_rows):
+    def counted(batch, pool, *rest):
         if pool.row_padding.one_by_one:
             checked.append(len(batch.token_ids))
-        return forward(batch, pool, logit_rows)
+        return forward(batch, pool, *rest)
 
     monkeypatch.setattr(model.hf, "forward", counted)
     make_deterministic(model)

@@ -187,9 +187,9 @@ def test_kv_beyond_the_context_is_poisoned_and_never_read(pair):
     engine = CheckedEngine(sd.Engine(target, "ngram", page_size=64, enforce_eager=True))
     inner = engine._forward
 
-    def one_too_many(batch, pool, logit_rows=None):
+    def one_too_many(batch, *rest):
         longer = {"seqused_k": batch.seqused_k + 1, "max_seqlen_k": batch.max_seqlen_k + 1}
-        return inner(dataclasses.replace(batch, **longer), pool, logit_rows)
+        return inner(dataclasses.replace(batch, **longer), *rest)
 
     engine._forward = one_too_many
     with pytest.raises(AssertionError, match="hold a NaN"):

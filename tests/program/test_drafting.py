@@ -28,7 +28,7 @@ def test_drafting_in_one_call_drafts_the_same(temperature, vocab_size):
         drafter = ModelDrafter(RaggedModel(tiny_model("llama"), resolve(CPU)), vocab_size)
         if enforce_eager:
             program, drafter.model.program = drafter.model.program, None
-            drafter.model.forward = lambda batch, pool, rows=None, p=program: p(
+            drafter.model.forward = lambda batch, pool, rows=None, taps=None, p=program: p(
                 batch.token_ids, batch, pool.pages, rows
             )
         drafter.prepare(512, 16)

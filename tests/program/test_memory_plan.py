@@ -41,9 +41,9 @@ def overlapping(plan, buffers, logits, lives_of):
 def test_buffers_that_are_needed_together_lie_apart(architecture, monkeypatch):
     kept = {}
 
-    def keeping(instructions, buffers, logits):
+    def keeping(instructions, buffers, logits, taps):
         kept.update(buffers=buffers, logits=logits)
-        return placed(instructions, buffers, logits)
+        return placed(instructions, buffers, logits, taps)
 
     monkeypatch.setattr("specdec_fast.program.compile.placed", keeping)
     plan = RaggedModel(tiny_model(architecture).to(torch.bfloat16), resolve(CPU)).program._plan

@@ -63,9 +63,9 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
     engine.core.length_policy = lengths = RandomLengths(0, 5)
     rows, forward, drafting = [], model.forward, model.program and model.program.draft
 
-    def counted(batch, pool, logit_rows=None):
+    def counted(batch, *rest):
         rows.append(len(batch.token_ids))
-        return forward(batch, pool, logit_rows)
+        return forward(batch, *rest)
 
     def counted_drafting(spans, token_ids, *rest):
         rows.append(len(token_ids))

@@ -95,7 +95,7 @@ class CheckedEngine:
         self.num_checked += len(emitted)
         return emitted
 
-    def forward(self, batch, pool, logit_rows=None):
+    def forward(self, batch, pool, *rest):
         """I1: every row's position is its index in its own sequence, and the rows of a sequence are its last ones."""
         bounds = batch.cu_seqlens_q.tolist()
         owners = list(pool._pages_of)
@@ -109,9 +109,9 @@ class CheckedEngine:
             committed = owner.token_ids[positions[0] :]
             fed = batch.token_ids[rows].tolist()[: len(committed)]
             assert fed == committed[: len(fed)], "I6: rows stand on the pages of another sequence"
-        return self._forward(batch, pool, logit_rows)
+        return self._forward(batch, pool, *rest)
 
-    def verify(self, spans, last_tokens, draft_tokens, sampling):
+    def verify(self, spans, last_tokens, draft_tokens, sampling, *taps):
         """I1 for spans that a program lays out: they begin at the last committed token of their owner."""
         owners = {place: owner for owner, place in self.engine.core.pool._places.items()}
         for (place, start, count), token in zip(spans.spans, last_tokens, strict=True):
@@ -119,7 +119,7 @@ class CheckedEngine:
             assert token == owner.token_ids[-1], "I6: rows stand on the pages of another sequence"
             assert start == owner.length - 1, "I1: positions"
             assert count <= owner.num_remaining
-        return self._verify(spans, last_tokens, draft_tokens, sampling)
+        return self._verify(spans, last_tokens, draft_tokens, sampling, *taps)
 
     def _poison(self):
         for pool, _, kv_length in self._pools:
