@@ -28,13 +28,14 @@ from specdec_fast.model_watch import Watch, hooked_class
 
 MOST_GRAPHS = 64  # per model; a graph of a large model holds some megabytes besides its logits
 
-Forward = Callable[[RaggedBatch, PagePool, Tensor | None], Tensor]
+Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
 Choose = Callable[[Tensor, int], Tensor]
 
 
 class _Graph(NamedTuple):
     inputs: Inputs
     captured: Captured
+    hidden_states: Tensor | None  # of every row of the bucket, written by each replay
 
 
 class Graphs:
@@ -46,7 +47,7 @@ class Graphs:
 
     Args:
         model: the model whose forwards are recorded.
-        forward: runs one forward, operation by operation.
+        forward: runs one forward, operation by operation, and writes hidden states into its last argument.
         capture: records what a call does.
         limits: the sizes of the largest buckets.
         choose: chooses tokens ``[N]`` from logits ``[N, V]``, with ids below a number, without waiting for the device.
@@ -76,15 +77,19 @@ class Graphs:
             self._graphs.clear()
             self._watch, self.why_not = Watch(self._model, ()), _why_not(self._model)
 
-    def forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor | None:
+    def forward(
+        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None = None
+    ) -> Tensor | None:
         """Do what ``RaggedModel.forward`` does, or return None if there is no graph for the batch.
 
         The caller must read the logits before the model's next forward, which may overwrite them.
         """
-        graph = self._graph(batch, pool, 1, None)
+        graph = self._graph(batch, pool, 1, None, hidden_states)
         if graph is None:
             return None
         logits = _run(graph, batch)
+        if hidden_states is not None and graph.hidden_states is not None:
+            hidden_states.copy_(graph.hidden_states[: len(hidden_states)])
         return logits[: batch.token_ids.shape[0]] if logit_rows is None else logits[logit_rows]
 
     def draft(self, batch: RaggedBatch, num_forwards: int, pool: PagePool, vocab_size: int) -> Tensor | None:
@@ -105,7 +110,14 @@ class Graphs:
         )
         return None if graph is None else _run(graph, batch)[:, : batch.cu_seqlens.shape[0] - 1].clone()
 
-    def _graph(self, batch: RaggedBatch, pool: PagePool, num_forwards: int, vocab_size: int | None) -> _Graph | None:
+    def _graph(
+        self,
+        batch: RaggedBatch,
+        pool: PagePool,
+        num_forwards: int,
+        vocab_size: int | None,
+        hidden_states: Tensor | None = None,
+    ) -> _Graph | None:
         bucket = None
         if self.why_not is None:
             bucket = self._limits.bucket(batch, pool.page_size, pool.row_padding, num_forwards)
@@ -115,9 +127,9 @@ class Graphs:
             self._graphs.clear()
             self._pool = weakref.ref(pool)
         shape = (bucket, num_forwards)
-        key = (*shape, vocab_size)
+        key = (*shape, vocab_size, hidden_states is not None)
         if key not in self._graphs and shape in self._asked:
-            graph = self._recorded(bucket, num_forwards, vocab_size, batch, pool)
+            graph = self._recorded(bucket, num_forwards, vocab_size, batch, pool, hidden_states)
             if graph is not None:
                 self._graphs[key] = graph
         self._asked.add(shape)
@@ -125,17 +137,26 @@ class Graphs:
 
     @torch.inference_mode()
     def _recorded(
-        self, bucket: Bucket, num_forwards: int, vocab_size: int | None, batch: RaggedBatch, pool: PagePool
+        self,
+        bucket: Bucket,
+        num_forwards: int,
+        vocab_size: int | None,
+        batch: RaggedBatch,
+        pool: PagePool,
+        hidden_states: Tensor | None,
     ) -> _Graph | None:
         """Record a graph on the batch that needs it; computing it several times gives the same result each time."""
         if len(self._graphs) == MOST_GRAPHS:
             self._graphs.clear()
         inputs = Inputs(bucket, pool.page_size, batch.token_ids.device)
         inputs.fill(batch)
+        own = None  # outside of the graphs' memory, in which another graph would overwrite it
+        if hidden_states is not None:
+            own = hidden_states.new_empty(len(inputs.batch.token_ids), *hidden_states.shape[1:])
 
         def run() -> Tensor:
             if vocab_size is None:
-                return self._forward(inputs.batch, pool, None)
+                return self._forward(inputs.batch, pool, None, own)
             return self._draft(inputs.batch, bucket, num_forwards, pool, vocab_size)
 
         try:
@@ -144,16 +165,16 @@ class Graphs:
             self._graphs.clear()
             self.why_not = f"{type(error).__name__}: {error}"
             return None
-        return _Graph(inputs, captured)
+        return _Graph(inputs, captured, own)
 
     def _draft(self, first: RaggedBatch, bucket: Bucket, num_forwards: int, pool: PagePool, vocab_size: int) -> Tensor:
         """Run the forwards of a drafting step, laid out on the device; return ``[K, one_each]`` tokens."""
         last_rows = (first.cu_seqlens_q[1 : bucket.one_each + 1] - 1).long()
-        tokens = self._choose(self._forward(first, pool, last_rows), vocab_size)
+        tokens = self._choose(self._forward(first, pool, last_rows, None), vocab_size)
         chosen = [tokens]
         for ahead in range(num_forwards - 1):
             rows = _one_row_each(first, tokens, ahead, pool.page_size)
-            tokens = self._choose(self._forward(rows, pool, None), vocab_size)
+            tokens = self._choose(self._forward(rows, pool, None, None), vocab_size)
             chosen.append(tokens)
         return torch.stack(chosen)
 

@@ -117,7 +117,7 @@ class RaggedModel:
             pool: this model's pages.
             logit_rows: ``[R]`` int64, the rows whose logits the caller needs; None: all.
             hidden_states: memory from ``empty_hidden_states(T)`` for the taps of every row; None if the caller needs
-                none. PyTorch runs such a forward without a graph.
+                none.
 
         Returns:
             Logits ``[R, vocab_size]`` (``[T, vocab_size]`` without ``logit_rows``) in the model's dtype. Read them
@@ -126,8 +126,7 @@ class RaggedModel:
         """
         if self.program is not None:
             return self.program(batch.token_ids, batch, pool.pages, logit_rows, hidden_states)
-        has_graphs = self.graphs is not None and hidden_states is None
-        logits = self.graphs.forward(batch, pool, logit_rows) if has_graphs else None  # type: ignore[union-attr]
+        logits = None if self.graphs is None else self.graphs.forward(batch, pool, logit_rows, hidden_states)
         return self.hf.forward(batch, pool, logit_rows, hidden_states) if logits is None else logits
 
     def empty_hidden_states(self, num_rows: int) -> Tensor | None:

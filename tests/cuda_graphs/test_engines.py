@@ -11,6 +11,7 @@ import specdec_fast as sd
 from specdec_fast.ops.registry import all_ops
 from support.grids import diagonal
 from support.models import truncated_copy
+from support.recording_drafter import Recording, hidden_states_of_text
 from support.repeated import waits
 
 
@@ -119,3 +120,17 @@ def test_a_wait_inside_a_forward_is_found(pair, monkeypatch, named, which, graph
     monkeypatch.setitem(inner.__dict__, "forward", waiting)
     found_in = found_in_steps(pair, monkeypatch, sd.SamplingParams(max_new_tokens=12))
     assert all(name in launched for launched, _ in found_in[:3]), found_in[0]
+
+
+def test_graphs_hand_over_hidden_states(pair, graphs_on_cpu):
+    """The recording drafter asserts that each position arrives once; bits are those of one forward of the text."""
+    params = [replace(p, max_new_tokens=12) for p in PARAMS]
+    engine = sd.Engine(pair[0], Recording((2, "final"), lambda s, limit: [5] * limit), max_batch_size=3)
+    expected = sd.Engine(pair[0], None, enforce_eager=True).generate(PROMPTS, params)
+    for _ in range(2):
+        outputs = engine.generate(PROMPTS, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert engine.describe()["graphs_captured"] > 0
+    assert len(engine.drafter.released) == 2 * len(PROMPTS)
+    for token_ids, seen in engine.drafter.released:
+        assert torch.equal(seen, hidden_states_of_text(engine.target, token_ids))

@@ -6,15 +6,12 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
-from specdec_fast.kv_cache.forward_layout import lay_out
-from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models import batch_invariance
 from support.models import VOCAB_SIZE, tiny_model
 from support.programs import needs_programs
-from support.recording_drafter import Recording
+from support.recording_drafter import Recording, hidden_states_of_text
 
 TAPS = (2, 0, "final", 3)
 EXECUTORS = [pytest.param("program", marks=needs_programs), "pytorch"]
@@ -60,23 +57,13 @@ def nearly(expected):
     return script
 
 
-def of_text(target, token_ids):
-    """The hidden states of a whole text, computed alone in one forward."""
-    pool = PagePool(target.layout, len(token_ids) + 16, 16, target.row_padding)
-    pool.add("text")
-    found = target.empty_hidden_states(len(token_ids))
-    batch = lay_out(pool, [Rows("text", 0, len(token_ids))], torch.tensor(token_ids))
-    target.forward(batch, pool, batch.last_rows, found)
-    return found
-
-
 def assert_right(engine, num_released):
     """Every sequence has left, with the hidden states that its text has by itself."""
     drafter = engine.drafter
     assert not drafter.seen
     assert len(drafter.released) >= num_released
     for token_ids, seen in drafter.released:
-        assert torch.equal(seen, of_text(engine.target, token_ids))
+        assert torch.equal(seen, hidden_states_of_text(engine.target, token_ids))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

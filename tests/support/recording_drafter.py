@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 import specdec_fast as sd
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
 
 
 class Recording(sd.Drafter):
@@ -59,3 +62,13 @@ class Recording(sd.Drafter):
         seen = self.seen.pop(sequence, None)
         if seen:
             self.released.append((sequence.token_ids[: len(seen)], torch.stack(seen)))
+
+
+def hidden_states_of_text(target, token_ids):
+    """The hidden states of a whole text, computed alone in one forward."""
+    pool = PagePool(target.layout, len(token_ids) + 16, 16, target.row_padding)
+    pool.add("text")
+    found = target.empty_hidden_states(len(token_ids))
+    batch = lay_out(pool, [Rows("text", 0, len(token_ids))], torch.tensor(token_ids))
+    target.forward(batch, pool, batch.last_rows, found)
+    return found
