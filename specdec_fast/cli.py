@@ -1,4 +1,4 @@
-"""The command line: ``specdec-fast demo | chat | generate | batch | serve | verify | doctor``."""
+"""The command line: ``specdec-fast demo | chat | generate | batch | serve | train-drafter | verify | doctor``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _COMMANDS = {
     "generate": "Decode the prompts of a JSON-lines file into another one.",
     "batch": "Answer a batch file of OpenAI's API: chat completions and completions, one request per line.",
     "serve": "Serve OpenAI's API over HTTP: completions, chat, streams and metrics.",
+    "train-drafter": "Train a drafter for a target, on texts that the target writes itself.",
     "verify": "Report whether every token equals plain decoding, on your own models.",
     "doctor": "Show versions, devices, and which backend can run which op here.",
 }
@@ -43,7 +44,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def _module(command: str) -> ModuleType:
-    return import_module(f"specdec_fast.commands.{command}")
+    return import_module(f"specdec_fast.commands.{command.replace('-', '_')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

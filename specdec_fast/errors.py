@@ -38,6 +38,10 @@ class LengthPolicyError(SpecDecError, ValueError):
     """A policy for K of the caller's own broke its contract: wrong counts, or more draft tokens than it may ask for."""
 
 
+class TrainingError(SpecDecError, ArithmeticError):
+    """The training of a drafter diverged."""
+
+
 class BackendError(SpecDecError, RuntimeError):
     """An explicitly requested backend cannot be loaded or has no such op."""
 

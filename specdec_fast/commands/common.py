@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import DRAFTERS
+from specdec_fast.drafters import CHECKPOINT_DRAFTERS, DRAFTERS
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
 from specdec_fast.schedulers import SCHEDULERS
@@ -60,6 +60,7 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
         backend=args.backend,
         deterministic=not args.no_deterministic,
         enforce_eager=args.enforce_eager,
+        tap_layers=getattr(args, "tap_layers", None),  # the bundled pair of `demo` has none
     )
 
 
@@ -76,12 +77,26 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     """Add --target, --draft and --dtype."""
     parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
     parser.add_argument("--draft", required=True, help=f"the same for the draft; or {drafter_names()}")
+    add_tap_layers(parser)
     parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
+
+
+def add_tap_layers(parser: argparse.ArgumentParser, default: str = "its checkpoint's") -> None:
+    """Add --tap-layers; ``default`` describes what None means."""
+    meaning = f"layers that an EAGLE-3 drafter reads (default: {default})"
+    parser.add_argument("--tap-layers", type=_layers, metavar="L,L,...", help=meaning)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 2,16,29") from None
 
 
 def drafter_names() -> str:
     """Name the drafters that need no draft model, for the help of --draft."""
-    return ", ".join(DRAFTERS)
+    return ", ".join([*DRAFTERS, *(f"{kind}:FOLDER" for kind in CHECKPOINT_DRAFTERS)])
 
 
 def expect_writable(path: Path) -> None:

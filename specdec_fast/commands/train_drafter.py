@@ -1,0 +1,188 @@
+"""Train a drafter for a target, on texts that the target writes itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from specdec_fast.commands.common import add_backend_options, add_tap_layers, expect_writable
+from specdec_fast.commands.prompt_files import read_prompts
+from specdec_fast.config import EngineConfig
+from specdec_fast.engine.engine import Engine
+from specdec_fast.errors import ConfigError
+from specdec_fast.models.loading import load_model
+from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
+from specdec_fast.training.eagle3_loss import Teacher
+from specdec_fast.training.texts import Texts, write_texts
+from specdec_fast.training.trainer import Recipe, Trainer
+
+_TEXTS, _REPORT = "texts.safetensors", "report.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--kind", required=True, choices=["eagle3"], help="of drafter")
+    parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
+    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="where the drafter goes")
+    parser.add_argument("--resume", action="store_true", help="go on with the texts and the training in --output")
+    parser.add_argument("--dtype", default=None, help="of the target (default: the checkpoint's)")
+    texts = parser.add_argument_group("texts")
+    texts.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="prompts to continue (default: none)")
+    texts.add_argument("--text-tokens", type=_positive, default=1_000_000, metavar="N", help="(default: %(default)s)")
+    texts.add_argument(
+        "--max-new-tokens", type=_positive, default=256, metavar="N", help="per text (default: %(default)s)"
+    )
+    texts.add_argument(
+        "--batch-size", type=_positive, default=64, metavar="N", help="of the engine (default: %(default)s)"
+    )
+    texts.add_argument(
+        "--held-out", type=_positive, default=256, metavar="N", help="texts to measure on (default: %(default)s)"
+    )
+    size = parser.add_argument_group("size")
+    size.add_argument("--hidden-size", type=_positive, metavar="N", help="(default: the target's)")
+    size.add_argument("--ffn-size", type=_positive, metavar="N", help="(default: in proportion to the hidden size)")
+    size.add_argument("--draft-vocab-size", type=_positive, metavar="N", help="most frequent ids (default: all)")
+    recipe, default = parser.add_argument_group("training"), Recipe()
+    recipe.add_argument("--epochs", type=_positive, default=default.epochs, metavar="N", help="(default: %(default)s)")
+    recipe.add_argument(
+        "--batch-tokens", type=_positive, default=default.batch_tokens, metavar="N", help="(default: %(default)s)"
+    )
+    recipe.add_argument(
+        "--learning-rate", type=_rate, default=default.learning_rate, metavar="X", help="(default: %(default)s)"
+    )
+    recipe.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (default: 0)")
+    recipe.add_argument(
+        "--checkpoint-minutes", type=float, default=5.0, metavar="X", help="between two (default: %(default)s)"
+    )
+    add_tap_layers(parser, "2, half of the layers, the last but 3")
+    add_backend_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write texts, train, and measure the agreement on texts that were held out."""
+    _expect_folder(args)
+    size = DrafterSize(args.hidden_size, args.ffn_size, args.tap_layers, args.draft_vocab_size)
+    config = EngineConfig(
+        max_batch_size=args.batch_size,
+        dtype=args.dtype,
+        device=args.device,
+        backend=args.backend,
+        enforce_eager=args.enforce_eager,
+    )
+    target = load_model(args.target, config.dtype, config.device)  # type: ignore[arg-type]
+    text_config = target.config.get_text_config(decoder=True)
+    taps = size.taps(text_config.num_hidden_layers)
+    torch.manual_seed(args.seed)
+    texts = _texts(args, target, config)
+    if args.held_out >= len(texts.lengths):
+        raise ConfigError(f"--held-out {args.held_out}, but there are {len(texts.lengths)} texts; raise --text-tokens.")
+    learnt, held_out = texts.split(args.held_out)
+    draft_ids = frequent_ids(texts, text_config.vocab_size, args.draft_vocab_size)
+    draft_ids = None if draft_ids is None else draft_ids.to(target.device)
+    module = new_module(target, size, args.draft_vocab_size or text_config.vocab_size, draft_ids)
+    recipe = Recipe(
+        args.epochs,
+        args.batch_tokens,
+        args.learning_rate,
+        seed=args.seed,
+        autocast=target.device.type != "cpu",  # on a CPU it was half as fast as fp32
+    )
+    trainer = Trainer(module, Teacher(target, taps, draft_ids), learnt, recipe, args.output)
+    if args.resume:
+        trainer.resume()
+    try:
+        trainer.run(60 * args.checkpoint_minutes)
+    except KeyboardInterrupt:
+        trainer.save()
+        print("specdec-fast train-drafter: interrupted; --resume goes on from here.", file=sys.stderr)
+        return 130
+    trainer.save()
+    save_drafter(module, args.output, target, taps, draft_ids)
+    report = _report(args, trainer, texts, trainer.evaluate(held_out))
+    (args.output / _REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    shares = " ".join(f"{share:.3f}" for share in report["agreement"])
+    print(f"agreement with the target on {args.held_out} texts held out, per draft token: {shares}")
+    print(f"{report['parameters']:,} parameters in {args.output}; pass --draft eagle3:{args.output}")
+    return 0
+
+
+def _expect_folder(args: argparse.Namespace) -> None:
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {str(args.output)!r}: {error.strerror}.") from None
+    if any(args.output.iterdir()) and not args.resume:
+        raise ConfigError(f"--output {args.output} is not empty; pass --resume to go on with it, or another folder.")
+    expect_writable(args.output / _REPORT)
+
+
+def _texts(args: argparse.Namespace, target: Any, config: EngineConfig) -> Texts:
+    path = args.output / _TEXTS
+    if args.resume and path.exists():
+        return Texts.load(path)
+    lines = [] if args.prompts is None else read_prompts(args.prompts)
+    if wrong := next((line for line in lines if line.problem is not None), None):
+        raise ConfigError(f"{args.prompts.name}, line {wrong.number}: {wrong.problem}")
+    engine = Engine(target, None, config)
+    prompts = [line.prompt for line in lines]
+    texts = write_texts(engine, prompts, args.text_tokens, args.max_new_tokens, args.seed)
+    texts.save(path)
+    return texts
+
+
+def _report(args: argparse.Namespace, trainer: Trainer, texts: Texts, agreement: list[float]) -> dict[str, Any]:
+    options = [
+        part
+        for name, value in vars(args).items()
+        if value not in (None, False) and name not in ("command", "output")
+        for part in (f"--{name.replace('_', '-')}", *([] if value is True else [_shown(value)]))
+    ]
+    return {
+        "command": " ".join(["specdec-fast", "train-drafter", *options]),
+        "agreement": [round(share, 4) for share in agreement],
+        "parameters": sum(p.numel() for p in trainer.module.parameters() if p.requires_grad),
+        "texts": {"number": len(texts.lengths), "tokens": len(texts.token_ids), "held_out": args.held_out},
+        "steps": trainer.step,
+        "seconds": round(trainer.seconds, 1),
+        "loss": round(trainer.loss, 4),
+        "machine": {
+            "device": str(trainer.module.fc.weight.device),
+            "processor": _processor(),
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value

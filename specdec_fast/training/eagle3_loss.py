@@ -1,0 +1,102 @@
+"""What EAGLE-3 is trained towards: the target's own distributions, over several drafted tokens in a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec_fast.training.eagle3_module import Eagle3Module
+
+STEP_DISCOUNT = 0.8  # weight of a step's loss over that of the step before (SpecForge, vLLM's speculators)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One batch of texts as the target sees it.
+
+    Attributes:
+        features: ``[B, L, taps * hidden size]``, the residual streams at the tap layers.
+        probabilities: ``[B, L, draft_vocab_size]`` fp32, the target's softmax over the ids that can be proposed.
+        best: ``[B, L]`` int64, the target's most likely id, as a draft id; -1 if it cannot be proposed.
+        counts: ``[B, L]`` bool, the positions whose next token is part of the text.
+
+    """
+
+    features: Tensor
+    probabilities: Tensor
+    best: Tensor
+    counts: Tensor
+
+
+class Teacher:
+    """The target as it teaches: features and distributions for whole texts.
+
+    Args:
+        target: the model; its weights stay as they are.
+        tap_layers: tap l is the residual stream after l layers; below the number of layers.
+        draft_ids: ``[draft_vocab_size]`` int64, the ids that can be proposed, rising; None: all.
+
+    """
+
+    def __init__(self, target: PreTrainedModel, tap_layers: tuple[int, ...], draft_ids: Tensor | None) -> None:
+        self._target, self._tap_layers, self._draft_ids = target, tap_layers, draft_ids
+        self._draft_id_of: Tensor | None = None
+        if draft_ids is not None:
+            vocab_size = target.config.get_text_config(decoder=True).vocab_size
+            self._draft_id_of = torch.full((vocab_size,), -1, device=draft_ids.device)
+            self._draft_id_of[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+
+    @torch.no_grad()
+    def lesson(self, token_ids: Tensor, lengths: Tensor) -> Lesson:
+        """Run the target over ``[B, L]`` texts, padded at the end to the same length."""
+        output = self._target(input_ids=token_ids, output_hidden_states=True, use_cache=False)
+        features = torch.cat([output.hidden_states[layer] for layer in self._tap_layers], dim=-1).float()
+        logits = output.logits
+        best = logits.argmax(-1)
+        if self._draft_ids is not None and self._draft_id_of is not None:
+            logits, best = logits[..., self._draft_ids], self._draft_id_of[best]
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        return Lesson(features, logits.float().softmax(-1), best, positions < lengths[:, None] - 1)
+
+
+def loss_of(module: Eagle3Module, token_ids: Tensor, lesson: Lesson, num_steps: int) -> Tensor:
+    """Return the soft cross-entropy to the target's distribution, averaged over positions and weighted by step.
+
+    Positions whose most likely token cannot be proposed teach nothing: the draft would be rejected there in any case.
+
+    Args:
+        module: the drafter.
+        token_ids: ``[B, L]`` int64.
+        lesson: the target's view of the same texts.
+        num_steps: number of unrolled steps.
+
+    """
+    total, weights = token_ids.new_zeros((), dtype=torch.float32), 0.0
+    for step, drafted in enumerate(module.unroll(lesson.features, token_ids, num_steps)):
+        learnt = (lesson.counts & (lesson.best >= 0))[:, step + 1 :]
+        if not learnt.any():
+            continue
+        logits, wanted = drafted.float(), lesson.probabilities[:, step + 1 :]
+        loss = logits.logsumexp(-1) - (wanted * logits).sum(-1)
+        total = total + STEP_DISCOUNT**step * loss[learnt].mean()
+        weights += STEP_DISCOUNT**step
+    return total / max(weights, 1.0)
+
+
+@torch.no_grad()
+def agreement(module: Eagle3Module, token_ids: Tensor, lesson: Lesson, num_steps: int) -> Tensor:
+    """Count where the module's most likely token is the target's.
+
+    Returns:
+        ``[num_steps, 2]`` int64: per step, positions that agree, and all positions.
+
+    """
+    counts = torch.zeros(num_steps, 2, dtype=torch.int64)
+    for step, logits in enumerate(module.unroll(lesson.features, token_ids, num_steps)):
+        valid = lesson.counts[:, step + 1 :]
+        agrees = (logits.argmax(-1) == lesson.best[:, step + 1 :]) & valid
+        counts[step, 0], counts[step, 1] = agrees.sum(), valid.sum()
+    return counts

@@ -1,0 +1,140 @@
+"""The texts that a drafter is trained on: what the target itself writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from specdec_fast.engine.engine import Engine
+from specdec_fast.errors import ConfigError
+from specdec_fast.sampling_params import SamplingParams
+
+_CALL = 512  # requests per call of the engine, fewer for few tokens: the bar moves after each
+_TYPICAL = 32  # tokens of a short text
+_SHORTEST = 4  # tokens; a shorter text has no position to learn from
+_LONGEST_PROMPT = 48  # tokens of a text that are kept as the prompt of a greedy one
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids of many texts.
+
+    Attributes:
+        token_ids: ``[sum of lengths]`` int32, text after text.
+        lengths: ``[N]`` int32.
+
+    """
+
+    token_ids: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]]) -> Texts:
+        """Join lists of token ids."""
+        flat = torch.tensor([token for text in texts for token in text], dtype=torch.int32, device="cpu")
+        return cls(flat, torch.tensor([len(text) for text in texts], dtype=torch.int32, device="cpu"))
+
+    def split(self, num_held_out: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the texts to train on and the last ``num_held_out`` ones, each ``[length]`` int64."""
+        texts = list(self.token_ids.long().split(self.lengths.tolist()))
+        return texts[: len(texts) - num_held_out], texts[len(texts) - num_held_out :]
+
+    def save(self, path: Path) -> None:
+        """Write one safetensors file."""
+        save_file({"token_ids": self.token_ids, "lengths": self.lengths}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Texts:
+        """Read the file of ``save``.
+
+        Raises:
+            ConfigError: it is damaged, or another kind of file.
+
+        """
+        try:
+            found = load_file(path)
+            texts = cls(found["token_ids"], found["lengths"])
+        except (SafetensorError, KeyError) as error:
+            raise ConfigError(
+                f"{str(path)!r} is no file of training texts ({error}); delete it, or correct the path."
+            ) from None
+        if int(texts.lengths.sum()) != len(texts.token_ids):
+            raise ConfigError(f"{str(path)!r} is damaged: its lengths do not add up; delete it.")
+        return texts
+
+
+def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest: int, seed: int) -> Texts:
+    """Let the target write texts, in turn at temperature 1 and greedily, until they have ``num_tokens`` tokens.
+
+    Without prompts of the caller's, a sampled text begins with the target's first token alone, and a greedy one
+    continues the beginning of a sampled one. With prompts, each is continued both ways; when they are used up, again at
+    temperature 1.
+
+    Args:
+        engine: the target, without a drafter.
+        prompts: what ``Engine.generate`` takes, or an empty list.
+        num_tokens: at least 1; the last call may exceed it.
+        longest: largest number of tokens that are emitted per text.
+        seed: the texts depend on it alone.
+
+    Raises:
+        ConfigError: the target has no token that begins a text, and there are no prompts; or every text is too short.
+
+    """
+    texts: list[list[int]] = []
+    first = [] if prompts else [_first_token(engine)]
+    generator = torch.Generator().manual_seed(seed)
+    total, num_begun, size = 0, 0, max(1, min(_CALL, num_tokens // _TYPICAL) // 2)
+    with tqdm(total=num_tokens, desc="texts", unit="token", unit_scale=True) as bar:
+        while total < num_tokens:
+            begun = range(num_begun, num_begun + size)
+            seeds = [seed + 2 * i for i in begun]
+            if prompts:
+                new = _written(engine, [prompts[i % len(prompts)] for i in begun], longest, seeds)
+                new += _written(engine, prompts[begun.start : begun.stop], longest, None)
+            else:
+                new = _written(engine, [first] * size, longest, seeds)
+                cuts = torch.randint(2, _LONGEST_PROMPT, (len(new),), generator=generator).tolist()
+                beginnings = [text[: min(cut, len(text) - 1)] for text, cut in zip(new, cuts, strict=True)]
+                new += _written(engine, beginnings, longest, None)
+            if not new:
+                raise ConfigError(
+                    f"the target ends its texts within {_SHORTEST} tokens; pass prompts that it can continue."
+                )
+            texts += new
+            added = sum(map(len, new))
+            total, num_begun = total + added, begun.stop
+            bar.update(added)
+    order = torch.randperm(len(texts), generator=generator).tolist()
+    return Texts.of([texts[i] for i in order])
+
+
+def _written(engine: Engine, prompts: Sequence[Any], longest: int, seeds: list[int] | None) -> list[list[int]]:
+    """Return prompt and continuation of each prompt: sampled with ``seeds``, or greedy."""
+    if seeds is None:
+        params = [SamplingParams(max_new_tokens=longest)] * len(prompts)
+    else:
+        params = [SamplingParams(max_new_tokens=longest, temperature=1.0, seed=seed) for seed in seeds]
+    outputs = engine.generate(list(prompts), params, progress=False)
+    if (error := next((output.error for output in outputs if output.error is not None), None)) is not None:
+        raise ConfigError(f"the target cannot continue a prompt: {error}") from error
+    texts = [[*output.prompt_ids, *output.token_ids] for output in outputs]
+    return [text for text in texts if len(text) >= _SHORTEST]
+
+
+def _first_token(engine: Engine) -> int:
+    token = getattr(engine.target.model.config.get_text_config(decoder=True), "bos_token_id", None)
+    token = getattr(engine.tokenizer, "bos_token_id", None) if token is None else token
+    if not isinstance(token, int):
+        raise ConfigError(
+            "the target has no token that begins a text (bos_token_id); pass prompts that it can continue."
+        )
+    return token

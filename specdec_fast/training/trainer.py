@@ -1,0 +1,195 @@
+"""The training loop: batches of similar lengths, AdamW, a schedule over all steps, and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from time import monotonic, perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from specdec_fast.errors import ConfigError, TrainingError
+from specdec_fast.training.eagle3_loss import Teacher, agreement, loss_of
+from specdec_fast.training.eagle3_module import Eagle3Module, padded
+
+_BETAS, _LARGEST_GRADIENT = (0.9, 0.95), 1.0
+_SORTED_TOGETHER = 64  # batches; texts are sorted by length among so many
+_MOVING = 0.98  # of the loss that the bar shows
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a drafter is trained.
+
+    Attributes:
+        epochs: number of passes over the texts.
+        batch_tokens: largest number of positions of a batch, padding included, unless one text has more.
+        learning_rate: at its height.
+        num_steps: number of drafted tokens in a row that are trained.
+        warmup: share of all steps in which the learning rate rises.
+        seed: of the order of the texts.
+        autocast: whether to compute in bf16 where PyTorch does so by itself.
+
+    """
+
+    epochs: int = 2
+    batch_tokens: int = 2048
+    learning_rate: float = 5e-5
+    num_steps: int = 7
+    warmup: float = 0.02
+    seed: int = 0
+    autocast: bool = False
+
+
+class Trainer:
+    """Trains one module on one list of texts; a checkpoint holds all it needs to go on.
+
+    Args:
+        module: the drafter.
+        teacher: the target.
+        texts: ``[length]`` int64 each.
+        recipe: how.
+        folder: where checkpoints go.
+
+    Attributes:
+        step: number of steps done.
+        seconds: time spent in them.
+        loss: moving average of the loss.
+
+    """
+
+    def __init__(
+        self, module: Eagle3Module, teacher: Teacher, texts: list[Tensor], recipe: Recipe, folder: Path
+    ) -> None:
+        self.module, self._teacher, self._texts, self.recipe = module, teacher, texts, recipe
+        self._device = module.fc.weight.device
+        self._state_file = folder / "training_state.pt"
+        learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(learnt, lr=recipe.learning_rate, betas=_BETAS)
+        self.step, self.seconds, self.loss = 0, 0.0, math.nan
+        self.num_steps = sum(1 for epoch in range(recipe.epochs) for _ in self._batches(epoch))
+
+    def run(self, checkpoint_seconds: float) -> None:
+        """Train to the end, and write a checkpoint every so many seconds.
+
+        Raises:
+            TrainingError: the loss is not finite.
+
+        """
+        saved = monotonic()
+        with tqdm(total=self.num_steps, initial=self.step, desc="train", unit="step") as bar:
+            for batch in self._remaining():
+                started = perf_counter()
+                value = self._train_on(batch)
+                self.loss = value if math.isnan(self.loss) else _MOVING * self.loss + (1 - _MOVING) * value
+                self.step += 1
+                self.seconds += perf_counter() - started
+                bar.set_postfix_str(f"loss {self.loss:.3f}", refresh=False)
+                bar.update()
+                if monotonic() - saved > checkpoint_seconds:
+                    self.save()
+                    saved = monotonic()
+
+    def evaluate(self, texts: list[Tensor]) -> list[float]:
+        """Return, for each drafted token in a row, how often it is the target's own choice on ``texts``."""
+        total = torch.zeros(self.recipe.num_steps, 2, dtype=torch.int64)
+        for batch in _grouped(sorted(texts, key=len), self.recipe.batch_tokens):
+            token_ids, lengths = padded(batch, self._device)
+            total += agreement(self.module, token_ids, self._teacher.lesson(token_ids, lengths), self._steps(token_ids))
+        return [agreed / max(1, count) for agreed, count in total.tolist()]
+
+    def save(self) -> None:
+        """Write the checkpoint; an interrupt leaves the one before it."""
+        state = {
+            "module": self.module.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "loss": self.loss,
+            "recipe": self._identity(),
+        }
+        unfinished = self._state_file.with_suffix(".unfinished")
+        torch.save(state, unfinished)
+        unfinished.replace(self._state_file)
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if there is one.
+
+        Raises:
+            ConfigError: it is damaged, or of another recipe, other texts or another shape.
+
+        """
+        if not self._state_file.exists():
+            return
+        remedy = "delete it, or leave --resume out"
+        try:
+            state = torch.load(self._state_file, map_location=self._device, weights_only=True)
+        except (RuntimeError, UnpicklingError, EOFError, OSError) as error:
+            raise ConfigError(f"{str(self._state_file)!r} cannot be read ({error}); {remedy}.") from error
+        if not isinstance(state, dict) or state.get("recipe") != self._identity():
+            raise ConfigError(f"{str(self._state_file)!r} was written with other settings; {remedy}.")
+        self.module.load_state_dict(state["module"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
+
+    def _identity(self) -> dict[str, Any]:
+        shapes = {name: list(parameter.shape) for name, parameter in self.module.named_parameters()}
+        return {**asdict(self.recipe), "texts": sum(map(len, self._texts)), "shapes": shapes}
+
+    def _train_on(self, batch: list[Tensor]) -> float:
+        token_ids, lengths = padded(batch, self._device)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.recipe.learning_rate * self._rate((self.step + 1) / self.num_steps)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self.recipe.autocast):
+            loss = loss_of(self.module, token_ids, self._teacher.lesson(token_ids, lengths), self._steps(token_ids))
+        if not math.isfinite(value := loss.item()):
+            raise TrainingError(f"the loss became {value} at step {self.step + 1}; lower the learning rate.")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), _LARGEST_GRADIENT)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return value
+
+    def _steps(self, token_ids: Tensor) -> int:
+        """Return the number of steps that texts of this length have."""
+        return min(self.recipe.num_steps, token_ids.shape[1] - 2)
+
+    def _rate(self, progress: float) -> float:
+        """Return the factor on the learning rate: it rises in a line, then falls as a cosine to 0."""
+        return min(progress / self.recipe.warmup, 1.0) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def _remaining(self) -> Iterator[list[Tensor]]:
+        done = self.step
+        for epoch in range(self.recipe.epochs):
+            for batch in self._batches(epoch):
+                if done:
+                    done -= 1
+                else:
+                    yield batch
+
+    def _batches(self, epoch: int) -> Iterator[list[Tensor]]:
+        """Yield the batches of one pass, in an order that the seed and the pass decide."""
+        order = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + epoch)
+        texts = [self._texts[i] for i in torch.randperm(len(self._texts), generator=order).tolist()]
+        together = max(1, _SORTED_TOGETHER * self.recipe.batch_tokens * len(texts) // max(1, sum(map(len, texts))))
+        for start in range(0, len(texts), together):
+            batches = list(_grouped(sorted(texts[start : start + together], key=len), self.recipe.batch_tokens))
+            yield from (batches[i] for i in torch.randperm(len(batches), generator=order).tolist())
+
+
+def _grouped(texts: list[Tensor], batch_tokens: int) -> Iterator[list[Tensor]]:
+    """Split texts of rising length into batches of at most ``batch_tokens`` positions, but of one text at least."""
+    batch: list[Tensor] = []
+    for text in texts:
+        if batch and (len(batch) + 1) * len(text) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(text)
+    if batch:
+        yield batch

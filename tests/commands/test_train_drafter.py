@@ -1,0 +1,73 @@
+"""``specdec-fast train-drafter``: a drafter, its report, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec_fast.assets import demo_pair
+from specdec_fast.cli import main
+from specdec_fast.drafters.eagle3_config import is_eagle3
+from specdec_fast.drafters.eagle3_model import load_eagle3
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops import resolve
+
+TARGET = str(demo_pair() / "target")
+SMALL = ["--hidden-size", "32", "--tap-layers", "1,2,3", "--text-tokens", "200", "--max-new-tokens", "16"]
+SMALL += ["--held-out", "2", "--epochs", "1", "--batch-tokens", "128", "--learning-rate", "0.003"]
+
+
+def train(folder, *options):
+    return main(["train-drafter", "--kind", "eagle3", "--target", TARGET, "--output", str(folder), *SMALL, *options])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    assert train(folder, "--draft-vocab-size", "400") == 0
+    return folder
+
+
+def test_a_drafter_and_its_report_are_written(folder):
+    assert is_eagle3(folder)
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    loaded = load_eagle3(folder, RaggedModel(target, resolve(torch.device("cpu"))))
+    assert loaded.taps == (1, 2, 3)
+    assert len(loaded.target_ids) == 400
+    report = json.loads((folder / "report.json").read_text())
+    assert len(report["agreement"]) == 7
+    assert all(0 <= share <= 1 for share in report["agreement"])
+    assert report["texts"]["tokens"] >= 200
+    assert report["command"].startswith(f"specdec-fast train-drafter --kind eagle3 --target {TARGET}")
+    assert "--tap-layers 1,2,3" in report["command"]
+    assert str(folder) not in report["command"], "where it went changes nothing"
+    assert report["machine"]["processor"]
+
+
+def test_resuming_a_finished_run_measures_it_again(folder, capsys):
+    before = json.loads((folder / "report.json").read_text())
+    assert train(folder, "--draft-vocab-size", "400", "--resume") == 0
+    after = json.loads((folder / "report.json").read_text())
+    assert after["agreement"] == before["agreement"]
+    assert "pass --draft eagle3:" in capsys.readouterr().out
+
+
+def test_what_is_wrong_is_one_line(folder, tmp_path, capsys):
+    def says(*options, into=tmp_path):
+        assert train(into, *options) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("specdec-fast")]
+        return line
+
+    assert "is not empty; pass --resume" in says(into=folder)
+    assert "written with other settings" in says("--draft-vocab-size", "400", "--resume", "--seed", "9", into=folder)
+    assert "tap layers (1, 9)" in says("--tap-layers", "1,9")
+    assert "hidden size 256 would have" in says("--hidden-size", "256", "--resume", into=folder)
+    assert "raise --text-tokens" in says("--held-out", "5000", "--resume", into=folder)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "One day"}\n{"text": 1}\n')
+    assert "prompts.jsonl, line 2" in says("--prompts", str(prompts), "--resume")
+    with pytest.raises(SystemExit):
+        train(tmp_path, "--tap-layers", "all")

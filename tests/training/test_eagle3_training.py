@@ -1,0 +1,201 @@
+"""Training of EAGLE-3: what is unrolled is what will be drafted, the loss falls, and an interrupt changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from specdec_fast.drafters.eagle3_model import load_eagle3
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops import resolve
+from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
+from specdec_fast.training.eagle3_loss import Teacher, loss_of
+from specdec_fast.training.eagle3_module import padded
+from specdec_fast.training.texts import Texts, write_texts
+from specdec_fast.training.trainer import Recipe, Trainer
+from support import eagle3
+from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model
+
+TAPS, STEPS = (0, 1, 2), 3
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def texts(target):
+    engine = sd.Engine(target, None, max_batch_size=16)
+    prompts = [[i % VOCAB_SIZE, 3 * i % VOCAB_SIZE] for i in range(40)]
+    return write_texts(engine, prompts, 700, 20, seed=1)
+
+
+def made(target, texts, tmp_path, size=None, recipe=None, draft_vocab_size=None):
+    torch.manual_seed(0)
+    ids = frequent_ids(texts, VOCAB_SIZE, draft_vocab_size)
+    module = new_module(target, size or DrafterSize(16, tap_layers=TAPS), draft_vocab_size or VOCAB_SIZE, ids)
+    learnt, _ = texts.split(4)
+    recipe = recipe or Recipe(epochs=2, batch_tokens=150, learning_rate=1e-2, num_steps=STEPS)
+    return Trainer(module, Teacher(target, TAPS, ids), learnt, recipe, tmp_path)
+
+
+def test_unrolled_logits_are_those_of_drafting(target, texts, tmp_path, monkeypatch):
+    """Step k at row i is the k-th token of a chain that starts behind position i + 1, if it drafted the text itself."""
+    trainer = made(target, texts, tmp_path)
+    layer = trainer.module.config
+    for name, value in (
+        ("HIDDEN", layer.hidden_size),
+        ("HEADS", layer.num_attention_heads),
+        ("KV_HEADS", layer.num_key_value_heads),
+        ("HEAD_DIM", layer.head_dim),
+        ("EPSILON", layer.rms_norm_eps),
+    ):
+        monkeypatch.setattr(eagle3, name, value)
+    token_ids, lengths = padded(texts.split(0)[0][:2], CPU)
+    lesson = trainer._teacher.lesson(token_ids, lengths)
+    weights = {name: weight.detach() for name, weight in trainer.module.named_parameters()}
+    with torch.no_grad():
+        unrolled = trainer.module.unroll(lesson.features, token_ids, STEPS)
+    text, found = token_ids[0].tolist(), []
+    for i in (0, 1, 7):
+        features = lesson.features[0, : i + 1].unflatten(1, (len(TAPS), -1))
+
+        def choose(logits, ahead, i=i):
+            found.append((unrolled[ahead][0, i], logits))
+            return text[i + 2 + ahead]
+
+        eagle3.dense_chain(weights, {}, features, text[: i + 2], choose, STEPS)
+    assert len(found) == 3 * STEPS
+    for one, other in found:
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_changes_no_loss(target, texts, tmp_path):
+    trainer = made(target, texts, tmp_path)
+    text = texts.split(0)[0][0]
+    losses = []
+    for extra in ([], [torch.zeros(len(text) + 9, dtype=torch.int64)]):
+        token_ids, lengths = padded([text, *extra], CPU)
+        token_ids, lengths = token_ids[:1], lengths[:1]
+        loss = loss_of(trainer.module, token_ids, trainer._teacher.lesson(token_ids, lengths), STEPS)
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_training_lowers_the_loss_and_raises_agreement(target, texts, tmp_path):
+    recipe = Recipe(epochs=15, batch_tokens=150, learning_rate=1e-2, num_steps=STEPS)
+    trainer = made(target, texts, tmp_path, recipe=recipe)
+    learnt = trainer._texts
+    token_ids, lengths = padded(learnt, CPU)
+    lesson = trainer._teacher.lesson(token_ids, lengths)
+    before, loss = trainer.evaluate(learnt), loss_of(trainer.module, token_ids, lesson, STEPS).item()
+    trainer.run(1e9)
+    assert trainer.step == trainer.num_steps > 8
+    after = trainer.evaluate(learnt)
+    assert len(after) == STEPS
+    assert after[0] > before[0] + 0.1
+    assert loss_of(trainer.module, token_ids, lesson, STEPS).item() < loss - 0.5
+
+
+def test_a_resumed_run_ends_with_the_same_weights(target, texts, tmp_path):
+    whole = made(target, texts, tmp_path)
+    whole.run(1e9)
+    part, lesson = made(target, texts, tmp_path), Teacher.lesson
+    calls = iter(range(5))
+
+    def interrupted(*args):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return lesson(part._teacher, *args)
+
+    part._teacher.lesson = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        part.run(1e9)
+    assert part.step == 5
+    part.save()
+    rest = made(target, texts, tmp_path)
+    rest.resume()
+    assert rest.step == 5
+    rest.run(1e9)
+    assert rest.step == whole.step
+    assert rest.loss == whole.loss
+    assert all(map(torch.equal, rest.module.state_dict().values(), whole.module.state_dict().values()))
+    other = made(target, texts, tmp_path, recipe=Recipe(epochs=3))
+    with pytest.raises(sd.ConfigError, match="written with other settings"):
+        other.resume()
+    (tmp_path / "training_state.pt").write_bytes(b"damaged")
+    with pytest.raises(sd.ConfigError, match="cannot be read"):
+        made(target, texts, tmp_path).resume()
+
+
+def test_ids_that_cannot_be_proposed_teach_nothing(target, texts, tmp_path):
+    trainer = made(target, texts, tmp_path, draft_vocab_size=20)
+    token_ids, lengths = padded(trainer._texts[:3], CPU)
+    lesson = trainer._teacher.lesson(token_ids, lengths)
+    ids = frequent_ids(texts, VOCAB_SIZE, 20)
+    counts = torch.bincount(texts.token_ids.long(), minlength=VOCAB_SIZE)
+    assert counts[ids].min() >= counts.sort(descending=True).values[20:].max()
+    with torch.no_grad():
+        best = target(token_ids).logits.argmax(-1)
+    expected = torch.where(torch.isin(best, ids), torch.searchsorted(ids, best), -1)
+    assert torch.equal(lesson.best, expected)
+    assert (expected < 0).any()
+    torch.testing.assert_close(lesson.probabilities.sum(-1), torch.ones(token_ids.shape))
+    loss = loss_of(trainer.module, token_ids, lesson, STEPS)
+    lesson.probabilities[expected < 0] = torch.nan
+    assert torch.equal(loss, loss_of(trainer.module, token_ids, lesson, STEPS))
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 20])
+@pytest.mark.parametrize("hidden_size", [16, 32])
+def test_what_is_saved_loads_as_a_drafter(target, texts, tmp_path, hidden_size, draft_vocab_size):
+    size = DrafterSize(hidden_size, tap_layers=TAPS)
+    trainer = made(target, texts, tmp_path, size, draft_vocab_size=draft_vocab_size)
+    ids = frequent_ids(texts, VOCAB_SIZE, draft_vocab_size)
+    save_drafter(trainer.module, tmp_path, target, TAPS, ids)
+    ragged = RaggedModel(target, resolve(CPU))
+    loaded = load_eagle3(tmp_path, ragged)
+    assert loaded.taps == TAPS
+    assert torch.equal(loaded._head, trainer.module.lm_head.weight.bfloat16().float())
+    assert (loaded.target_ids is None) if ids is None else torch.equal(loaded.target_ids, ids)
+    has_own = loaded._embedding.data_ptr() != target.get_input_embeddings().weight.data_ptr()
+    assert has_own is (hidden_size != TINY_GROUPED["hidden_size"])
+
+
+def test_diverged_training_is_an_error(target, texts, tmp_path):
+    trainer = made(target, texts, tmp_path)
+    trainer.module.fc.weight.data.fill_(torch.nan)
+    with pytest.raises(sd.errors.TrainingError, match="the loss became nan at step 1"):
+        trainer.run(1e9)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [({"tap_layers": (0, 3)}, "from 0 to 2"), ({"tap_layers": (1, 1)}, "different"), ({}, "no default taps"),
+     ({"hidden_size": 64, "tap_layers": TAPS}, "divides the target's 32")],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(target, size, message):
+    with pytest.raises(sd.ConfigError, match=message):
+        new_module(target, DrafterSize(**size), VOCAB_SIZE, None)
+
+
+def test_texts_depend_on_the_seed_alone(target, texts, tmp_path):
+    prompts = [[i % VOCAB_SIZE, 3 * i % VOCAB_SIZE] for i in range(3)]
+    engines = [sd.Engine(target, None, max_batch_size=size) for size in (2, 5)]
+    one, again = (write_texts(engine, prompts, 150, 12, seed=1) for engine in engines)
+    assert torch.equal(one.token_ids, again.token_ids)
+    engine = engines[0]
+    assert not torch.equal(write_texts(engine, prompts, 150, 12, seed=2).token_ids, one.token_ids)
+    assert int(texts.lengths.sum()) >= 700
+    texts.save(tmp_path / "texts.safetensors")
+    assert torch.equal(Texts.load(tmp_path / "texts.safetensors").lengths, texts.lengths)
+    with pytest.raises(sd.ConfigError, match="no token that begins a text"):
+        write_texts(engine, [], 700, 20, seed=1)
+    with pytest.raises(sd.ConfigError, match="cannot continue a prompt"):
+        write_texts(engine, [[VOCAB_SIZE + 5]], 700, 20, seed=1)
+    (tmp_path / "texts.safetensors").write_bytes(b"damaged")
+    with pytest.raises(sd.ConfigError, match="no file of training texts"):
+        Texts.load(tmp_path / "texts.safetensors")
