@@ -36,12 +36,12 @@ def run(args: argparse.Namespace) -> int:
     """Decode every valid line; report every invalid line by its number. Exit status 1 if there is an invalid line."""
     lines, options = read_prompts(args.prompts), chat_options(args)
     config = engine_config(args, args.dtype)
-    sampling_params(args)  # wrong values are refused before the models are loaded
+    common = sampling_params(args, logprobs=args.logprobs)  # refuses wrong values before the models are loaded
     expect_output(args, args.prompts)
     results = ResultFile(args.output, args.resume, lambda record: _number_of(record, lines), b'{"line": ')
     rest = [line for line in lines if line.number not in results.done]
     good = [line for line in rest if line.problem is None]
-    params = [sampling_params(args, line.number, args.logprobs) for line in good]
+    params = [common.with_seed_offset(line.number) for line in good]
     engine = Engine(args.target, args.draft, config) if good else None
     num_bad = 0
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from functools import partial
+from itertools import islice
 from os import PathLike
 from typing import Any
 
@@ -35,6 +36,8 @@ from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, RunStats, StreamChunk
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.speculation_length import Profiler, make_length_policy
+
+_AHEAD = 2  # times the sequences that may be resident, for which `as_completed` has encoded prompts
 
 
 class Engine:
@@ -131,7 +134,7 @@ class Engine:
             ForkedProcessError: the engine was made in the process that this one was forked from.
 
         """
-        sequences = self._build(prompts, params, prompt_options)
+        sequences = list(self._build(prompts, params, prompt_options))
         call = self.shared.call()
         with Progress(len(sequences), progress) as bar, closing(self._decode(sequences, call)) as outputs:
             call.ends_only = not bar.is_shown
@@ -144,11 +147,12 @@ class Engine:
     ) -> Generator[GenerationOutput, None, None]:
         """Decode every prompt and yield each output as soon as it has ended, with its ``index``.
 
-        Arguments and errors are those of ``generate``. To stop early, close the iterator.
+        Arguments and errors are those of ``generate``. A prompt is encoded shortly before its turn, so many prompts
+        neither delay the first output nor need the memory of all token ids. To stop early, close the iterator.
         """
         sequences = self._build(prompts, params, prompt_options)
-        outputs = self._decode(sequences, self.shared.call(returns=False, ends_only=True))
-        return outputs_of(self.tokenizer, outputs)
+        call, most_open = self.shared.call(returns=False, ends_only=True), _AHEAD * self.core.scheduler.max_resident
+        return outputs_of(self.tokenizer, self._decode(sequences, call, most_open))
 
     def stream(self, prompts: Any, params: Any = None, **prompt_options: Any) -> Generator[StreamChunk, None, None]:
         """Decode every prompt and yield tokens as steps emit them.
@@ -156,7 +160,7 @@ class Engine:
         Arguments and errors are those of ``generate``. Chunks of different prompts interleave; the chunks of one
         prompt add up to its ``generate`` output. To stop early, close the iterator: that frees its KV pages at once.
         """
-        sequences = self._build(prompts, params, prompt_options)
+        sequences = list(self._build(prompts, params, prompt_options))
         return chunks_of(sequences, self.tokenizer, self._decode(sequences, self.shared.call(returns=False)))
 
     def encode(self, prompt: Any, **prompt_options: Any) -> list[int]:
@@ -209,24 +213,42 @@ class Engine:
     def _builder(self) -> RequestBuilder:
         return RequestBuilder(self.target, self.tokenizer, self.core.length_policy.max_draft_tokens)
 
-    def _build(self, prompts: Any, params: Any, keywords: dict[str, Any]) -> list[Sequence]:
+    def _build(self, prompts: Any, params: Any, keywords: dict[str, Any]) -> Iterator[Sequence]:
+        """Check the arguments and draw the seeds; return the sequences, whose prompts are encoded as they are read."""
         self.process.expect_this()
         options, items = PromptOptions.from_keywords(keywords), as_prompt_list(prompts)
-        builder = self._builder()
-        pairs = zip(items, as_params_list(params, len(items)), strict=True)
-        return [builder.build(index, prompt, p, options) for index, (prompt, p) in enumerate(pairs)]
+        builder, each = self._builder(), as_params_list(params, len(items))
+        seeds = [builder.seed(own) for own in each]
 
-    def _decode(self, sequences: list[Sequence], call: Call) -> Outputs:
-        """Run to the end; yield an output for each sequence that a step served or that failed."""
+        def sequences() -> Iterator[Sequence]:
+            for index, (prompt, own, seed) in enumerate(zip(items, each, seeds, strict=True)):
+                yield builder.build(index, prompt, own, options, seed)
+
+        return sequences()
+
+    def _decode(self, sequences: Iterable[Sequence], call: Call, most_open: int | None = None) -> Outputs:
+        """Run to the end; yield an output for each sequence that a step served or that failed.
+
+        Args:
+            sequences: read as there is room for them.
+            call: serves them.
+            most_open: sequences that wait or are resident at once, more than can end in one step; None: all.
+
+        """
         with closing(call):
-            for sequence in sequences:
-                if sequence.finish_reason is None:
-                    self._expect_room(sequence)
-            failed = [StepOutput(s, [], s.finish_reason) for s in sequences if s.finish_reason is not None]
-            call.add([sequence for sequence in sequences if sequence.finish_reason is None])
-            yield from failed
-            while call.open:
-                for output in call.take():
+            sequences, is_first = iter(sequences), True
+            while True:
+                new = list(islice(sequences, None if most_open is None else most_open - len(call.open)))
+                for sequence in new:
+                    if sequence.finish_reason is None:
+                        self._expect_room(sequence)
+                if new or is_first:
+                    call.add([sequence for sequence in new if sequence.finish_reason is None])
+                    is_first = False
+                yield from (StepOutput(s, [], s.finish_reason) for s in new if s.finish_reason is not None)
+                if not call.open and not new:
+                    return
+                for output in call.take() if call.open else ():
                     raise_cause(output.request.error)
                     yield output
 

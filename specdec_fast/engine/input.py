@@ -50,17 +50,31 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._most_draft_tokens = most_draft_tokens
 
-    def build(self, index: int, prompt: Any, params: SamplingParams, options: PromptOptions = _DEFAULTS) -> Sequence:
+    def build(
+        self,
+        index: int,
+        prompt: Any,
+        params: SamplingParams,
+        options: PromptOptions = _DEFAULTS,
+        seed: int | None = None,
+    ) -> Sequence:
         """Return the sequence of one request; if it cannot be served, the sequence has already failed.
 
+        Args:
+            index: of the request in its call.
+            prompt: as the caller gave it.
+            params: of the request.
+            options: of the prompt.
+            seed: from ``seed``, if it was drawn before.
+
         Raises:
-            InvalidParamsError: the target is sharded over processes, and the request samples without a seed.
+            InvalidParamsError: what ``seed`` raises.
 
         """
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._target.eos_token_ids
-        seed = self._seed(params)
+        seed = self.seed(params) if seed is None else seed
         try:
             self._expect_few_draft_tokens(params)
             token_ids = self.encode(prompt, options)
@@ -121,8 +135,13 @@ class RequestBuilder:
             )
         return min(wanted, limit + 1)  # the target never computes the last emitted token, so that needs no position
 
-    def _seed(self, params: SamplingParams) -> int | None:
-        """Return the request's seed; if it has none, a new one from torch's generator; None if it is greedy."""
+    def seed(self, params: SamplingParams) -> int | None:
+        """Return the request's seed; if it has none, a new one from torch's generator; None if it is greedy.
+
+        Raises:
+            InvalidParamsError: the target is sharded over processes, and the request samples without a seed.
+
+        """
         if params.temperature == 0:
             return None
         if params.seed is None and self._target.is_sharded:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfi
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
+from specdec_fast.engine.input import RequestBuilder
 from support.demo import MAX_NEW_TOKENS
 from support.grids import diagonal
 from support.models import TINY, TINY_GROUPED, tiny_model
@@ -130,6 +131,31 @@ class TestStream:
         assert next(outputs).index == 1, "a prompt that cannot be served has ended at once"
         outputs.close()
         assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
+
+    def test_prompts_are_encoded_shortly_before_their_turn(self, engine, prompts, monkeypatch):
+        """Whatever their number; so the first output of many prompts comes at once, and outputs stay the same."""
+        params = [sd.SamplingParams(max_new_tokens=3 + i % 4, temperature=0.8) for i in range(60)]
+        many, encoded = (prompts * 3)[:60], []
+        torch.manual_seed(5)
+        whole = engine.generate(many, params)
+        run, build = engine.last_run, RequestBuilder.build
+
+        def noted(self, index, *args):
+            encoded.append(index)
+            return build(self, index, *args)
+
+        monkeypatch.setattr(RequestBuilder, "build", noted)
+        torch.manual_seed(5)
+        outputs, found, ahead = engine.as_completed(many, params), [], 2 * engine.core.scheduler.max_resident
+        assert not encoded
+        for output in outputs:
+            torch.rand(1)  # the caller's own draws do not change seeds
+            found.append(output)
+            assert len(encoded) <= len(found) + ahead + engine.config.max_batch_size
+        assert encoded == list(range(60))
+        found.sort(key=lambda output: output.index)
+        assert [(o.token_ids, o.text, o.seed) for o in found] == [(o.token_ids, o.text, o.seed) for o in whole]
+        assert engine.last_run.decoding.num_emitted_tokens == run.decoding.num_emitted_tokens
 
     def test_closing_returns_pages(self, engine, prompt_ids):
         stream = engine.stream(prompt_ids, PARAMS)
