@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from threading import Event
 from time import perf_counter
 
 import torch
@@ -56,6 +57,7 @@ class RaggedModel:
             ``make_deterministic`` sets it.
         why_one_by_one: the operation that mixes rows, if that is why it computes rows one by one.
         page_size: page size of its probes; it must be that of the engine, because an op may refuse another one.
+        verifies: set when ``verify_step`` begins. The core's caller may clear it before a step (``SharedCore.step``).
 
     """
 
@@ -63,6 +65,8 @@ class RaggedModel:
         check_decoder(model)
         self.model, self.ops, self.page_size = model, ops, page_size
         self.row_padding = RowPadding(largest=MAX_PREFILL_ROWS)
+        self.verifies = Event()
+        self.verifies.set()
         self.why_one_by_one: str | None = None
         self.program: ForwardProgram | None = None
         self._watch: Watch | None = None
@@ -145,6 +149,7 @@ class RaggedModel:
             num_draft_tokens: number of draft tokens per sequence; 0 is allowed.
 
         """
+        self.verifies.set()
         counts = [count + 1 for count in num_draft_tokens]
         rows = [Rows(s, s.target_kv_length, count) for s, count in zip(sequences, counts, strict=True)]
         last = [s.token_ids[-1] for s in sequences]

@@ -16,6 +16,8 @@ from specdec_fast.service.receivers import Item, Mailbox, Receiver
 from specdec_fast.service.requests import LiveRequests, ServedRequest
 from specdec_fast.service.statistics import Observer, ServiceStats, Totals
 
+_MOST_SECONDS_HELD = 0.003  # by which texts may come later, so that they are made during the next verification
+
 
 class Worker:
     """Runs steps in one thread as long as there are requests, and makes texts in another one during the next step.
@@ -158,7 +160,12 @@ class Worker:
                 observer(record)
 
     def _hand_out(self, served: list[tuple[ServedRequest, StepOutput]]) -> None:
-        """Make chunks and outputs of a step's outputs, and post them: once per event loop. In the writer's thread."""
+        """Make chunks and outputs of a step's outputs, and post them: once per event loop. In the writer's thread.
+
+        Texts are made, and loops send them, while the model verifies: before that the model's thread needs Python's
+        lock between its forwards, and would wait for it.
+        """
+        self._engine.target.verifies.wait(_MOST_SECONDS_HELD)
         posts: dict[Mailbox, list[tuple[ServedRequest, Item]]] = {}
         for request, output in served:
             try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from threading import Thread
 
 import pytest
 
 import specdec_fast as sd
 from specdec_fast.engine.output import ChunkMaker
+from specdec_fast.service import worker
 
 STOPS = [(), (".",), ("the", "a "), ("\n",)]
 
@@ -66,6 +68,24 @@ def test_texts_of_threads_that_read_streams(engine, requests, whole):
     for thread in threads:
         thread.join()
     assert [found[i] for i in range(len(requests))] == [(output.text, output.finish_reason) for output in whole]
+
+
+def test_texts_are_made_while_the_model_verifies(engine, requests, whole, monkeypatch):
+    """Before that, the model's thread would have to wait for Python's lock again and again."""
+    target, seen = engine.engine.target, []
+    assert target.has_fused_step
+
+    def noted(name, run, *args):
+        seen.append((name, target.verifies.is_set()))
+        return run(*args)
+
+    for model, name in ((target, "verify"), (engine.engine.drafter.model, "draft")):
+        monkeypatch.setattr(model.program, name, partial(noted, name, getattr(model.program, name)))
+    monkeypatch.setattr(worker, "_MOST_SECONDS_HELD", 600)  # what is not released in time, hangs
+    for output, found in zip(whole, asyncio.run(texts_of(engine, requests)), strict=True):
+        assert found == ((output.text, output.finish_reason),) * 2
+    assert set(seen) == {("draft", False), ("verify", True)}
+    assert target.verifies.is_set()
 
 
 class Broken:
