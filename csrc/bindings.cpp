@@ -107,6 +107,12 @@ void linear(int dtype, std::array<std::int64_t, 3> shape, std::uintptr_t rows, s
                    pointer<const void>(weight), pointer<const void>(bias), pointer<void>(out), num_threads});
 }
 
+std::int64_t linear_bytes(int dtype, std::array<std::int64_t, 3> shape, bool transposed, int num_threads) {
+  const auto count = transposed ? specdec::linear_transposed_bytes : specdec::linear_bytes;
+  return count({static_cast<specdec::DType>(dtype), shape[0], shape[1], shape[2], nullptr, shape[1], nullptr, nullptr,
+                nullptr, num_threads});
+}
+
 void grouped_linear(int dtype, std::array<std::int64_t, 6> shape, std::uintptr_t rows, std::uintptr_t expert_ids,
                     std::uintptr_t weight, bool transposed, std::uintptr_t bias, std::uintptr_t out, int num_threads) {
   specdec::grouped_linear({static_cast<specdec::DType>(dtype), shape[0], shape[1], shape[2], shape[3], shape[4], shape[5],
@@ -138,14 +144,8 @@ using OperandTuple =
     std::tuple<int, int, int, std::uintptr_t, float, std::int64_t, std::array<std::int64_t, specdec::kMaxRank>, std::int64_t>;
 
 specdec::Operand operand(const OperandTuple& t) {
-  return {static_cast<specdec::Operand::Place>(std::get<0>(t)),
-          static_cast<specdec::DType>(std::get<1>(t)),
-          std::get<2>(t),
-          pointer<const char>(std::get<3>(t)),
-          std::get<4>(t),
-          std::get<5>(t),
-          std::get<6>(t),
-          std::get<7>(t)};
+  return {static_cast<specdec::Operand::Place>(std::get<0>(t)), static_cast<specdec::DType>(std::get<1>(t)), std::get<2>(t),
+          pointer<const char>(std::get<3>(t)), std::get<4>(t), std::get<5>(t), std::get<6>(t), std::get<7>(t)};
 }
 
 using Addresses = std::array<std::uintptr_t, 11>;
@@ -257,14 +257,9 @@ void bind_program(py::module_& m) {
       .def("add_attend",
            [](Program& self, std::int64_t layer, std::int64_t num_heads, std::array<std::int64_t, 3> query, int out,
               std::array<double, 3> params, const Sinks& sinks) {
-             self.add(specdec::AttendStep{layer,
-                                          num_heads,
-                                          {static_cast<int>(query[0]), query[1], query[2]},
-                                          out,
-                                          static_cast<float>(params[0]),
-                                          static_cast<float>(params[2]),
-                                          static_cast<std::int64_t>(params[1]),
-                                          pointer<const void>(sinks.first),
+             self.add(specdec::AttendStep{layer, num_heads, {static_cast<int>(query[0]), query[1], query[2]}, out,
+                                          static_cast<float>(params[0]), static_cast<float>(params[2]),
+                                          static_cast<std::int64_t>(params[1]), pointer<const void>(sinks.first),
                                           static_cast<specdec::DType>(sinks.second)});
            })
       .def("add_gather", [](Program& self, int in, int out) { self.add(specdec::GatherStep{in, out}); })
@@ -273,6 +268,9 @@ void bind_program(py::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def("draft", &draft, py::call_guard<py::gil_scoped_release>())
       .def("verify", &verify, py::call_guard<py::gil_scoped_release>())
+      .def("bytes_for", &Program::bytes_for)
+      .def("release", &Program::release)
+      .def_property_readonly("held_bytes", &Program::held_bytes)
       .def_property_readonly("seconds", &Program::seconds);
 }
 
@@ -285,6 +283,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("compact_kv", &compact_kv, ReleaseGil());
   m.def("grouped_linear", &grouped_linear, ReleaseGil());
   m.def("linear", &linear, ReleaseGil());
+  m.def("linear_bytes", &linear_bytes);
   m.def("linear_versions", &specdec::linear_versions);
   m.def("choose_linear_version", &specdec::choose_linear_version);
   m.def("linear_transposed_versions", &specdec::linear_transposed_versions);

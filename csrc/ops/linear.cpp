@@ -62,14 +62,31 @@ Range share(std::int64_t size, std::int64_t granule, int part, int parts) {
   return {std::min(size, granules * part / parts * granule), std::min(size, granules * (part + 1) / parts * granule)};
 }
 
+LinearPlan plan_of(const LinearArgs& args) {
+  return (*versions.chosen())[static_cast<std::size_t>(args.dtype)](args);
+}
+
+// Blocks of rows that are prepared at a time.
+std::int64_t blocks_of_pass(const LinearPlan& plan, std::int64_t num_rows) {
+  const std::int64_t num_blocks = quotient(num_rows, plan.height);
+  return quotient(num_blocks, quotient(num_blocks, plan.most_blocks));
+}
+
+std::int64_t buffer_bytes_of(const LinearPlan& plan) { return quotient(plan.buffer_bytes, kAlignment) * kAlignment; }
+
 }  // namespace
+
+std::int64_t linear_bytes(const LinearArgs& args) {
+  if (args.num_rows == 0 || args.out_features == 0) return 0;
+  const LinearPlan plan = plan_of(args);
+  const std::int64_t inputs = blocks_of_pass(plan, args.num_rows) * plan.block_bytes;
+  return inputs + buffer_bytes_of(plan) * args.num_threads + 2 * kAlignment;
+}
 
 void linear(const LinearArgs& args) {
   if (args.num_rows == 0 || args.out_features == 0) return;
-  const LinearPlan plan = (*versions.chosen())[static_cast<std::size_t>(args.dtype)](args);
-  const std::int64_t num_blocks = quotient(args.num_rows, plan.height);
-  const std::int64_t passes = quotient(num_blocks, plan.most_blocks), pass_blocks = quotient(num_blocks, passes);
-  const std::int64_t buffer_bytes = quotient(plan.buffer_bytes, kAlignment) * kAlignment;
+  const LinearPlan plan = plan_of(args);
+  const std::int64_t pass_blocks = blocks_of_pass(plan, args.num_rows), buffer_bytes = buffer_bytes_of(plan);
   const Buffer inputs(pass_blocks * plan.block_bytes), buffers(buffer_bytes * args.num_threads);
   // Waking a thread takes some microseconds, in which a core multiplies about 64K numbers.
   const bool worth_threads = args.num_rows * args.in_features * args.out_features > (1 << 18);

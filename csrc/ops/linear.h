@@ -25,6 +25,9 @@ struct LinearArgs {
 
 void linear(const LinearArgs& args);
 
+// Bytes that a call allocates while it runs: prepared inputs, and weights that its threads have packed.
+std::int64_t linear_bytes(const LinearArgs& args);
+
 // The instruction sets that this machine can run, the best last. The best is chosen; tests choose others.
 std::vector<std::string> linear_versions();
 void choose_linear_version(const std::string& name);

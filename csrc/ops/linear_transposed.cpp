@@ -27,10 +27,15 @@ Versions<TransposedKernel> versions("linear_transposed", usable());
 
 }  // namespace
 
+std::int64_t linear_transposed_bytes(const LinearArgs& args) {
+  const TransposedKernel::Format& format = versions.chosen().formats[static_cast<int>(args.dtype)];
+  return args.num_rows * format.num_units(args.in_features) * static_cast<std::int64_t>(sizeof(float));
+}
+
 void linear_transposed(const LinearArgs& args) {
   const TransposedKernel& kernel = versions.chosen();
   const TransposedKernel::Format& format = kernel.formats[static_cast<int>(args.dtype)];
-  const std::unique_ptr<float[]> units(new float[static_cast<std::size_t>(args.num_rows * format.num_units(args.in_features))]);
+  const std::unique_ptr<float[]> units(new float[static_cast<std::size_t>(linear_transposed_bytes(args)) / sizeof(float)]);
   format.prepare(args, units.get());
   const std::int64_t blocks = (args.out_features + kernel.step - 1) / kernel.step;
   // Waking a thread takes some microseconds, in which a core multiplies about 64K numbers.

@@ -14,6 +14,9 @@ namespace specdec {
 void linear_transposed(const LinearArgs& args);
 
 // The instruction sets that this machine can run, the best last. The best is chosen; tests choose others.
+// Bytes that a call allocates while it runs: prepared inputs.
+std::int64_t linear_transposed_bytes(const LinearArgs& args);
+
 std::vector<std::string> linear_transposed_versions();
 void choose_linear_transposed_version(const std::string& name);
 

@@ -34,6 +34,11 @@ std::size_t thread_number() {
 #endif
 }
 
+template <typename T>
+void free_memory(std::vector<T>& memory) {
+  std::vector<T>().swap(memory);  // an assignment might keep the capacity
+}
+
 // The first aligned byte of `memory`.
 char* aligned(std::vector<char>& memory) {
   return memory.data() + (-reinterpret_cast<std::intptr_t>(memory.data()) & (kAlignment - 1));
@@ -96,11 +101,37 @@ void Program::add(const AppendStep& step) { steps_.push_back({step}); }
 void Program::add(const AttendStep& step) { steps_.push_back({step}); }
 void Program::add(const GatherStep& step) { steps_.push_back({step}); }
 
+std::int64_t Program::shared_bytes(std::int64_t num_rows, std::int64_t num_logit_rows) const {
+  return num_rows * arena_bytes_ + num_logit_rows * logit_arena_bytes_ + kAlignment;
+}
+
+std::int64_t Program::bytes_for(std::int64_t num_rows, std::int64_t num_logit_rows, int num_threads) const {
+  return shared_bytes(num_rows, num_logit_rows) + num_threads * (scratch_bytes_ + kAlignment + RowScratch::bytes(largest_op_));
+}
+
+std::int64_t Program::held_bytes() const {
+  std::int64_t bytes = static_cast<std::int64_t>(arena_.capacity());
+  for (const std::vector<char>& each : scratch_) bytes += static_cast<std::int64_t>(each.capacity());
+  for (const RowScratch& each : row_scratch_) {
+    bytes += static_cast<std::int64_t>((each.loaded.capacity() + each.result.capacity()) * sizeof(float));
+  }
+  return bytes;
+}
+
+void Program::release() {
+  free_memory(arena_);
+  free_memory(scratch_);
+  free_memory(row_scratch_);
+}
+
 void Program::run(const Forward& forward) {
   const auto started = std::chrono::steady_clock::now();
   const std::int64_t first_logit_byte = forward.num_rows * arena_bytes_;
-  const std::int64_t bytes = first_logit_byte + forward.num_logit_rows * logit_arena_bytes_ + kAlignment;
-  if (static_cast<std::int64_t>(arena_.size()) < bytes) arena_.resize(static_cast<std::size_t>(bytes));
+  const std::int64_t bytes = shared_bytes(forward.num_rows, forward.num_logit_rows);
+  if (static_cast<std::int64_t>(arena_.size()) < bytes) {
+    free_memory(arena_);  // before there is new memory: it has nothing but the numbers of an earlier forward
+    arena_.resize(static_cast<std::size_t>(bytes));
+  }
   char* arena = aligned(arena_);
   while (static_cast<int>(scratch_.size()) < forward.num_threads) {
     scratch_.emplace_back(static_cast<std::size_t>(scratch_bytes_ + kAlignment));

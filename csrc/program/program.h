@@ -124,9 +124,18 @@ class Program {
   // The time of all runs so far.
   double seconds() const { return seconds_; }
 
+  // The memory that the program keeps after a forward of so many rows if no larger one came before, in bytes. One forward
+  // may have the most rows and another one the most logit rows; the shared memory has the larger of both sizes.
+  std::int64_t bytes_for(std::int64_t num_rows, std::int64_t num_logit_rows, int num_threads) const;
+
+  // The memory that it keeps now, in bytes; and frees.
+  std::int64_t held_bytes() const;
+  void release();
+
  private:
   struct Step;
   struct Run;
+  std::int64_t shared_bytes(std::int64_t num_rows, std::int64_t num_logit_rows) const;
   void run_row_ops(const Step& step, Run& run);
   void run_linear(const LinearStep& step, const Run& run) const;
   void run_grouped_linear(const GroupedLinearStep& step, const Run& run) const;

@@ -63,6 +63,8 @@ struct RowScratch {
   explicit RowScratch(std::int64_t size) : loaded(3 * size), result(size), size(size) {}
   std::vector<float> loaded, result;
   std::int64_t size;
+
+  static std::int64_t bytes(std::int64_t size) { return 4 * size * static_cast<std::int64_t>(sizeof(float)); }
 };
 
 // The address of a buffer: rows in memory that all threads share, or one row at `offset` in each thread's own memory.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import singledispatchmethod
+from functools import partial, singledispatchmethod
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.kv_cache.forward_layout import Spans
 from specdec_fast.kv_cache.page_pool import KVPages
 from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
+from specdec_fast.program.forward_memory import working_bytes
 from specdec_fast.program.ir import (
     MAX_RANK,
     ROW_CODES,
@@ -80,6 +81,24 @@ class Program:
         outputs = (logits.data_ptr(), hidden_states.data_ptr())
         self._program.run(*_forward(token_ids, batch, pages, logit_rows, outputs))
         return logits
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the program keeps now."""
+        return int(self._program.held_bytes)
+
+    def bytes_for(self, num_rows: int, num_logit_rows: int) -> int:
+        """Return the memory that it keeps after a forward of so many rows, if no larger forward came before."""
+        return int(self._program.bytes_for(num_rows, num_logit_rows, torch.get_num_threads()))
+
+    def working_bytes(self, num_rows: int, num_logit_rows: int) -> int:
+        """Return an upper bound of the memory that one of its operations allocates and frees in such a forward."""
+        linear_bytes = partial(_C.linear_bytes, DTYPE_CODES[self._plan.dtype])
+        return working_bytes(self._plan, num_rows, num_logit_rows, torch.get_num_threads(), linear_bytes)
+
+    def release(self) -> None:
+        """Free what it keeps; the next forward allocates it again."""
+        self._program.release()
 
     @property
     def seconds(self) -> float:

@@ -15,11 +15,12 @@ from specdec_fast.kv_cache.forward_layout import Spans
 from specdec_fast.kv_cache.page_pool import KVPages
 from specdec_fast.ops import Ops
 from specdec_fast.ops.registry import BACKENDS
+from specdec_fast.program.forward_memory import ForwardMemory
 from specdec_fast.program.ir import Append, Attend, GroupedLinear, Linear, Plan
 from specdec_fast.program.row_views import NotLowerableError
 
 
-class ForwardProgram(Protocol):
+class ForwardProgram(ForwardMemory, Protocol):
     """What an executor builds from a ``Plan``; see ``program/cpp_executor.py``."""
 
     def __call__(
