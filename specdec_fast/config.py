@@ -41,6 +41,11 @@ class EngineConfig:
         kv_cache_tokens: KV positions in the pool (the draft model's pool gets as many); None: as many as a full window
             of each call's largest requests needs. Sequences take pages as they grow. If the pool is full, the youngest
             one gives up its pages and is prefilled again later, with the same tokens.
+        memory_bytes: budget for weights, KV entries and the working memory of steps, on the device of the target;
+            the interpreter and its libraries are not counted. ``max_batch_size``, ``num_draft_tokens`` and
+            ``max_prefill_tokens`` are then upper limits: the engine lowers them as far as it must, and takes the rest
+            of the budget for KV positions, or exactly ``kv_cache_tokens``. A checkpoint that cannot fit is refused
+            before it is loaded. None: no budget. See ``docs/planning.md``.
         page_size: KV positions per page.
         max_prefill_tokens: largest number of prompt tokens that a step prefills, so that the other sequences can decode
             while a long prompt is prefilled. None: whole prompts at once, so that a batch ends soonest.
@@ -69,6 +74,7 @@ class EngineConfig:
     window_size: int | None = None
     max_wait_steps: int = 4
     kv_cache_tokens: int | None = None
+    memory_bytes: int | None = None
     page_size: int = 16
     max_prefill_tokens: int | None = None
     tap_layers: tuple[int, ...] | None = None
@@ -88,7 +94,7 @@ class EngineConfig:
         for name, smallest in (("max_batch_size", 1), ("max_wait_steps", 0), ("page_size", 1)):
             expect_at_least(name, getattr(self, name), smallest)
         make_length_policy(self.num_draft_tokens)  # raises if the value is invalid
-        for name in ("kv_cache_tokens", "max_prefill_tokens"):
+        for name in ("kv_cache_tokens", "memory_bytes", "max_prefill_tokens"):
             if getattr(self, name) is not None:
                 expect_at_least(name, getattr(self, name), 1)
         self._check_window()

@@ -14,6 +14,10 @@ class ConfigError(SpecDecError, ValueError):
     """A setting of the engine (method, sizes, keyword) is unknown or out of range."""
 
 
+class MemoryBudgetError(ConfigError):
+    """``memory_bytes`` is too small for the weights, the KV entries asked for, and a plain step of one sequence."""
+
+
 class InvalidParamsError(SpecDecError, ValueError):
     """A sampling parameter is out of range."""
 

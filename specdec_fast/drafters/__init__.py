@@ -46,6 +46,7 @@ __all__ = [
     "DrafterContext",
     "StepResult",
     "checked_draft",
+    "is_draft_model",
     "make_drafter",
 ]
 
@@ -108,9 +109,17 @@ def make_drafter(
         model = RaggedModel(module, ops, config.page_size, config.enforce_eager)
         if config.deterministic:
             make_deterministic(model)
+        model.release_memory()
     model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))
     _check_vocabulary(model, target, tokenizer)
     return ModelDrafter(model, target.vocab_size, config.max_prefill_tokens)
+
+
+def is_draft_model(draft: Any) -> bool:
+    """Return whether ``draft``, from ``checked_draft``, is a draft model or the name or folder of one."""
+    if isinstance(draft, nn.Module):
+        return True
+    return isinstance(draft, (str, PathLike)) and draft not in DRAFTERS and _checkpoint(fspath(draft)) is None
 
 
 def _checkpoint(draft: str) -> tuple[str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,34 @@ class Drafter(ABC):
         return {}
 
     # A drafter without state of its own need not override the methods below.
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the tensors of its weights; those that it shares with the target are counted once."""
+        return ()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of its KV entries of one position; its pool has as many pages as the target's."""
+        return 0
+
+    @property
+    def estimates_memory(self) -> bool:
+        """Whether ``step_bytes`` is an estimate, because PyTorch runs its forwards."""
+        return False
+
+    def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
+        """Return the memory in bytes that it needs beside weights and KV entries.
+
+        Args:
+            num_sequences: of a step.
+            num_draft_tokens: largest number per sequence, at least 1.
+            prefill_rows: largest number of rows of a prefill forward; None: as many as a forward may have.
+
+        """
+        return 0
+
+    def limit_prefill(self, max_prefill_tokens: int | None) -> None:  # noqa: B027
+        """Use this ``max_prefill_tokens`` instead of that of the configuration; called before the first step."""
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
         """Measure the time of drafting one token for several sequences at once; called if K is ``"auto"``.

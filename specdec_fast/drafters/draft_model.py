@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters.base import Draft, Drafter, StepResult
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.model_memory import forward_memory, logits_bytes, weights_of
 from specdec_fast.models.prefill import prefill
 from specdec_fast.models.profiling import forward_seconds
 from specdec_fast.models.ragged_model import RaggedModel
@@ -55,6 +58,34 @@ class ModelDrafter(Drafter):
         call = max(0.0, seconds_by_count[1] - per_token)
         seconds_by_count = {count: max(seconds - call, seconds / 10) for count, seconds in seconds_by_count.items()}
         return seconds_by_count | {0: max(0.0, short - _MEASURED_LENGTHS[0] * seconds_by_count[1])}
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the draft model's parameters and buffers."""
+        return weights_of(self.model.model)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the draft model's KV entries of one position."""
+        return self.model.layout.bytes_per_token
+
+    @property
+    def estimates_memory(self) -> bool:
+        """Whether the draft model has no program."""
+        return self.model.program is None
+
+    def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
+        """Return what the draft model's forwards need, and the logits of one row per sequence."""
+        largest, decoding = self.model.row_padding.largest, num_sequences * ROWS_EACH
+        if prefill_rows is None:  # a draft may begin with all tokens that a sequence has got without one
+            row_counts = {(max(decoding, largest), num_sequences)}
+        else:
+            row_counts = {(decoding, num_sequences), (min(prefill_rows, largest), 1)}
+        memory = forward_memory(self.model, row_counts)
+        return memory.held + memory.working + num_sequences * logits_bytes(self.model)
+
+    def limit_prefill(self, max_prefill_tokens: int | None) -> None:
+        """Prefill at most so many tokens in a step."""
+        self._max_prefill_tokens = max_prefill_tokens
 
     def _proposal_seconds(self, num_draft_tokens: int) -> float:
         """Return the seconds of a proposal for one short sequence, the least of several runs."""

@@ -8,6 +8,7 @@ Features of accepted tokens arrive after the step, and the next proposal overwri
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,28 @@ class Eagle3Drafter(Drafter):
     def describe(self) -> dict[str, Any]:
         """Return the taps and the number of ids that can be proposed."""
         return {"tap_layers": self.taps, "draft_vocab_size": self.model.config.draft_vocab_size}
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the checkpoint's weights, and the target's embedding if the checkpoint has none."""
+        return self.model.weights()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of its KV entries of one position."""
+        return self.model.layout.bytes_per_token
+
+    @property
+    def estimates_memory(self) -> bool:
+        """PyTorch runs its forwards."""
+        return True
+
+    def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
+        """Estimate what its forwards need, its logits, and the features that wait."""
+        model, itemsize = self.model, self.model.layout.dtype.itemsize
+        rows = max(prefill_rows or MAX_PREFILL_ROWS, num_sequences * (num_draft_tokens + 1))
+        queued = num_sequences * _MOST_QUEUED * model.hidden_size * itemsize
+        widths = model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
+        return rows * model.row_bytes + queued + num_sequences * widths * itemsize
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the present one if it is large enough and no interrupted call left pages."""

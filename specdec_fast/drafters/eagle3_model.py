@@ -137,6 +137,20 @@ class Eagle3Model:
         self._rotary = LlamaRotaryEmbedding(layer).to(device)
         self._factors = self._rotary_factors(_FIRST_POSITIONS)
 
+    def weights(self) -> list[Tensor]:
+        """Return all tensors that it keeps; the embedding may be the target's."""
+        found = [self._embedding, self._fc, self._norm, self._head, self._input_norm, self._factors, self.target_ids]
+        found += self._fc_norms or []
+        for layer in self._layers:
+            for value in vars(layer).values():
+                found += value if isinstance(value, tuple) else [value]
+        return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+    @property
+    def row_bytes(self) -> int:
+        """Estimate the bytes per row of a forward, which PyTorch runs: its widest operands and the residual stream."""
+        return (4 * self.hidden_size + 3 * self.config.layer.intermediate_size) * self.layout.dtype.itemsize
+
     def project(self, features: Tensor) -> Tensor:
         """Reduce the target's hidden states to one feature per row.
 

@@ -17,6 +17,7 @@ from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters import Drafter, checked_draft, make_drafter
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list
+from specdec_fast.engine.memory import affordable_draft, plan_memory
 from specdec_fast.engine.output import Outputs, chunks_of, output_of, outputs_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.progress import Progress
@@ -58,6 +59,7 @@ class Engine:
 
     Raises:
         ConfigError: unknown method, keyword or backend, or a value out of range.
+        MemoryBudgetError: ``memory_bytes`` is too small for the models and one short sequence.
         UnsupportedModelError: a model cannot be paged.
         VocabularyMismatchError: the draft model has another vocabulary than the target.
         BackendError: the requested backend cannot run here.
@@ -80,6 +82,7 @@ class Engine:
         scheduler = make_scheduler(self.config)
         draft = checked_draft(draft, self.config)
         expect_tokenizer(tokenizer)
+        draft = affordable_draft(target, draft, self.config)
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
         self._ops = resolve(next(model.parameters()).device, self.config.backend)
         with named_failures(model):
@@ -87,10 +90,17 @@ class Engine:
             self._expect_same_steps()
             if self.config.deterministic:
                 make_deterministic(self.target)
+            self.target.release_memory()
             self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
         self.target.use_taps(drafter.taps)
+        self.memory_plan = plan_memory(self.target, drafter, self.config, drafts=draft is not None)
+        if self.memory_plan is not None:
+            self.config, scheduler = self.memory_plan.config, make_scheduler(self.memory_plan.config)
+            drafter.limit_prefill(self.config.max_prefill_tokens)
+            if not self.memory_plan.has_drafter:
+                draft, drafter = None, make_drafter(None, self.target, self.config, self._ops, self.tokenizer)
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
         is_asynchronous = self.target.layout.device.type != "cpu"
@@ -200,6 +210,7 @@ class Engine:
             "ops": dict(self._ops.chosen),
             "kv_bytes_per_token": self.target.layout.bytes_per_token,
             "kv_pages": self.core.pool.num_pages if self.core.pool else 0,
+            "memory": None if self.memory_plan is None else self.memory_plan.describe(),
         }
 
     def _expect_same_steps(self) -> None:

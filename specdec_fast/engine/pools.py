@@ -10,6 +10,7 @@ from specdec_fast.drafters import Drafter
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.planner.budget import longest_prompt
 from specdec_fast.request.sequence import Sequence
 
 
@@ -30,6 +31,7 @@ class Pools:
     def __init__(self, target: RaggedModel, drafter: Drafter, config: EngineConfig) -> None:
         self._target, self._drafter = target, drafter
         self._page_size, self._fixed_tokens = config.page_size, config.kv_cache_tokens
+        self._size_option = "kv_cache_tokens" if config.memory_bytes is None else "memory_bytes"
         self.target_pool: PagePool | None = None
         self.is_sized = False
 
@@ -47,10 +49,11 @@ class Pools:
         """
         needed = request.max_length - 1
         if self._fixed_tokens is not None and self._rounded(needed) > self._rounded(self._fixed_tokens):
+            positions, new_tokens = self._rounded(self._fixed_tokens), request.max_length - request.prompt_length
             raise KVCacheTooSmallError(
                 f"the request needs {needed} KV positions (prompt {request.prompt_length}, the rest new tokens), but "
-                f"the whole pool has {self._rounded(self._fixed_tokens)}; raise kv_cache_tokens, or lower "
-                "max_new_tokens."
+                f"the whole pool has {positions}; raise {self._size_option}, or lower max_new_tokens: the longest "
+                f"prompt that fits with {new_tokens} new tokens has {longest_prompt(positions, new_tokens)}."
             )
 
     def size(self, resident: list[Sequence], waiting: Iterable[Sequence], max_resident: int) -> None:

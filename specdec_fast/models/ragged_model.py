@@ -234,6 +234,12 @@ class RaggedModel:
             expected = self.hf.dense_hidden_states(probe)
             name = f"{type(self.model).__name__} (taps {ids})"
             check_reproduces(name, self._hidden_states, self.layout, self.page_size, probe, expected, "hidden states")
+        self.release_memory()
+
+    def release_memory(self) -> None:
+        """Free what the program has kept since the probes; its next forward allocates as much as it needs."""
+        if self.program is not None:
+            self.program.release()
 
     def attached(self) -> AbstractContextManager[None]:
         """Replace functions and linears once for several forwards of PyTorch: see ``HFModel.attached``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from specdec_fast.errors import ConfigError
@@ -9,8 +10,8 @@ from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObservation
 from specdec_fast.speculation_length.fixed import FixedLength
 
-# The values of ``num_draft_tokens`` besides integers and instances.
-LENGTH_POLICIES: dict[str, type[LengthPolicy]] = {"auto": AdaptiveLength}
+# The values of ``num_draft_tokens`` besides integers and instances: called without an argument, or with the largest K.
+LENGTH_POLICIES: dict[str, Callable[..., LengthPolicy]] = {"auto": AdaptiveLength}
 
 __all__ = ["LENGTH_POLICIES", "LengthPolicy", "Profiler", "StepObservation", "make_length_policy"]
 

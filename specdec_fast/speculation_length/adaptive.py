@@ -27,6 +27,9 @@ class AdaptiveLength(LengthPolicy):
     Tokens over seconds is the "goodput" by which SmartSpec chooses lengths (Liu et al., arXiv 2406.14066). While no K
     pays, one sequence is drafted for now and then (a probe), because acceptance can be observed only by drafting.
 
+    Args:
+        max_draft_tokens: the largest K that it may choose.
+
     Attributes:
         num_choices: made so far.
 
@@ -34,7 +37,8 @@ class AdaptiveLength(LengthPolicy):
 
     max_draft_tokens = 8
 
-    def __init__(self) -> None:
+    def __init__(self, max_draft_tokens: int = max_draft_tokens) -> None:
+        self.max_draft_tokens = max_draft_tokens
         self.num_choices = 0
         self._costs = StepCosts({1: 1e-3}, None)  # until ``prepare``
         self._acceptance = Acceptance(self.max_draft_tokens)
@@ -118,7 +122,7 @@ class AdaptiveLength(LengthPolicy):
         probability = tokens[self._probe_k] - tokens[self._probe_k - 1]
         if self._accepted[self._probe_k]:
             self._acceptance.fade(min(_PROBE_KEEPS, probability))
-            self._probe_k = _PROBE_K
+            self._probe_k = min(_PROBE_K, self.max_draft_tokens)
         else:
             self._acceptance.fade(_PROBE_KEEPS)
             self._probe_k = 1

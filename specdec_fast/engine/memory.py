@@ -1,0 +1,172 @@
+"""An engine within ``memory_bytes``: its settings are lowered until it fits; a checkpoint that cannot is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import Drafter, is_draft_model
+from specdec_fast.errors import ConfigError
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.planner.budget import Ask, EngineMemory, Setting, budget_error, halved, largest_within
+from specdec_fast.planner.checkpoint import least_memory
+from specdec_fast.planner.loaded import loaded_memory
+from specdec_fast.schedulers import make_scheduler
+from specdec_fast.speculation_length import LENGTH_POLICIES, LengthPolicy
+
+# KV positions that every resident sequence should be able to have before the batch is made smaller: nothing is known of
+# the requests yet. A smaller pool serves them too, with preemptions.
+_POSITIONS_EACH = 1024
+
+
+class MemoryPlan(NamedTuple):
+    """What an engine does within its budget.
+
+    Attributes:
+        config: the settings with which it runs.
+        has_drafter: whether it drafts; plain decoding is the last resort.
+        terms: bytes by term.
+        is_estimate: whether some of them are estimates.
+
+    """
+
+    config: EngineConfig
+    has_drafter: bool
+    terms: dict[str, int]
+    is_estimate: bool
+
+    def describe(self) -> dict[str, Any]:
+        """Return the entry of ``Engine.describe()``."""
+        config = self.config
+        return {
+            "memory_bytes": config.memory_bytes,
+            "planned_bytes": sum(self.terms.values()),
+            "is_estimate": self.is_estimate,
+            "terms": dict(self.terms),
+            "max_batch_size": config.max_batch_size,
+            "has_drafter": self.has_drafter,
+            "most_draft_tokens": config.most_draft_tokens if self.has_drafter else 0,
+            "kv_cache_tokens": config.kv_cache_tokens,
+            "max_prefill_tokens": config.max_prefill_tokens,
+        }
+
+
+def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
+    """Check from the checkpoints' configs, before loading any, that the budget can hold the weights and a plain step.
+
+    Args:
+        target: the engine's argument.
+        draft: from ``checked_draft``.
+        config: the engine's settings.
+
+    Returns:
+        ``draft``, or None if its weights do not fit beside the target's.
+
+    Raises:
+        MemoryBudgetError: the target's weights, the KV entries asked for and a plain step of one row do not fit.
+
+    """
+    if config.memory_bytes is None:
+        return draft
+    least = Setting(1, 0, 1, config.kv_cache_tokens or 1)
+    try:
+        plain = least_memory(target, None, config)
+    except ConfigError:  # loading says what is wrong with it, or it has a size that its config does not tell
+        return draft
+    if plain.total(least) > config.memory_bytes:
+        raise budget_error(plain, config.memory_bytes, least)
+    if not is_draft_model(draft):
+        return draft
+    try:
+        both = least_memory(target, draft, config)
+    except ConfigError:
+        return draft
+    return draft if both.total(least._replace(num_draft_tokens=1)) <= config.memory_bytes else None
+
+
+def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, drafts: bool) -> MemoryPlan | None:
+    """Choose the largest settings within ``memory_bytes``; None without a budget.
+
+    What is lowered first: the rows of a prefill forward, the sequences beyond the batch that exspec keeps resident, K
+    down to 1, the batch. If one sequence with K 1 does not fit, the engine decodes plainly.
+
+    Args:
+        target: the loaded target.
+        drafter: the drafter.
+        config: the settings asked for.
+        drafts: whether the drafter proposes anything.
+
+    Raises:
+        MemoryBudgetError: a plain step of one sequence does not fit, with ``kv_cache_tokens`` or one page.
+
+    """
+    budget = config.memory_bytes
+    if budget is None:
+        return None
+    memory = loaded_memory(target, drafter, config.page_size)
+    each = memory.rounded(min(_POSITIONS_EACH, target.max_positions or _POSITIONS_EACH))
+    lengths = _lengths(config) if drafts else [0]
+    for positions in (each, 1):  # one page, if the budget holds no more
+        for nodes in (lengths, [0]) if lengths != [0] else ([0],):
+            ask = _ask(config, target, nodes, positions)
+            if positions == 1:
+                ask = replace(ask, batch_size=1)
+            setting = largest_within(memory, budget, ask)
+            if setting is not None:
+                return _plan(memory, setting, target, config)
+    raise budget_error(memory, budget, Setting(1, 0, 1, config.kv_cache_tokens or 1, 1))
+
+
+def _lengths(config: EngineConfig) -> list[int]:
+    """Return the values of K to which it may be lowered, the largest first; a policy of the caller's own has one."""
+    most, is_own = config.most_draft_tokens, not isinstance(config.num_draft_tokens, (int, str))
+    return [most] if is_own or not most else list(range(most, 0, -1))
+
+
+def _ask(config: EngineConfig, target: RaggedModel, lengths: list[int], positions_each: int) -> Ask:
+    def num_resident(batch_size: int) -> list[int]:
+        asked = make_scheduler(_with_batch(config, batch_size, None)).max_resident
+        return list(dict.fromkeys([asked, batch_size]))
+
+    def num_positions(resident: int, _: int) -> int:
+        return config.kv_cache_tokens or resident * positions_each
+
+    bounds = halved(config.max_prefill_tokens, target.row_padding.largest)
+    return Ask(config.max_batch_size, lengths, num_resident, num_positions, bounds)
+
+
+def _plan(memory: EngineMemory, setting: Setting, target: RaggedModel, config: EngineConfig) -> MemoryPlan:
+    """Take what is left of the budget for KV positions, as many as the resident sequences can have at most."""
+    budget, num_positions = config.memory_bytes or 0, config.kv_cache_tokens
+    if num_positions is None:
+        num_positions = memory.positions_within(budget, setting)
+        if target.max_positions is not None:
+            num_positions = min(num_positions, setting.num_resident * memory.rounded(target.max_positions))
+    setting = setting._replace(num_positions=num_positions)
+    planned = replace(
+        _with_batch(config, setting.batch_size, setting.num_resident),
+        num_draft_tokens=_shortened(config, setting.num_draft_tokens),
+        kv_cache_tokens=num_positions,
+        max_prefill_tokens=setting.max_prefill_tokens,
+    )
+    return MemoryPlan(planned, setting.num_draft_tokens > 0, memory.terms(setting), memory.is_estimate)
+
+
+def _shortened(config: EngineConfig, most: int) -> int | str | LengthPolicy:
+    """Return ``num_draft_tokens`` with a largest K: as it is, an integer, or the named policy with another limit."""
+    if most in (0, config.most_draft_tokens):  # without a drafter K stays, so that requests may still name theirs
+        return config.num_draft_tokens
+    return LENGTH_POLICIES[config.num_draft_tokens](most) if isinstance(config.num_draft_tokens, str) else most
+
+
+def _with_batch(config: EngineConfig, batch_size: int, num_resident: int | None) -> EngineConfig:
+    """Return the settings with a smaller batch; the window is as asked for, but not larger than it may be."""
+    largest = batch_size * (config.max_wait_steps + 1)
+    if num_resident is not None:
+        window: int | None = min(largest, max(batch_size, num_resident))
+    elif config.window_size is not None:
+        window = min(largest, max(batch_size, config.window_size))
+    else:
+        window = None
+    return replace(config, max_batch_size=batch_size, window_size=window)

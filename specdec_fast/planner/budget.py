@@ -1,0 +1,210 @@
+"""The bytes of an engine by term, and the largest setting within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from specdec_fast.errors import MemoryBudgetError
+
+KV_TERMS = ("target KV", "drafter KV")
+
+
+class Setting(NamedTuple):
+    """What decides an engine's memory.
+
+    Attributes:
+        batch_size: B, sequences of a step.
+        num_draft_tokens: N, draft tokens per sequence: K for a chain, the nodes of a tree; 0 is without a drafter.
+        num_resident: sequences that hold KV pages at the same time.
+        num_positions: KV positions of the pool; a drafter's pool has as many.
+        max_prefill_tokens: largest number of rows of a prefill forward; None: as many as a forward may have.
+
+    """
+
+    batch_size: int
+    num_draft_tokens: int
+    num_resident: int
+    num_positions: int
+    max_prefill_tokens: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """R, the rows of a verification: the last committed token and the draft tokens of each sequence."""
+        return self.batch_size * (1 + self.num_draft_tokens)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The memory of one part of an engine, the target or a drafter, in bytes.
+
+    Attributes:
+        weights: unique storages; a drafter's without those of the target.
+        bytes_per_token: KV entries of one position.
+        step_terms: from a setting to what its steps need beside these, by term.
+
+    """
+
+    weights: int
+    bytes_per_token: int
+    step_terms: Callable[[Setting], dict[str, int]]
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """The memory of an engine.
+
+    Attributes:
+        target: the target's part.
+        drafter: the drafter's part; None without a drafter.
+        page_size: KV positions per page.
+        is_estimate: whether a term is estimated: PyTorch runs forwards, or nothing was loaded.
+
+    """
+
+    target: Part
+    drafter: Part | None
+    page_size: int
+    is_estimate: bool = False
+
+    def terms(self, setting: Setting) -> dict[str, int]:
+        """Return the bytes of each term; a KV pool has one page more than its positions need, for padding rows."""
+        pages = self.num_pages(setting.num_positions) + 1
+        parts = {"target": self.target}
+        if self.drafter is not None and setting.num_draft_tokens:
+            parts["drafter"] = self.drafter
+        found = {f"{name} weights": part.weights for name, part in parts.items()}
+        found |= {f"{name} KV": pages * self.page_size * part.bytes_per_token for name, part in parts.items()}
+        for part in parts.values():
+            found |= part.step_terms(setting)
+        return found
+
+    def total(self, setting: Setting) -> int:
+        """Return the bytes of all terms."""
+        return sum(self.terms(setting).values())
+
+    def num_pages(self, num_positions: int) -> int:
+        """Return the pages of so many positions, without the page for padding rows."""
+        return -(-num_positions // self.page_size)
+
+    def rounded(self, num_positions: int) -> int:
+        """Return the positions of as many whole pages."""
+        return self.num_pages(num_positions) * self.page_size
+
+    def positions_within(self, budget: int, setting: Setting) -> int:
+        """Return how many KV positions fit beside the other terms of a setting, in whole pages; at least 0."""
+        terms = self.terms(setting)
+        left = budget - sum(size for name, size in terms.items() if name not in KV_TERMS)
+        per_page = self.page_size * sum(
+            part.bytes_per_token
+            for name, part in zip(KV_TERMS, (self.target, self.drafter), strict=True)
+            if part is not None and name in terms
+        )
+        return max(0, left // per_page - 1) * self.page_size
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked for, best first: what is shrunk first to fit into a budget stands last.
+
+    Attributes:
+        batch_size: largest B.
+        num_draft_tokens: values of N, the largest first. It is shrunk before B.
+        num_resident: from B to the numbers of resident sequences, the largest first; shrunk before N.
+        num_positions: from the number of resident sequences and N to the KV positions of the pool.
+        max_prefill_tokens: bounds of a prefill forward, the largest first; shrunk before all others.
+
+    """
+
+    batch_size: int
+    num_draft_tokens: Sequence[int]
+    num_resident: Callable[[int], Sequence[int]]
+    num_positions: Callable[[int, int], int]
+    max_prefill_tokens: Sequence[int | None]
+
+    def settings(self, batch_size: int) -> list[Setting]:
+        """Return the settings of one batch size, the best first."""
+        return [
+            Setting(batch_size, nodes, resident, self.num_positions(resident, nodes), most)
+            for nodes in self.num_draft_tokens
+            for resident in self.num_resident(batch_size)
+            for most in self.max_prefill_tokens
+        ]
+
+
+def largest_within(memory: EngineMemory, budget: int, ask: Ask) -> Setting | None:
+    """Return the best setting whose bytes are within a budget: the largest B, then N, then the rest; None if none is.
+
+    Every term grows with every field of a setting, so the last setting of a batch size needs the least, and the batch
+    sizes that fit are those up to some size.
+    """
+    fits, too_large = 0, ask.batch_size + 1
+    while too_large - fits > 1:
+        middle = (fits + too_large) // 2
+        if memory.total(ask.settings(middle)[-1]) <= budget:
+            fits = middle
+        else:
+            too_large = middle
+    if not fits:
+        return None
+    return next(setting for setting in ask.settings(fits) if memory.total(setting) <= budget)
+
+
+def halved(largest: int | None, most_rows: int) -> list[int | None]:
+    """Return bounds for prefill forwards: the largest, then its halves down to one row.
+
+    Args:
+        largest: what the configuration asks for; None: no bound.
+        most_rows: largest number of rows of a prefill forward without a bound.
+
+    """
+    bounds: list[int | None] = [largest]
+    rows = min(most_rows, largest or most_rows)
+    while rows > 1:
+        rows //= 2
+        bounds.append(rows)
+    return bounds
+
+
+def budget_error(memory: EngineMemory, budget: int, least: Setting, new_tokens: int | None = None) -> MemoryBudgetError:
+    """Return the error of a budget into which the least setting does not fit.
+
+    Args:
+        memory: of the engine.
+        budget: its bytes.
+        least: a plain step of one sequence, over the KV positions asked for.
+        new_tokens: of the planned sequence; None if no traffic is planned.
+
+    """
+    terms = memory.terms(least)
+    missing, largest = sum(terms.values()) - budget, max(terms, key=terms.__getitem__)
+    held = ", ".join(f"{name} {size}" for name, size in terms.items() if size)
+    positions = memory.positions_within(budget, least)
+    if new_tokens is None:
+        longest = f"{positions} KV positions fit"
+    else:
+        prompt = longest_prompt(positions, new_tokens)
+        longest = (
+            f"the longest prompt that fits has {prompt} tokens, with {new_tokens} new ones"
+            if prompt
+            else f"no prompt fits with {new_tokens} new tokens, because {positions} KV positions fit"
+        )
+    return MemoryBudgetError(
+        f"a budget of {budget} bytes ({shown(budget)}) lacks {missing} bytes ({shown(missing)}) for a plain step of "
+        f"one sequence over {least.num_positions} KV positions, which needs {held} bytes; the largest term is "
+        f"{largest}. Within the budget, {longest}. Raise it, shorten requests, or take a smaller model or dtype."
+    )
+
+
+def longest_prompt(num_positions: int, new_tokens: int) -> int:
+    """Return the most prompt tokens of a sequence alone; the newest token never has a KV entry (I3). 0: none fits."""
+    return max(0, num_positions + 1 - new_tokens)
+
+
+def shown(num_bytes: int) -> str:
+    """Show bytes in the largest unit of which there is one."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.2f} {unit}"
+    return f"{num_bytes} bytes"

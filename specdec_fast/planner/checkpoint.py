@@ -1,0 +1,141 @@
+"""The sizes of a model that is not loaded: its config makes it on the meta device, which stores no numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.errors import ConfigError, SpecDecError
+from specdec_fast.models.hf_model import HFModel
+from specdec_fast.models.model_checks import max_positions
+from specdec_fast.models.model_memory import bytes_of, estimated_row_bytes, weights_of
+from specdec_fast.ops import resolve
+from specdec_fast.planner.budget import EngineMemory, Part, Setting
+
+_PROBE_TOKENS = 8
+
+
+class CheckpointSizes(NamedTuple):
+    """Sizes of a model.
+
+    Attributes:
+        weights: bytes of parameters and buffers, each storage once; exact.
+        bytes_per_token: bytes of KV entries of one position; exact.
+        logits_bytes: bytes of the logits of one row; exact.
+        row_bytes: bytes per row that a forward needs besides; an estimate.
+        row_parameters: parameters with which a row is multiplied; of experts, those that it chooses.
+        max_positions: number of positions that the model has; None if its config has no limit.
+
+    """
+
+    weights: int
+    bytes_per_token: int
+    logits_bytes: int
+    row_bytes: int
+    row_parameters: int
+    max_positions: int | None
+
+
+def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
+    """Return the sizes of a checkpoint from its config, or of a loaded model.
+
+    Args:
+        source: name or folder of a Hugging Face causal model, or a loaded one.
+        dtype: dtype in which the weights will be loaded; None: the checkpoint's.
+
+    Raises:
+        ConfigError: the config cannot be read, names no dtype, or describes weights that are quantised.
+
+    """
+    model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
+    config = model.config.get_text_config(decoder=True)
+    try:
+        hf = HFModel(model, resolve(torch.device("cpu")), torch.arange(_PROBE_TOKENS, device=model.device))
+        layout = hf.layout
+    except SpecDecError as error:
+        raise ConfigError(f"the KV entries of {type(model).__name__} cannot be laid out: {error}") from error
+    return CheckpointSizes(
+        bytes_of(weights_of(model)),
+        layout.bytes_per_token,
+        config.vocab_size * layout.dtype.itemsize,
+        estimated_row_bytes(model, layout.dtype.itemsize),
+        _row_parameters(model, config),
+        max_positions(config),
+    )
+
+
+def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
+    """Return what an engine needs at least: weights, KV entries, and the logits of a step.
+
+    Args:
+        target: the engine's argument.
+        draft: a draft model of the engine; None: none.
+        config: its settings.
+
+    Raises:
+        ConfigError: the sizes of a checkpoint are unknown.
+
+    """
+    dtype: Any = config.dtype
+    parts = [
+        Part(sizes.weights, sizes.bytes_per_token, _logits_of(role, sizes))
+        for role, sizes in (
+            (role, checkpoint_sizes(source, dtype))
+            for role, source in (("target", target), ("drafter", draft))
+            if source is not None
+        )
+    ]
+    return EngineMemory(parts[0], parts[1] if len(parts) > 1 else None, config.page_size, is_estimate=True)
+
+
+def _logits_of(role: str, sizes: CheckpointSizes) -> Any:
+    """Return a function for ``Part.step_terms``: the target has logits at every row, a draft model at one each."""
+
+    def terms(setting: Setting) -> dict[str, int]:
+        if role == "target":
+            return {"logits": setting.num_rows * sizes.logits_bytes}
+        return {"drafter logits": setting.batch_size * sizes.logits_bytes}
+
+    return terms
+
+
+def _on_meta(source: Any, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Make a model of a checkpoint's config on the meta device."""
+    try:
+        config = AutoConfig.from_pretrained(os.fspath(source), trust_remote_code=False)
+    except Exception as error:  # no such model, damaged files; every reader raises errors of its own
+        raise ConfigError(f"cannot read the config of {source!r}: {' '.join(str(error).split())}") from error
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"the weights of {source!r} are quantised, so its config does not tell their bytes.")
+    dtype = dtype or config.dtype or text.dtype
+    if dtype is None:
+        raise ConfigError(f"the config of {source!r} names no dtype; pass dtype.")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    except Exception as error:
+        raise ConfigError(f"cannot make {source!r} from its config: {' '.join(str(error).split())}") from error
+
+
+def _row_parameters(model: PreTrainedModel, config: Any) -> int:
+    """Return how many parameters a row is multiplied with; tensors with three axes are those of all experts."""
+    embeddings = model.get_input_embeddings()
+    skipped = set() if model.get_output_embeddings() is None else {id(p) for p in embeddings.parameters()}
+    skipped -= {id(p) for p in model.get_output_embeddings().parameters()} if skipped else set()
+    chosen = _first(config.to_dict(), "num_experts_per_tok", "moe_topk", "moe_top_k")
+    total = 0.0
+    for parameter in model.parameters():
+        share = min(1.0, chosen / parameter.shape[0]) if parameter.dim() == 3 and chosen else 1.0
+        total += 0 if id(parameter) in skipped else parameter.numel() * share
+    return int(total)
+
+
+def _first(values: Mapping[str, Any], *names: str) -> int | None:
+    return next((values[name] for name in names if isinstance(values.get(name), int)), None)

@@ -1,0 +1,72 @@
+"""The memory of loaded models, from the models themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdec_fast.models.model_memory import forward_memory, logits_bytes, storage_bytes, weights_of
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.planner.budget import EngineMemory, Part, Setting
+
+_SAMPLING_BYTES = 8  # a float64 score per id, in each thread that samples
+
+
+class HoldsMemory(Protocol):
+    """The part of a drafter's contract that concerns memory."""
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the tensors of its weights."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of its KV entries of one position."""
+
+    @property
+    def estimates_memory(self) -> bool:
+        """Whether ``step_bytes`` is an estimate."""
+
+    def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
+        """Return the memory that it needs beside weights and KV entries."""
+
+
+def loaded_memory(target: RaggedModel, drafter: HoldsMemory | None, page_size: int) -> EngineMemory:
+    """Return the memory of an engine of loaded models.
+
+    Args:
+        target: the target, with the row padding with which it will run.
+        drafter: the drafter; None decodes plainly.
+        page_size: KV positions per page.
+
+    """
+    own = storage_bytes(weights_of(target.model))
+    part = Part(sum(own.values()), target.layout.bytes_per_token, partial(_target_terms, target))
+    if drafter is None:
+        return EngineMemory(part, None, page_size, target.program is None)
+    others = {address: size for address, size in storage_bytes(drafter.weights()).items() if address not in own}
+
+    def drafter_terms(setting: Setting) -> dict[str, int]:
+        counts = setting.batch_size, setting.num_draft_tokens, setting.max_prefill_tokens
+        return {"drafter steps": drafter.step_bytes(*counts)}
+
+    drafts = Part(sum(others.values()), drafter.bytes_per_token, drafter_terms)
+    return EngineMemory(part, drafts, page_size, target.program is None or drafter.estimates_memory)
+
+
+def _target_terms(target: RaggedModel, setting: Setting) -> dict[str, int]:
+    rows, prefill_rows = setting.num_rows, target.row_padding.largest
+    if setting.max_prefill_tokens is not None:
+        prefill_rows = min(prefill_rows, setting.max_prefill_tokens)
+    memory = forward_memory(target, {(rows, rows), (prefill_rows, 1)})
+    sampling = torch.get_num_threads() * target.vocab_size * _SAMPLING_BYTES
+    found = {
+        "target arenas": memory.held,
+        "logits": rows * logits_bytes(target),
+        "working memory": max(memory.working, sampling),
+    }
+    tapped = target.empty_hidden_states(max(rows, prefill_rows))
+    return found if tapped is None else found | {"hidden states": tapped.nbytes}

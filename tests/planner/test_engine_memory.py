@@ -1,0 +1,235 @@
+"""An engine within ``memory_bytes``: predicted bytes are those allocated, and what it does to stay within."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+import specdec_fast as sd
+from specdec_fast.assets import demo_pair
+from specdec_fast.drafters.draft_model import ModelDrafter
+from specdec_fast.engine import engine as engine_module
+from specdec_fast.engine.memory import plan_memory
+from specdec_fast.models.model_memory import forward_memory, storage_bytes, weights_of
+from specdec_fast.planner.checkpoint import checkpoint_sizes
+from support.models import TINY, tiny_model, truncated_copy
+from support.programs import needs_programs
+
+BATCH, K = 4, 3
+PARAMS = sd.SamplingParams(max_new_tokens=12, ignore_eos=True)
+# Multi-head latent attention: keys of 12 + 8 numbers, values of 16.
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "first_k_dense_replace": 3,
+}  # fmt: skip
+
+
+def latent_model():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(DeepseekV3Config(**{**TINY, **LATENT}), dtype=torch.float32).eval()
+
+
+def grouped_pair():
+    model = tiny_model("llama")
+    return model, truncated_copy(model, 1)
+
+
+def latent_pair():
+    model = latent_model()
+    return model, truncated_copy(model, 1)
+
+
+@pytest.fixture
+def pair(request, target, draft):
+    models = {"bundled": lambda: (target, draft), "grouped": grouped_pair, "latent": latent_pair}
+    return models[request.param]()
+
+
+def prompts_of(lengths):
+    return [[(7 * i + j) % 90 for j in range(length)] for i, length in enumerate(lengths)]
+
+
+def bytes_allocated(pool):
+    return sum(tensor.nbytes for tensor in pool.tensors)
+
+
+def largest_logits(engine, monkeypatch):
+    """The bytes of the logits of each verification, as they are computed."""
+    sizes, verify = [], engine.target.verify_step
+
+    def spy(*args):
+        verification = verify(*args)
+        sizes.append(verification.logits.nbytes)
+        return verification
+
+    monkeypatch.setattr(engine.target, "verify_step", spy)
+    return sizes
+
+
+@needs_programs
+@pytest.mark.parametrize("prefill", [None, 8])
+@pytest.mark.parametrize("pair", ["bundled", "grouped", "latent"], indirect=True)
+def test_predicted_bytes_are_those_allocated(pair, prefill, monkeypatch):
+    """Long prompts fill the 512 rows of a prefill forward; with short ones, verifications have the most rows."""
+    target, draft = pair
+    engine = sd.Engine(
+        target, draft, method="eqspec", memory_bytes=10**9, kv_cache_tokens=640, max_batch_size=BATCH,
+        num_draft_tokens=K, max_prefill_tokens=prefill,
+    )  # fmt: skip
+    assert engine.target.program.held_bytes == 0  # what the probes needed is freed
+    sizes = largest_logits(engine, monkeypatch)
+    engine.generate(prompts_of([140 if prefill is None else 3] * BATCH), PARAMS)
+    terms, drafter = engine.memory_plan.terms, engine.drafter
+    assert bytes_allocated(engine.core.pool) == terms["target KV"]
+    assert bytes_allocated(drafter.pool) == terms["drafter KV"]
+    assert engine.target.program.held_bytes == terms["target arenas"]
+    assert max(sizes) == terms["logits"]
+    if prefill is None:
+        assert drafter.model.program.held_bytes == forward_memory(drafter.model, {(512, 1)}).held
+    assert drafter.model.program.held_bytes <= terms["drafter steps"]
+    weights = [sum(storage_bytes(weights_of(model)).values()) for model in (target, draft)]
+    assert [terms["target weights"], terms["drafter weights"]] == weights
+
+
+@pytest.mark.parametrize("draft", ["ngram", None])
+def test_a_drafter_without_a_model_has_no_bytes(target, draft):
+    terms = sd.Engine(target, draft, memory_bytes=10**9).memory_plan.terms
+    assert not sum(size for name, size in terms.items() if name.startswith("drafter"))
+    assert terms["logits"] == 8 * (6 if draft else 1) * target.config.vocab_size * 4
+
+
+def test_shared_weights_count_once(target):
+    terms = sd.Engine(target, target, memory_bytes=10**9).memory_plan.terms
+    assert terms["drafter weights"] == 0 < terms["drafter KV"]
+
+
+def test_forwards_by_pytorch_are_estimates():
+    plan = sd.Engine(tiny_model("llama"), None, memory_bytes=10**8, enforce_eager=True).memory_plan
+    assert plan.is_estimate
+    assert plan.terms["target arenas"] == 0 < plan.terms["working memory"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_are_known_before_loading(dtype):
+    sizes = checkpoint_sizes(demo_pair() / "target", dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(demo_pair() / "target", dtype=dtype)
+    assert sizes.weights == sum(storage_bytes(weights_of(loaded)).values())
+    engine = sd.Engine(loaded.eval(), None)
+    assert sizes.bytes_per_token == engine.target.layout.bytes_per_token
+    assert sizes.logits_bytes == engine.target.vocab_size * dtype.itemsize
+    assert sizes.max_positions == engine.target.max_positions
+
+
+def test_a_checkpoint_that_cannot_fit_is_not_loaded(monkeypatch):
+    def loaded(*_):
+        raise AssertionError("the checkpoint was loaded")
+
+    monkeypatch.setattr(engine_module, "load_model", loaded)
+    with pytest.raises(sd.MemoryBudgetError, match=r"lacks \d+ bytes .* largest term is target weights"):
+        sd.Engine(demo_pair() / "target", demo_pair() / "draft", memory_bytes=10**6)
+    with pytest.raises(AssertionError, match="was loaded"):
+        sd.Engine(demo_pair() / "target", demo_pair() / "draft", memory_bytes=10**7)
+
+
+def test_the_shortfall_is_exact(target):
+    """The missing bytes are those with which an engine of one page is made, and it decodes as any other."""
+    budget = sum(storage_bytes(weights_of(target)).values()) + 200_000
+    with pytest.raises(sd.MemoryBudgetError, match="over 1 KV positions") as refused:
+        sd.Engine(target, None, memory_bytes=budget)
+    missing = int(re.search(r"lacks (\d+) bytes", str(refused.value))[1])
+    with pytest.raises(sd.MemoryBudgetError):
+        sd.Engine(target, None, memory_bytes=budget + missing - 1)
+    engine = sd.Engine(target, None, memory_bytes=budget + missing)
+    assert engine.config.kv_cache_tokens == 16
+    prompt = [1, 2, 3]
+    expected = sd.Engine(target, None).generate([prompt], PARAMS)[0].token_ids
+    assert engine.generate([prompt], PARAMS)[0].token_ids == expected
+
+
+def test_the_longest_prompt_that_fits_runs(target):
+    engine = sd.Engine(target, "ngram", memory_bytes=10**7, kv_cache_tokens=64)
+    refused = engine.generate(prompts_of([90]), PARAMS)[0].error
+    assert isinstance(refused, sd.KVCacheTooSmallError)
+    assert "raise memory_bytes" in str(refused)
+    longest = int(re.search(r"has (\d+)\.$", str(refused))[1])
+    assert longest == 64 + 1 - PARAMS.max_new_tokens
+    fits, too_long = engine.generate(prompts_of([longest, longest + 1]), PARAMS)
+    assert len(fits.token_ids) == PARAMS.max_new_tokens
+    assert isinstance(too_long.error, sd.KVCacheTooSmallError)
+
+
+def test_kv_cache_tokens_within_a_budget(target):
+    with pytest.raises(sd.MemoryBudgetError, match="over 100000 KV positions"):
+        sd.Engine(target, None, memory_bytes=10**7, kv_cache_tokens=100_000)
+    assert sd.Engine(target, None, memory_bytes=10**7, kv_cache_tokens=100).config.kv_cache_tokens == 100
+
+
+@pytest.fixture(scope="module")
+def made(target, draft):
+    """An engine of the bundled pair, whose models are planned for again and again."""
+    return sd.Engine(target, draft)
+
+
+def smallest_with(made, condition, **keywords):
+    """The smallest budget whose plan satisfies a condition that more memory never ends, to 1,000 bytes."""
+    fails, holds = 10**6, 10**8
+    while holds - fails > 1000:
+        middle = (fails + holds) // 2
+        config = sd.EngineConfig(memory_bytes=middle, **keywords)
+        try:
+            is_met = condition(plan_memory(made.target, made.drafter, config, drafts=True).describe())
+        except sd.MemoryBudgetError:
+            is_met = False
+        fails, holds = (fails, middle) if is_met else (middle, holds)
+    return holds
+
+
+@needs_programs
+def test_what_is_lowered_first(made, target, draft, prompt_ids, expected):
+    """Less and less memory: shorter prefills and a smaller window, then a smaller batch, then no drafter."""
+    plain = smallest_with(made, lambda plan: True)
+    drafting = smallest_with(made, lambda plan: plan["has_drafter"])
+    whole = smallest_with(made, lambda plan: plan["max_batch_size"] == 8)
+    assert plain < drafting < whole
+    shown = {}
+    for budget in (plain, drafting, (drafting + whole) // 2, 10**8):
+        engine = sd.Engine(target, draft, memory_bytes=budget)
+        plan = engine.describe()["memory"]
+        assert plan["planned_bytes"] <= budget
+        shown[budget] = (plan["has_drafter"], engine.config.max_batch_size, plan["most_draft_tokens"])
+        outputs = engine.generate(prompt_ids[4:8], sd.SamplingParams(max_new_tokens=8))
+        served = [output.token_ids == want[:8] for output, want in zip(outputs, expected[4:8], strict=True)]
+        assert all(same or output.error for same, output in zip(served, outputs, strict=True))
+        assert any(served)
+        assert engine.target.program.held_bytes <= plan["terms"]["target arenas"]
+        assert bytes_allocated(engine.core.pool) == plan["terms"]["target KV"]
+    assert shown[plain] == (False, 1, 0)
+    assert shown[drafting][:2] == (True, 1)
+    assert 1 < shown[(drafting + whole) // 2][1] < 8
+    assert shown[10**8] == (True, 8, 5)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [8, "auto"])
+def test_k_is_lowered_before_the_batch(made, target, draft, num_draft_tokens):
+    keywords = {"window_size": 8, "num_draft_tokens": num_draft_tokens}
+    whole = smallest_with(made, lambda plan: (plan["max_batch_size"], plan["most_draft_tokens"]) == (8, 8), **keywords)
+    engine = sd.Engine(target, draft, memory_bytes=whole - 20_000, **keywords)
+    assert engine.config.max_batch_size == 8
+    assert 1 <= engine.config.most_draft_tokens < 8
+    outputs = engine.generate(prompts_of([20] * 8), PARAMS)
+    plain = sd.Engine(target, None).generate(prompts_of([20] * 8), PARAMS)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert max(len(output.stats.accepted_per_position) for output in outputs) <= engine.config.most_draft_tokens
+
+
+def test_the_drafter_prefills_within_the_bound(target, draft):
+    engine = sd.Engine(target, draft, memory_bytes=6 * 10**6)
+    assert isinstance(engine.drafter, ModelDrafter)
+    assert engine.config.max_prefill_tokens is not None
+    outputs = engine.generate(prompts_of([100, 90]), PARAMS)
+    assert [len(output.token_ids) for output in outputs] == [12, 12]
+    rows = (engine.config.max_batch_size * 2, engine.config.max_batch_size), (engine.config.max_prefill_tokens, 1)
+    assert engine.drafter.model.program.held_bytes <= forward_memory(engine.drafter.model, rows).held
