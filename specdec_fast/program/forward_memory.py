@@ -48,6 +48,7 @@ def working_bytes(
             what it allocates.
 
     """
+
     def of(step: Instruction) -> int:
         if isinstance(step, Linear):
             rows = num_logit_rows if plan.buffers[step.source].domain == LOGIT_ROWS else num_rows

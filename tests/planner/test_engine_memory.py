@@ -15,6 +15,7 @@ from specdec_fast.engine import engine as engine_module
 from specdec_fast.engine.memory import plan_memory
 from specdec_fast.models.model_memory import forward_memory, storage_bytes, weights_of
 from specdec_fast.planner.checkpoint import checkpoint_sizes
+from support.eagle3 import write_checkpoint
 from support.models import TINY, tiny_model, truncated_copy
 from support.programs import needs_programs
 
@@ -233,3 +234,19 @@ def test_the_drafter_prefills_within_the_bound(target, draft):
     assert [len(output.token_ids) for output in outputs] == [12, 12]
     rows = (engine.config.max_batch_size * 2, engine.config.max_batch_size), (engine.config.max_prefill_tokens, 1)
     assert engine.drafter.model.program.held_bytes <= forward_memory(engine.drafter.model, rows).held
+
+
+@needs_programs
+def test_a_drafter_of_hidden_states_is_counted(target, tmp_path):
+    """EAGLE-3: weights, pages and hidden states as allocated; the forwards of the drafter are estimated."""
+    write_checkpoint(tmp_path, target)
+    engine = sd.Engine(target, f"eagle3:{tmp_path}", memory_bytes=10**9, kv_cache_tokens=640, num_draft_tokens=K)
+    engine.generate(prompts_of([140] * BATCH), PARAMS)
+    plan, drafter = engine.memory_plan, engine.drafter
+    assert plan.is_estimate
+    assert bytes_allocated(drafter.pool) == plan.terms["drafter KV"]
+    own = storage_bytes(weights_of(target))
+    others = {address: size for address, size in storage_bytes(drafter.weights()).items() if address not in own}
+    assert plan.terms["drafter weights"] == sum(others.values()) > 0
+    assert plan.terms["hidden states"] == engine.target.empty_hidden_states(512).nbytes
+    assert engine.target.program.held_bytes == plan.terms["target arenas"]
