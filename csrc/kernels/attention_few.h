@@ -11,27 +11,10 @@ constexpr std::int64_t kFewVectors = kRowBlock;  // at most so many, because eve
 // two, so that the lines of many positions exclude one another from the first-level cache; here each line is read once.
 SPECDEC_INLINE void transpose_square(const char* const* rows, std::int64_t w, Words (&out)[kLanes]) {
 #if SPECDEC_LANES == 16
-  __m512i a[16], b[16];
-  for (int i = 0; i < 16; ++i) a[i] = load_as<__m512i>(rows[i] + 4 * w);
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {  // a[i + j]: word j of every quad of words, of four rows
-    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-  }
-  for (int j = 0; j < 4; ++j) {
-    const __m512i even01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
-    const __m512i even23 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
-    const __m512i odd23 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
-    out[j] = reinterpret_cast<Words>(_mm512_shuffle_i32x4(even01, even23, 0x88));
-    out[4 + j] = reinterpret_cast<Words>(_mm512_shuffle_i32x4(odd01, odd23, 0x88));
-    out[8 + j] = reinterpret_cast<Words>(_mm512_shuffle_i32x4(even01, even23, 0xdd));
-    out[12 + j] = reinterpret_cast<Words>(_mm512_shuffle_i32x4(odd01, odd23, 0xdd));
-  }
+  Vector square[kLanes];
+  for (int i = 0; i < kLanes; ++i) square[i] = load_vector(rows[i] + 4 * w);
+  transpose(square);
+  for (int i = 0; i < kLanes; ++i) out[i] = reinterpret_cast<Words>(square[i]);
 #else
   for (int i = 0; i < kLanes; i += 4) {
     Words quad[4];

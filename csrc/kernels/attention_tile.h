@@ -10,6 +10,8 @@ namespace SPECDEC_ISA {
 
 #include "kernels/vectors.h"
 
+#include "kernels/transposition.h"
+
 // Single numbers, as fp32.
 struct Singles {
   using Word = float;
@@ -33,18 +35,14 @@ struct Pairs {
 // Words w to w + 3 of kLanes rows: out[i] holds word w + i of each.
 #if SPECDEC_LANES == 16
 SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&out)[4]) {
-  __m512i m[4];
+  __m512 gathered[4], columns[4];
   for (int i = 0; i < 4; ++i) {
-    const auto quad = [&](int g) { return load_as<__m128i>(rows[4 * g + i] + 4 * w); };
-    const __m512i two = _mm512_inserti32x4(_mm512_castsi128_si512(quad(0)), quad(1), 1);
-    m[i] = _mm512_inserti32x4(_mm512_inserti32x4(two, quad(2), 2), quad(3), 3);
+    const auto quad = [&](int g) { return load_as<__m128>(rows[4 * g + i] + 4 * w); };
+    const __m512 two = _mm512_insertf32x4(_mm512_castps128_ps512(quad(0)), quad(1), 1);
+    gathered[i] = _mm512_insertf32x4(_mm512_insertf32x4(two, quad(2), 2), quad(3), 3);
   }
-  const __m512i low01 = _mm512_unpacklo_epi32(m[0], m[1]), high01 = _mm512_unpackhi_epi32(m[0], m[1]);
-  const __m512i low23 = _mm512_unpacklo_epi32(m[2], m[3]), high23 = _mm512_unpackhi_epi32(m[2], m[3]);
-  out[0] = reinterpret_cast<Words>(_mm512_unpacklo_epi64(low01, low23));
-  out[1] = reinterpret_cast<Words>(_mm512_unpackhi_epi64(low01, low23));
-  out[2] = reinterpret_cast<Words>(_mm512_unpacklo_epi64(high01, high23));
-  out[3] = reinterpret_cast<Words>(_mm512_unpackhi_epi64(high01, high23));
+  transpose_quarters(gathered, columns);
+  for (int k = 0; k < 4; ++k) out[k] = reinterpret_cast<Words>(columns[k]);
 }
 #elif SPECDEC_LANES == 8
 SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&out)[4]) {

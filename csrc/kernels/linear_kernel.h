@@ -37,10 +37,13 @@ LinearPlan plan(const LinearArgs& args) {
     return {prepare_rows<Product>, row_outputs<Format, Product>, num_steps, height, block_bytes,
             most_blocks(block_bytes), kGranule, 0, kWeightRows};
   }
-  const std::int64_t height = even_height(args.num_rows, kTileRows / lanes_at_once(num_steps));
-  const std::int64_t block_bytes = kLanes * block_stride(num_steps, height) * static_cast<std::int64_t>(sizeof(float));
-  return {prepare_panels<Product>, panel_outputs<Format, Product>, num_steps, height, block_bytes,
-          most_blocks(block_bytes), kPanel, kLanes * panel_stride(num_steps) * kVectorBytes, kWeightRows};
+  const int at_once = lanes_at_once(num_steps);
+  const std::int64_t height = even_height(args.num_rows, kTileRows / at_once);
+  const std::int64_t block_units = at_once == 1 ? block_stride(num_steps, height) : num_steps * height;  // of a lane
+  const std::int64_t block_bytes = kLanes * block_units * static_cast<std::int64_t>(sizeof(float));
+  return {at_once == 1 ? prepare_panels<Product> : prepare_rows<Product>, panel_outputs<Format, Product>,
+          num_steps, height, block_bytes, most_blocks(block_bytes), kPanel,
+          kLanes * panel_stride(num_steps) * kVectorBytes, kWeightRows};
 }
 
 constexpr LinearPlans kPlans = {plan<Float32, Widened<Float32>>, plan<Float16, Widened<Float16>>, plan<BFloat16, ProductBFloat16>};

@@ -75,6 +75,20 @@ constexpr std::int64_t kFewSteps = 64;
 static_assert(kFewSteps <= kChunkSteps, "");
 SPECDEC_INLINE int lanes_at_once(std::int64_t num_steps) { return num_steps <= kFewSteps ? 2 : 1; }
 
+// Where a tile of kR rows finds its inputs. If one lane is summed at a time, rows are many steps long, and pack_rows has
+// transposed them. If two are, a block of rows stays in the first-level cache, and transposing it would take longer than
+// it saves: its vectors are those of prepare_rows (linear_rows.h).
+template <int kA, int kR>
+struct Inputs {
+  static constexpr bool kTransposed = kA == 1;
+  static constexpr std::int64_t kStepUnits = kTransposed ? kR : kR * kLanes, kRowUnits = kTransposed ? 1 : kLanes;
+
+  // The inputs of lane lane_at(index).
+  SPECDEC_INLINE static const float* of_lane(const float* block, int index, std::int64_t num_steps) {
+    return block + (kTransposed ? index * block_stride(num_steps, kR) : lane_at(index));
+  }
+};
+
 // The memory that is read after this panel. Every step fetches one cache line of it; `step_bytes` is 0 if nothing more is
 // to be fetched.
 struct Ahead {
@@ -84,16 +98,16 @@ struct Ahead {
 
 // sums[a][r][o] += steps [first, last) of the a-th of the kA lanes.
 template <int kA, int kR, typename Units>
-SPECDEC_INLINE void add_steps(const float* inputs, std::int64_t input_stride, const Vector* weights,
-                              std::int64_t weight_stride, std::int64_t first, std::int64_t last, Ahead ahead,
-                              Vector sums[kA][kR][kBlocks]) {
+SPECDEC_INLINE void add_steps(const float* const (&inputs)[kA], const Vector* weights, std::int64_t weight_stride,
+                              std::int64_t first, std::int64_t last, Ahead ahead, Vector sums[kA][kR][kBlocks]) {
+  using From = Inputs<kA, kR>;
   for (std::int64_t step = first; step < last; ++step) {
     __builtin_prefetch(ahead.from + step * ahead.step_bytes, 0, 2);  // into the second-level cache, as in linear_rows.h
     for (int a = 0; a < kA; ++a) {
       Vector own[kBlocks];
       for (int o = 0; o < kBlocks; ++o) own[o] = weights[a * weight_stride + step * kBlocks + o];
       for (int r = 0; r < kR; ++r) {
-        const Vector input = Units::broadcast(inputs + a * input_stride + step * kR + r);
+        const Vector input = Units::broadcast(inputs[a] + step * From::kStepUnits + r * From::kRowUnits);
         for (int o = 0; o < kBlocks; ++o) sums[a][r][o] = Units::add(sums[a][r][o], input, own[o]);
       }
     }
@@ -103,24 +117,25 @@ SPECDEC_INLINE void add_steps(const float* inputs, std::int64_t input_stride, co
 // The sums over all lanes of kR rows and a panel's outputs, kA lanes at a time. If steps are few, it is faster to add sums
 // in registers than to store them; if steps are many, it is faster to use each weight for many rows.
 template <int kA, int kR, typename Units>
-void tile(const float* inputs, const Vector* weights, std::int64_t num_steps, Ahead ahead,
+void tile(const float* block, const Vector* weights, std::int64_t num_steps, Ahead ahead,
           Vector totals[kTileRows][kBlocks]) {
   Vector levels[5][kR][kBlocks];  // sums of kA, 2 kA, 4 kA, ... lanes, kept until as many others are summed
-  const std::int64_t input_stride = block_stride(num_steps, kR), weight_stride = panel_stride(num_steps);
+  const std::int64_t weight_stride = panel_stride(num_steps);
   for (int index = 0; index < kLanes / kA; ++index) {
+    const float* inputs[kA];
+    for (int a = 0; a < kA; ++a) inputs[a] = Inputs<kA, kR>::of_lane(block, index * kA + a, num_steps);
     Vector sums[kA][kR][kBlocks] = {};
-    add_steps<kA, kR, Units>(inputs, input_stride, weights, weight_stride, 0, std::min(num_steps, kChunkSteps), ahead, sums);
+    add_steps<kA, kR, Units>(inputs, weights, weight_stride, 0, std::min(num_steps, kChunkSteps), ahead, sums);
     if constexpr (kA == 1) {  // with more lanes there is one chunk only, and a loop would take registers from the sums
       for (std::int64_t first = kChunkSteps; first < num_steps; first += kChunkSteps) {
         Vector chunk[kA][kR][kBlocks] = {};
-        add_steps<kA, kR, Units>(inputs, input_stride, weights, weight_stride, first,
-                                 std::min(num_steps, first + kChunkSteps), ahead, chunk);
+        add_steps<kA, kR, Units>(inputs, weights, weight_stride, first, std::min(num_steps, first + kChunkSteps), ahead,
+                                 chunk);
         for (int r = 0; r < kR; ++r) {
           for (int o = 0; o < kBlocks; ++o) sums[0][r][o] += chunk[0][r][o];
         }
       }
     }
-    inputs += kA * input_stride;
     ahead.from += num_steps * ahead.step_bytes;
     weights += kA * weight_stride;
     for (int half = 1; half < kA; half *= 2) {
@@ -163,6 +178,13 @@ void store_tile(const LinearArgs& args, Vector totals[kTileRows][kBlocks], std::
                 std::int64_t output, std::int64_t num_outputs) {
   using Storage = typename Format::Storage;
   const Storage* bias = static_cast<const Storage*>(args.bias);
+  if (bias == nullptr && num_outputs == kPanel) {  // most tiles; what follows takes several instructions more for a vector
+    Storage* out = static_cast<Storage*>(args.out) + row * args.out_features + output;
+    for (std::int64_t r = 0; r < count; ++r, out += args.out_features) {
+      for (int o = 0; o < kBlocks; ++o) store_lanes<Format>(totals[r][o], out + o * kLanes);
+    }
+    return;
+  }
   for (int o = 0; o < kBlocks && o * kLanes < num_outputs; ++o) {
     const std::int64_t first = output + o * kLanes, own = std::min<std::int64_t>(kLanes, num_outputs - o * kLanes);
     Vector added = {};

@@ -227,15 +227,27 @@ void group(const LinearWork& work, std::int64_t index, Range outputs, Fetch fetc
 template <typename Product>
 constexpr bool kInOrder = kLanes == 16 && Product::kStep * sizeof(typename Product::Storage) == sizeof(Vector);
 
+// With so few bytes of weights, a layer is taken to find them in a cache. Reading one output after another gains nothing
+// there, and several outputs' products do not wait for one another.
+constexpr std::int64_t kCachedBytes = 1 << 19;
+
 // Computes outputs [outputs.begin, outputs.end) of a single row in order.
 template <typename Format, typename Product>
 void outputs_in_order(const LinearWork& work, std::int64_t index, Range outputs) {
   const float* inputs = reinterpret_cast<const float*>(work.prepared(index));
-  const std::int64_t num_steps = work.plan.num_steps;
+  const std::int64_t num_steps = work.plan.num_steps, num_weights = work.args.in_features * work.args.out_features;
+  const bool cached = num_weights * static_cast<std::int64_t>(sizeof(typename Format::Storage)) <= kCachedBytes;
+  constexpr int kAtOnce = outputs_of(1);
   for (std::int64_t first = outputs.begin; first < outputs.end; first += kPanel) {
     const std::int64_t count = std::min<std::int64_t>(kPanel, outputs.end - first);
     Vector totals[kTileRows][kBlocks];
-    for (std::int64_t o = 0; o < count; ++o) {
+    std::int64_t o = 0;
+    for (; cached && num_steps <= kChunkSteps && o + kAtOnce <= count; o += kAtOnce) {
+      Vector sums[1][kAtOnce];
+      add_slice<1, kAtOnce, Product>(work, inputs, first + o, {0, num_steps}, Fetch{0, 0, kAtOnce, 1}, kZeros<1, kAtOnce>, sums);
+      store_totals<1, kAtOnce>(sums, reinterpret_cast<float*>(totals) + o);
+    }
+    for (; o < count; ++o) {
       Vector sum[1][1] = {};
       for (std::int64_t step = 0; step < num_steps; step += kChunkSteps) {
         Vector chunk[1][1];

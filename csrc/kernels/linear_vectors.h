@@ -5,6 +5,8 @@
 
 #include "kernels/vectors.h"
 
+#include "kernels/transposition.h"
+
 // Units of one fp32 number.
 struct Single {
   SPECDEC_INLINE static Vector add(Vector sum, Vector input, Vector weight) { return sum + input * weight; }
@@ -19,9 +21,13 @@ struct Widened {
   using Units = Single;
   static constexpr int kStep = kLanes;
   SPECDEC_INLINE static Vector load(const Storage* from) {
-    Vector vector;
-    for (int i = 0; i < kLanes; ++i) vector[i] = Format::load(from[i]);
-    return vector;
+    if constexpr (std::is_same_v<Storage, float>) {
+      return load_vector(from);  // of a loop over lanes GCC 12 makes copies in memory, which took a single row 1.7 times as long
+    } else {
+      Vector vector;
+      for (int i = 0; i < kLanes; ++i) vector[i] = Format::load(from[i]);
+      return vector;
+    }
   }
 };
 
@@ -78,18 +84,6 @@ SPECDEC_INLINE Vector load_some(const typename Product::Storage* from, std::int6
 }
 
 #if SPECDEC_LANES == 16
-// Transposes four neighbouring rows within quarters: quarter q of columns[k] holds unit 4 q + k of the four rows.
-SPECDEC_INLINE void transpose_quarters(const __m512 rows[4], __m512 columns[4]) {
-  const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[0], rows[1]));
-  const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[2], rows[3]));
-  const __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(rows[0], rows[1]));
-  const __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(rows[2], rows[3]));
-  columns[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low01, low23));
-  columns[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low01, low23));
-  columns[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high01, high23));
-  columns[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high01, high23));
-}
-
 // Loads 16 rows of 16 units, transposed. It loads quarters, because that is cheaper than moving quarters between registers.
 SPECDEC_INLINE void load_by_quarters(const float* const rows[kLanes], Vector square[kLanes]) {
   for (int q = 0; q < 4; ++q) {
@@ -103,48 +97,6 @@ SPECDEC_INLINE void load_by_quarters(const float* const rows[kLanes], Vector squ
     }
     transpose_quarters(gathered, columns);
     for (int k = 0; k < 4; ++k) square[4 * q + k] = reinterpret_cast<Vector>(columns[k]);
-  }
-}
-
-// Transposes 16 rows of 16 units that are in registers.
-SPECDEC_INLINE void transpose(Vector square[kLanes]) {
-  __m512 rows[kLanes], columns[kLanes];
-  std::memcpy(rows, square, sizeof(rows));
-  for (int i = 0; i < kLanes; i += 4) transpose_quarters(rows + i, columns + i);
-  for (int k = 0; k < 4; ++k) {
-    const __m512 first01 = _mm512_shuffle_f32x4(columns[k], columns[4 + k], 0x44);
-    const __m512 last01 = _mm512_shuffle_f32x4(columns[k], columns[4 + k], 0xee);
-    const __m512 first23 = _mm512_shuffle_f32x4(columns[8 + k], columns[12 + k], 0x44);
-    const __m512 last23 = _mm512_shuffle_f32x4(columns[8 + k], columns[12 + k], 0xee);
-    square[k] = reinterpret_cast<Vector>(_mm512_shuffle_f32x4(first01, first23, 0x88));
-    square[4 + k] = reinterpret_cast<Vector>(_mm512_shuffle_f32x4(first01, first23, 0xdd));
-    square[8 + k] = reinterpret_cast<Vector>(_mm512_shuffle_f32x4(last01, last23, 0x88));
-    square[12 + k] = reinterpret_cast<Vector>(_mm512_shuffle_f32x4(last01, last23, 0xdd));
-  }
-}
-#else
-typedef std::int32_t LaneIndex __attribute__((vector_size(kLanes * sizeof(std::int32_t))));
-
-// A step of a transposition: exchanges lanes of two vectors that are kHalf apart.
-template <int kHalf>
-SPECDEC_INLINE void exchange(Vector& a, Vector& b) {
-  LaneIndex low, high;
-  for (int j = 0; j < kLanes; ++j) {
-    low[j] = (j & kHalf) == 0 ? j : kLanes + j - kHalf;
-    high[j] = (j & kHalf) == 0 ? j + kHalf : kLanes + j;
-  }
-  const Vector first = __builtin_shuffle(a, b, low);
-  b = __builtin_shuffle(a, b, high);
-  a = first;
-}
-
-template <int kHalf = 1>
-SPECDEC_INLINE void transpose(Vector square[kLanes]) {
-  if constexpr (kHalf < kLanes) {
-    for (int i = 0; i < kLanes; ++i) {
-      if ((i & kHalf) == 0) exchange<kHalf>(square[i], square[i + kHalf]);
-    }
-    transpose<2 * kHalf>(square);
   }
 }
 #endif
