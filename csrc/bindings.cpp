@@ -199,17 +199,18 @@ void draft(specdec::Program& program, const std::array<std::int64_t, 6>& pages, 
                  choice_of(logits, sampling.empty() ? nullptr : &rules), num_threads, pointer<std::int64_t>(chosen));
 }
 
-std::pair<std::vector<std::vector<std::int64_t>>, double> verify(
+std::tuple<std::vector<std::vector<std::int64_t>>, std::vector<std::vector<std::int32_t>>, double> verify(
     specdec::Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
-    const std::vector<std::int64_t>& last_tokens, std::array<std::uintptr_t, 2> draft_tokens,
+    const std::vector<std::int64_t>& last_tokens, std::array<std::uintptr_t, 3> draft_tokens,
     const std::array<std::int64_t, 3>& logits,
     const std::vector<std::uintptr_t>& sampling, int num_threads, std::array<std::uintptr_t, 2> outputs) {
   const specdec::Sampling rules = sampling_at(sampling);
   specdec::Verified found = specdec::verify(
       program, pages_at(pages),
-      {spans_of(spans), last_tokens, pointer<const std::int64_t>(draft_tokens[0]), static_cast<std::int64_t>(draft_tokens[1])},
+      {spans_of(spans), last_tokens, pointer<const std::int64_t>(draft_tokens[0]),
+       static_cast<std::int64_t>(draft_tokens[1]), pointer<const std::int32_t>(draft_tokens[2])},
       choice_of(logits, sampling.empty() ? nullptr : &rules), num_threads, pointer<void>(outputs[0]), pointer<void>(outputs[1]));
-  return {std::move(found.emissions), found.seconds};
+  return {std::move(found.emissions), std::move(found.paths), found.seconds};
 }
 
 void bind_program(py::module_& m) {

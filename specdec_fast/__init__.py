@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec_fast.api import generate
     from specdec_fast.config import EngineConfig
-    from specdec_fast.drafters import Draft, Drafter, StepResult
+    from specdec_fast.drafters import Draft, Drafter, StepResult, TreeDrafter
     from specdec_fast.engine.engine import Engine
     from specdec_fast.errors import (
         BackendError,
@@ -113,6 +113,7 @@ __all__ = [
     "StepResult",
     "StreamChunk",
     "TooManyDraftTokensError",
+    "TreeDrafter",
     "UnsupportedModelError",
     "VocabularyMismatchError",
     "generate",
@@ -124,6 +125,7 @@ _MODULES = {
     "EngineConfig": "config",
     "Draft": "drafters",
     "Drafter": "drafters",
+    "TreeDrafter": "drafters",
     "StepResult": "drafters",
     "Engine": "engine.engine",
     "PromptOptions": "request.prompt_options",

@@ -17,11 +17,12 @@ class DecodingStats:
 
     Attributes:
         num_drafts: verifications with at least one draft token.
-        num_draft_tokens: draft tokens verified.
+        num_draft_tokens: draft tokens verified; of a tree, all its nodes.
         num_accepted_tokens: draft tokens accepted.
         num_steps: steps the sequence took part in (verifications, with or without draft tokens).
         num_emitted_tokens: tokens emitted, cut at EOS, a stop string and ``max_new_tokens``.
-        accepted_per_position: at index i, the number of times that draft token i (0-based) was accepted.
+        accepted_per_position: at index i, the number of times that a draft token at depth i + 1 was accepted; in a
+            chain, that is draft token i (0-based).
 
     """
 
@@ -42,14 +43,14 @@ class DecodingStats:
         """Share of draft tokens that were accepted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
-    def record(self, num_draft_tokens: int, num_accepted: int, num_emitted: int) -> None:
-        """Count one step of one sequence."""
+    def record(self, num_draft_tokens: int, num_accepted: int, num_emitted: int, depth: int | None = None) -> None:
+        """Count one step of one sequence; ``depth`` is that of a tree, and None for a chain."""
         self.num_steps += 1
         self.num_drafts += num_draft_tokens > 0
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
         self.num_emitted_tokens += num_emitted
-        missing = num_draft_tokens - len(self.accepted_per_position)
+        missing = (num_draft_tokens if depth is None else depth) - len(self.accepted_per_position)
         self.accepted_per_position.extend([0] * missing)
         for i in range(num_accepted):
             self.accepted_per_position[i] += 1

@@ -83,13 +83,13 @@ def _launch(page_size: int, entry: int, itemsize: int) -> Launch:
 
 def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Launch the kernel; the contract is the oracle's. Positions are not checked: that would wait for the device."""
-    num_layers, _, num_pages, page_size, num_kv_heads, head_dim = kv_cache.shape
+    num_layers, planes, num_pages, page_size, num_kv_heads, head_dim = kv_cache.shape
     batch_size, max_pages = block_table.shape
     entry = num_kv_heads * head_dim
     if sources.numel() == 0 or kv_cache.numel() == 0:
         return
     launch = _launch(page_size, entry, kv_cache.element_size())
-    grid = (batch_size, 2 * num_layers, triton.cdiv(entry, launch.constexprs["BLOCK_ENTRY"]))
+    grid = (batch_size, planes * num_layers, triton.cdiv(entry, launch.constexprs["BLOCK_ENTRY"]))
     _compact_kernel[grid](
         kv_cache, block_table, cu_moves, sources, destinations, num_pages, max_pages, **launch.options
     )

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
+from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
+from specdec_fast.errors import BackendError
 from specdec_fast.triton_kernels.attention_math import empty_state, merge
 from specdec_fast.triton_kernels.attention_tile import depth_of, reduce_piece, result_of, store_tile, tile_of
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
@@ -201,7 +202,14 @@ def _num_splits(batch: PagedBatch, window: int, num_tiles: int, rows_of_tile: in
 
 
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
-    """Launch one kernel, or two if contexts are split; the contract is the oracle's. Pages are not checked."""
+    """Launch one kernel, or two if contexts are split; the contract is the oracle's. Pages are not checked.
+
+    Rows of a tree are reduced over slots, so they have the values of their paths' chains but not the bits.
+
+    Raises:
+        BackendError: the window, which is counted in slots, is shorter than a tree.
+
+    """
     (num_rows, num_heads, head_dim), (num_kv_heads, value_dim) = query.shape, kv[1].shape[2:]
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     if out.numel() == 0:
@@ -214,6 +222,9 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     max_tiles = triton.cdiv(batch.max_seqlen_q * group, block_m)
     columns = batch.seqused_k.numel() * num_kv_heads
     window = min(params.sliding_window or _NO_WINDOW, _NO_WINDOW)
+    most_rows = batch.tree_mask.shape[1] * TREE_MASK_BITS if batch.tree_mask is not None else 0
+    if window < most_rows:
+        raise BackendError(f"Triton serves no tree of up to {most_rows} rows with {window=}; propose chains.")
     rows_of_tile = triton.cdiv(block_m, group) + 1
     num_splits = _num_splits(batch, window, columns * max_tiles, rows_of_tile, 4 * out.numel())
     partial_sums = torch.empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32, device=query.device)

@@ -16,7 +16,6 @@ namespace specdec {
 constexpr std::int64_t kTile = 64;         // positions reduced together
 constexpr std::int64_t kFewRows = 16;      // at least so many query rows share a tile's loads
 constexpr std::int64_t kMostVectors = 256;  // at most so many (row, head) pairs: their sums stay in the second-level cache
-constexpr int kTreeMaskBits = 32;          // rows per word of a tree mask
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Query rows of one sequence and one KV head.

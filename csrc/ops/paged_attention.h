@@ -14,6 +14,8 @@
 
 namespace specdec {
 
+constexpr int kTreeMaskBits = 32;  // rows per word of a tree mask
+
 struct PagedAttentionArgs {
   DType dtype;
   std::int64_t num_rows;

@@ -1,8 +1,11 @@
 #include "program/spans.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
+
+#include "ops/paged_attention.h"
 
 namespace specdec {
 
@@ -20,7 +23,8 @@ void check(const Pages& pages, const Span& span) {
 
 }  // namespace
 
-SpanLayout::SpanLayout(const Pages& pages, const std::vector<Span>& spans, Logits wanted) : pages_(pages) {
+SpanLayout::SpanLayout(const Pages& pages, const std::vector<Span>& spans, Logits wanted, const std::int32_t* parents)
+    : pages_(pages) {
   for (const Span& span : spans) {
     check(pages, span);
     width_ = std::max(width_, (span.start + span.count - 1) / pages.kv.page_size + 1);
@@ -39,6 +43,34 @@ SpanLayout::SpanLayout(const Pages& pages, const std::vector<Span>& spans, Logit
     cu_seqlens_.push_back(static_cast<std::int32_t>(num_rows()));
     seqused_k_.push_back(static_cast<std::int32_t>(stop));
   }
+  if (parents != nullptr) lay_out_trees(spans, parents);
+}
+
+void SpanLayout::lay_out_trees(const std::vector<Span>& spans, const std::int32_t* parents) {
+  std::int64_t most_rows = 0;
+  for (const Span& span : spans) most_rows = std::max(most_rows, span.count);
+  tree_words_ = (most_rows + kTreeMaskBits - 1) / kTreeMaskBits;
+  tree_mask_.resize(static_cast<std::size_t>(num_rows() * tree_words_));
+  row_parents_.reserve(positions_.size());
+  std::int64_t first = 0;
+  for (const Span& span : spans) {
+    for (std::int64_t row = 0; row < span.count; ++row) {
+      const std::int64_t parent = row ? *parents++ + std::int64_t{1} : -1;
+      if (row && (parent < 0 || parent >= row)) {
+        throw std::invalid_argument("the parent of node " + std::to_string(row - 1) + " of a tree is " +
+                                    std::to_string(parent - 1) + "; expected -1 or an earlier node");
+      }
+      row_parents_.push_back(static_cast<std::int32_t>(parent));
+      std::int32_t* mask = tree_mask_.data() + (first + row) * tree_words_;
+      if (row) {
+        positions_[first + row] = positions_[first + parent] + 1;
+        std::copy_n(tree_mask_.data() + (first + parent) * tree_words_, tree_words_, mask);
+      }
+      const std::uint32_t own = std::uint32_t{1} << (row % kTreeMaskBits);
+      mask[row / kTreeMaskBits] = static_cast<std::int32_t>(static_cast<std::uint32_t>(mask[row / kTreeMaskBits]) | own);
+    }
+    first += span.count;
+  }
 }
 
 Forward SpanLayout::forward(const std::int64_t* token_ids, void* logits, int num_threads) const {
@@ -53,8 +85,8 @@ Forward SpanLayout::forward(const std::int64_t* token_ids, void* logits, int num
           seqused_k_.data(),
           static_cast<std::int64_t>(seqused_k_.size()),
           width_,
-          nullptr,
-          0,
+          tree_words_ ? tree_mask_.data() : nullptr,
+          tree_words_,
           pages_.kv,
           logits,
           num_threads};

@@ -29,7 +29,7 @@ void check(const VerifyRequest& request) {
 Verified verify(Program& program, const Pages& pages, const VerifyRequest& request, const Choice& choice, int num_threads,
                 void* logits, void* hidden_states) {
   check(request);
-  const SpanLayout layout(pages, request.spans, SpanLayout::Logits::kAllRows);
+  const SpanLayout layout(pages, request.spans, SpanLayout::Logits::kAllRows, request.parents);
   const std::size_t num_sequences = request.spans.size();
   const std::int64_t* drafted = request.draft_tokens;
   std::vector<std::int64_t> token_ids;
@@ -46,17 +46,24 @@ Verified verify(Program& program, const Pages& pages, const VerifyRequest& reque
   const auto computed = std::chrono::steady_clock::now();
 
   std::vector<std::int64_t> target_tokens(token_ids.size()), next_tokens(num_sequences);
-  std::vector<std::int32_t> num_accepted(num_sequences);
+  std::vector<std::int32_t> num_accepted(num_sequences), accepted_rows(request.parents ? token_ids.size() : 0);
   verify_chain({logits, choice.dtype, layout.num_rows(), choice.vocab_size, choice.width, token_ids.data(),
-                layout.cu_seqlens(), static_cast<std::int64_t>(num_sequences), choice.sampling, num_threads},
-               {target_tokens.data(), num_accepted.data(), next_tokens.data()});
+                layout.cu_seqlens(), static_cast<std::int64_t>(num_sequences), choice.sampling, num_threads,
+                layout.row_parents()},
+               {target_tokens.data(), num_accepted.data(), next_tokens.data(), accepted_rows.data()});
   std::vector<std::vector<std::int64_t>> emissions(num_sequences);
+  std::vector<std::vector<std::int32_t>> paths(request.parents ? num_sequences : 0);
   for (std::size_t b = 0; b < num_sequences; ++b) {
-    const std::int64_t* own = target_tokens.data() + layout.cu_seqlens()[b];
-    emissions[b].assign(own, own + num_accepted[b]);
+    const std::int32_t first = layout.cu_seqlens()[b];
+    if (request.parents) {  // a draft token on the path is what the target chose at its parent
+      paths[b].assign(accepted_rows.data() + first, accepted_rows.data() + first + num_accepted[b]);
+      for (const std::int32_t row : paths[b]) emissions[b].push_back(token_ids[first + row]);
+    } else {
+      emissions[b].assign(target_tokens.data() + first, target_tokens.data() + first + num_accepted[b]);
+    }
     emissions[b].push_back(next_tokens[b]);
   }
-  return {std::move(emissions), std::chrono::duration<double>(std::chrono::steady_clock::now() - computed).count()};
+  return {std::move(emissions), std::move(paths), std::chrono::duration<double>(std::chrono::steady_clock::now() - computed).count()};
 }
 
 }  // namespace specdec

@@ -17,11 +17,14 @@ struct VerifyRequest {
   std::vector<std::int64_t> last_tokens;
   const std::int64_t* draft_tokens;  // sequence after sequence; ids outside the vocabulary are clamped
   std::int64_t num_draft_tokens;
+  const std::int32_t* parents;  // [num_draft_tokens], see SpanLayout; null: chains
 };
 
 struct Verified {
   // Per sequence: its accepted draft tokens and the target's own next token, or -1 where the logits have a NaN.
   std::vector<std::vector<std::int64_t>> emissions;
+  // Per sequence: the rows of its accepted draft tokens, counted from its first row. Empty without trees.
+  std::vector<std::vector<std::int32_t>> paths;
   double seconds;  // time to choose the tokens, after the forward
 };
 

@@ -95,7 +95,7 @@ class RaggedBatch(PagedBatch):
 
     Attributes:
         token_ids: ``[T]`` int64.
-        positions: ``[T]`` int64, each token's index in its own sequence (I1).
+        positions: ``[T]`` int64, each token's index in its own sequence (I1); in a tree, in the text of its path.
         slot_mapping: ``[T]`` int32, the slot of each row's KV entry.
         cu_seqlens: ``[B + 1]`` int32, the first row of each sequence, and the number of rows; the same as
             ``cu_seqlens_q`` unless a graph's bucket adds sequences of its own.
@@ -112,7 +112,13 @@ class RaggedBatch(PagedBatch):
     most_rows: int
 
     def row_by_row(self) -> PagedBatch:
-        """Return the same rows for attention, each as a sequence of its own over the same pages."""
+        """Return the same rows for attention, each as a sequence of its own over the same pages.
+
+        The rows of trees stay together, because the entries of a row's path lie between others. An implementation whose
+        bits depend on the number of rows computes them one after the other.
+        """
+        if self.tree_mask is not None:
+            return self
         num_rows = self.positions.shape[0]
         each = torch.arange(num_rows + 1, dtype=torch.int32, device=self.positions.device)
         return PagedBatch(
@@ -124,7 +130,7 @@ class RaggedBatch(PagedBatch):
         )
 
     def one_by_one(self) -> list[RaggedBatch]:
-        """Return a batch for each row, in order; a row attends to the KV entries of the rows before it."""
+        """Return a batch for each row of chains, in order; a row attends to the KV entries of the rows before it."""
         owners, one = self._owners(), self.cu_seqlens.new_tensor([0, 1])
         tables, used = self.block_table[owners], (self.positions + 1).int()
         return [

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.cuda_graphs.buckets import Limits
-from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResult
+from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResult, TreeDrafter
 from specdec_fast.drafters.draft_model import ROWS_EACH, ModelDrafter
 from specdec_fast.drafters.eagle3 import Eagle3Drafter
 from specdec_fast.drafters.eagle3_config import is_eagle3
@@ -45,6 +45,7 @@ __all__ = [
     "Drafter",
     "DrafterContext",
     "StepResult",
+    "TreeDrafter",
     "checked_draft",
     "is_draft_model",
     "make_drafter",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specdec_fast.batch.trees import depths_of
 from specdec_fast.config import EngineConfig
-from specdec_fast.errors import DrafterError, NotYetSupportedError
+from specdec_fast.errors import DrafterError
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
 
@@ -46,8 +48,10 @@ class Draft:
         token_ids: ``[sum(num_draft_tokens)]`` int64, sequence after sequence. The engine copies them to the target's
             device if they are on another one.
         num_draft_tokens: number of tokens per sequence, in batch order; 0 is allowed.
-        parents: for a tree, ``[sum(num_draft_tokens)]`` int32: the index of each token's parent among the tokens of its
-            own sequence, -1 for a child of the last committed token. None for a chain; trees are not supported yet.
+        parents: for trees, ``[sum(num_draft_tokens)]`` int32: the index of each token's parent among the tokens of its
+            own sequence, -1 for a child of the last committed token. A parent comes before its children, and the
+            children of one parent are different tokens. In depth-first order with the likeliest child first, KV entries
+            seldom move. None if every sequence has a chain.
 
     """
 
@@ -55,23 +59,26 @@ class Draft:
     num_draft_tokens: list[int]
     parents: Tensor | None = None
 
-    def check(self, limits: list[int]) -> None:
+    def check(self, limits: list[int], node_limits: list[int] | None = None) -> list[int]:
         """Check the draft against the contract.
 
         Args:
-            limits: per sequence, the largest number of draft tokens.
+            limits: per sequence, the largest depth: of a chain, its number of tokens.
+            node_limits: per sequence, the largest number of draft tokens; None: ``limits``.
+
+        Returns:
+            The depth of each sequence's draft.
 
         Raises:
-            DrafterError: there is not one count per sequence, a count exceeds its limit, the counts do not add up to
-                the number of tokens, or the tokens are not a dense int64 tensor in memory.
-            NotYetSupportedError: the draft is a tree.
+            DrafterError: there is not one count per sequence, a count or a depth exceeds its limit, the counts do not
+                add up to the number of tokens, the tokens are not a dense int64 tensor in memory, or the parents are
+                not those of trees.
 
         """
-        if self.parents is not None:
-            raise NotYetSupportedError(
-                "a drafter proposed a tree (Draft.parents), but trees are not supported yet; propose a chain, with "
-                "parents=None."
-            )
+        self._check_tokens(limits if self.parents is None or node_limits is None else node_limits)
+        return self.num_draft_tokens if self.parents is None else self._checked_depths(limits)
+
+    def _check_tokens(self, limits: list[int]) -> None:
         counts = self.num_draft_tokens
         if not isinstance(self.token_ids, Tensor) or self.token_ids.dtype != torch.int64:
             kind = getattr(self.token_ids, "dtype", type(self.token_ids).__name__)
@@ -89,6 +96,26 @@ class Draft:
                 f"num_draft_tokens {counts}."
             )
 
+    def _checked_depths(self, limits: list[int]) -> list[int]:
+        parents, shape = self.parents, self.token_ids.shape
+        if not isinstance(parents, Tensor) or parents.dtype != torch.int32 or parents.shape != shape:
+            kind = f"{parents.dtype} {list(parents.shape)}" if isinstance(parents, Tensor) else type(parents).__name__
+            raise DrafterError(f"a drafter's parents are {kind}; expected a tensor of int32 {list(shape)}.")
+        nodes, first, depths = parents.tolist(), 0, []
+        # Reading the tokens would wait for a device. There the first of equal children is the one that is accepted.
+        tokens = self.token_ids.tolist() if self.token_ids.device.type == "cpu" else range(len(nodes))
+        for count, limit in zip(self.num_draft_tokens, limits, strict=True):
+            own = nodes[first : first + count]
+            if not all(-1 <= parent < node for node, parent in enumerate(own)):
+                raise DrafterError(f"a drafter's parents are {own}; expected -1 or the index of an earlier token.")
+            if len(set(zip(own, tokens[first : first + count], strict=True))) < count:
+                raise DrafterError("a drafter proposed two children of one parent with the same token; merge them.")
+            depths.append(max(depths_of(own), default=0))
+            if depths[-1] > limit:
+                raise DrafterError(f"a drafter proposed a tree of depth {depths[-1]}; at most {limit} was asked for.")
+            first += count
+        return depths
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -96,13 +123,14 @@ class StepResult:
 
     Attributes:
         accepted_rows: per sequence, the rows of the target's forward whose tokens are committed: first the token that
-            was the last committed one before this step, then each accepted draft token.
+            was the last committed one before this step, then each accepted draft token. A range, if the drafts were
+            chains.
         hidden_states: the target's hidden states at every row of that forward, ``[T, taps, H]`` in the dtype of its
             residual stream, on its device; of rejected rows too. None if the drafter has no taps.
 
     """
 
-    accepted_rows: list[range]
+    accepted_rows: list[Many[int]]
     hidden_states: Tensor | None = None
 
 
@@ -126,10 +154,12 @@ class Drafter(ABC):
         taps: the hidden states that the drafter asks for; the engine reads it once, when it is made. Tap l is the
             residual stream after l of the target's layers (0: the embeddings), before the final norm; ``"final"`` is
             the input of its output layer. Ids must differ.
+        max_nodes: of a ``TreeDrafter``; 0 for a drafter of chains.
 
     """
 
     taps: tuple[int | str, ...] = ()
+    max_nodes: int = 0
 
     @property
     @abstractmethod
@@ -140,8 +170,16 @@ class Drafter(ABC):
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Propose up to ``limits[i]`` tokens to follow ``sequences[i].token_ids``, which must not be changed.
 
-        At least one limit is above 0.
+        At least one limit is above 0. The tokens may also be the nodes of a tree (``Draft.parents``). A drafter whose
+        trees have more nodes than a chain has tokens is a ``TreeDrafter``.
         """
+
+    def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
+        """Propose a tree of at most ``node_limits[i]`` nodes for each sequence; see ``TreeDrafter``.
+
+        The engine calls this. A drafter of chains need not override it.
+        """
+        return self.propose(sequences, limits)
 
     def describe(self) -> dict[str, Any]:
         """Return further entries for ``Engine.describe()``."""
@@ -227,3 +265,33 @@ class Drafter(ABC):
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
         """Forget a sequence. It may never have been admitted: no draft was needed, or an error came first."""
+
+
+class TreeDrafter(Drafter):
+    """Proposes trees of draft tokens, so that one verification tries several continuations of a sequence.
+
+    K bounds the depth of a tree. The number of its nodes has a limit of its own, because every node is a row of the
+    verification and a KV entry: ``max_nodes``, or K if that is more. If KV pages or memory run short, or the engine has
+    a memory budget, it is K, as for a chain.
+
+    Attributes:
+        max_nodes: the largest number of nodes that it proposes for one sequence; constant.
+
+    """
+
+    max_nodes: int = 0
+
+    @abstractmethod
+    def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
+        """Propose a tree of at most ``node_limits[i]`` nodes to follow ``sequences[i].token_ids``.
+
+        Args:
+            sequences: ``B`` sequences, whose ``token_ids`` must not be changed.
+            limits: per sequence, the largest depth of its tree; at least one is above 0.
+            node_limits: per sequence, the largest number of nodes; 0 where the depth must be 0.
+
+        """
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
+        """Propose trees of as many nodes as a chain may have tokens."""
+        return self.propose_trees(sequences, limits, limits)

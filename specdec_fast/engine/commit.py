@@ -14,14 +14,14 @@ from specdec_fast.request.sequence import Sequence
 
 
 def logprobs_of(
-    batch: Many[Sequence], counts: Many[int], emissions: Many[list[int]], logits: Tensor
+    batch: Many[Sequence], accepted_rows: Many[Many[int]], emissions: Many[list[int]], logits: Tensor
 ) -> list[list[float] | None]:
     """Return the log-probabilities of emitted tokens for the sequences that request them, in one transfer.
 
     Args:
         batch: ``B`` sequences.
-        counts: rows of each sequence; ``T`` in all. Token i of an emission was chosen at its sequence's row i.
-        emissions: tokens of each sequence, from ``Verification.emissions``.
+        accepted_rows: rows of ``logits`` of each sequence. Token i of an emission was chosen at its row i.
+        emissions: tokens of each sequence, from ``Verification.outcome``.
         logits: ``[T, vocab_size]``, the target's.
 
     Returns:
@@ -34,15 +34,13 @@ def logprobs_of(
     rows: list[int] = []
     tokens: list[int] = []
     lengths: list[int | None] = []
-    first_row = 0
-    for sequence, count, emission in zip(batch, counts, emissions, strict=True):
+    for sequence, own, emission in zip(batch, accepted_rows, emissions, strict=True):
         length = None
         if sequence.logprobs is not None:
             length = len(emission) - (emission[-1] == INVALID_TOKEN)
-            rows += range(first_row, first_row + length)
+            rows += own[:length]
             tokens += emission[:length]
         lengths.append(length)
-        first_row += count
     values = iter(token_logprobs(logits, rows, tokens))
     return [None if length is None else list(islice(values, length)) for length in lengths]
 
@@ -64,13 +62,16 @@ def token_logprobs(logits: Tensor, rows: list[int], tokens: list[int]) -> list[f
     return logprobs.gather(1, index[1, :, None])[:, 0].tolist()
 
 
-def commit(sequence: Sequence, num_draft_tokens: int, emission: list[int], logprobs: list[float] | None) -> list[int]:
+def commit(
+    sequence: Sequence, num_draft_tokens: int, depth: int, emission: list[int], logprobs: list[float] | None
+) -> list[int]:
     """Commit the emission of one sequence; a row of NaN logits ends the request after the tokens before it.
 
     Args:
         sequence: the sequence that emits.
         num_draft_tokens: number of its draft tokens verified in this step.
-        emission: its tokens, from ``Verification.emissions``.
+        depth: of its draft; of a chain, the number of its tokens.
+        emission: its tokens, from ``Verification.outcome``.
         logprobs: its log-probabilities, from ``logprobs_of``.
 
     Returns:
@@ -79,7 +80,7 @@ def commit(sequence: Sequence, num_draft_tokens: int, emission: list[int], logpr
     """
     num_accepted, valid = len(emission) - 1, emission[-1] != INVALID_TOKEN
     emission = emission if valid else emission[:-1]
-    tokens = sequence.commit(num_draft_tokens, num_accepted, emission, logprobs) if emission else []
+    tokens = sequence.commit(num_draft_tokens, num_accepted, emission, logprobs, depth) if emission else []
     if not valid and sequence.finish_reason is None:
         sequence.fail(
             InvalidLogitsError(

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import Drafter
+from specdec_fast.drafters import Drafter, StepResult
 from specdec_fast.engine import drafting
 from specdec_fast.engine.commit import commit, logprobs_of
 from specdec_fast.engine.pools import Pools
@@ -219,24 +219,25 @@ class EngineCore:
             return None
         self._in_step = self.scheduler.plan(ready)
         limits = draft_limits(self.length_policy, self._in_step)
-        batch, limits = self._row_limit.fit(self._in_step, limits)
-        self._in_step, limits, num_preempted = self._residents.make_room(batch, limits)
-        self.stats.num_preemptions += num_preempted
-        return self._launch(self._in_step, limits) if self._in_step else None
+        fitting = self._row_limit.fit(self._in_step, limits)
+        room = self._residents.make_room(*fitting, may_branch=self._row_limit.most is None)
+        self._in_step = room.batch
+        self.stats.num_preemptions += room.num_preempted
+        return self._launch(room.batch, room.limits, room.node_limits) if room.batch else None
 
     @torch.inference_mode()
-    def _launch(self, batch: list[Sequence], limits: list[int]) -> Step:
+    def _launch(self, batch: list[Sequence], limits: list[int], node_limits: list[int]) -> Step:
         """Draft and verify for one batch; on a GPU this only queues the work."""
         timer = self.stats.timer
-        started, self._row_limit.num_rows = perf_counter(), len(batch) + sum(limits)
+        started, self._row_limit.num_rows = perf_counter(), len(batch) + sum(node_limits)
         drafting.admit_new(self.drafter, batch, limits, timer)
         with timer("draft"):
-            draft = drafting.propose(self.drafter, batch, limits, self.target.layout.device)
-        drafted = perf_counter()
+            draft, depths = drafting.propose(self.drafter, batch, limits, node_limits, self.target.layout.device)
+        drafted, drafts = perf_counter(), (draft.token_ids, draft.num_draft_tokens, draft.parents)
         with timer("verify"):
-            verification = self.target.verify_step(self._pools.pool(), batch, draft.token_ids, draft.num_draft_tokens)
+            verification = self.target.verify_step(self._pools.pool(), batch, *drafts)
         timer.move(verification.accept_seconds, "verify", "accept")
-        return Step(batch, limits, draft.num_draft_tokens, verification, started, drafted)
+        return Step(batch, limits, draft.num_draft_tokens, depths, verification, started, drafted)
 
     def _prepare_retry(self, error: Exception) -> None:
         """Recover from a lack of memory: a sequence that lacks it alone fails. Raise any other error."""
@@ -268,20 +269,19 @@ class EngineCore:
         timer, batch, verification = self.stats.timer, step.batch, step.verification
         try:
             with timer("accept"):
-                emissions = verification.emissions()
-                logprobs = logprobs_of(batch, verification.counts, emissions, verification.logits)
+                outcome = verification.outcome()
+                emissions, rows = outcome.emissions, outcome.accepted_rows(verification.counts)
+                logprobs = logprobs_of(batch, rows, emissions, verification.logits)
+                self.target.keep_paths(self._pools.pool(), batch, outcome.paths)
         except Exception as error:
             self._prepare_retry(error)
             return []
         with timer("commit"):
-            emitted = [
-                (sequence, commit(sequence, num_draft_tokens, emission, values))
-                for sequence, num_draft_tokens, emission, values in zip(
-                    batch, step.num_draft_tokens, emissions, logprobs, strict=True
-                )
-                if sequence.request_id in self._requests  # a request that is cancelled stays as it is
-            ]
-            drafting.commit(self.drafter, batch, verification, emissions, self._requests)
+            drafted, emitted = zip(step.num_draft_tokens, step.depths, strict=True), []
+            for sequence, counts, emission, values in zip(batch, drafted, emissions, logprobs, strict=True):
+                if sequence.request_id in self._requests:  # a request that is cancelled stays as it is
+                    emitted.append((sequence, commit(sequence, *counts, emission, values)))
+            drafting.commit(self.drafter, batch, StepResult(rows, verification.hidden_states), self._requests)
         self.length_policy.observe(step.observation([len(emission) - 1 for emission in emissions]))
         self._row_limit.passed()
         self.stats.num_steps += 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 
 import torch
 
 from specdec_fast.drafters import Draft, Drafter, StepResult
 from specdec_fast.errors import DrafterError
-from specdec_fast.models.verification import Verification
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import StageTimer
 
@@ -32,52 +32,52 @@ def admit(drafter: Drafter, new: list[Sequence]) -> None:
         sequence.is_admitted = True
 
 
-def propose(drafter: Drafter, batch: list[Sequence], limits: list[int], device: torch.device) -> Draft:
+def propose(
+    drafter: Drafter, batch: list[Sequence], limits: list[int], node_limits: list[int], device: torch.device
+) -> tuple[Draft, list[int]]:
     """Ask a drafter for at most ``limits[i]`` tokens of sequence i, and check its draft against the contract.
 
     Args:
         drafter: the drafter; not called if all limits are 0 (every sequence is at its last token, or K is 0).
         batch: ``B`` sequences.
-        limits: per sequence, the largest number of draft tokens.
+        limits: per sequence, the largest number of draft tokens of a chain, and the largest depth of a tree.
+        node_limits: per sequence, the largest number of nodes of a tree.
         device: the target's.
+
+    Returns:
+        The draft, without ``parents`` if it consists of chains, and the depth of each sequence's draft.
 
     Raises:
         DrafterError: the drafter did not return a valid Draft, or it changed a sequence.
 
     """
     if not any(limits):
-        return Draft(torch.empty(0, dtype=torch.int64, device=device), [0] * len(batch))
+        return Draft(torch.empty(0, dtype=torch.int64, device=device), [0] * len(batch)), limits
     ends = [(s.length, s.token_ids[-1]) for s in batch]  # comparing all tokens would take longer than a step
-    draft = drafter.propose(batch, list(limits))
+    draft = drafter.propose_trees(batch, list(limits), list(node_limits))
     if [(s.length, *s.token_ids[-1:]) for s in batch] != ends:
         raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")
     if not isinstance(draft, Draft):
         raise DrafterError(f"a drafter proposed a {type(draft).__name__}; expected a Draft, empty if it has no tokens.")
-    draft.check(limits)
-    return draft
+    depths = draft.check(limits, node_limits)
+    if draft.parents is not None and depths == list(draft.num_draft_tokens):  # a tree as deep as it is large is a chain
+        draft = replace(draft, parents=None)
+    return draft, depths
 
 
-def commit(
-    drafter: Drafter,
-    batch: list[Sequence],
-    verification: Verification,
-    emissions: list[list[int]],
-    live: Container[int],
-) -> None:
+def commit(drafter: Drafter, batch: list[Sequence], result: StepResult, live: Container[int]) -> None:
     """Pass the accepted rows of the unfinished sequences, and the hidden states of all rows, to the drafter.
 
     Args:
         drafter: the drafter; it receives the sequences that are admitted to it.
         batch: the sequences of a step.
-        verification: of the step's rows.
-        emissions: the tokens that the target chose for each sequence.
+        result: of all sequences of the step.
         live: ids of the requests that have not been cancelled.
 
     """
-    unfinished, rows, first_row = [], [], 0
-    for sequence, count, emission in zip(batch, verification.counts, emissions, strict=True):
+    unfinished, rows = [], []
+    for sequence, own in zip(batch, result.accepted_rows, strict=True):
         if sequence.is_admitted and sequence.finish_reason is None and sequence.request_id in live:
             unfinished.append(sequence)
-            rows.append(range(first_row, first_row + len(emission)))
-        first_row += count
-    drafter.commit(unfinished, StepResult(rows, verification.hidden_states))
+            rows.append(own)
+    drafter.commit(unfinished, StepResult(rows, result.hidden_states))

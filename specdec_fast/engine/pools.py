@@ -32,6 +32,8 @@ class Pools:
         self._target, self._drafter = target, drafter
         self._page_size, self._fixed_tokens = config.page_size, config.kv_cache_tokens
         self._size_option = "kv_cache_tokens" if config.memory_bytes is None else "memory_bytes"
+        # Beyond the positions of a sequence, so that a tree at its end need not shrink.
+        self._spare_tokens = drafter.max_nodes
         self.target_pool: PagePool | None = None
         self.is_sized = False
 
@@ -70,7 +72,7 @@ class Pools:
         is_too_large = not resident and first is not None and not self._holds(first)
         if self.is_sized and not is_too_large:
             return
-        largest = nlargest(max_resident, (s.max_length - 1 for s in (*resident, *waiting)))
+        largest = nlargest(max_resident, (s.max_length - 1 + self._spare_tokens for s in (*resident, *waiting)))
         num_tokens = self._fixed_tokens or sum(map(self._rounded, largest))
         if resident:
             if self.pool().num_tokens < num_tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from time import monotonic
+from typing import NamedTuple
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
@@ -13,6 +14,23 @@ from specdec_fast.request.sequence import Sequence
 from specdec_fast.schedulers import Scheduler
 
 _HEADROOM_PAGES = 2  # by which every resident sequence can grow when another one is admitted
+
+
+class Room(NamedTuple):
+    """The sequences of a step that have the pages for it.
+
+    Attributes:
+        batch: those that are still resident; there may be none.
+        limits: per sequence, the largest number of draft tokens of a chain, and the largest depth of a tree.
+        node_limits: per sequence, the largest number of nodes of a tree.
+        num_preempted: number of sequences that were preempted for these.
+
+    """
+
+    batch: list[Sequence]
+    limits: list[int]
+    node_limits: list[int]
+    num_preempted: int
 
 
 class Residents:
@@ -50,6 +68,7 @@ class Residents:
         self.resident: list[Sequence] = []
         self._pools, self._prefilling = pools, prefilling
         self._scheduler, self._drafter = scheduler, drafter
+        self._max_nodes = 0 if config.memory_bytes is not None else drafter.max_nodes  # a budget counts K rows each
         # At least a step, so that what is admitted is not preempted in its first one.
         self._headroom = max(_HEADROOM_PAGES * config.page_size, config.most_draft_tokens + 1)
 
@@ -67,22 +86,24 @@ class Residents:
             self.resident.append(sequence)
             places -= 1
 
-    def make_room(self, batch: list[Sequence], limits: list[int]) -> tuple[list[Sequence], list[int], int]:
+    def make_room(self, batch: list[Sequence], limits: list[int], may_branch: bool = True) -> Room:
         """Allocate the pages that a step needs, and preempt the youngest resident sequences if too few are free.
+
+        Trees get no more nodes than a chain has tokens, before a sequence is preempted for them.
 
         Args:
             batch: the sequences of the step.
-            limits: per sequence, the largest number of draft tokens.
-
-        Returns:
-            The sequences of the batch that are still resident, and their limits; there may be none. The number of
-            sequences that were preempted.
+            limits: per sequence, the largest number of draft tokens of a chain, and the largest depth of a tree.
+            may_branch: whether trees may have more nodes than a chain has tokens.
 
         """
-        pool, ends = self._pools.pool(), [s.length + limit for s, limit in zip(batch, limits, strict=True)]
+        pool, node_limits = self._pools.pool(), self._node_limits(limits) if may_branch else limits
+        ends = [s.length + limit for s, limit in zip(batch, node_limits, strict=True)]
         num_missing, num_preempted = sum(map(pool.num_missing, batch, ends)), 0
+        if num_missing > pool.num_free_pages and node_limits is not limits:
+            return self.make_room(batch, limits, may_branch=False)
         if not num_missing:
-            return batch, limits, 0
+            return Room(batch, limits, node_limits, 0)
         while num_missing > pool.num_free_pages:
             youngest = self.resident[-1]
             if youngest in batch:
@@ -91,10 +112,11 @@ class Residents:
             num_preempted += 1
         if num_preempted:
             kept = [i for i, sequence in enumerate(batch) if sequence in self.resident]
-            batch, limits, ends = ([values[i] for i in kept] for values in (batch, limits, ends))  # type: ignore[assignment]
+            chosen = ([values[i] for i in kept] for values in (batch, limits, node_limits, ends))
+            batch, limits, node_limits, ends = chosen  # type: ignore[assignment]
         for sequence, end in zip(batch, ends, strict=True):
             pool.allocate(sequence, end)
-        return batch, limits, num_preempted
+        return Room(batch, limits, node_limits, num_preempted)
 
     def remove(self, sequences: list[Sequence]) -> None:
         """Remove sequences that wait or are resident, and free their pages."""
@@ -106,6 +128,11 @@ class Residents:
                 self.waiting.remove(sequence)
         if self._prefilling:
             self._prefilling.drop(sequences)
+
+    def _node_limits(self, limits: list[int]) -> list[int]:
+        """Return how many nodes each sequence's tree may have; ``limits`` itself for a drafter of chains."""
+        most = self._max_nodes
+        return [max(limit, most) if limit else 0 for limit in limits] if most else limits
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence can be admitted, so that it and the resident ones can grow for a while."""

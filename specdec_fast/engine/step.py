@@ -36,6 +36,7 @@ class Step:
         batch: its ``B`` sequences.
         limits: per sequence, the number of draft tokens that the engine asked for.
         num_draft_tokens: per sequence, the number of draft tokens that the drafter proposed.
+        depths: per sequence, the depth of its draft; of a chain, the number of its tokens.
         verification: the target's verification of these tokens.
         started: time at which drafting began, with the drafter's prefill of new sequences, by ``perf_counter``.
         drafted: time at which it ended.
@@ -45,6 +46,7 @@ class Step:
     batch: list[Sequence]
     limits: list[int]
     num_draft_tokens: list[int]
+    depths: list[int]
     verification: Verification
     started: float
     drafted: float
@@ -53,7 +55,7 @@ class Step:
         """Return the counts and times of the finished step, for ``LengthPolicy.observe``."""
         draft_seconds, verify_seconds = self.drafted - self.started, self.verification.forward_seconds
         other_seconds = perf_counter() - self.drafted - verify_seconds
-        counts = (self.limits, self.num_draft_tokens, num_accepted)
+        counts = (self.limits, self.depths, num_accepted)
         return StepObservation(self.batch, *counts, draft_seconds, verify_seconds, other_seconds)
 
 

@@ -7,6 +7,7 @@ drafting loop are laid out together. Tensors that depend on row counts only are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.trees import TreeRows
 from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.page_pool import KVPages, PagePool
 
@@ -26,12 +28,15 @@ class Spans(NamedTuple):
         spans: (row of ``tables``, first position, number of positions) of each sequence.
         tables: ``[places, max_pages]`` int32, the block table of every owner.
         pages: the pages that the tables name.
+        parents: if the rows are trees, ``[rows - B]`` int32 on the host: of every row but a sequence's first, its
+            parent, counted as in ``Draft.parents``. None: chains.
 
     """
 
     spans: list[tuple[int, int, int]]
     tables: Tensor
     pages: KVPages
+    parents: Tensor | None = None
 
 
 class RowLayout(NamedTuple):
@@ -55,7 +60,9 @@ def row_layout(counts: tuple[int, ...], device: torch.device) -> RowLayout:
     return RowLayout(on_device, on_device[1:].long() - 1, sequence, offset_from_end, max(counts, default=0))
 
 
-def lay_out(pool: PagePool, rows: Sequence[Rows], token_ids: Tensor, ahead: int = 0) -> RaggedBatch:
+def lay_out(
+    pool: PagePool, rows: Sequence[Rows], token_ids: Tensor, ahead: int = 0, trees: TreeRows | None = None
+) -> RaggedBatch:
     """Lay out one forward, and allocate the pages that its new positions need.
 
     Args:
@@ -63,12 +70,19 @@ def lay_out(pool: PagePool, rows: Sequence[Rows], token_ids: Tensor, ahead: int 
         rows: the span of each sequence, in batch order.
         token_ids: ``[T]`` int64 on the pool's device, the spans' tokens one after the other.
         ahead: number of positions after each span that get pages, and entries in the block table, as well.
+        trees: if the rows of each span are a tree, its shape. Rows then have consecutive slots, and their positions are
+            those of their depths. None: chains.
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
 
     """
-    return _laid_out(pool, rows, ahead)[0](token_ids=token_ids)
+    batch = _laid_out(pool, rows, ahead)[0](token_ids=token_ids)
+    if trees is None:
+        return batch
+    starts = np.repeat([start for _, start, _ in rows], [count for _, _, count in rows])
+    positions, mask = (to_device(array, token_ids.device) for array in (starts + trees.depths, trees.mask))
+    return replace(batch, positions=positions, tree_mask=mask)
 
 
 def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> list[partial[RaggedBatch]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Event
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.capture import capture_for
 from specdec_fast.cuda_graphs.graphs import Graphs
 from specdec_fast.errors import UnsupportedModelError
-from specdec_fast.kv_cache.forward_layout import lay_out, spans_of
+from specdec_fast.kv_cache.accepted_paths import keep_paths
+from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch
 from specdec_fast.models.draft_step import DraftLoop, greedy_tokens
@@ -30,7 +30,8 @@ from specdec_fast.models.hidden_states import checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
 from specdec_fast.models.model_checks import check_decoder, check_ignores_answers, check_reproduces, max_positions
 from specdec_fast.models.probe_errors import named_failures
-from specdec_fast.models.verification import Verification, interleaved
+from specdec_fast.models.verification import Verification
+from specdec_fast.models.verify_step import verify_step
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, compile_forward
 from specdec_fast.program.executors import ForwardProgram, executor_for
@@ -130,7 +131,8 @@ class RaggedModel:
         """
         if self.program is not None:
             return self.program(batch.token_ids, batch, pool.pages, logit_rows, hidden_states)
-        logits = None if self.graphs is None else self.graphs.forward(batch, pool, logit_rows, hidden_states)
+        graphs = self.graphs if batch.tree_mask is None else None  # no graph has a tree mask
+        logits = None if graphs is None else graphs.forward(batch, pool, logit_rows, hidden_states)
         return self.hf.forward(batch, pool, logit_rows, hidden_states) if logits is None else logits
 
     def empty_hidden_states(self, num_rows: int) -> Tensor | None:
@@ -138,36 +140,35 @@ class RaggedModel:
         return None if self.hf.taps is None else self.hf.taps.empty(num_rows, self.layout.device)
 
     def verify_step(
-        self, pool: PagePool, sequences: list[Sequence], draft_tokens: Tensor, num_draft_tokens: list[int]
+        self,
+        pool: PagePool,
+        sequences: list[Sequence],
+        draft_tokens: Tensor,
+        num_draft_tokens: list[int],
+        parents: Tensor | None = None,
     ) -> Verification:
         """Compute logits at every sequence's last committed token and its draft tokens, and verify the draft tokens.
+
+        After trees the caller must call ``keep_paths`` before it computes further rows of these sequences.
 
         Args:
             pool: this model's pages.
             sequences: ``B`` sequences; the pool has the KV entries of all their tokens but the last.
             draft_tokens: ``[sum(num_draft_tokens)]`` int64 on any device, sequence after sequence.
             num_draft_tokens: number of draft tokens per sequence; 0 is allowed.
+            parents: see ``Draft.parents``; None for chains. A model that verifies no trees raises NotYetSupportedError.
 
         """
         self.verifies.set()
-        counts = [count + 1 for count in num_draft_tokens]
-        rows = [Rows(s, s.target_kv_length, count) for s, count in zip(sequences, counts, strict=True)]
-        last = [s.token_ids[-1] for s in sequences]
-        sampling = sampling_of(sequences, self.layout.device)
-        draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
-        hidden = self.empty_hidden_states(sum(counts))
-        if self.has_fused_step:
-            assert self.program is not None
-            before = self.program.seconds
-            logits, emissions, seconds = self.program.verify(spans_of(pool, rows), last, draft_tokens, sampling, hidden)
-            return Verification(counts, logits, emissions, self.program.seconds - before, seconds, hidden)
-        token_ids = interleaved(last, draft_tokens, num_draft_tokens, self.vocab_size)
-        batch = lay_out(pool, rows, token_ids)
-        started = perf_counter()
-        logits = self.forward(batch, pool, None, hidden)
-        computed = perf_counter()
-        results = (self.ops.unchecked or self.ops).verify_chain(logits, token_ids, batch.cu_seqlens, sampling)
-        return Verification(counts, logits, results, computed - started, perf_counter() - computed, hidden)
+        return verify_step(self, pool, sequences, (draft_tokens, num_draft_tokens, parents))
+
+    def keep_paths(self, pool: PagePool, sequences: list[Sequence], paths: list[list[int]] | None) -> None:
+        """Move the KV entries of accepted draft tokens to the slots of their positions, if trees were verified.
+
+        ``paths`` come from the outcome; None for chains. The sequences have the tokens that they had before.
+        """
+        if paths is not None:
+            keep_paths(pool, self.ops, [(s, s.target_kv_length) for s in sequences], paths)
 
     def draft_step(
         self,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,15 +13,41 @@ from torch import Tensor
 from specdec_fast.device_copy import to_device, to_host
 
 
+class Outcome(NamedTuple):
+    """What a verification accepted, per sequence.
+
+    Attributes:
+        emissions: the accepted draft tokens and the next token, ``INVALID_TOKEN`` after NaN logits.
+        paths: if the drafts are trees, the rows of the accepted draft tokens, counted from the sequence's first row.
+            None for chains, where these are the rows from 1 on.
+
+    """
+
+    emissions: list[list[int]]
+    paths: list[list[int]] | None
+
+    def accepted_rows(self, counts: list[int]) -> list[Many[int]]:
+        """Return the rows of the forward at which the emitted tokens were chosen: the root's, then the accepted ones.
+
+        Args:
+            counts: rows of each sequence.
+
+        """
+        firsts = accumulate(counts[:-1], initial=0)
+        if self.paths is None:
+            return [range(first, first + len(own)) for first, own in zip(firsts, self.emissions, strict=True)]
+        return [[first, *(first + row for row in path)] for first, path in zip(firsts, self.paths, strict=True)]
+
+
 @dataclass(frozen=True)
 class Verification:
-    """What one forward of the target gave. On a GPU it is only queued until ``emissions`` waits for it.
+    """What one forward of the target gave. On a GPU it is only queued until ``outcome`` waits for it.
 
     Attributes:
         counts: rows of each of ``B`` sequences, its draft tokens plus one; ``T`` in all.
         logits: ``[T, vocab_size]``, the target's.
         results: what ``verify_chain`` found, target's tokens ``[T]``, accepted draft tokens ``[B]`` and next tokens
-            ``[B]``; or the emissions themselves.
+            ``[B]``, for trees also the accepted rows ``[T]``; or the outcome itself.
         forward_seconds: of the forward alone, on the host's clock.
         accept_seconds: of choosing and accepting, as far as it is done already.
         hidden_states: ``[T, taps, H]``, the target's; None without taps.
@@ -28,21 +56,27 @@ class Verification:
 
     counts: list[int]
     logits: Tensor
-    results: Many[Tensor] | list[list[int]]
+    results: Many[Tensor] | Outcome
     forward_seconds: float
     accept_seconds: float
     hidden_states: Tensor | None = None
 
-    def emissions(self) -> list[list[int]]:
-        """Return each sequence's accepted draft tokens and its next token, ``INVALID_TOKEN`` after NaN logits."""
-        if isinstance(self.results, list):
+    def outcome(self) -> Outcome:
+        """Return what was accepted."""
+        if isinstance(self.results, Outcome):
             return self.results
-        target_tokens, num_accepted, next_tokens = to_host(self.results)
-        emissions, first_row = [], 0
-        for count, accepted, next_token in zip(self.counts, num_accepted, next_tokens, strict=True):
-            emissions.append([*target_tokens[first_row : first_row + accepted], next_token])
-            first_row += count
-        return emissions
+        target_tokens, num_accepted, next_tokens, *rows = to_host(self.results)
+        found = list(zip(accumulate(self.counts[:-1], initial=0), num_accepted, next_tokens, strict=True))
+        if not rows:
+            emissions = [[*target_tokens[first : first + count], next_token] for first, count, next_token in found]
+            return Outcome(emissions, None)
+        paths = [rows[0][first : first + count] for first, count, _ in found]
+        emissions = [
+            # A draft token is accepted if the row above it chose it.
+            [*(target_tokens[first + above] for above in [0, *path][:-1]), next_token]
+            for (first, _, next_token), path in zip(found, paths, strict=True)
+        ]
+        return Outcome(emissions, paths)
 
 
 def interleaved(last: list[int], draft_tokens: Tensor, num_draft_tokens: list[int], vocab_size: int) -> Tensor:

@@ -16,7 +16,7 @@ from specdec_fast.ops.registry import Case, Op
 
 def _check(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
     device, num_moves = kv_cache.device, sources.shape[0]
-    expect_tensor("kv_cache", kv_cache, (None, 2, None, None, None, None), FLOATS, device)
+    expect_tensor("kv_cache", kv_cache, (None,) * 6, FLOATS, device)
     expect_tensor("block_table", block_table, (None, None), (torch.int32,), device)
     expect_tensor("cu_moves", cu_moves, (block_table.shape[0] + 1,), (torch.int32,), device)
     expect_tensor("sources", sources, (num_moves,), (torch.int32,), device)
@@ -41,12 +41,13 @@ class _Shape:
     heads: int = 2
     head_dim: int = 32
     page_size: int = 4
+    planes: int = 2
 
 
 def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     pages = [1 + max((max(move) for move in moves), default=0) // shape.page_size for moves in shape.moves]
     num_pages = sum(pages) + 2  # one is the scratch page, one belongs to no sequence
-    size = (shape.num_layers, 2, num_pages, shape.page_size, shape.heads, shape.head_dim)
+    size = (shape.num_layers, shape.planes, num_pages, shape.page_size, shape.heads, shape.head_dim)
     order = (torch.randperm(num_pages - 1, generator=generator, device="cpu") + 1).to(torch.int32)
     block_table = torch.zeros(len(pages), max(pages, default=1), dtype=torch.int32, device="cpu")
     for b, count in enumerate(pages):
@@ -74,6 +75,11 @@ def _cases() -> Iterator[Case]:
         ("both_directions", "moves up and down in one sequence", _Shape((gather, gather[3:]))),
         ("page_of_one", "pages of one position", _Shape((gather, down[:5]), page_size=1)),
         ("odd_entries", "entries that are no multiple of a vector", _Shape((gather, up[:33]), heads=3, head_dim=20)),
+        (
+            "keys_alone",
+            "keys and values of different sizes lie in tensors of their own",
+            _Shape((path, down), planes=1),
+        ),
         ("many_layers", "more layers than threads", _Shape((path,), num_layers=9)),
         ("no_moves", "sequences that keep everything", _Shape(((), ()))),
         ("empty", "no sequences", _Shape(())),
@@ -90,7 +96,7 @@ def _benchmarks() -> Iterator[Case]:
 
 
 def _bytes_moved(kv_cache: Tensor, sources: Tensor, destinations: Tensor, **others: Tensor) -> int:
-    per_entry = kv_cache.shape[0] * 2 * kv_cache.shape[4] * kv_cache.shape[5] * kv_cache.element_size()
+    per_entry = kv_cache.shape[0] * kv_cache.shape[1] * kv_cache.shape[4] * kv_cache.shape[5] * kv_cache.element_size()
     return 2 * int((sources != destinations).sum()) * per_entry  # read and written
 
 

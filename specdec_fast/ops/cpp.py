@@ -99,10 +99,10 @@ def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tenso
 
 def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Run ``csrc/ops/compact_kv.cpp``; the contract is the oracle's."""
-    num_layers, _, num_pages, page_size, num_kv_heads, head_dim = kv_cache.shape
+    num_layers, planes, num_pages, page_size, num_kv_heads, head_dim = kv_cache.shape
     _C.compact_kv(
         kv_cache.data_ptr(),
-        (2 * num_layers, num_pages, page_size, num_kv_heads * head_dim * kv_cache.element_size()),
+        (planes * num_layers, num_pages, page_size, num_kv_heads * head_dim * kv_cache.element_size()),
         block_table.data_ptr(),
         tuple(block_table.shape),
         (cu_moves.data_ptr(), sources.data_ptr(), destinations.data_ptr()),

@@ -31,9 +31,6 @@ def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: 
     if params.sinks is not None:
         expect_tensor("sinks", params.sinks, (heads,), (query.dtype, torch.float32), device)
         expect(params.sinks.is_contiguous(), "sinks must be contiguous.")
-    if batch.tree_mask is not None and window is not None:
-        most_rows = batch.tree_mask.shape[1] * TREE_MASK_BITS
-        expect(window >= most_rows, f"sliding_window={window} is shorter than a tree of up to {most_rows} rows.")
 
 
 def _check_batch(batch: PagedBatch, num_rows: int, device: torch.device) -> None:
@@ -192,4 +189,5 @@ OP = Op(
     bytes_moved=_bytes_moved,
     exact=False,
     invariant=frozenset({"cpp", "triton"}),
+    trees=frozenset({"cpp", "torch"}),
 )

@@ -78,6 +78,7 @@ class Op:
         exact: whether implementations must agree bit for bit (integers, copies) or within rounding.
         preference: device type to the backends that "auto" chooses from, where the general order does not hold.
         invariant: backends whose implementation gives a row the same bits whatever the other rows, by construction.
+        trees: backends whose implementation gives a row of a tree the bits that it has alone in the chain of its path.
 
     """
 
@@ -90,6 +91,7 @@ class Op:
     exact: bool = True
     preference: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     invariant: frozenset[str] = frozenset()
+    trees: frozenset[str] = frozenset()
 
     def load(self, backend: str, check: bool = True) -> Callable[..., Any]:
         """Import the backend's implementation, and add the argument check if ``check``.
@@ -152,6 +154,10 @@ class Ops:
     def is_invariant(self, op: str) -> bool:
         """Return whether the chosen implementation of ``op`` gives a row the same bits whatever the other rows."""
         return self.chosen.get(op) in all_ops()[op].invariant
+
+    def has_trees(self, op: str) -> bool:
+        """Return whether the chosen implementation of ``op`` gives a tree's rows the bits of their paths' chains."""
+        return self.chosen.get(op) in all_ops()[op].trees
 
 
 def _on_device_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:

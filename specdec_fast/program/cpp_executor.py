@@ -150,7 +150,7 @@ class Program:
         draft_tokens: Tensor,
         sampling: Sampling | None,
         hidden_states: Tensor | None = None,
-    ) -> tuple[Tensor, list[list[int]], float]:
+    ) -> tuple[Tensor, list[list[int]], list[list[int]] | None, float]:
         """Run the target's forward over every sequence's last token and draft tokens, and choose a token at each row.
 
         Args:
@@ -163,27 +163,29 @@ class Program:
 
         Returns:
             Logits ``[T, vocab_size]``; the accepted draft tokens and the next token of each sequence, which is
-            ``INVALID_TOKEN`` after NaN logits; the seconds that choosing took.
+            ``INVALID_TOKEN`` after NaN logits; if the spans are trees, the rows of each sequence's accepted draft
+            tokens, counted from its first row, else None; the seconds that choosing took.
 
         Raises:
             IndexError: for the reasons of ``__call__``.
+            ValueError: the arguments do not fit together, or a parent does not come before its children.
 
         """
         width = self._plan.vocab_size
-        draft_tokens = draft_tokens.contiguous()
+        draft_tokens, parents = draft_tokens.contiguous(), spans.parents
         logits = torch.empty(len(last_tokens) + len(draft_tokens), width, dtype=self._plan.logits_dtype, device="cpu")
         hidden_states = self._memory_of_taps(len(logits), hidden_states)
-        emissions, seconds = self._program.verify(
+        emissions, paths, seconds = self._program.verify(
             _pages(spans),
             spans.spans,
             last_tokens,
-            (draft_tokens.data_ptr(), len(draft_tokens)),
+            (draft_tokens.data_ptr(), len(draft_tokens), 0 if parents is None else parents.data_ptr()),
             (self._logits_code, width, width),
             addresses_of(sampling),
             torch.get_num_threads(),
             (logits.data_ptr(), hidden_states.data_ptr()),
         )
-        return logits, emissions, seconds
+        return logits, emissions, None if parents is None else paths, seconds
 
     def _memory_of_taps(self, num_rows: int, hidden_states: Tensor | None) -> Tensor:
         """Return where the program writes the taps of ``num_rows`` rows; memory of its own if the caller wants none."""

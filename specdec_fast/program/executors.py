@@ -53,8 +53,8 @@ class ForwardProgram(ForwardMemory, Protocol):
         draft_tokens: Tensor,
         sampling: Sampling | None,
         hidden_states: Tensor | None = None,
-    ) -> tuple[Tensor, list[list[int]], float]:
-        """Compute the last token and draft tokens of every sequence; return logits, emissions, seconds of choosing."""
+    ) -> tuple[Tensor, list[list[int]], list[list[int]] | None, float]:
+        """Verify the draft tokens of every sequence; return logits, emissions, accepted rows, seconds of choosing."""
 
 
 Executor = Callable[[Plan], ForwardProgram]

@@ -78,7 +78,12 @@ class Sequence:
         return self.token_ids[self.prompt_length :]
 
     def commit(
-        self, num_draft_tokens: int, num_accepted: int, emission: list[int], logprobs: list[float] | None = None
+        self,
+        num_draft_tokens: int,
+        num_accepted: int,
+        emission: list[int],
+        logprobs: list[float] | None = None,
+        depth: int | None = None,
     ) -> list[int]:
         """Append the tokens of one step, cut where the request ends.
 
@@ -90,6 +95,7 @@ class Sequence:
             num_accepted: draft tokens accepted.
             emission: the step's tokens: ``num_accepted + 1``, or ``num_accepted`` if the logits after them have a NaN.
             logprobs: one log-probability per token of ``emission``, if the request asks for them; cut with the tokens.
+            depth: of a tree of draft tokens; None for a chain.
 
         Returns:
             The tokens committed.
@@ -104,7 +110,7 @@ class Sequence:
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.extend(logprobs[: len(tokens)])
         self.target_kv_length = self.length - 1
-        self.stats.record(num_draft_tokens, num_accepted, len(tokens))
+        self.stats.record(num_draft_tokens, num_accepted, len(tokens), depth)
         return tokens
 
     def fail(self, error: RequestError) -> None:

@@ -16,8 +16,8 @@ class StepObservation(NamedTuple):
     Attributes:
         batch: its ``B`` sequences; they may have ended with it.
         limits: draft tokens asked for.
-        num_draft_tokens: draft tokens proposed and verified.
-        num_accepted: of them.
+        num_draft_tokens: draft tokens proposed and verified; of a tree, its depth.
+        num_accepted: draft tokens accepted.
         draft_seconds: wall-clock time of the drafter, its prefill of sequences that it had not seen included.
         verify_seconds: of the target's forward alone. On a GPU both may have been queued only.
         other_seconds: of everything else: laying the forward out, accept, which waits for it, and commit.
@@ -53,6 +53,8 @@ class Profiler(NamedTuple):
 
 class LengthPolicy(ABC):
     """Chooses how many draft tokens each sequence of a step may get. It changes when a token comes, never which (I6).
+
+    Of a tree of draft tokens it chooses the depth.
 
     The engine calls ``prepare`` when it is made, ``limits`` before a step, ``observe`` after it, and ``forget`` when a
     sequence leaves. An instance serves one engine.

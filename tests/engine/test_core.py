@@ -200,21 +200,6 @@ def test_generate_is_refused_while_the_core_has_requests(pair):
     assert engine.generate([[4]], sd.SamplingParams(max_new_tokens=2))[0].error is None
 
 
-class Trees(Drafter):
-    """Proposes two candidates for the next token."""
-
-    name = "trees"
-
-    def propose(self, sequences, limits):
-        tokens = torch.zeros(2 * len(limits), dtype=torch.int64)
-        return Draft(tokens, [2] * len(limits), parents=torch.full_like(tokens, -1, dtype=torch.int32))
-
-
-def test_trees_are_refused(pair):
-    with pytest.raises(sd.NotYetSupportedError, match=r"a tree \(Draft.parents\).*propose a chain"):
-        sd.generate(pair[0], Trees(), [[1, 2]], sd.SamplingParams(max_new_tokens=5))
-
-
 class Observing(Drafter):
     """Proposes tokens around the expected ones, and records every StepResult."""
 

@@ -23,7 +23,8 @@ PLACES = {
     "limits": lambda engine: engine.core.length_policy,
     "observe": lambda engine: engine.core.length_policy,
     "forget": lambda engine: engine.core.length_policy,
-    "emissions": lambda engine: Verification,
+    "outcome": lambda engine: Verification,
+    "keep_paths": lambda engine: engine.target,
     "logprobs_of": lambda engine: core_module,
 }
 

@@ -13,6 +13,7 @@ from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.prefill import prefill
 from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.models.verification import Outcome
 from specdec_fast.ops import INVALID_TOKEN, resolve
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.request.sequence import Sequence
@@ -52,36 +53,41 @@ def draft_of(tokens):
     return torch.tensor([t for own in tokens for t in own], dtype=torch.int64), list(map(len, tokens))
 
 
+PARENTS = {"chains": None, "trees": [-1, -1, 0, -1, 0, 0, 2, -1, -1]}  # of DRAFTED
+
+
 @needs_programs
+@pytest.mark.parametrize("parents", PARENTS.values(), ids=PARENTS)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
-def test_one_call_is_its_parts(monkeypatch, dtype, params):
+def test_one_call_is_its_parts(monkeypatch, dtype, params, parents):
     """Logits, KV entries and emissions are equal, bit for bit; ids outside the vocabulary are clamped."""
     model = RaggedModel(tiny_model("llama").to(dtype), resolve(CPU))
+    trees = None if parents is None else torch.tensor(parents, dtype=torch.int32)
     found = []
     for in_one_call in (True, False):
         monkeypatch.setattr(RaggedModel, "has_fused_step", in_one_call)
         sequences = sequences_of(sd.SamplingParams(max_new_tokens=20, **params))
         pool = filled_pool(model, sequences)
-        first = model.verify_step(pool, sequences, *draft_of(DRAFTED))
+        first = model.verify_step(pool, sequences, *draft_of(DRAFTED), trees)
         # again, with drafts from the first result: some are right now, and one is outside the vocabulary
         right = [
             [*emission[: len(own)], *own[len(emission) :]]
-            for emission, own in zip(first.emissions(), DRAFTED, strict=True)
+            for emission, own in zip(first.outcome().emissions, DRAFTED, strict=True)
         ]
-        second = model.verify_step(pool, sequences, *draft_of([*right[:3], [VOCAB_SIZE + 3]]))
-        assert isinstance(first.results, list) is in_one_call
+        second = model.verify_step(pool, sequences, *draft_of([*right[:3], [VOCAB_SIZE + 3]]), trees)
+        assert isinstance(first.results, Outcome) is in_one_call
         assert first.forward_seconds > 0
         assert first.accept_seconds > 0
-        found.append((first.logits, first.emissions(), second.logits, second.emissions(), pool.tensors[0]))
+        found.append((first.logits, first.outcome(), second.logits, second.outcome(), pool.tensors[0]))
     ours, parts = found
     assert torch.equal(ours[0], parts[0])
     assert torch.equal(ours[2], parts[2])
     assert torch.equal(ours[4], parts[4])
     assert ours[1] == parts[1]
     assert ours[3] == parts[3]
-    assert max(map(len, ours[3])) > 1, "nothing was accepted"
+    assert max(map(len, ours[3].emissions)) > 1, "nothing was accepted"
 
 
 @needs_programs
@@ -91,7 +97,7 @@ def test_no_token_is_chosen_where_logits_are_nan():
     model.model.lm_head.weight[7] = float("nan")
     sequences = sequences_of(sd.SamplingParams())
     found = model.verify_step(filled_pool(model, sequences), sequences, *draft_of(DRAFTED))
-    assert found.emissions() == [[INVALID_TOKEN]] * 4
+    assert found.outcome().emissions == [[INVALID_TOKEN]] * 4
 
 
 @needs_programs
@@ -112,6 +118,10 @@ def test_spans_that_do_not_fit_are_refused():
         program.draft(spans, [5, 5], [1], (VOCAB_SIZE, None))
     with pytest.raises(ValueError, match="each must be at least 1"):
         program.draft(spans, [5, 5, 5], [0], (VOCAB_SIZE, None))
+    for parents in ([0, 0], [-1, 1], [-2, 0]):
+        trees = spans._replace(parents=torch.tensor(parents, dtype=torch.int32))
+        with pytest.raises(ValueError, match="expected -1 or an earlier node"):
+            program.verify(trees, [5], none.new_zeros(2), None)
     for span in [(place, -1, 1), (place, 1000, 1), (place + 100, 0, 1), (-1, 0, 1)]:
         with pytest.raises(IndexError, match="lie outside tables of"):
             program.verify(spans._replace(spans=[span]), [5], none, None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import specdec_fast as sd
 from specdec_fast.drafters.draft_model import ModelDrafter
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models import ragged_model
+from specdec_fast.models import verify_step
 from specdec_fast.request.sequence import Sequence
 from support.invariants import CheckedEngine, patched
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
@@ -78,15 +78,15 @@ def run(engine):
     engine.generate(random_prompts([9, 5, 14]), sd.SamplingParams(max_new_tokens=20))
 
 
-def stale_position(original, pool, rows, token_ids):
+def stale_position(original, pool, rows, token_ids, **others):
     """I1: a sequence's rows are placed one position too early."""
-    batch = original(pool, rows, token_ids)
+    batch = original(pool, rows, token_ids, **others)
     return dataclasses.replace(batch, positions=(batch.positions - 1).clamp_min(0))
 
 
-def unrejected_entry(original, pool, rows, token_ids):
+def unrejected_entry(original, pool, rows, token_ids, **others):
     """I2: the entry of the last committed token is written elsewhere, so that of a rejected draft token stays."""
-    batch = original(pool, rows, token_ids)
+    batch = original(pool, rows, token_ids, **others)
     first = [int(i) for i, span in zip(batch.cu_seqlens_q, rows, strict=False) if span.count > 1 and span.start > 0]
     batch.slot_mapping[first] = 0  # the scratch page
     return batch
@@ -98,9 +98,9 @@ def uncomputed_entry(original, drafter, sequences, result):
         drafter.draft_kv_length[sequence] = sequence.length - 1
 
 
-def no_lag(original, sequence, num_draft, num_accepted, emission, logprobs):
+def no_lag(original, sequence, num_draft, num_accepted, emission, *rest):
     """I3: the newest token counts as cached."""
-    tokens = original(sequence, num_draft, num_accepted, emission, logprobs)
+    tokens = original(sequence, num_draft, num_accepted, emission, *rest)
     sequence.target_kv_length += 1
     return tokens
 
@@ -115,22 +115,22 @@ def shared_page(original, pool, owner):
     original(pool, owner)
 
 
-def lost_bonus(original, sequence, num_draft, num_accepted, emission, logprobs):
+def lost_bonus(original, sequence, num_draft, num_accepted, emission, *rest):
     """I5: nothing is emitted after a full acceptance but the drafts themselves."""
     if num_accepted == num_draft and num_accepted:
         emission = emission[:-1]
-    return original(sequence, num_draft, num_accepted, emission, logprobs)
+    return original(sequence, num_draft, num_accepted, emission, *rest)
 
 
-def draft_bonus_token(original, sequence, num_draft, num_accepted, emission, logprobs):
+def draft_bonus_token(original, sequence, num_draft, num_accepted, emission, *rest):
     """I5: another token than the target's stands after the accepted ones."""
     other = (emission[-1] + 1) % VOCAB_SIZE
-    return original(sequence, num_draft, num_accepted, [*emission[:-1], other], logprobs)
+    return original(sequence, num_draft, num_accepted, [*emission[:-1], other], *rest)
 
 
-def neighbours_pages(original, pool, rows, token_ids):
+def neighbours_pages(original, pool, rows, token_ids, **others):
     """I6: a sequence reads the KV of the one beside it."""
-    batch = original(pool, rows, token_ids)
+    batch = original(pool, rows, token_ids, **others)
     own = len(batch.last_rows)  # padding is on the scratch page, which has no owner
     tables = torch.cat([batch.block_table[:own].roll(1, dims=0), batch.block_table[own:]])
     return dataclasses.replace(batch, block_table=tables)
@@ -157,17 +157,17 @@ def neighbours_place(original, pool, rows, ahead=None):
 @pytest.mark.parametrize(
     ("owner", "method", "mutation", "invariant"),
     [
-        (ragged_model, "lay_out", stale_position, "I1"),
-        (ragged_model, "lay_out", unrejected_entry, "I2"),
+        (verify_step, "lay_out", stale_position, "I1"),
+        (verify_step, "lay_out", unrejected_entry, "I2"),
         (ModelDrafter, "commit", uncomputed_entry, "I2"),
         (Sequence, "commit", no_lag, "I3"),
         (ModelDrafter, "commit", no_rollback, "I3"),
         (PagePool, "free", shared_page, "I4"),
         (Sequence, "commit", lost_bonus, "I5"),
         (Sequence, "commit", draft_bonus_token, "I5"),
-        (ragged_model, "lay_out", neighbours_pages, "I6"),
-        (ragged_model, "spans_of", earlier_span, "I1"),
-        (ragged_model, "spans_of", neighbours_place, "I6"),
+        (verify_step, "lay_out", neighbours_pages, "I6"),
+        (verify_step, "spans_of", earlier_span, "I1"),
+        (verify_step, "spans_of", neighbours_place, "I6"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -256,11 +256,11 @@ def test_engine_follows_the_law(pair, drafter):
 
 
 def test_engine_that_forgets_the_position_is_rejected(pair, monkeypatch):
-    from specdec_fast.models import ragged_model
+    from specdec_fast.models import verify_step
 
-    right = ragged_model.sampling_of
+    right = verify_step.sampling_of
     monkeypatch.setattr(
-        ragged_model,
+        verify_step,
         "sampling_of",
         lambda *args: replace(right(*args), positions=torch.zeros_like(right(*args).positions)),
     )

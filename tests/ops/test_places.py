@@ -14,7 +14,8 @@ from support.source_tree import ROOT
 
 BACKENDS = {"every op": "torch", "C++": "cpp", "Triton": "triton"}
 SOURCES = ("specdec_fast/**/*.py", "triton_kernels/*.py", "csrc/**/*.h", "csrc/**/*.cpp", "setup.py")
-UNUSED = "compact_kv_"  # nothing in the package calls it, so every file that names it is a place to write it in
+WATCHED = "compact_kv_"  # one file calls it, so every other file that names it is a place to write it in
+CALLER = "specdec_fast/kv_cache/accepted_paths.py"
 
 
 def places(op: Op) -> set[str]:
@@ -58,10 +59,10 @@ def test_every_place_names_the_op(op):
 
 
 def test_no_other_file_has_to_name_an_op():
-    op = all_ops()[UNUSED]
+    op = all_ops()[WATCHED]
     assert set(op.implementations) == set(BACKENDS.values())
     naming = {path.relative_to(ROOT).as_posix() for glob in SOURCES for path in ROOT.glob(glob) if names(path, op)}
-    assert naming == places(op)
+    assert naming == places(op) | {CALLER}
 
 
 def test_docstrings_and_comments_do_not_count():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from specdec_fast import _C
 from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
@@ -19,7 +21,8 @@ from support.op_cases import DTYPES
 from support.op_checks import same_bits
 from support.strategies import SEEDS, generator
 
-ATTENTION = all_ops()["paged_attention"].load("cpp")
+IN_CPP, IN_PYTORCH = (all_ops()["paged_attention"].load(backend) for backend in ("cpp", "torch"))
+Attention = Callable[..., Tensor]
 PREFIXES = (0, 1, 31, 32, 47, 62, 63, 64, 100, 127)  # on both sides of the tiles of 64 positions
 
 
@@ -70,7 +73,14 @@ def paged(entries: list[Tensor], page_size: int) -> tuple[tuple[Tensor, Tensor],
     return (kv[0].contiguous(), kv[1].contiguous()), table
 
 
-def attend(case: TreeAttention, query: Tensor, entries: list[Tensor], counts: list[int], mask: Tensor | None) -> Tensor:
+def attend(
+    attention: Attention,
+    case: TreeAttention,
+    query: Tensor,
+    entries: list[Tensor],
+    counts: list[int],
+    mask: Tensor | None,
+) -> Tensor:
     kv, table = paged(entries, case.page_size)
     lengths = [each.shape[1] for each in entries]
     batch = PagedBatch(
@@ -81,7 +91,7 @@ def attend(case: TreeAttention, query: Tensor, entries: list[Tensor], counts: li
         max_seqlen_k=max(lengths),
         tree_mask=mask,
     )
-    return ATTENTION(query, kv, batch, case.params)
+    return attention(query, kv, batch, case.params)
 
 
 def tree_mask(trees: tuple[Tree, ...]) -> Tensor:
@@ -94,23 +104,27 @@ def tree_mask(trees: tuple[Tree, ...]) -> Tensor:
     return torch.tensor(masks, dtype=torch.int32)
 
 
-def outputs_of_chains(case: TreeAttention, query: Tensor, entries: list[Tensor]) -> Tensor:
-    """Each row as the last one of a chain, whose entries are those of its path."""
+def outputs_of_chains(attention: Attention, case: TreeAttention, query: Tensor, entries: list[Tensor]) -> Tensor:
+    """Each row as the last one of a chain, whose entries are those of its path.
+
+    In C++ bits do not depend on the number of rows. In PyTorch they do, so there the chain has one row.
+    """
     rows, first = [], 0
     for tree, each in zip(case.trees, entries, strict=True):
         for path in tree.paths:
             places = [*range(tree.prefix), *(tree.prefix + row for row in path)]
-            chosen = query[[first + row for row in path]]
-            rows.append(attend(case, chosen, [each[:, places]], [len(path)], None)[-1])
+            computed = path if attention is IN_CPP else path[-1:]
+            chosen = query[[first + row for row in computed]]
+            rows.append(attend(attention, case, chosen, [each[:, places]], [len(computed)], None)[-1])
         first += len(tree.parents)
     return torch.stack(rows)
 
 
-def check(case: TreeAttention) -> None:
+def check(case: TreeAttention, attention: Attention = IN_CPP) -> None:
     query, entries = case.tensors()
     counts = [len(tree.parents) for tree in case.trees]
-    got = attend(case, query, entries, counts, tree_mask(case.trees))
-    assert same_bits(got, outputs_of_chains(case, query, entries))
+    got = attend(attention, case, query, entries, counts, tree_mask(case.trees))
+    assert same_bits(got, outputs_of_chains(attention, case, query, entries))
 
 
 @st.composite
@@ -127,8 +141,7 @@ def cases(draw: Any) -> TreeAttention:
     kv_heads, group = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2, 3, 8)))
     head_dim = draw(st.sampled_from((16, 20, 32, 64, 128)))
     dtype = draw(st.sampled_from(list(DTYPES.values())))
-    most_rows = 32 * -(-max(len(tree.parents) for tree in chosen) // 32)
-    window = draw(st.sampled_from((None, most_rows, most_rows + 9)))
+    window = draw(st.sampled_from((None, 1, 2, 5, 33, 64, 100)))
     sinks = torch.randn(kv_heads * group, generator=generator(5)).to(dtype) if draw(st.booleans()) else None
     params = AttentionParams(head_dim**-0.5, window, draw(st.sampled_from((None, 2.0))), sinks)
     page_size = draw(st.sampled_from((1, 16, 32)))
@@ -139,6 +152,13 @@ def cases(draw: Any) -> TreeAttention:
 @given(case=cases())
 def test_rows_have_the_bits_of_their_chains(case):
     check(case)
+
+
+# Every row is one call, so there are fewer examples.
+@fuzz(30)
+@given(case=cases())
+def test_rows_have_the_bits_of_their_chains_in_pytorch(case):
+    check(case, IN_PYTORCH)
 
 
 BUSHY = Tree(60, (-1, 0, 0, 1, 1, 2, 3, 3, 6, 8, 0))
@@ -157,10 +177,30 @@ def test_every_instruction_set(version, dtype):
         _C.choose_attention_version(best)
 
 
-def test_the_check_sees_another_path():
+@pytest.mark.parametrize("attention", [IN_CPP, IN_PYTORCH], ids=["cpp", "torch"])
+def test_the_check_sees_another_path(attention):
     query, entries = CASE.tensors()
     counts = [len(tree.parents) for tree in CASE.trees]
     other = (replace(BUSHY, parents=(-1, 0, 0, 1, 2, 2, 3, 3, 6, 8, 0)), CASE.trees[1])
-    got = attend(CASE, query, entries, counts, tree_mask(other))
-    differs = (got != outputs_of_chains(CASE, query, entries)).flatten(1).any(1)
+    got = attend(attention, CASE, query, entries, counts, tree_mask(other))
+    differs = (got != outputs_of_chains(attention, CASE, query, entries)).flatten(1).any(1)
     assert differs.nonzero().flatten().tolist() == [4], "row 4 alone has another parent"
+
+
+def by_slots(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
+    """Leave the weights of a tree's rows at their slots, with zeros between them, in one product for all rows."""
+    if batch.tree_mask is None:
+        return IN_PYTORCH(query, kv, batch, params)
+    num_rows, context = len(query), int(batch.seqused_k[0])
+    entries = (cache[batch.block_table[0].long()].flatten(0, 1)[:context].transpose(0, 1) for cache in kv)
+    is_above = batch.tree_mask[:, 0, None] >> torch.arange(num_rows) & 1
+    visible = torch.cat([torch.ones(num_rows, context - num_rows), is_above], dim=1).bool()
+    rows = query.transpose(0, 1)
+    return scaled_dot_product_attention(rows, *entries, visible, scale=params.scale, enable_gqa=True).transpose(0, 1)
+
+
+def test_the_check_rejects_tiles_cut_by_slots():
+    case = replace(CASE, trees=(BUSHY,), dtype=torch.float32)
+    check(case, IN_PYTORCH)
+    with pytest.raises(AssertionError, match="same_bits"):
+        check(case, by_slots)

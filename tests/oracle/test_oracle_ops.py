@@ -209,7 +209,6 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
     },
     ("compact_kv_", "both_directions"): {  # moves 0 to 7 of one sequence, 8 to 12 of the other
         "cache_rank": ("kv_cache", lambda x: x[0], "kv_cache has shape"),
-        "cache_planes": ("kv_cache", lambda x: x[:, :1], r"kv_cache has shape .* expected \[any, 2, any"),
         "cache_dtype": ("kv_cache", Tensor.double, "kv_cache is torch.float64; expected float32"),
         "cache_strided": ("kv_cache", strided, "contiguous"),
         "table_dtype": ("block_table", Tensor.long, "block_table is torch.int64; expected int32"),
@@ -260,9 +259,6 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
     },
     ("paged_attention", "wide_tree"): {  # 70 rows of one sequence: three words
         "mask_words": ("batch.tree_mask", lambda x: x[:, :2].contiguous(), "tree_mask has no bits for 70 rows"),
-    },
-    ("paged_attention", "tree_window"): {  # 9 rows of one sequence at most: one word
-        "window_within_tree": ("params.sliding_window", lambda _: 31, "shorter than a tree of up to 32 rows"),
     },
     ("paged_attention", "verify"): {  # 16 rows of 4 sequences
         "query_rank": ("query", lambda x: x.flatten(1), "query has shape"),

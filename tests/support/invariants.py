@@ -46,6 +46,11 @@ def slots_of(pool, owner, num_positions):
     return [table[p // pool.page_size] * pool.page_size + p % pool.page_size for p in range(num_positions)]
 
 
+def depths_of_mask(tree_mask):
+    """How many rows each row descends from, by counting the bits of its mask."""
+    return [sum(bin(word & 0xFFFFFFFF).count("1") for word in row) - 1 for row in tree_mask.tolist()]
+
+
 class CheckedEngine:
     """Wraps an engine so that every step of ``generate`` asserts I1 to I6.
 
@@ -76,11 +81,11 @@ class CheckedEngine:
             pools.append((drafter.pool, drafter.model.model, lambda s: drafter.draft_kv_length[s]))
         return pools
 
-    def launch(self, batch, limits):
+    def launch(self, batch, limits, node_limits):
         if self.poison:
             self._poison()
         self._before = {s: (s.length, s.stats.num_accepted_tokens) for s in batch}
-        return self._launch(batch, limits)
+        return self._launch(batch, limits, node_limits)
 
     def finish(self, step):
         emitted = self._finish(step)
@@ -96,17 +101,22 @@ class CheckedEngine:
         return emitted
 
     def forward(self, batch, pool, *rest):
-        """I1: every row's position is its index in its own sequence, and the rows of a sequence are its last ones."""
+        """I1: every row's position is its index in its own sequence, and the rows of a sequence are its last ones.
+
+        In a tree, a row's index is that in the text of its path.
+        """
         bounds = batch.cu_seqlens_q.tolist()
         owners = list(pool._pages_of)
         for i, used in enumerate(batch.seqused_k.tolist()[: len(batch.last_rows)]):  # padding has no owner
             rows = slice(bounds[i], bounds[i + 1])
             positions = batch.positions[rows].tolist()
-            assert positions == list(range(used - len(positions), used)), "I1: positions"
+            above = range(len(positions)) if batch.tree_mask is None else depths_of_mask(batch.tree_mask[rows])
+            assert positions == [used - len(positions) + depth for depth in above], "I1: positions"
             owner = next(
                 s for s in owners if pool._pages_of[s] and pool._pages_of[s][0] == int(batch.block_table[i, 0])
             )
             committed = owner.token_ids[positions[0] :]
+            assert batch.tree_mask is None or len(committed) == 1, "I1: a tree begins at the last committed token"
             fed = batch.token_ids[rows].tolist()[: len(committed)]
             assert fed == committed[: len(fed)], "I6: rows stand on the pages of another sequence"
         return self._forward(batch, pool, *rest)
@@ -118,7 +128,7 @@ class CheckedEngine:
             owner = owners[place]
             assert token == owner.token_ids[-1], "I6: rows stand on the pages of another sequence"
             assert start == owner.length - 1, "I1: positions"
-            assert count <= owner.num_remaining
+            assert count <= owner.num_remaining or spans.parents is not None
         return self._verify(spans, last_tokens, draft_tokens, sampling, *taps)
 
     def _poison(self):

@@ -91,7 +91,7 @@ def positions_seen(batch: PagedBatch, b: int, row: int, sliding_window: int | No
         position = prefix + len(own) - 1  # its depth
     if sliding_window is not None:
         before = [i for i in before if i > position - sliding_window]
-        own = [i for i in own if prefix + i > position - sliding_window]
+        own = [i for depth, i in enumerate(own) if prefix + depth > position - sliding_window]
     return before + [prefix + i for i in own]
 
 

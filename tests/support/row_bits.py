@@ -19,8 +19,8 @@ class RecordedEngine:
         self.logits = {}
         self._verify, self.engine.target.verify_step = self.engine.target.verify_step, self.verify
 
-    def verify(self, pool, batch, draft_tokens, num_draft_tokens):
-        found = self._verify(pool, batch, draft_tokens, num_draft_tokens)
+    def verify(self, pool, batch, draft_tokens, num_draft_tokens, parents):
+        found = self._verify(pool, batch, draft_tokens, num_draft_tokens, parents)
         rows = iter(found.logits)
         for sequence, drafted in zip(batch, draft_tokens.split(num_draft_tokens), strict=True):
             for i in range(len(drafted) + 1):

@@ -30,11 +30,14 @@ class CallSizes:
     prefill: int  # rows
     context: int
     heads: int
+    windows_in_trees: bool = True  # whether a sliding window may be shorter than a tree
 
 
 CPP = CallSizes((torch.float32, torch.float16, torch.bfloat16), batch=5, rows=9, prefill=40, context=200, heads=24)
 # Interpreted, a Triton program costs milliseconds, and bf16 is wrong in its tl.dot.
-TRITON = CallSizes((torch.float32, torch.float16), batch=3, rows=4, prefill=20, context=70, heads=6)
+TRITON = CallSizes(
+    (torch.float32, torch.float16), batch=3, rows=4, prefill=20, context=70, heads=6, windows_in_trees=False
+)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -172,7 +175,7 @@ class CompactCall:
     def make(self, device: torch.device) -> dict[str, Any]:
         g, counts = generator(self.seed), [count for count, _ in self.moves]
         table, num_pages = block_table_of([-(-sum(move) // self.page_size) for move in self.moves], 0, g)
-        size = (self.num_layers, 2, num_pages, self.page_size, self.heads, self.head_dim)
+        size = (self.num_layers, 2 - self.seed % 2, num_pages, self.page_size, self.heads, self.head_dim)
 
         def positions() -> Tensor:  # rising; few are spared, so most are source and destination at once
             parts = [torch.randperm(sum(move), generator=g)[: move[0]].sort().values for move in self.moves]

@@ -96,7 +96,9 @@ def attention_calls(draw: st.DrawFn, limits: CallSizes, trees: bool = False) -> 
     head_dim, dtype = draw(HEAD_DIMS), draw(st.sampled_from(limits.dtypes))
     words = -(-max((count for _, count in sequences), default=0) // TREE_MASK_BITS) + spare
     holds_tree = max(1, words * TREE_MASK_BITS)
-    windows = st.integers(holds_tree, holds_tree + 40) if trees else st.sampled_from((1, 2, 5, 33, 64, 1000))
+    windows = st.sampled_from((1, 2, 5, 33, 64, 1000))
+    if trees and not limits.windows_in_trees:
+        windows = st.integers(holds_tree, holds_tree + 40)
     return AttentionCall(
         sequences=sequences,
         page_size=page_size,

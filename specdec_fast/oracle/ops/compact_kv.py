@@ -15,7 +15,8 @@ def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources
     becomes a chain; with a block table of old and then new pages, a sequence moves to the new pages.
 
     Args:
-        kv_cache: ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``, contiguous.
+        kv_cache: ``[num_layers, planes, num_pages, page_size, num_kv_heads, head_dim]``, contiguous; two planes hold
+            keys and values, one plane either of them.
         block_table: ``[B, max_pages]`` int32, the pages of each sequence in order of position.
         cu_moves: ``[B + 1]`` int32, the index of each sequence's first move, and the number of moves.
         sources: ``[M]`` int32, positions in the sequence.
@@ -23,7 +24,7 @@ def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources
 
     """
     page_size = kv_cache.shape[3]
-    entries = kv_cache.flatten(2, 3)  # [num_layers, 2, slots, num_kv_heads, head_dim]
+    entries = kv_cache.flatten(2, 3)  # [num_layers, planes, slots, num_kv_heads, head_dim]
     for b, (start, stop) in enumerate(pairwise(cu_moves.tolist())):
         read, written = (
             block_table[b, positions // page_size].long() * page_size + positions % page_size

@@ -13,8 +13,9 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     """Attend from every query row to the KV entries of its own sequence, up to and including its own entry.
 
     With a tree mask, a row sees all entries before its sequence's rows, and among those rows its ancestors and itself.
-    Its position is then the number of entries before the rows plus its depth. A sliding window counts from that
-    position, and must contain the whole tree.
+    Its position is then the number of entries before the rows plus its depth. It attends as if the entry at each
+    position were that of its own ancestor there: so a row of a tree has the bits of that row alone, behind its path as
+    a chain. A sliding window counts positions.
 
     Args:
         query: ``[T, num_heads, head_dim]``; ``num_heads`` is a multiple of ``num_kv_heads``.
@@ -32,16 +33,42 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     page_size = kv[0].shape[1]
     starts, lengths = batch.cu_seqlens_q.tolist(), batch.seqused_k.tolist()
     for b, context in enumerate(lengths):
-        num_rows = starts[b + 1] - starts[b]
+        first, stop = starts[b], starts[b + 1]
         pages = batch.block_table[b, : -(-context // page_size)].long()
-        key, value = (cache[pages].flatten(0, 1)[:context].transpose(0, 1) for cache in kv)  # [H_kv, context, D]
-        tree = None if batch.tree_mask is None else batch.tree_mask[starts[b] : starts[b + 1]]
-        visible = _visible(num_rows, context, params.sliding_window, tree, query.device)
-        if num_rows:
-            # [H, rows, D], copied because a library may add in another order at another alignment.
-            rows = query[starts[b] : starts[b + 1]].transpose(0, 1).clone()
-            out[starts[b] : starts[b + 1]] = _attend_finite(rows, key, value, visible, params).transpose(0, 1)
+        key, value = (cache[pages].flatten(0, 1) for cache in kv)  # [places, H_kv, D]
+        if batch.tree_mask is None:
+            out[first:stop] = _attend_rows(query[first:stop], key[:context], value[:context], params)
+            continue
+        prefix = torch.arange(context - (stop - first), device=query.device)
+        for row, path in enumerate(_paths(batch.tree_mask[first:stop]), start=first):
+            places = torch.cat([prefix, len(prefix) + path])  # in order of position
+            out[row : row + 1] = _attend_rows(query[row : row + 1], key[places], value[places], params)
     return out
+
+
+def _paths(tree_mask: Tensor) -> list[Tensor]:
+    """Return the rows on the path to each row of one sequence, its own row last, as indices among these rows."""
+    row = torch.arange(len(tree_mask), device=tree_mask.device)
+    is_above = (tree_mask[:, row // TREE_MASK_BITS] >> (row % TREE_MASK_BITS)) & 1  # [rows, rows]
+    return [each.nonzero()[:, 0] for each in is_above]
+
+
+def _attend_rows(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+    """Attend from the last rows of one sequence: ``[rows, num_heads, value_head_dim]``.
+
+    Args:
+        query: ``[rows, num_heads, head_dim]``.
+        key: ``[context, num_kv_heads, head_dim]``, in order of position; the last entries are those of the rows.
+        value: ``[context, num_kv_heads, value_head_dim]``.
+        params: scale, sliding window, soft cap and sinks.
+
+    """
+    if not len(query):
+        return query.new_empty(0, query.shape[1], value.shape[2])
+    visible = _visible(len(query), len(key), params.sliding_window, query.device)
+    # Copied because a library may add in another order at another alignment.
+    rows = query.transpose(0, 1).clone()
+    return _attend_finite(rows, key.transpose(0, 1), value.transpose(0, 1), visible, params).transpose(0, 1)
 
 
 def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, params: AttentionParams) -> Tensor:
@@ -69,22 +96,13 @@ def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, p
     return out.masked_fill(is_broken[0].any(-1, keepdim=True), float("nan"))
 
 
-def _visible(
-    num_rows: int, context: int, sliding_window: int | None, tree_mask: Tensor | None, device: torch.device
-) -> Tensor:
+def _visible(num_rows: int, context: int, sliding_window: int | None, device: torch.device) -> Tensor:
     """Return the mask ``[num_rows, context]`` of the entries that each row sees."""
-    prefix = context - num_rows
     column = torch.arange(context, device=device)[None, :]
-    position = torch.arange(prefix, context, device=device)[:, None]
+    position = torch.arange(context - num_rows, context, device=device)[:, None]
     visible = column <= position
-    if tree_mask is not None:
-        row = torch.arange(num_rows, device=device)
-        ancestors = (tree_mask[:, row // TREE_MASK_BITS] >> (row % TREE_MASK_BITS)) & 1  # [num_rows, num_rows]
-        visible[:, prefix:] = ancestors.bool()
-        position = prefix + ancestors.sum(dim=1, keepdim=True) - 1
     if sliding_window is not None:
-        behind = column <= position - sliding_window
-        visible &= ~behind
+        visible &= column > position - sliding_window
     return visible
 
 

@@ -1,0 +1,46 @@
+"""KV entries after a tree was verified: those of the accepted path move to the slots of their positions."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from collections.abc import Sequence as Many
+
+import torch
+
+from specdec_fast.device_copy import to_device
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.ops import Ops
+
+
+def keep_paths(pool: PagePool, ops: Ops, roots: Many[tuple[Hashable, int]], paths: Many[Many[int]]) -> None:
+    """Move the entries of each accepted path to where those of a chain would be, in all layers.
+
+    Row r of a tree whose root is at position p has its entry in slot p + r. The row at depth d of the accepted path is
+    at position p + d. Rows of a path rise, so no entry moves up.
+
+    Args:
+        pool: the pages.
+        ops: move the entries.
+        roots: (owner, position of the root) of each tree.
+        paths: the accepted rows of each tree without the root, counted from it.
+
+    """
+    places: list[int] = []
+    sources: list[int] = []
+    destinations: list[int] = []
+    cu_moves = [0]
+    for (owner, root), path in zip(roots, paths, strict=True):
+        moved = [(row, depth) for depth, row in enumerate(path, start=1) if row != depth]
+        if not moved:
+            continue
+        places.append(pool.place(owner))
+        sources += [root + row for row, _ in moved]
+        destinations += [root + depth for _, depth in moved]
+        cu_moves.append(len(sources))
+    if not places:
+        return
+    num_pages = max(sources) // pool.page_size + 1
+    table = to_device(pool.tables[:, :num_pages][places], pool.layout.device)
+    moves = [to_device(values, pool.layout.device, torch.int32) for values in (cu_moves, sources, destinations)]
+    for tensor in pool.tensors:
+        (ops.unchecked or ops).compact_kv_(tensor, table, *moves)

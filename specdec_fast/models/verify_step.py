@@ -1,0 +1,76 @@
+"""One verification: the target's forward over last committed tokens and draft tokens, and what it accepts."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.batch.sampling_batch import sampling_of
+from specdec_fast.batch.trees import rows_of_trees
+from specdec_fast.device_copy import to_device
+from specdec_fast.errors import NotYetSupportedError
+from specdec_fast.kv_cache.forward_layout import lay_out, spans_of
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.verification import Outcome, Verification, interleaved
+from specdec_fast.request.sequence import Sequence
+
+if TYPE_CHECKING:
+    from specdec_fast.models.ragged_model import RaggedModel
+
+
+def verify_step(
+    model: RaggedModel, pool: PagePool, sequences: list[Sequence], draft: tuple[Tensor, list[int], Tensor | None]
+) -> Verification:
+    """Verify the draft tokens of several sequences; see ``RaggedModel.verify_step``.
+
+    Args:
+        model: the target.
+        pool: its pages.
+        sequences: ``B`` sequences.
+        draft: the draft tokens, their number per sequence, and their parents; None for chains.
+
+    """
+    draft_tokens, num_draft_tokens, parents = draft
+    if parents is not None:
+        _expect_trees(model)
+        parents = parents.cpu().contiguous()
+    counts = [count + 1 for count in num_draft_tokens]
+    rows = [Rows(s, s.target_kv_length, count) for s, count in zip(sequences, counts, strict=True)]
+    last = [s.token_ids[-1] for s in sequences]
+    sampling = sampling_of(sequences, model.layout.device)
+    draft_tokens = draft_tokens.to(model.layout.device, non_blocking=True)
+    hidden = model.empty_hidden_states(sum(counts))
+    if model.has_fused_step:
+        assert model.program is not None
+        before = model.program.seconds
+        spans = spans_of(pool, rows)
+        spans = spans if parents is None else spans._replace(parents=parents)
+        logits, emissions, paths, seconds = model.program.verify(spans, last, draft_tokens, sampling, hidden)
+        outcome = Outcome(emissions, paths)
+        return Verification(counts, logits, outcome, model.program.seconds - before, seconds, hidden)
+    token_ids = interleaved(last, draft_tokens, num_draft_tokens, model.vocab_size)
+    trees = None if parents is None else rows_of_trees(parents.tolist(), num_draft_tokens)
+    batch = lay_out(pool, rows, token_ids, trees=trees)
+    started = perf_counter()
+    logits = model.forward(batch, pool, None, hidden)
+    computed = perf_counter()
+    above = None if trees is None else to_device(trees.parents, model.layout.device)
+    results = (model.ops.unchecked or model.ops).verify_chain(logits, token_ids, batch.cu_seqlens, sampling, above)
+    return Verification(counts, logits, results, computed - started, perf_counter() - computed, hidden)
+
+
+def _expect_trees(model: RaggedModel) -> None:
+    """Refuse trees where a row's bits could differ from those of the chain of its path."""
+    if not model.ops.has_trees("paged_attention"):
+        reason = f"attention by {model.ops.chosen.get('paged_attention')!r} computes them with other bits than chains"
+    elif model.row_padding.one_by_one:
+        reason = "it computes rows one by one"
+    else:
+        return
+    raise NotYetSupportedError(
+        f"a drafter proposed a tree (Draft.parents), but {model.name} verifies none: {reason}; propose chains, with "
+        "parents=None."
+    )
