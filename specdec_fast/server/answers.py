@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _INCOMPLETE = "\ufffd"
+_TEXT, _TOKEN = "\0", -1  # mark the places of a text and of token ids; no name has a NUL character
 
 
 @dataclass
@@ -23,12 +25,14 @@ class _Choice:
         num_tokens: its tokens.
         text_offset: characters of its tokens' texts, one by one, with the echoed prompt.
         has_begun: whether an event has been made.
+        parts: JSON of its later events around the text, and around the token ids if they are shown; None before them.
 
     """
 
     num_tokens: int = 0
     text_offset: int = 0
     has_begun: bool = False
+    parts: list[str] | None = None
 
 
 class Answer(ABC):
@@ -95,6 +99,24 @@ class Answer(ABC):
         choice = self._choice(index, chunk.text or "", chunk.token_ids, chunk.logprobs, prompt_ids, is_event=True)
         body: dict[str, Any] = {**self._event_head, "choices": [choice | {"finish_reason": chunk.finish_reason}]}
         return body | ({"usage": None} if self.body.includes_usage else {})
+
+    def event_json(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> str | None:
+        """Return ``event`` as JSON in ASCII; None if a chunk has nothing to show.
+
+        Most events of a choice differ in their text and token ids only; the rest is made once.
+        """
+        state = self._choices.get(index)
+        if state is None or not (state.has_begun and chunk.text) or chunk.finish_reason or chunk.logprobs is not None:
+            event = self.event(index, chunk, prompt_ids)
+            return None if event is None else json.dumps(event)
+        if state.parts is None:
+            marked = json.dumps(self.event(index, StreamChunk(index, [_TOKEN], _TEXT), prompt_ids))
+            state.num_tokens -= 1
+            before, rest = marked.split(json.dumps(_TEXT))
+            state.parts = [before, *rest.split(json.dumps([_TOKEN]))]
+        state.num_tokens += len(chunk.token_ids)
+        before, *after = state.parts
+        return before + json.dumps(chunk.text) + json.dumps(chunk.token_ids).join(after)
 
     def usage_event(self, prompt_lengths: Sequence[int]) -> dict[str, Any]:
         """Return the last event of a stream with ``include_usage``.

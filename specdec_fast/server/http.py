@@ -157,24 +157,21 @@ class EventStream(Response):
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
-        async def send_event(body: dict[str, Any]) -> None:
-            await send({"type": "http.response.body", "body": _event(body), "more_body": True})
+        async def send_event(body: str) -> None:
+            await send({"type": "http.response.body", "body": f"data: {body}\n\n".encode(), "more_body": True})
 
         try:
             while item is not None:
                 index, chunk = item
                 if chunk.error is not None:
                     raise chunk.error
-                event = self._answer.event(index, chunk, self._streams[index].prompt_ids)
+                event = self._answer.event_json(index, chunk, self._streams[index].prompt_ids)
                 if event is not None:
                     await send_event(event)
                 item = await anext(self._chunks, None)
             if self._answer.body.includes_usage:
-                await send_event(self._answer.usage_event([len(stream.prompt_ids) for stream in self._streams]))
+                usage = self._answer.usage_event([len(stream.prompt_ids) for stream in self._streams])
+                await send_event(json.dumps(usage))
         except Exception as error:
-            await send_event(self._to_problem(error).body())
+            await send_event(json.dumps(self._to_problem(error).body()))
         await send({"type": "http.response.body", "body": _DONE})
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: %b\n\n" % json.dumps(body).encode()

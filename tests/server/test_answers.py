@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 
 import pytest
@@ -128,6 +129,23 @@ def test_events_add_up_to_the_whole_answer(tokenizer, ids, kind, with_usage):
         assert joined(choice["logprobs"]["content"] for choice in choices) == expected["logprobs"]["content"]
     usage = answer.usage_event([3])
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+
+
+@pytest.mark.parametrize("kind", [completion, chat])
+@pytest.mark.parametrize("shows", ["texts", "ids", "usage", "logprobs"])
+def test_the_json_of_events_is_that_of_their_bodies(tokenizer, kind, shows):
+    """Also for two choices in turns, texts that JSON escapes, and texts and ids that look like what is replaced."""
+    options = {"logprobs": 0 if kind is completion else True} if shows == "logprobs" else {}
+    options |= {"return_token_ids": shows == "ids", "stream_options": {"include_usage": shows == "usage"}}
+    texts = ["one", "", "\0", '"\\\n\u2028', "\ud800", " é", "[-1]", "end"]
+    logprobs = [-1.0, -2.0] if shows == "logprobs" else None
+    answers = [kind(tokenizer, n=2, stream=True, **options) for _ in range(2)]
+    for i, text in enumerate(texts):
+        for index in (0, 1):
+            chunk = sd.StreamChunk(index, [i, 7], text, "stop" if text == "end" else None, None, logprobs)
+            body = answers[0].event(index, chunk, [5, 6])
+            assert answers[1].event_json(index, chunk, [5, 6]) == (None if body is None else json.dumps(body))
+    assert answers[0].usage_event([2, 2]) == answers[1].usage_event([2, 2])
 
 
 def test_a_chunk_without_text_makes_no_event_but_counts(tokenizer):
