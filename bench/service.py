@@ -86,7 +86,8 @@ async def compare(engine: AsyncEngine, workload: Workload, args: argparse.Namesp
     """Run all in turns, then the part with cancellations."""
     plain = Engine(workload.target, None, max_batch_size=1)
     params = SamplingParams(max_new_tokens=workload.max_new_tokens)
-    expected = [output.token_ids for output in plain.generate(workload.prompts, params, progress=False)]
+    once = workload.prompts[: len(workload.prompts) // args.times]
+    expected = [output.token_ids for output in plain.generate(once, params, progress=False)] * args.times
     clients = Clients(engine, workload, expected, args.streams)
     idle: list[float] = []
     async with watched_loop(idle):

@@ -33,8 +33,8 @@ async def run(settings: dict[str, Any]) -> dict[str, Any]:
             answer and others read slowly; 0: every prompt once, by clients that read all.
 
     Returns:
-        ``seconds``, ``num_hung`` (requests that got nothing for a minute), and lists with an item per request:
-        ``numbers`` (modulo the number of prompts: the prompt), and what ``_read`` returns.
+        ``started`` (by ``perf_counter``), ``seconds``, ``num_hung`` (requests that got nothing for a minute), and lists
+        with an item per request: ``numbers`` (modulo the number of prompts: the prompt), and what ``_read`` returns.
 
     """
     received: dict[int, Received] = {}
@@ -63,7 +63,8 @@ async def run(settings: dict[str, Any]) -> dict[str, Any]:
 
     await asyncio.gather(*(client() for _ in range(settings["num_clients"])))
     took = perf_counter() - started
-    return {"seconds": took, "num_hung": num_hung, "numbers": list(received), **_read(list(received.values()))}
+    times = {"started": started, "seconds": took}
+    return {**times, "num_hung": num_hung, "numbers": list(received), **_read(list(received.values()))}
 
 
 async def _exchange(

@@ -51,8 +51,13 @@ class HTTPClients:
     async def run(self, seconds: float = 0.0) -> Load:
         """Stream every prompt once; or for some seconds, while some clients leave and others read slowly."""
         load = Load()
-        async with watched_loop(load.pauses):
+        pauses: list[float] = []
+        times: list[float] = []
+        async with watched_loop(pauses, times):
             found = await run_clients(self._settings | {"seconds": seconds})
+        # The start of the clients, and reading what they found, are no part of the load.
+        begins, ends = found["started"], found["started"] + found["seconds"]
+        load.pauses = [late for late, time in zip(pauses, times, strict=True) if begins <= time <= ends]
         load.first, load.each, load.seconds = found["first"], found["each"], found["seconds"]
         load.num_tokens, load.num_ended = sum(map(len, found["tokens"])), len(found["numbers"])
         load.num_hung = found["num_hung"]

@@ -40,14 +40,16 @@ class Load:
 
 
 @asynccontextmanager
-async def watched_loop(pauses: list[float]) -> AsyncIterator[None]:
-    """Note by how much the event loop is late, again and again."""
+async def watched_loop(pauses: list[float], times: list[float] | None = None) -> AsyncIterator[None]:
+    """Note by how much the event loop is late, again and again, and at what time."""
+    times = [] if times is None else times
 
     async def watch() -> None:
         while True:
             started = perf_counter()
             await asyncio.sleep(LOOK_SECONDS)
-            pauses.append(max(0.0, perf_counter() - started - LOOK_SECONDS))
+            times.append(perf_counter())
+            pauses.append(max(0.0, times[-1] - started - LOOK_SECONDS))
 
     task = asyncio.create_task(watch())
     try:
