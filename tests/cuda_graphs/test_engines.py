@@ -125,7 +125,8 @@ def test_a_wait_inside_a_forward_is_found(pair, monkeypatch, named, which, graph
 def test_graphs_hand_over_hidden_states(pair, graphs_on_cpu):
     """The recording drafter asserts that each position arrives once; bits are those of one forward of the text."""
     params = [replace(p, max_new_tokens=12) for p in PARAMS]
-    engine = sd.Engine(pair[0], Recording((2, "final"), lambda s, limit: [5] * limit), max_batch_size=3)
+    drafter = Recording((2, "final"), lambda s, limit: [5] * limit)
+    engine = sd.Engine(pair[0], drafter, max_batch_size=3)
     expected = sd.Engine(pair[0], None, enforce_eager=True).generate(PROMPTS, params)
     for _ in range(2):
         outputs = engine.generate(PROMPTS, params)

@@ -131,3 +131,17 @@ def test_another_vocabulary_gets_a_graph_of_its_own(model):
         numbers.append(model.graphs.num_captured)
     assert numbers == [1, 2, 2, 2]
     assert max(largest[1], largest[3]) < 5 <= largest[0]
+
+
+def test_forwards_with_and_without_hidden_states_have_graphs_of_their_own(model):
+    model.use_taps((1, "final"))
+    pool, eager_pool = opened_pool(model), opened_pool(model)
+    counts_of = [[2, 1, 1], [1, 2], [2, 1, 1], [1, 2]]
+    pairs = zip(batches(eager_pool, counts_of), batches(pool, counts_of), strict=True)
+    for turn, (eager, graphed) in enumerate(pairs):
+        expected, found = (model.empty_hidden_states(len(eager.token_ids)).fill_(float("nan")) for _ in range(2))
+        logits = model.hf.forward(eager, eager_pool, None, expected)
+        wanted = found if turn >= 2 else None
+        assert torch.equal(model.forward(graphed, pool, None, wanted), logits)
+        assert wanted is None or torch.equal(found, expected)
+    assert model.graphs.num_captured == 4

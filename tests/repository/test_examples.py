@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -45,6 +46,13 @@ def test_stream(capsys):
     runpy.run_path(str(EXAMPLES / "stream.py"), run_name="__main__")
     engine = sd.Engine(str(demo_pair() / "target"), None, dtype="float32")
     assert PROMPT + text_of(engine, PROMPT, max_new_tokens=40) in capsys.readouterr().out
+
+
+def test_nearest_context(capsys, plain):
+    runpy.run_path(str(EXAMPLES / "nearest_context.py"), run_name="__main__")
+    found = re.fullmatch(r"40 tokens in (\d+) steps: (.*)\n", capsys.readouterr().out)
+    assert found[2] == repr(text_of(plain, "Count from 3 to 9: 3,", max_new_tokens=40))
+    assert int(found[1]) < 40, "some of its tokens are accepted"
 
 
 def test_batch_job(tmp_path, capsys, plain):
