@@ -18,6 +18,7 @@ from specdec_fast.drafters.draft_model import ROWS_EACH, ModelDrafter
 from specdec_fast.drafters.eagle3 import Eagle3Drafter
 from specdec_fast.drafters.eagle3_config import is_eagle3
 from specdec_fast.drafters.ngram import NgramDrafter
+from specdec_fast.drafters.ngram_trie import NgramTrieDrafter
 from specdec_fast.drafters.none import NoDrafter
 from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
 from specdec_fast.models.batch_invariance import make_deterministic
@@ -30,7 +31,11 @@ from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
 NO_DRAFT = "none"  # the same as None; the command line needs a string
 
 # Every drafter that has a name, and the function that makes it. Any other string names a draft model or its folder.
-DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {"ngram": NgramDrafter, NO_DRAFT: NoDrafter}
+DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {
+    "ngram": NgramDrafter,
+    "ngram-trie": NgramTrieDrafter,
+    NO_DRAFT: NoDrafter,
+}
 
 # Drafters of checkpoints, asked for as "kind:FOLDER": what makes one, and whether a folder holds one.
 CHECKPOINT_DRAFTERS: dict[str, tuple[Callable[[DrafterContext, str], Drafter], Callable[[Path], bool]]] = {

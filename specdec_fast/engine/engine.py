@@ -29,6 +29,7 @@ from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe_errors import named_failures
 from specdec_fast.models.profiling import forward_seconds
 from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.models.verify_step import expect_trees
 from specdec_fast.ops import resolve
 from specdec_fast.request.detokenizer import expect_tokenizer, load_tokenizer
 from specdec_fast.request.prompt_options import PromptOptions
@@ -95,6 +96,8 @@ class Engine:
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
         self.target.use_taps(drafter.taps)
+        if drafter.max_nodes:
+            expect_trees(self.target)
         self.memory_plan = plan_memory(self.target, drafter, self.config, drafts=draft is not None)
         if self.memory_plan is not None:
             self.config, scheduler = self.memory_plan.config, make_scheduler(self.memory_plan.config)

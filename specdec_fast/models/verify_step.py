@@ -35,7 +35,7 @@ def verify_step(
     """
     draft_tokens, num_draft_tokens, parents = draft
     if parents is not None:
-        _expect_trees(model)
+        expect_trees(model)
         parents = parents.cpu().contiguous()
     counts = [count + 1 for count in num_draft_tokens]
     rows = [Rows(s, s.target_kv_length, count) for s, count in zip(sequences, counts, strict=True)]
@@ -62,8 +62,13 @@ def verify_step(
     return Verification(counts, logits, results, computed - started, perf_counter() - computed, hidden)
 
 
-def _expect_trees(model: RaggedModel) -> None:
-    """Refuse trees where a row's bits could differ from those of the chain of its path."""
+def expect_trees(model: RaggedModel) -> None:
+    """Check that a model verifies trees.
+
+    Raises:
+        NotYetSupportedError: a row's bits could differ from those of the chain of its path.
+
+    """
     if not model.ops.has_trees("paged_attention"):
         reason = f"attention by {model.ops.chosen.get('paged_attention')!r} computes them with other bits than chains"
     elif model.row_padding.one_by_one:
@@ -71,6 +76,6 @@ def _expect_trees(model: RaggedModel) -> None:
     else:
         return
     raise NotYetSupportedError(
-        f"a drafter proposed a tree (Draft.parents), but {model.name} verifies none: {reason}; propose chains, with "
-        "parents=None."
+        f"{model.name} verifies no trees of draft tokens: {reason}; use a drafter of chains (Draft.parents=None), such "
+        "as 'ngram'."
     )

@@ -99,7 +99,7 @@ def test_models_that_verify_no_trees_refuse_them(target, monkeypatch, reason):
         monkeypatch.setattr(type(engine.target.ops), "has_trees", lambda self, op: False)
     else:
         monkeypatch.setattr(engine.target, "row_padding", type(engine.target.row_padding)(one_by_one=True))
-    with pytest.raises(sd.NotYetSupportedError, match=r"proposed a tree .* verifies none: .* propose chains"):
+    with pytest.raises(sd.NotYetSupportedError, match=r"verifies no trees of draft tokens: .* use a drafter of chains"):
         engine.generate(PROMPTS, PARAMS)
 
 

@@ -56,13 +56,13 @@ SIZES = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 5), (2, 3), (4, 1
 SIZES_OF_ORACLE = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 8), (8, 3)])
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("drafter", grid(["model", "ngram", "ngram-trie"], keep=["model", "ngram"]))
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 class TestDemoPair:
     @pytest.mark.parametrize(("batch_size", "num_draft_tokens"), SIZES)
     def test_engine(self, demo, method, drafter, batch_size, num_draft_tokens):
         target, draft, prompt_ids, expected = demo
-        source = draft if drafter == "model" else "ngram"
+        source = draft if drafter == "model" else drafter
         config = {"method": method, "max_batch_size": batch_size, "num_draft_tokens": num_draft_tokens}
         assert run_engine(target, source, prompt_ids, **config) == expected
 
@@ -105,15 +105,15 @@ def pair(request):
     return target, truncated_copy(target, 2), prompts, expected
 
 
-@diagonal(method=["eqspec", "exspec"], drafter=["model", "ngram"])
+@diagonal(method=["eqspec", "exspec"], drafter=["model", "ngram", "ngram-trie"])
 class TestArchitectures:
     def test_engine(self, pair, method, drafter):
         target, draft, prompts, expected = pair
-        engine = sd.Engine(target, draft if drafter == "model" else "ngram", method=method, max_batch_size=3)
+        engine = sd.Engine(target, draft if drafter == "model" else drafter, method=method, max_batch_size=3)
         outputs = engine.generate(prompts, sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
         assert [output.token_ids for output in outputs] == expected
         accepted = engine.last_run.decoding.accepted_per_position
-        assert drafter == "ngram" or accepted[0] > accepted[1] > 0, "acceptance should be ragged"
+        assert drafter != "model" or accepted[0] > accepted[1] > 0, "acceptance should be ragged"
 
     def test_oracle(self, pair, method, drafter):
         target, draft, prompts, expected = pair

@@ -212,6 +212,7 @@ def test_law_sees_every_setting(forgotten):
 
 
 NUM_TEXTS, TOP_K, NEW_TOKENS = 6_000, 4, 3
+PROMPT = [5, 17, 3]
 
 
 @pytest.fixture(scope="module")
@@ -236,22 +237,49 @@ def text_probs(model: torch.nn.Module, prompt: list[int]) -> dict[tuple[int, ...
 
 
 def engine_p_value(pair: Any, draft: Any) -> float:
-    prompt = [5, 17, 3]
-    probs = text_probs(pair[0], prompt)
+    probs = text_probs(pair[0], PROMPT)
     params = [
         sd.SamplingParams(max_new_tokens=NEW_TOKENS, temperature=3.0, top_k=TOP_K, seed=seed)
         for seed in range(NUM_TEXTS)
     ]
     engine = sd.Engine(pair[0], draft, max_batch_size=256, num_draft_tokens=2, method="eqspec")
-    outputs = engine.generate([prompt] * NUM_TEXTS, params, progress=False)
+    outputs = engine.generate([PROMPT] * NUM_TEXTS, params, progress=False)
     numbers = {text: i for i, text in enumerate(probs)}
     outcomes = [numbers.get(tuple(output.token_ids), len(numbers)) for output in outputs]
     return p_value(torch.tensor(outcomes), torch.tensor([*probs.values(), 0.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
+class Branches(sd.TreeDrafter):
+    """Proposes three of the four tokens that can come next, and three behind each of them."""
+
+    name, max_nodes = "branches", 12
+
+    def __init__(self, texts: Any) -> None:
+        self.texts = texts
+
+    def following(self, text: tuple[int, ...]) -> list[int]:
+        return sorted({other[len(text)] for other in self.texts if other[: len(text)] == text})[:3]
+
+    def propose_trees(self, sequences: Any, limits: Any, node_limits: Any) -> sd.Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        counts = []
+        for sequence, limit in zip(sequences, limits, strict=True):
+            text, first = tuple(sequence.emitted_ids), len(tokens)
+            for token in self.following(text) if limit else []:
+                tokens.append(token)
+                parents.append(-1)
+                behind = self.following((*text, token)) if limit > 1 else []
+                parents += [len(tokens) - 1 - first] * len(behind)
+                tokens += behind
+            counts.append(len(tokens) - first)
+        return sd.Draft(torch.tensor(tokens), counts, torch.tensor(parents, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram", "branches", "none"])
 def test_engine_follows_the_law(pair, drafter):
-    draft = {"model": pair[1], "ngram": "ngram", "none": None}[drafter]
+    branches = Branches(text_probs(pair[0], PROMPT)) if drafter == "branches" else None
+    draft = {"model": pair[1], "ngram": "ngram", "branches": branches, "none": None}[drafter]
     assert engine_p_value(pair, draft) > SIGNIFICANCE
 
 
