@@ -1,4 +1,4 @@
-"""The command line: ``specdec-fast demo | chat | generate | batch | serve | train-drafter | verify | doctor``."""
+"""The command line: ``specdec-fast demo | chat | generate | batch | serve | train-drafter | verify | plan | ...``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _COMMANDS = {
     "serve": "Serve OpenAI's API over HTTP: completions, chat, streams and metrics.",
     "train-drafter": "Train a drafter for a target, on texts that the target writes itself.",
     "verify": "Report whether every token equals plain decoding, on your own models.",
+    "plan": "Plan batch size, K and KV pages for a memory budget, and say what fits and how fast it is.",
     "doctor": "Show versions, devices, and which backend can run which op here.",
 }
 

@@ -107,9 +107,8 @@ class Engine:
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
         is_asynchronous = self.target.layout.device.type != "cpu"
-        length_policy.prepare(
-            Profiler(self.config.max_batch_size, is_asynchronous, verify_seconds, drafter.forward_seconds)
-        )
+        self.profiler = Profiler(self.config.max_batch_size, is_asynchronous, verify_seconds, drafter.forward_seconds)
+        length_policy.prepare(self.profiler)
         self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config)
         self.shared = SharedCore(self.core, self.process)
 

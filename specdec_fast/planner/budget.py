@@ -148,7 +148,12 @@ def largest_within(memory: EngineMemory, budget: int, ask: Ask) -> Setting | Non
             too_large = middle
     if not fits:
         return None
-    return next(setting for setting in ask.settings(fits) if memory.total(setting) <= budget)
+    return first_within(memory, budget, ask.settings(fits))
+
+
+def first_within(memory: EngineMemory, budget: int, settings: Sequence[Setting]) -> Setting | None:
+    """Return the first setting whose bytes are within a budget; None if none is."""
+    return next((setting for setting in settings if memory.total(setting) <= budget), None)
 
 
 def halved(largest: int | None, most_rows: int) -> list[int | None]:
@@ -180,13 +185,13 @@ def budget_error(memory: EngineMemory, budget: int, least: Setting, new_tokens: 
     terms = memory.terms(least)
     missing, largest = sum(terms.values()) - budget, max(terms, key=terms.__getitem__)
     held = ", ".join(f"{name} {size}" for name, size in terms.items() if size)
-    positions = memory.positions_within(budget, least)
+    positions, at_most = memory.positions_within(budget, least), "at most " if memory.is_estimate else ""
     if new_tokens is None:
         longest = f"{positions} KV positions fit"
     else:
         prompt = longest_prompt(positions, new_tokens)
         longest = (
-            f"the longest prompt that fits has {prompt} tokens, with {new_tokens} new ones"
+            f"the longest prompt that fits has {at_most}{prompt} tokens, with {new_tokens} new ones"
             if prompt
             else f"no prompt fits with {new_tokens} new tokens, because {positions} KV positions fit"
         )

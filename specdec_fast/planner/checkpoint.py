@@ -15,6 +15,7 @@ from specdec_fast.errors import ConfigError, SpecDecError
 from specdec_fast.models.hf_model import HFModel
 from specdec_fast.models.model_checks import max_positions
 from specdec_fast.models.model_memory import bytes_of, estimated_row_bytes, weights_of
+from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.ops import resolve
 from specdec_fast.planner.budget import EngineMemory, Part, Setting
 
@@ -83,26 +84,47 @@ def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
 
     """
     dtype: Any = config.dtype
-    parts = [
-        Part(sizes.weights, sizes.bytes_per_token, _logits_of(role, sizes))
-        for role, sizes in (
-            (role, checkpoint_sizes(source, dtype))
-            for role, source in (("target", target), ("drafter", draft))
-            if source is not None
-        )
-    ]
-    return EngineMemory(parts[0], parts[1] if len(parts) > 1 else None, config.page_size, is_estimate=True)
+    sizes = checkpoint_sizes(target, dtype)
+    of_draft = None if draft is None else _draft_part(checkpoint_sizes(draft, dtype), 0)
+    return EngineMemory(_target_part(sizes, 0), of_draft, config.page_size, is_estimate=True)
 
 
-def _logits_of(role: str, sizes: CheckpointSizes) -> Any:
-    """Return a function for ``Part.step_terms``: the target has logits at every row, a draft model at one each."""
+def estimated_memory(
+    target: CheckpointSizes, draft: CheckpointSizes | None, drafts: bool, page_size: int
+) -> EngineMemory:
+    """Return the memory of an engine of models that are not loaded: what their forwards need is estimated.
 
+    Args:
+        target: sizes of the target.
+        draft: sizes of a draft model; None without one.
+        drafts: whether anything is drafted, by a drafter without a model if ``draft`` is None.
+        page_size: KV positions per page.
+
+    """
+    part = Part(0, 0, lambda setting: {}) if draft is None else _draft_part(draft, draft.row_bytes)
+    return EngineMemory(_target_part(target, target.row_bytes), part if drafts else None, page_size, is_estimate=True)
+
+
+def _target_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
     def terms(setting: Setting) -> dict[str, int]:
-        if role == "target":
-            return {"logits": setting.num_rows * sizes.logits_bytes}
-        return {"drafter logits": setting.batch_size * sizes.logits_bytes}
+        found = {"logits": setting.num_rows * sizes.logits_bytes}
+        return found | ({"working memory": _most_rows(setting, setting.num_rows) * row_bytes} if row_bytes else {})
 
-    return terms
+    return Part(sizes.weights, sizes.bytes_per_token, terms)
+
+
+def _draft_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
+    def terms(setting: Setting) -> dict[str, int]:
+        rows = _most_rows(setting, 2 * setting.batch_size) * row_bytes
+        return {"drafter steps": setting.batch_size * sizes.logits_bytes + rows}
+
+    return Part(sizes.weights, sizes.bytes_per_token, terms)
+
+
+def _most_rows(setting: Setting, decoding: int) -> int:
+    """Return the rows of the largest forward, of prefill or of decoding."""
+    bound = setting.max_prefill_tokens
+    return max(decoding, MAX_PREFILL_ROWS if bound is None else min(bound, MAX_PREFILL_ROWS))
 
 
 def _on_meta(source: Any, dtype: torch.dtype | None) -> PreTrainedModel:

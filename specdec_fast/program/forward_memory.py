@@ -63,7 +63,7 @@ def working_bytes(
         if isinstance(step, Attend):
             shape = plan.kv_shapes[step.layer]
             group = step.num_heads // shape.num_kv_heads
-            vectors = max(_FEWEST_ROWS * group, _MOST_VECTORS)
+            vectors = min(num_rows * group, max(_FEWEST_ROWS * group, _MOST_VECTORS))
             columns = -(-shape.value_head_dim // _LANES) * _LANES
             numbers = vectors * (shape.key_head_dim + columns + 3 + _TILE)
             numbers += (shape.key_head_dim + 1) * _TILE + (_TILE + 1) * columns

@@ -1,0 +1,289 @@
+"""Plan batch size, K and KV pages for a memory budget, and say what fits and how fast it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specdec_fast.commands.common import add_backend_options, drafter_names, format_table
+from specdec_fast.config import EngineConfig, expect_at_least
+from specdec_fast.drafters import checked_draft, is_draft_model
+from specdec_fast.engine.engine import Engine
+from specdec_fast.engine.memory import affordable_draft
+from specdec_fast.errors import ConfigError
+from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.planner.budget import EngineMemory, budget_error, shown
+from specdec_fast.planner.checkpoint import checkpoint_sizes, estimated_memory, least_memory
+from specdec_fast.planner.choice import (
+    DEFAULT_ACCEPTANCE,
+    MOST_DRAFT_TOKENS,
+    Choice,
+    Traffic,
+    choose,
+    least_setting,
+    read_acceptance,
+)
+from specdec_fast.planner.costs import ComputedTimes, Device, MeasuredTimes, StepTimes
+from specdec_fast.planner.loaded import loaded_memory
+from specdec_fast.planner.scylla import best_draft_tokens, fit_batch_sizes, fits_of
+from specdec_fast.speculation_length.step_costs import StepCosts
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--target", help="name or folder of a Hugging Face causal model")
+    parser.add_argument("--draft", help=f"the same for the draft; or {drafter_names()}")
+    parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
+    parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="the budget, such as 24GiB, 8GB or bytes")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, metavar="N", help="of a request (default: 1024)")
+    parser.add_argument("--new-tokens", type=int, default=512, metavar="N", help="of a request (default: 512)")
+    parser.add_argument(
+        "--batch-sizes", type=_integers, default=[1, 2, 4, 8], metavar="B,B", help="to compare (default: 1,2,4,8)"
+    )
+    parser.add_argument(
+        "--acceptance",
+        default=str(DEFAULT_ACCEPTANCE),
+        metavar="P|FILE",
+        help="probability that a draft token is accepted, or a JSON report that has it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-measure", action="store_true", help="load nothing; compute times from --bandwidth and --peak"
+    )
+    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the device's memory, for --no-measure")
+    parser.add_argument("--peak", type=float, metavar="TFLOP/s", help="of the device, for --no-measure")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="fit the curves of a JSON file, and do nothing else")
+    add_backend_options(parser)
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a size: bytes, or a number with kB, MB, GB, KiB, MiB or GiB."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected bytes, or a number with MB, GB, MiB or GiB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of integers, such as 1,2,4,8") from None
+
+
+class Plan(NamedTuple):
+    """What was planned: the best settings by batch size, and what they rest on."""
+
+    memory_bytes: int
+    traffic: Traffic
+    acceptance: list[float]
+    is_measured: bool
+    memory: EngineMemory
+    times: StepTimes
+    batch_sizes: list[int]
+    choices: list[Choice | None]
+
+    @property
+    def best(self) -> Choice:
+        """The setting with the most expected tokens per second; at least one fits."""
+        return max(filter(None, self.choices), key=lambda choice: choice.tokens_per_second)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        balance, limits = self.times.balance(), self.batch_sizes
+        best_k = {size: best_draft_tokens(balance, size) for size in limits}
+        has_fit = len(limits) > 1 and balance != float("inf")
+        return {
+            "memory_bytes": self.memory_bytes,
+            "prompt_tokens": self.traffic.prompt_tokens,
+            "new_tokens": self.traffic.new_tokens,
+            "acceptance": self.acceptance,
+            "measured": self.is_measured,
+            "is_estimate": self.memory.is_estimate,
+            "batches": [
+                {"batch_size": size, "fits": False} if choice is None else {"fits": True, **self._of(choice)}
+                for size, choice in zip(self.batch_sizes, self.choices, strict=True)
+            ],
+            "best": self._of(self.best),
+            "rows_at_balance": balance if balance != float("inf") else None,
+            "draft_tokens_at_balance": best_k if has_fit else {},
+            "fit": fit_batch_sizes(limits, list(best_k.values()))._asdict() if has_fit else None,
+        }
+
+    def _of(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "batch_size": choice.setting.batch_size,
+            "num_draft_tokens": choice.setting.num_draft_tokens,
+            "tokens_per_second": choice.tokens_per_second,
+            "plain_tokens_per_second": choice.plain_tokens_per_second,
+            "tokens_per_step": choice.expected_tokens,
+            "seconds_per_step": choice.seconds,
+            "limit": self.times.limit(choice.setting.num_rows),
+            "bytes": choice.total_bytes,
+            "largest_term": choice.largest_term,
+            "terms": choice.terms,
+            "config": choice.config(self.memory_bytes),
+        }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, or the fits of ``--fit``."""
+    if args.fit is not None:
+        return _print_fits(args.fit, args.json)
+    plan = make_plan(args)
+    if args.json:
+        print(json.dumps(plan.as_dict()))
+    else:
+        print_plan(plan)
+    return 0
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Plan for the arguments of the command line.
+
+    Raises:
+        ConfigError: an argument is missing or out of range, or a request is longer than the target's positions.
+        MemoryBudgetError: one request of the traffic does not fit.
+
+    """
+    for name in ("target", "draft", "memory"):
+        if getattr(args, name) is None:
+            raise ConfigError(f"--{name} is missing.")
+    for name in ("prompt_tokens", "new_tokens", "memory"):
+        expect_at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    traffic, acceptance = Traffic(args.prompt_tokens, args.new_tokens), read_acceptance(args.acceptance)
+    make = _computed if args.no_measure else _measured
+    memory, times, most_prefill_rows = make(args, _config(args), traffic, acceptance)
+    choices = choose(memory, args.memory, args.batch_sizes, traffic, acceptance, times, most_prefill_rows)
+    if not any(choices):
+        raise ConfigError(f"--batch-sizes {args.batch_sizes}: none fits into {shown(args.memory)}; add 1.")
+    return Plan(args.memory, traffic, acceptance, not args.no_measure, memory, times, args.batch_sizes, choices)
+
+
+def _config(args: argparse.Namespace) -> EngineConfig:
+    for size in args.batch_sizes:
+        expect_at_least("--batch-sizes", size, 1)
+    return EngineConfig(
+        max_batch_size=max(args.batch_sizes),
+        num_draft_tokens=MOST_DRAFT_TOKENS,
+        dtype=args.dtype,
+        device=args.device,
+        backend=args.backend,
+        enforce_eager=args.enforce_eager,
+    )
+
+
+def _computed(
+    args: argparse.Namespace, config: EngineConfig, traffic: Traffic, acceptance: Sequence[float]
+) -> tuple[EngineMemory, StepTimes, int]:
+    """Read the configs alone, and compute times."""
+    if not args.bandwidth or not args.peak or args.bandwidth < 0 or args.peak < 0:
+        raise ConfigError("--no-measure needs --bandwidth (GB/s) and --peak (TFLOP/s) of the device, both above 0.")
+    dtype: Any = config.dtype
+    draft = checked_draft(args.draft, config)
+    target, has_model = checkpoint_sizes(args.target, dtype), is_draft_model(draft)
+    if draft is not None and not has_model and draft != args.draft:
+        raise ConfigError(f"--draft {args.draft}: its sizes are known only when it is loaded; leave --no-measure out.")
+    of_draft = checkpoint_sizes(draft, dtype) if has_model else None
+    _expect_positions(target.max_positions, traffic)
+    memory = estimated_memory(target, of_draft, draft is not None, config.page_size)
+    _expect_one(memory, args.memory, traffic)
+    device = Device(args.bandwidth * 1e9, args.peak * 1e12)
+    context = traffic.prompt_tokens + traffic.new_tokens / 2
+    return memory, ComputedTimes(target, of_draft, device, context), MAX_PREFILL_ROWS
+
+
+def _measured(
+    args: argparse.Namespace, config: EngineConfig, traffic: Traffic, acceptance: Sequence[float]
+) -> tuple[EngineMemory, StepTimes, int]:
+    """Load the models if they can fit, and time their forwards at the batch sizes that do."""
+    checked = checked_draft(args.draft, config)
+    if (known := _known_memory(args.target, config)) is not None:
+        _expect_one(known, args.memory, traffic)
+    within = EngineConfig(
+        memory_bytes=args.memory, kv_cache_tokens=traffic.positions(), dtype=config.dtype, page_size=config.page_size
+    )
+    engine = Engine(args.target, affordable_draft(args.target, checked, within), config)
+    _expect_positions(engine.target.max_positions, traffic)
+    drafts = engine.drafter if engine.core.length_policy.max_draft_tokens else None
+    memory = loaded_memory(engine.target, drafts, config.page_size)
+    _expect_one(memory, args.memory, traffic)
+    least = least_setting(memory, traffic)
+    sizes = [
+        size
+        for size in args.batch_sizes
+        if memory.total(least._replace(batch_size=size, num_positions=size * least.num_positions)) <= args.memory
+    ]
+    largest = max(sizes, default=1)
+    costs = StepCosts.measured(engine.profiler._replace(max_batch_size=largest), len(acceptance))
+    return memory, MeasuredTimes(costs, largest * (1 + len(acceptance))), engine.target.row_padding.largest
+
+
+def _expect_positions(most: int | None, traffic: Traffic) -> None:
+    total = traffic.prompt_tokens + traffic.new_tokens
+    if most is not None and total > most:
+        raise ConfigError(
+            f"--prompt-tokens {traffic.prompt_tokens} and --new-tokens {traffic.new_tokens} are {total}, but the "
+            f"target has {most} positions."
+        )
+
+
+def _known_memory(target: str, config: EngineConfig) -> EngineMemory | None:
+    try:
+        return least_memory(target, None, config)
+    except ConfigError:  # loading says what is wrong, or the config does not tell the sizes
+        return None
+
+
+def _expect_one(memory: EngineMemory, budget: int, traffic: Traffic) -> None:
+    least = least_setting(memory, traffic)
+    if memory.total(least) > budget:
+        raise budget_error(memory, budget, least, traffic.new_tokens)
+
+
+def print_plan(plan: Plan) -> None:
+    """Print a table with a line per batch size, the settings of the best one, and its bytes by term."""
+    times = "measured here over short contexts" if plan.is_measured else "computed from --bandwidth and --peak"
+    print(
+        f"Budget {shown(plan.memory_bytes)}; requests of {plan.traffic.prompt_tokens} prompt and "
+        f"{plan.traffic.new_tokens} new tokens; acceptance {', '.join(f'{p:.2f}' for p in plan.acceptance)}.\n"
+        f"Times are {times}; prefill is not counted. Bytes are "
+        f"{'partly estimated' if plan.memory.is_estimate else 'exact'}.\n"
+    )
+    header = ["batch", "K", "tokens/s", "over plain", "tokens/step", "memory", "largest term", "limit"]
+    rows = []
+    for size, choice in zip(plan.batch_sizes, plan.choices, strict=True):
+        if choice is None:
+            rows.append([size, *["-"] * 4, "does not fit", "-", "-"])
+            continue
+        gain = choice.tokens_per_second / choice.plain_tokens_per_second
+        speed, limit = f"{choice.tokens_per_second:.4g}", plan.times.limit(choice.setting.num_rows)
+        cells = [size, choice.setting.num_draft_tokens, speed, f"{gain:.2f}x", f"{choice.expected_tokens:.2f}"]
+        rows.append([*cells, shown(choice.total_bytes), choice.largest_term, limit])
+    print(format_table(header, rows))
+    settings = ", ".join(f"{name}={value}" for name, value in plan.best.config(plan.memory_bytes).items())
+    print(f"\nBest: EngineConfig({settings})\n")
+    print(format_table(["term", "bytes"], [*plan.best.terms.items(), ("sum", plan.best.total_bytes)]))
+    print(f"\nA forward of up to R* = {plan.times.balance():.4g} rows takes about as long as one of a single row.")
+
+
+def _print_fits(path: Path, as_json: bool) -> int:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--fit {path}: cannot be read as JSON: {error}") from None
+    fits = fits_of(data)
+    if as_json:
+        print(json.dumps({name: fit._asdict() for name, fit in fits.items()}))
+    else:
+        rows = [
+            (name, f"{fit.slope:.6g}", f"{fit.intercept:.6g}", f"{fit.r_squared:.4f}") for name, fit in fits.items()
+        ]
+        print(format_table(["curve", "slope", "intercept", "R^2"], rows))
+    return 0

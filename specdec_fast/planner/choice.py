@@ -1,0 +1,199 @@
+"""The fastest settings within a budget: batch size, K, drafter or none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from operator import mul
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.errors import ConfigError
+from specdec_fast.planner.budget import Ask, EngineMemory, Setting, first_within, halved
+from specdec_fast.planner.costs import StepTimes
+
+MOST_DRAFT_TOKENS = 8
+DEFAULT_ACCEPTANCE = 0.8  # of every draft token, if nothing was measured
+
+
+class Traffic(NamedTuple):
+    """Requests to plan for: prompt and new tokens of each."""
+
+    prompt_tokens: int
+    new_tokens: int
+
+    def positions(self, slots_beyond: int = 0) -> int:
+        """Return the KV positions of a sequence: the newest token has none; a tree may need slots beyond the end."""
+        return self.prompt_tokens + self.new_tokens - 1 + slots_beyond
+
+
+class Choice(NamedTuple):
+    """A setting and what is expected of it.
+
+    Attributes:
+        setting: batch size, K, KV positions and the bound of prefill forwards.
+        tokens_per_second: expected, prefills not counted.
+        plain_tokens_per_second: of the same batch size without draft tokens.
+        expected_tokens: that a sequence emits in a step.
+        seconds: of a step.
+        terms: bytes by term.
+
+    """
+
+    setting: Setting
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    expected_tokens: float
+    seconds: float
+    terms: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all terms."""
+        return sum(self.terms.values())
+
+    @property
+    def largest_term(self) -> str:
+        """The term with most bytes."""
+        return max(self.terms, key=self.terms.__getitem__)
+
+    def config(self, memory_bytes: int) -> dict[str, Any]:
+        """Return fields of an EngineConfig that has this setting."""
+        setting = self.setting
+        fields = {
+            "max_batch_size": setting.batch_size,
+            "num_draft_tokens": setting.num_draft_tokens,
+            "window_size": setting.num_resident,
+            "kv_cache_tokens": setting.num_positions,
+            "max_prefill_tokens": setting.max_prefill_tokens,
+            "memory_bytes": memory_bytes,
+        }
+        EngineConfig.from_keywords(fields)
+        return fields
+
+
+def expected_tokens(acceptance: Sequence[float]) -> list[float]:
+    """Return the tokens that a sequence emits in a step, by K: ``1 + sum P`` with ``P`` the probability of each path.
+
+    Args:
+        acceptance: for each position of a draft, the probability that its token is accepted if those before it are
+            (Leviathan et al., arXiv 2211.17192, section 3.1).
+
+    """
+    return list(accumulate(accumulate(acceptance, mul), initial=1.0))
+
+
+def read_acceptance(source: str, most: int = MOST_DRAFT_TOKENS) -> list[float]:
+    """Return the acceptance of each position of a draft, as ``expected_tokens`` takes it.
+
+    Args:
+        source: a probability, for all positions; or a JSON file: a report of ``bench.engine``, of whose rows the one
+            with the largest fixed K counts; statistics with ``num_drafts`` and ``accepted_per_position``; or an object
+            with ``acceptance``, a probability or one per position. The last position stands for those beyond.
+        most: number of positions.
+
+    Raises:
+        ConfigError: the file cannot be read, or is none of these.
+
+    """
+    number = _number(source)
+    if number is not None:
+        return _probabilities(number, most)
+    try:
+        data = json.loads(Path(source).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"acceptance {source}: neither a probability nor a JSON file: {error}.") from None
+    found = _acceptance_of(data)
+    if found is None:
+        raise ConfigError(
+            f"acceptance {source}: expected a report of bench.engine with a fixed K, statistics with num_drafts and "
+            "accepted_per_position, or an object with acceptance."
+        )
+    return _probabilities(found, most)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _acceptance_of(data: Any) -> float | list[float] | None:
+    if not isinstance(data, Mapping):
+        return None
+    if "acceptance" in data and "rows" not in data:
+        return data["acceptance"]
+    if data.get("num_drafts") and data.get("accepted_per_position"):
+        return _conditional([data["num_drafts"], *data["accepted_per_position"]])
+    rows = [
+        row
+        for row in data.get("rows") or ()
+        if isinstance(row.get("num_draft_tokens"), int) and len(row.get("accepted_histogram") or ()) > 1
+    ]
+    if not rows:
+        return None
+    histogram = max(rows, key=lambda row: row["num_draft_tokens"])["accepted_histogram"]
+    return _conditional(list(accumulate(reversed(histogram)))[::-1])
+
+
+def _conditional(reached: Sequence[float]) -> list[float]:
+    """Return how likely the next token is accepted, from how many drafts had so many accepted or more."""
+    return [after / before if before else 0.0 for before, after in pairwise(reached)]
+
+
+def _probabilities(value: Any, most: int) -> list[float]:
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(p, (int, float)) and 0 <= p <= 1 for p in values):
+        raise ConfigError(f"acceptance {value!r}: expected a probability from 0 to 1, or one for each position.")
+    return [float(p) for p in (*values, *[values[-1]] * most)][:most]
+
+
+def choose(
+    memory: EngineMemory,
+    budget: int,
+    batch_sizes: Sequence[int],
+    traffic: Traffic,
+    acceptance: Sequence[float],
+    times: StepTimes,
+    most_prefill_rows: int,
+) -> list[Choice | None]:
+    """Return, for every batch size, the K with the most expected tokens per second; None if no K fits.
+
+    It maximises ``B (1 + sum P) / (verify + draft)`` over K from 0 to the number of positions of ``acceptance``. The
+    memory of K 0 is without the drafter. A window of twice the batch is taken if it fits.
+
+    Args:
+        memory: of the engine, with the drafter if there is one.
+        budget: bytes.
+        batch_sizes: the batch sizes to compare.
+        traffic: the requests.
+        acceptance: probability of each position of a draft.
+        times: seconds of steps.
+        most_prefill_rows: of a prefill forward without a bound.
+
+    """
+    emitted = expected_tokens(acceptance if memory.drafter is not None else [])
+    found: list[Choice | None] = []
+    for size in batch_sizes:
+        plain = size / times.seconds(size, 0)
+        options = []
+        for k, tokens in enumerate(emitted):
+            setting = first_within(memory, budget, _ask(memory, size, k, traffic, most_prefill_rows).settings(size))
+            if setting is not None:
+                seconds = times.seconds(size, k)
+                options.append(Choice(setting, size * tokens / seconds, plain, tokens, seconds, memory.terms(setting)))
+        found.append(max(options, key=lambda choice: choice.tokens_per_second, default=None))
+    return found
+
+
+def least_setting(memory: EngineMemory, traffic: Traffic) -> Setting:
+    """Return a plain step of one sequence of the traffic, prefilled row by row: what a budget must hold at least."""
+    return Setting(1, 0, 1, memory.rounded(traffic.positions()), 1)
+
+
+def _ask(memory: EngineMemory, size: int, k: int, traffic: Traffic, most_prefill_rows: int) -> Ask:
+    each = memory.rounded(traffic.positions())
+    return Ask(size, [k], lambda b: [2 * b, b], lambda resident, _: resident * each, halved(None, most_prefill_rows))

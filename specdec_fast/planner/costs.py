@@ -1,0 +1,105 @@
+"""The seconds of a step: measured, or computed from the figures of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from specdec_fast.planner.checkpoint import CheckpointSizes
+from specdec_fast.planner.scylla import rows_at_balance
+from specdec_fast.speculation_length.step_costs import StepCosts
+
+_FLOPS_PER_PARAMETER = 2  # a multiplication and an addition
+
+
+class StepTimes(Protocol):
+    """Seconds of a step, and the row count up to which a forward takes about as long as with one row."""
+
+    def seconds(self, batch_size: int, num_draft_tokens: int) -> float:
+        """Return the seconds of a step of B sequences with N draft tokens each."""
+
+    def balance(self) -> float:
+        """Return R*."""
+
+    def limit(self, num_rows: int) -> str:
+        """Return what a verification of so many rows waits for."""
+
+
+class MeasuredTimes:
+    """The profile of an engine's models on this machine, over short contexts.
+
+    Args:
+        costs: the profile.
+        most_rows: the largest number of rows that it contains.
+
+    """
+
+    def __init__(self, costs: StepCosts, most_rows: int) -> None:
+        self._costs, self._most_rows = costs, max(2, most_rows)
+
+    def seconds(self, batch_size: int, num_draft_tokens: int) -> float:
+        """Return ``verify(B (K + 1)) + K draft(B) + once``."""
+        return self._costs.profiled(batch_size, num_draft_tokens)
+
+    def balance(self) -> float:
+        """Return one row's seconds over those that a further row adds among many."""
+        one, many, half = (self._costs.profiled(n, 0) for n in (1, self._most_rows, self._most_rows // 2))
+        further = (many - half) / (self._most_rows - self._most_rows // 2)
+        return one / further if further > 0 else float("inf")
+
+    def limit(self, num_rows: int) -> str:
+        """Return the term that is larger below or above R*."""
+        return "reading weights" if num_rows <= self.balance() else "arithmetic"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Figures of a device, as its vendor or a measurement gives them.
+
+    Attributes:
+        bandwidth: bytes per second that it reads from memory.
+        peak: floating-point operations per second in the dtype of the weights.
+
+    """
+
+    bandwidth: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class ComputedTimes:
+    """``max(bytes / bandwidth, operations / peak)`` for every forward: a lower bound of its time.
+
+    Attributes:
+        target: sizes of the target.
+        draft: sizes of the draft model; None without one.
+        device: figures of the device.
+        context: KV positions that a sequence has on average.
+
+    """
+
+    target: CheckpointSizes
+    draft: CheckpointSizes | None
+    device: Device
+    context: float
+
+    def seconds(self, batch_size: int, num_draft_tokens: int) -> float:
+        """Return the seconds of one verification and of the draft model's forwards, of one row per sequence each."""
+        verify = max(self._terms(self.target, batch_size * (1 + num_draft_tokens), batch_size))
+        if not num_draft_tokens or self.draft is None:
+            return verify
+        return verify + num_draft_tokens * max(self._terms(self.draft, batch_size, batch_size))
+
+    def balance(self) -> float:
+        """Return R*, without KV entries."""
+        flops = _FLOPS_PER_PARAMETER * self.target.row_parameters
+        return rows_at_balance(self.target.weights, flops, self.device.bandwidth, self.device.peak)
+
+    def limit(self, num_rows: int) -> str:
+        """Return the larger of both terms."""
+        reading, computing = self._terms(self.target, num_rows, 0)
+        return "reading weights" if reading >= computing else "arithmetic"
+
+    def _terms(self, sizes: CheckpointSizes, num_rows: int, num_sequences: int) -> tuple[float, float]:
+        read = sizes.weights + num_sequences * self.context * sizes.bytes_per_token
+        return read / self.device.bandwidth, num_rows * _FLOPS_PER_PARAMETER * sizes.row_parameters / self.device.peak

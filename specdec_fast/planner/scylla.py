@@ -1,0 +1,108 @@
+"""Rows that a forward takes without taking longer, and fits of acceptance: the analysis of Scylla.
+
+A forward reads its weights once, whatever its rows, so up to some number of rows R* it takes as long as with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec_fast.errors import ConfigError
+
+_LEAST_POINTS = 2
+
+
+class Fit(NamedTuple):
+    """``y = slope * f(x) + intercept``, by least squares.
+
+    Attributes:
+        slope: factor of ``f(x)``.
+        intercept: the constant.
+        r_squared: share of the variance of y that the fit explains; 1 if y does not vary.
+
+    """
+
+    slope: float
+    intercept: float
+    r_squared: float
+
+
+def rows_at_balance(weight_bytes: float, flops_per_row: float, bandwidth: float, peak: float) -> float:
+    """Return R*, at which reading the weights takes as long as computing the rows.
+
+    Args:
+        weight_bytes: that a forward reads, whatever its rows.
+        flops_per_row: of one row; two per parameter.
+        bandwidth: bytes per second.
+        peak: floating-point operations per second.
+
+    """
+    return (weight_bytes / bandwidth) / (flops_per_row / peak)
+
+
+def best_draft_tokens(rows: float, batch_size: int) -> float:
+    """Return ``k_opt = max(0, R* / B - 1)``: the draft tokens per sequence that B sequences verify in R* rows."""
+    return max(0.0, rows / batch_size - 1)
+
+
+def fit_batch_sizes(batch_sizes: Sequence[float], draft_tokens: Sequence[float]) -> Fit:
+    """Fit ``k_opt = c0 + C / b``; the slope is C, the intercept c0."""
+    return fit(batch_sizes, draft_tokens, lambda b: 1 / b)
+
+
+def fit_training(training_tokens: Sequence[float], accepted_tokens: Sequence[float]) -> Fit:
+    """Fit accepted tokens = a ln(training tokens) + b."""
+    return fit(training_tokens, accepted_tokens, np.log)
+
+
+def fit_layers(num_layers: Sequence[float], accepted_tokens: Sequence[float]) -> Fit:
+    """Fit accepted tokens = a log10(layers of the drafter) + b."""
+    return fit(num_layers, accepted_tokens, np.log10)
+
+
+def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray], np.ndarray]) -> Fit:
+    """Fit ``y = slope * transform(x) + intercept`` by least squares.
+
+    Raises:
+        ConfigError: there are fewer than two different x, an x is not positive, or a number is not finite.
+
+    """
+    xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    is_usable = xs.shape == ys.shape and xs.ndim == 1 and np.isfinite(xs).all() and np.isfinite(ys).all()
+    if not is_usable or (xs <= 0).any() or len(np.unique(xs)) < _LEAST_POINTS:
+        raise ConfigError(
+            f"a fit needs pairs of finite numbers with at least {_LEAST_POINTS} different positive x; got x={list(x)}, "
+            f"y={list(y)}."
+        )
+    matrix = np.stack([transform(xs), np.ones_like(xs)], axis=1)
+    (slope, intercept), *_ = np.linalg.lstsq(matrix, ys, rcond=None)
+    residual = float(((ys - matrix @ np.array([slope, intercept])) ** 2).sum())
+    variance = float(((ys - ys.mean()) ** 2).sum())
+    return Fit(float(slope), float(intercept), 1 - residual / variance if variance else 1.0)
+
+
+def fits_of(data: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Fit]:
+    """Fit the curves of a file.
+
+    Args:
+        data: pairs by curve: ``"training_tokens"`` and ``"layers"`` with accepted tokens, ``"batch_sizes"`` with the
+            best number of draft tokens.
+
+    Raises:
+        ConfigError: another name, or something that is not pairs of numbers.
+
+    """
+    curves = {"training_tokens": fit_training, "layers": fit_layers, "batch_sizes": fit_batch_sizes}
+    if not isinstance(data, Mapping) or not data or not set(data) <= set(curves):
+        raise ConfigError(f"expected an object with pairs under some of {', '.join(curves)}.")
+    found = {}
+    for name, pairs in data.items():
+        try:
+            x, y = zip(*((float(first), float(second)) for first, second in pairs), strict=True)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name}: expected pairs of numbers, such as [[1e9, 2.1], [1e10, 2.6]].") from None
+        found[name] = curves[name](x, y)
+    return found

@@ -1,0 +1,143 @@
+"""The command ``plan``: what it prints runs within the budget, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+
+import pytest
+
+import specdec_fast as sd
+from specdec_fast.cli import main
+from specdec_fast.commands import plan as plan_module
+from specdec_fast.commands.plan import parse_bytes
+from support.commands import DRAFT, TARGET
+
+SHORT = {"prompt-tokens": 40, "new-tokens": 12}
+COMPUTED = ["--no-measure", "--bandwidth", "100", "--peak", "1"]
+
+
+def plan(*flags, draft=DRAFT, memory="20MB", **options):
+    values = {"target": TARGET, "draft": draft, "memory": memory, **SHORT, **options}
+    words = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return main(["plan", *words, *flags])
+
+
+def planned(capsys, *flags, **options):
+    assert plan("--json", *flags, **options) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *flags, **options):
+    assert plan(*flags, **options) == 2
+    return capsys.readouterr().err
+
+
+def test_the_planned_engine_runs_within_the_budget(capsys):
+    report = planned(capsys, batch_sizes="1,2,4")
+    assert report["measured"]
+    assert [batch["batch_size"] for batch in report["batches"]] == [1, 2, 4]
+    assert report["best"]["tokens_per_second"] == max(batch["tokens_per_second"] for batch in report["batches"])
+    for batch in report["batches"]:
+        assert batch["bytes"] == sum(batch["terms"].values()) <= report["memory_bytes"] == 20_000_000
+        engine = sd.Engine(TARGET, DRAFT, **batch["config"])
+        assert engine.config.max_batch_size == batch["batch_size"]
+        assert engine.config.kv_cache_tokens == batch["config"]["kv_cache_tokens"]
+        outputs = engine.generate([[1] * 40] * 5, sd.SamplingParams(max_new_tokens=12, ignore_eos=True), progress=False)
+        assert [len(output.token_ids) for output in outputs] == [12] * 5
+        assert engine.last_run.num_preemptions == 0
+        if batch["config"]["num_draft_tokens"]:
+            assert engine.memory_plan.terms == batch["terms"]
+
+
+def test_the_table_names_settings_terms_and_limits(capsys):
+    assert plan(batch_sizes="1,2") == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^1 +\d +[\d.e+]+ +[\d.]+x +[\d.]+ +[\d.]+ MiB +\w+ \w+ +(reading weights|arithmetic)$", out, re.M
+    )
+    assert "Best: EngineConfig(max_batch_size=" in out
+    assert re.search(r"^target weights +\d+$", out, re.M)
+    assert "R* = " in out
+
+
+def test_without_measuring_nothing_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr(plan_module, "Engine", None)
+    report = planned(capsys, *COMPUTED, batch_sizes="1,4,16")
+    assert report["is_estimate"]
+    assert not report["measured"]
+    weights = report["best"]["terms"]["target weights"]
+    assert report["rows_at_balance"] == pytest.approx(weights / 100e9 / (2 * 868_928 / 1e12), rel=0.1)
+    assert report["fit"]["slope"] == pytest.approx(report["rows_at_balance"], rel=0.2)
+    plain = planned(capsys, *COMPUTED, draft="none")
+    assert plain["best"]["config"]["num_draft_tokens"] == 0
+    assert planned(capsys, *COMPUTED, draft="ngram", batch_sizes=1)["best"]["config"]["num_draft_tokens"] == 8
+
+
+def test_batch_sizes_that_do_not_fit_are_shown(capsys):
+    report = planned(capsys, *COMPUTED, memory="8MB", batch_sizes="1,512")
+    assert [batch["fits"] for batch in report["batches"]] == [True, False]
+    assert plan(*COMPUTED, memory="8MB", batch_sizes="1,512") == 0
+    assert "does not fit" in capsys.readouterr().out
+    assert "none fits" in refused(capsys, *COMPUTED, memory="8MB", batch_sizes="512")
+
+
+@pytest.mark.parametrize("flags", [[], COMPUTED])
+def test_a_budget_that_holds_no_request_names_the_longest_prompt(capsys, flags):
+    """What a config tells is a bound; when the models are loaded, the error has the exact number."""
+    message, longest = r"lacks \d+ bytes .* the longest prompt that fits has (at most )?(\d+) tokens, with 12 new", 400
+    refusals = 0
+    while plan(*flags, memory=2_000_000, prompt_tokens=longest) == 2:
+        longest = int(re.search(message, capsys.readouterr().err)[2])
+        refusals += 1
+    assert 1 <= refusals <= 2
+    assert "longest prompt that fits" in refused(capsys, *flags, memory=2_000_000, prompt_tokens=longest + 1)
+
+
+def test_acceptance_of_a_report(capsys, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"num_drafts": 10, "accepted_per_position": [9, 0]}))
+    report = planned(capsys, *COMPUTED, acceptance=path, batch_sizes=1)
+    assert report["acceptance"] == [0.9, *[0.0] * 7]
+    assert report["best"]["num_draft_tokens"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"prompt_tokens": 0}, "--prompt-tokens=0"), ({"batch_sizes": "0,1"}, "--batch-sizes=0"),
+     ({"prompt_tokens": 600}, "has 512 positions"), ({"acceptance": "2"}, "from 0 to 1"),
+     ({"target": "no-such-model"}, "no-such-model")],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(capsys, options, message):
+    assert message in refused(capsys, *COMPUTED, **options)
+
+
+def test_missing_arguments_are_refused(capsys):
+    assert main(["plan", "--target", TARGET, "--memory", "1GB"]) == 2
+    assert "--draft is missing" in capsys.readouterr().err
+    assert "needs --bandwidth" in refused(capsys, "--no-measure")
+
+
+def test_curves_are_fitted(capsys, tmp_path):
+    path = tmp_path / "curves.json"
+    path.write_text(json.dumps({"layers": [[1, 2], [10, 5]]}))
+    assert main(["plan", "--fit", str(path)]) == 0
+    assert re.search(r"^layers +3 +2 +1\.0000$", capsys.readouterr().out, re.M)
+    assert main(["plan", "--fit", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"]["slope"] == pytest.approx(3)
+    assert main(["plan", "--fit", str(tmp_path / "none.json")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 << 30), ("1.5 GB", 1_500_000_000), ("100", 100), ("3kib", 3072), ("2MB", 2_000_000)]
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 TB!", "-1GB", "one"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+        parse_bytes(text)
