@@ -20,6 +20,7 @@ from specdec_fast.training.eagle3_module import Eagle3Module, padded
 
 _BETAS, _LARGEST_GRADIENT = (0.9, 0.95), 1.0
 _SORTED_TOGETHER = 64  # batches; texts are sorted by length among so many
+_EARLY_STEPS = 2
 _MOVING = 0.98  # of the loss that the bar shows
 
 
@@ -32,6 +33,8 @@ class Recipe:
         batch_tokens: largest number of positions of a batch, padding included, unless one text has more.
         learning_rate: at its height.
         num_steps: number of drafted tokens in a row that are trained.
+        early_share: share of all batches, the first ones, in which only ``_EARLY_STEPS`` of them are: these cost less,
+            and most that is learnt of one token holds for the next.
         warmup: share of all steps in which the learning rate rises.
         seed: of the order of the texts.
         autocast: whether to compute in bf16 where PyTorch does so by itself.
@@ -42,6 +45,7 @@ class Recipe:
     batch_tokens: int = 2048
     learning_rate: float = 5e-5
     num_steps: int = 7
+    early_share: float = 0.0
     warmup: float = 0.02
     seed: int = 0
     autocast: bool = False
@@ -144,10 +148,12 @@ class Trainer:
 
     def _train_on(self, batch: list[Tensor]) -> float:
         token_ids, lengths = padded(batch, self._device)
+        is_early = self.step < self.recipe.early_share * self.num_steps
+        num_steps = min(self._steps(token_ids), _EARLY_STEPS if is_early else self.recipe.num_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate * self._rate((self.step + 1) / self.num_steps)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.recipe.autocast):
-            loss = loss_of(self.module, token_ids, self._teacher.lesson(token_ids, lengths), self._steps(token_ids))
+            loss = loss_of(self.module, token_ids, self._teacher.lesson(token_ids, lengths), num_steps)
         if not math.isfinite(value := loss.item()):
             raise TrainingError(f"the loss became {value} at step {self.step + 1}; lower the learning rate.")
         loss.backward()
