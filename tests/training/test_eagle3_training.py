@@ -38,7 +38,7 @@ def made(target, texts, tmp_path, size=None, recipe=None, draft_vocab_size=None)
     ids = frequent_ids(texts, VOCAB_SIZE, draft_vocab_size)
     module = new_module(target, size or DrafterSize(16, tap_layers=TAPS), draft_vocab_size or VOCAB_SIZE, ids)
     learnt, _ = texts.split(4)
-    recipe = recipe or Recipe(epochs=2, batch_tokens=150, learning_rate=1e-2, num_steps=STEPS)
+    recipe = recipe or Recipe(epochs=2, batch_tokens=150, learning_rate=1e-2, num_steps=STEPS, early_share=0.5)
     return Trainer(module, Teacher(target, TAPS, ids), learnt, recipe, tmp_path)
 
 
@@ -163,6 +163,17 @@ def test_what_is_saved_loads_as_a_drafter(target, texts, tmp_path, hidden_size, 
     assert (loaded.target_ids is None) if ids is None else torch.equal(loaded.target_ids, ids)
     has_own = loaded._embedding.data_ptr() != target.get_input_embeddings().weight.data_ptr()
     assert has_own is (hidden_size != TINY_GROUPED["hidden_size"])
+
+
+def test_the_first_batches_unroll_fewer_steps(target, texts, tmp_path, monkeypatch):
+    trainer, counts = made(target, texts, tmp_path), []
+    monkeypatch.setattr(
+        "specdec_fast.training.trainer.loss_of",
+        lambda module, ids, lesson, steps: counts.append(steps) or loss_of(module, ids, lesson, steps),
+    )
+    trainer.run(1e9)
+    half = trainer.num_steps // 2
+    assert counts == [2] * half + [STEPS] * (trainer.num_steps - half)
 
 
 def test_diverged_training_is_an_error(target, texts, tmp_path):

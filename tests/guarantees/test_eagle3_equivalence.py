@@ -1,0 +1,50 @@
+"""With an EAGLE-3 drafter, tokens and log-probability bits are those of plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from support.eagle3 import write_checkpoint
+from support.models import VOCAB_SIZE, tiny_model
+
+LENGTHS = (1, 2, 33, 9, 17, 5)
+PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate(LENGTHS)]
+GREEDY = sd.SamplingParams(max_new_tokens=24, logprobs=True)
+SAMPLED = sd.SamplingParams(max_new_tokens=24, logprobs=True, temperature=0.8, top_k=20, seed=3)
+PENALISED = sd.SamplingParams(max_new_tokens=24, logprobs=True, repetition_penalty=1.2)
+MIXED = [(GREEDY, SAMPLED, PENALISED)[i % 3] for i in range(len(PROMPTS))]
+
+
+def model_in(dtype):
+    return tiny_model("llama").to(dtype)
+
+
+def outputs_of(target, draft, **config):
+    engine = sd.Engine(target, draft, max_batch_size=4, **config)
+    outputs = engine.generate(PROMPTS, MIXED)
+    return [(output.raise_for_error().token_ids, output.logprobs) for output in outputs], engine
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.grid), torch.float16], ids=str
+)
+def test_outputs_are_those_of_plain_decoding(tmp_path, dtype):
+    target = model_in(dtype)
+    write_checkpoint(tmp_path, target, draft_vocab_size=60)
+    expected, _ = outputs_of(target, None)
+    for config in ({}, {"max_prefill_tokens": 7, "num_draft_tokens": 3}, {"kv_cache_tokens": 64, "page_size": 4}):
+        found, engine = outputs_of(target, f"eagle3:{tmp_path}", **config)
+        assert found == expected
+        assert engine.last_run.decoding.num_draft_tokens > 100
+        assert not engine.drafter._states
+    assert engine.last_run.num_preemptions > 0, "the small pool must preempt"
+
+
+def test_auto_k_pauses_and_resumes(tmp_path):
+    target = model_in(torch.float32)
+    write_checkpoint(tmp_path, target)
+    expected, _ = outputs_of(target, None)
+    found, _ = outputs_of(target, str(tmp_path), num_draft_tokens="auto")
+    assert found == expected
