@@ -21,7 +21,7 @@ _COMMANDS = {
     "train-drafter": "Train a drafter for a target, on texts that the target writes itself.",
     "verify": "Report whether every token equals plain decoding, on your own models.",
     "plan": "Plan batch size, K and KV pages for a memory budget, and say what fits and how fast it is.",
-    "doctor": "Show versions, devices, and which backend can run which op here.",
+    "doctor": "Show versions, devices, and which backend can run which op here; or check the taps of a drafter.",
 }
 
 

@@ -64,7 +64,7 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
     )
 
 
-def add_backend_options(parser: argparse.ArgumentParser) -> None:
+def add_backend_options(parser: argparse._ActionsContainer) -> None:
     """Add --device, --backend and --enforce-eager."""
     parser.add_argument("--device", default=None, help="cpu, cuda, ... (default: CUDA if there is a device)")
     parser.add_argument("--backend", choices=[AUTO, *BACKENDS], default=AUTO, help="implementation of the ops")
@@ -81,7 +81,7 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
 
 
-def add_tap_layers(parser: argparse.ArgumentParser, default: str = "its checkpoint's") -> None:
+def add_tap_layers(parser: argparse._ActionsContainer, default: str = "its checkpoint's") -> None:
     """Add --tap-layers; ``default`` describes what None means."""
     meaning = f"layers that an EAGLE-3 drafter reads (default: {default})"
     parser.add_argument("--tap-layers", type=_layers, metavar="L,L,...", help=meaning)

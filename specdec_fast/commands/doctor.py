@@ -1,25 +1,78 @@
-"""Show versions, devices, and which backend can run which op here."""
+"""Show versions, devices, and which backend can run which op here; or check the taps of a drafter."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
 import platform
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from specdec_fast.commands.common import format_table
+from specdec_fast.assets import demo_pair
+from specdec_fast.commands.common import add_backend_options, add_tap_layers, format_table
+from specdec_fast.commands.prompt_files import read_prompts
+from specdec_fast.commands.tap_offsets import agreements, better
+from specdec_fast.config import EngineConfig
+from specdec_fast.errors import ConfigError
+from specdec_fast.models.loading import load_model
 from specdec_fast.ops import BACKENDS, availability, resolve
 
 _PACKAGES = ("specdec-fast", "torch", "transformers", "triton", "flash-attn", "numpy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare no arguments."""
+    """Declare the arguments of the check of a drafter's taps."""
+    taps = parser.add_argument_group("taps", "compare a drafter's taps with those beside them, instead of the report")
+    taps.add_argument("--drafter", metavar="D", help="as --draft of generate: eagle3:FOLDER, or the folder")
+    taps.add_argument("--target", help="name or folder of its target")
+    taps.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="(default: those of the bundled pair)")
+    taps.add_argument("--num-tokens", type=int, default=400, metavar="N", help="tokens to write (default: 400)")
+    taps.add_argument("--dtype", default=None, help="of the target (default: the checkpoint's)")
+    add_tap_layers(taps)
+    add_backend_options(taps)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report."""
+    """Print the report. With --drafter, exit status 1 if it agrees more often at other taps."""
+    if args.drafter or args.target:
+        return _check_taps(args)
+    _report()
+    return 0
+
+
+def _check_taps(args: argparse.Namespace) -> int:
+    if not (args.drafter and args.target):
+        raise ConfigError("--drafter and --target belong together: a drafter is checked against its target.")
+    config = EngineConfig(
+        device=args.device,
+        backend=args.backend,
+        enforce_eager=args.enforce_eager,
+        tap_layers=args.tap_layers,
+    )
+    prompts = _prompts(args.prompts or demo_pair() / "prompts.jsonl")
+    target = load_model(args.target, EngineConfig(dtype=args.dtype).dtype, config.device)  # type: ignore[arg-type]
+    found = agreements(target, args.drafter, config, prompts, args.num_tokens)
+    rows = [(f"{a.offset:+}", ",".join(map(str, a.taps)), f"{a.rate:.1%}", a.num_drafts) for a in found]
+    print(format_table(("offset", "layers", "agreement", "draft tokens"), rows))
+    other = better(found)
+    if other is None:
+        return 0
+    layers = ",".join(map(str, other.taps))
+    print(f"\nwarning: the drafter agrees more often at offset {other.offset:+}; pass --tap-layers {layers}")
+    return 1
+
+
+def _prompts(path: Path) -> list[Any]:
+    lines = read_prompts(path)
+    for line in lines:
+        if line.problem is not None:
+            raise ConfigError(f"{path.name}, line {line.number}: {line.problem}")
+    return [line.prompt for line in lines]
+
+
+def _report() -> None:
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
     print(", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
     print(f"cpu: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
@@ -39,7 +92,6 @@ def run(args: argparse.Namespace) -> int:
     for op, backend, problem in pairs:
         if problem:
             print(f"no: {op} x {backend}: {problem}")
-    return 0
 
 
 def _version(package: str) -> str:

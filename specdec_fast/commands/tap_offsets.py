@@ -1,0 +1,90 @@
+"""How often a drafter agrees with its target at its taps, and at the taps beside them.
+
+Tools count layers differently, and a tap that is off by one looks like a bad drafter. So the same drafter is measured
+with all layers shifted by -1, 0 and +1, on texts that the target writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import sqrt
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.engine.engine import Engine
+from specdec_fast.errors import ConfigError
+from specdec_fast.sampling_params import SamplingParams
+
+OFFSETS = (-1, 0, 1)
+_SURE = 3.0  # standard errors of a difference that is no accident
+
+
+class Agreement(NamedTuple):
+    """What was measured at one offset.
+
+    Attributes:
+        offset: added to every tap.
+        taps: the layers after that.
+        num_accepted: draft tokens that were the target's own.
+        num_drafts: draft tokens, one per step.
+
+    """
+
+    offset: int
+    taps: tuple[int, ...]
+    num_accepted: int
+    num_drafts: int
+
+    @property
+    def rate(self) -> float:
+        """The share of draft tokens that were accepted."""
+        return self.num_accepted / max(1, self.num_drafts)
+
+    def is_above(self, other: Agreement) -> bool:
+        """Return whether the rate is higher by more than three standard errors of the difference."""
+        variances = [each.rate * (1 - each.rate) / max(1, each.num_drafts) for each in (self, other)]
+        return self.rate - other.rate > _SURE * sqrt(sum(variances))
+
+
+def agreements(
+    target: nn.Module, drafter: str, config: EngineConfig, prompts: list[Any], num_tokens: int
+) -> list[Agreement]:
+    """Decode the prompts greedily with one draft token per step, at every offset at which the taps are layers.
+
+    Args:
+        target: a loaded model.
+        drafter: as ``Engine`` takes it, with taps that ``EngineConfig.tap_layers`` sets.
+        config: the settings; ``tap_layers`` are the taps at offset 0, None: those that the checkpoint names.
+        prompts: as ``Engine.generate`` takes them; at least one.
+        num_tokens: tokens to write in all, rounded up to equally many per prompt.
+
+    Raises:
+        ConfigError: the drafter reads no layers of the target.
+        RequestError: a prompt cannot be served; a subclass says why.
+
+    """
+    config = replace(config, num_draft_tokens=1)
+    engine = Engine(target, drafter, config)
+    taps = engine.drafter.taps
+    if not taps or not all(isinstance(tap, int) for tap in taps):
+        raise ConfigError(f"{engine.drafter.name} reads no layers of the target, so there are no taps to compare.")
+    params = SamplingParams(max_new_tokens=-(-num_tokens // len(prompts)), ignore_eos=True)
+    found = []
+    for offset in OFFSETS:
+        shifted = tuple(int(tap) + offset for tap in taps)
+        if min(shifted) < 0 or max(shifted) > engine.target.layout.num_layers:
+            continue
+        config = replace(config, tap_layers=shifted)
+        measured = Engine(target, drafter, config) if offset else engine
+        stats = [output.raise_for_error().stats for output in measured.generate(prompts, params, progress=False)]
+        counts = (sum(each.num_accepted_tokens for each in stats), sum(each.num_draft_tokens for each in stats))
+        found.append(Agreement(offset, shifted, *counts))
+    return found
+
+
+def better(found: list[Agreement]) -> Agreement | None:
+    """Return the offset that agrees more often than offset 0 beyond accident, the best of them; None if none does."""
+    own = next(each for each in found if each.offset == 0)
+    return max((each for each in found if each.is_above(own)), key=lambda each: each.rate, default=None)
