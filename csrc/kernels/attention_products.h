@@ -31,7 +31,10 @@ SPECDEC_INLINE void product_block(Matrix c, Start start, const float* factor, Ma
       for (int v = 0; v < kCount; ++v) sums[i][v] = Product::add(sums[i][v], weight, operands[v]);
     }
   }
+  // Unrolled before GCC 12 decides where the sums are kept: it would leave them in memory, depending on what else is inlined.
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
     for (int v = 0; v < kCount; ++v) {
       float* to = c.data + i * c.stride + v * kLanes;
       if (start == Start::kSum) sums[i][v] += load_as<Vector>(to);
