@@ -33,10 +33,15 @@ class Outcome(NamedTuple):
             counts: rows of each sequence.
 
         """
-        firsts = accumulate(counts[:-1], initial=0)
-        if self.paths is None:
-            return [range(first, first + len(own)) for first, own in zip(firsts, self.emissions, strict=True)]
-        return [[first, *(first + row for row in path)] for first, path in zip(firsts, self.paths, strict=True)]
+        rows: list[Many[int]] = []
+        first = 0
+        for b, count in enumerate(counts):
+            if self.paths is None:
+                rows.append(range(first, first + len(self.emissions[b])))
+            else:
+                rows.append([first, *(first + row for row in self.paths[b])])
+            first += count
+        return rows
 
 
 @dataclass(frozen=True)

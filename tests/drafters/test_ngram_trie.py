@@ -77,7 +77,7 @@ def test_tries_by_hand(proposals, max_nodes, tokens, parents):
     assert trie(proposals, max_nodes) == (tokens, parents)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=12), st.integers(0, 20))
 def test_a_trie_has_the_beginnings_of_its_proposals(proposals, max_nodes):
     tokens, parents = trie(proposals, max_nodes)
@@ -88,7 +88,7 @@ def test_a_trie_has_the_beginnings_of_its_proposals(proposals, max_nodes):
     assert all(-1 <= parent < node for node, parent in enumerate(parents))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=80),
     st.lists(st.integers(1, 80), min_size=1, max_size=12, unique=True),

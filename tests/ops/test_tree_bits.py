@@ -148,14 +148,14 @@ def cases(draw: Any) -> TreeAttention:
     return TreeAttention(chosen, kv_heads * group, kv_heads, head_dim, page_size, params, dtype, draw(SEEDS))
 
 
-@fuzz(150)
+@fuzz(100)
 @given(case=cases())
 def test_rows_have_the_bits_of_their_chains(case):
     check(case)
 
 
 # Every row is one call, so there are fewer examples.
-@fuzz(30)
+@fuzz(15)
 @given(case=cases())
 def test_rows_have_the_bits_of_their_chains_in_pytorch(case):
     check(case, IN_PYTORCH)
