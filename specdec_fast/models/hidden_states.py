@@ -187,6 +187,8 @@ def _copied(hidden: Any) -> Any:
 def _decoder(model: Any) -> nn.Module:
     """Return the module that computes the input of the model's output layer."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if isinstance(decoder, nn.Linear):  # ModernBERT calls its output layer "decoder"
+        decoder = model.base_model
     if not isinstance(decoder, nn.Module) or decoder is model:
         raise UnsupportedModelError(f"{type(model).__name__} has no decoder apart from its output layer (get_decoder).")
     return decoder

@@ -1,0 +1,42 @@
+"""Taps of every architecture that is served: the bits of ``output_hidden_states``, from an unmodified copy."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from bench.common.tiny_models import tiny_model
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops import resolve
+from support.grids import grid
+from support.programs import CPU
+from support.source_tree import ROOT
+
+SERVED = re.findall(r"^\| ([\w-]+) \| served", (ROOT / "docs/models.md").read_text(), flags=re.MULTILINE)
+# They scale, or compute, between decoder and output layer.
+WITHOUT_FINAL = {"minicpm3", "modernbert-decoder"}
+
+
+def dense(model, taps, token_ids):
+    """What a forward of the unmodified model, with attention of its own, passes on at the taps."""
+    model.use_taps(taps)  # which also compares them with those of ragged forwards
+    return model.hf.dense_hidden_states(token_ids)
+
+
+@pytest.mark.parametrize("architecture", grid(SERVED, keep=["modernbert-decoder", "gpt_bigcode", "minicpm3"]))
+def test_taps_are_output_hidden_states(architecture):
+    unmodified, token_ids = tiny_model(architecture), torch.arange(20)
+    model = RaggedModel(copy.deepcopy(unmodified), resolve(CPU))
+    with torch.inference_mode():  # not of the same object, because hooks stay on it
+        states = unmodified(token_ids[None], output_hidden_states=True).hidden_states
+    found = dense(model, tuple(range(len(states))), token_ids)
+    assert torch.equal(found[:, :-1], torch.stack(states[:-1], dim=2)[0]), "tap L is not normed, the last state is"
+    if architecture in WITHOUT_FINAL:
+        with pytest.raises(sd.UnsupportedModelError, match="between its decoder and its output layer"):
+            dense(model, ("final",), token_ids)
+    else:
+        assert torch.equal(dense(model, ("final",), token_ids), states[-1][0, :, None])
