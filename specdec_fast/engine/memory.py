@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -104,6 +105,7 @@ def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, 
     budget = config.memory_bytes
     if budget is None:
         return None
+    gc.collect()  # the tensors of recorded forwards lie in reference cycles
     memory = loaded_memory(target, drafter, config.page_size)
     each = memory.rounded(min(_POSITIONS_EACH, target.max_positions or _POSITIONS_EACH))
     lengths = _lengths(config) if drafts else [0]
