@@ -13,6 +13,7 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.request.prompt_options import PROMPT_KEYWORDS
 from specdec_fast.sampling_params import SamplingParams, as_plain
 from specdec_fast.speculation_length import LengthPolicy, make_length_policy
+from specdec_fast.speculation_length.choice_tree import checked_choices
 
 _DTYPES = {
     "float32": torch.float32,
@@ -52,6 +53,9 @@ class EngineConfig:
         tap_layers: the layers whose hidden states a drafter such as ``"eagle3:FOLDER"`` reads: l is the residual
             stream after l of the target's layers. None: those that its checkpoint names. A checkpoint of another tool
             may count them from 0; then few of its tokens are accepted.
+        draft_tree: the tree that a drafter of static trees, such as ``"medusa:FOLDER"``, proposes: a list of rank paths
+            in Medusa's choices format, such as ``((0,), (0, 0), (1,))``, or ``"chain"``. None: that of its checkpoint,
+            or else its own default.
         dtype: dtype of the weights (a torch dtype or its name); None: the checkpoint's.
         device: the device; None: CUDA if there is a device, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
@@ -78,6 +82,7 @@ class EngineConfig:
     page_size: int = 16
     max_prefill_tokens: int | None = None
     tap_layers: tuple[int, ...] | None = None
+    draft_tree: str | tuple[tuple[int, ...], ...] | None = None
     dtype: torch.dtype | str | None = None
     device: torch.device | str | None = None
     backend: str = "auto"
@@ -99,6 +104,7 @@ class EngineConfig:
                 expect_at_least(name, getattr(self, name), 1)
         self._check_window()
         object.__setattr__(self, "tap_layers", _as_tap_layers(self.tap_layers))
+        object.__setattr__(self, "draft_tree", _as_draft_tree(self.draft_tree))
         object.__setattr__(self, "dtype", _as_dtype(self.dtype))
         object.__setattr__(self, "device", _as_device(self.device))
 
@@ -176,6 +182,10 @@ def _as_tap_layers(value: Any) -> tuple[int, ...] | None:
     ):
         raise ConfigError(f"tap_layers={value!r}: expected numbers of layers, such as (2, 16, 29), or None.")
     return tuple(value)
+
+
+def _as_draft_tree(value: Any) -> str | tuple[tuple[int, ...], ...] | None:
+    return value if value is None or value == "chain" else checked_choices(value, "draft_tree")
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

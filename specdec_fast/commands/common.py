@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
         deterministic=not args.no_deterministic,
         enforce_eager=args.enforce_eager,
         tap_layers=getattr(args, "tap_layers", None),  # the bundled pair of `demo` has none
+        draft_tree=getattr(args, "draft_tree", None),
     )
 
 
@@ -77,8 +79,15 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     """Add --target, --draft and --dtype."""
     parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
     parser.add_argument("--draft", required=True, help=f"the same for the draft; or {drafter_names()}")
-    add_tap_layers(parser)
+    add_drafter_options(parser)
     parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
+
+
+def add_drafter_options(parser: argparse.ArgumentParser) -> None:
+    """Add --tap-layers and --draft-tree."""
+    add_tap_layers(parser)
+    meaning = "'chain', or rank paths as JSON, such as [[0],[0,0],[1]] (default: its checkpoint's)"
+    parser.add_argument("--draft-tree", type=_tree, metavar="TREE", help=f"of a Medusa drafter: {meaning}")
 
 
 def add_tap_layers(parser: argparse._ActionsContainer, default: str = "its checkpoint's") -> None:
@@ -92,6 +101,13 @@ def _layers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 2,16,29") from None
+
+
+def _tree(text: str) -> Any:
+    try:
+        return text if text == "chain" else json.loads(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'chain' nor JSON such as [[0],[0,0],[1]]") from None
 
 
 def drafter_names() -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specdec_fast.commands.common import add_engine_options, add_tap_layers, drafter_names, engine_config
+from specdec_fast.commands.common import add_drafter_options, add_engine_options, drafter_names, engine_config
 from specdec_fast.commands.request_options import add_chat_template_option, read_chat_template
 from specdec_fast.errors import ConfigError
 from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
     parser.add_argument("--draft", required=True, help=f"the same for the draft; or {drafter_names()}")
-    add_tap_layers(parser)
+    add_drafter_options(parser)
     parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")

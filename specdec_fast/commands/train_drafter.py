@@ -13,13 +13,12 @@ import torch
 import transformers
 
 from specdec_fast.commands.common import add_backend_options, add_tap_layers, expect_writable
+from specdec_fast.commands.drafter_kinds import KINDS
 from specdec_fast.commands.prompt_files import read_prompts
 from specdec_fast.config import EngineConfig
 from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.loading import load_model
-from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
-from specdec_fast.training.eagle3_loss import Teacher
 from specdec_fast.training.texts import Texts, write_texts
 from specdec_fast.training.trainer import Recipe, Trainer
 
@@ -28,7 +27,7 @@ _TEXTS, _REPORT = "texts.safetensors", "report.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--kind", required=True, choices=["eagle3"], help="of drafter")
+    parser.add_argument("--kind", required=True, choices=list(KINDS), help="of drafter")
     parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="where the drafter goes")
     parser.add_argument("--resume", action="store_true", help="go on with the texts and the training in --output")
@@ -45,10 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     texts.add_argument(
         "--held-out", type=_positive, default=256, metavar="N", help="texts to measure on (default: %(default)s)"
     )
-    size = parser.add_argument_group("size")
+    size = parser.add_argument_group("size of an EAGLE-3 drafter, which has --tap-layers too")
     size.add_argument("--hidden-size", type=_positive, metavar="N", help="(default: the target's)")
     size.add_argument("--ffn-size", type=_positive, metavar="N", help="(default: in proportion to the hidden size)")
     size.add_argument("--draft-vocab-size", type=_positive, metavar="N", help="most frequent ids (default: all)")
+    heads = parser.add_argument_group("Medusa heads")
+    heads.add_argument("--num-heads", type=_positive, metavar="N", help="tokens to draft (default: 3)")
+    heads.add_argument("--tree-nodes", type=_positive, metavar="N", help="of the fitted tree (default: 16)")
     recipe, default = parser.add_argument_group("training"), Recipe()
     recipe.add_argument("--epochs", type=_positive, default=default.epochs, metavar="N", help="(default: %(default)s)")
     recipe.add_argument(
@@ -75,7 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write texts, train, and measure the agreement on texts that were held out."""
     _expect_folder(args)
-    size = DrafterSize(args.hidden_size, args.ffn_size, args.tap_layers, args.draft_vocab_size)
     config = EngineConfig(
         max_batch_size=args.batch_size,
         dtype=args.dtype,
@@ -84,25 +85,23 @@ def run(args: argparse.Namespace) -> int:
         enforce_eager=args.enforce_eager,
     )
     target = load_model(args.target, config.dtype, config.device)  # type: ignore[arg-type]
-    text_config = target.config.get_text_config(decoder=True)
-    taps = size.taps(text_config.num_hidden_layers)
+    kind = KINDS[args.kind](args, target)
     torch.manual_seed(args.seed)
     texts = _texts(args, target, config)
     if args.held_out >= len(texts.lengths):
         raise ConfigError(f"--held-out {args.held_out}, but there are {len(texts.lengths)} texts; raise --text-tokens.")
     learnt, held_out = texts.split(args.held_out)
-    draft_ids = frequent_ids(texts, text_config.vocab_size, args.draft_vocab_size)
-    draft_ids = None if draft_ids is None else draft_ids.to(target.device)
-    module = new_module(target, size, args.draft_vocab_size or text_config.vocab_size, draft_ids)
+    module, teacher = kind.start(texts)
     recipe = Recipe(
         args.epochs,
         args.batch_tokens,
         args.learning_rate,
+        kind.num_steps,
         early_share=args.early_share,
         seed=args.seed,
         autocast=target.device.type != "cpu",  # on a CPU it was half as fast as fp32
     )
-    trainer = Trainer(module, Teacher(target, taps, draft_ids), learnt, recipe, args.output)
+    trainer = Trainer(module, teacher, learnt, recipe, args.output)
     if args.resume:
         trainer.resume()
     try:
@@ -112,12 +111,11 @@ def run(args: argparse.Namespace) -> int:
         print("specdec-fast train-drafter: interrupted; --resume goes on from here.", file=sys.stderr)
         return 130
     trainer.save()
-    save_drafter(module, args.output, target, taps, draft_ids)
-    report = _report(args, trainer, texts, trainer.evaluate(held_out))
+    report = _report(args, trainer, texts, trainer.evaluate(held_out)) | kind.save(trainer, held_out, args.output)
     (args.output / _REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     shares = " ".join(f"{share:.3f}" for share in report["agreement"])
     print(f"agreement with the target on {args.held_out} texts held out, per draft token: {shares}")
-    print(f"{report['parameters']:,} parameters in {args.output}; pass --draft eagle3:{args.output}")
+    print(f"{report['parameters']:,} parameters in {args.output}; pass --draft {args.kind}:{args.output}")
     return 0
 
 
@@ -161,7 +159,7 @@ def _report(args: argparse.Namespace, trainer: Trainer, texts: Texts, agreement:
         "seconds": round(trainer.seconds, 1),
         "loss": round(trainer.loss, 4),
         "machine": {
-            "device": str(trainer.module.fc.weight.device),
+            "device": str(trainer.device),
             "processor": _processor(),
             "threads": torch.get_num_threads(),
         },

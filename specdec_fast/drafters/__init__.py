@@ -17,6 +17,8 @@ from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResul
 from specdec_fast.drafters.draft_model import ROWS_EACH, ModelDrafter
 from specdec_fast.drafters.eagle3 import Eagle3Drafter
 from specdec_fast.drafters.eagle3_config import is_eagle3
+from specdec_fast.drafters.medusa import MedusaDrafter
+from specdec_fast.drafters.medusa_weights import is_medusa
 from specdec_fast.drafters.ngram import NgramDrafter
 from specdec_fast.drafters.ngram_trie import NgramTrieDrafter
 from specdec_fast.drafters.none import NoDrafter
@@ -39,7 +41,8 @@ DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {
 
 # Drafters of checkpoints, asked for as "kind:FOLDER": what makes one, and whether a folder holds one.
 CHECKPOINT_DRAFTERS: dict[str, tuple[Callable[[DrafterContext, str], Drafter], Callable[[Path], bool]]] = {
-    "eagle3": (Eagle3Drafter, is_eagle3)
+    "eagle3": (Eagle3Drafter, is_eagle3),
+    "medusa": (MedusaDrafter, is_medusa),
 }
 
 __all__ = [

@@ -62,6 +62,13 @@ def verify_step(
     return Verification(counts, logits, results, computed - started, perf_counter() - computed, hidden)
 
 
+def why_no_trees(model: RaggedModel) -> str | None:
+    """Return why a row of a tree could have other bits than in the chain of its path; None if it cannot."""
+    if not model.ops.has_trees("paged_attention"):
+        return f"attention by {model.ops.chosen.get('paged_attention')!r} computes them with other bits than chains"
+    return "it computes rows one by one" if model.row_padding.one_by_one else None
+
+
 def expect_trees(model: RaggedModel) -> None:
     """Check that a model verifies trees.
 
@@ -69,11 +76,7 @@ def expect_trees(model: RaggedModel) -> None:
         NotYetSupportedError: a row's bits could differ from those of the chain of its path.
 
     """
-    if not model.ops.has_trees("paged_attention"):
-        reason = f"attention by {model.ops.chosen.get('paged_attention')!r} computes them with other bits than chains"
-    elif model.row_padding.one_by_one:
-        reason = "it computes rows one by one"
-    else:
+    if (reason := why_no_trees(model)) is None:
         return
     raise NotYetSupportedError(
         f"{model.name} verifies no trees of draft tokens: {reason}; use a drafter of chains (Draft.parents=None), such "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_fast.training.eagle3_module import Eagle3Module
+from specdec_fast.training.drafter_module import DrafterModule
 
 STEP_DISCOUNT = 0.8  # weight of a step's loss over that of the step before (SpecForge, vLLM's speculators)
 
@@ -62,7 +62,7 @@ class Teacher:
         return Lesson(features, logits.float().softmax(-1), best, positions < lengths[:, None] - 1)
 
 
-def loss_of(module: Eagle3Module, token_ids: Tensor, lesson: Lesson, num_steps: int) -> Tensor:
+def loss_of(module: DrafterModule, token_ids: Tensor, lesson: Lesson, num_steps: int) -> Tensor:
     """Return the soft cross-entropy to the target's distribution, averaged over positions and weighted by step.
 
     Positions whose most likely token cannot be proposed teach nothing: the draft would be rejected there in any case.
@@ -87,7 +87,7 @@ def loss_of(module: Eagle3Module, token_ids: Tensor, lesson: Lesson, num_steps: 
 
 
 @torch.no_grad()
-def agreement(module: Eagle3Module, token_ids: Tensor, lesson: Lesson, num_steps: int) -> Tensor:
+def agreement(module: DrafterModule, token_ids: Tensor, lesson: Lesson, num_steps: int) -> Tensor:
     """Count where the module's most likely token is the target's.
 
     Returns:

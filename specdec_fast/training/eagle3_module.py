@@ -8,6 +8,8 @@ from torch.nn.functional import pad, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from specdec_fast.training.drafter_module import DrafterModule
+
 
 class _Attention(nn.Module):
     """The projections of the layer's attention; queries, keys and values are made from embedding and feature."""
@@ -55,7 +57,7 @@ class _Layer(nn.Module):
         self.self_attn, self.mlp = _Attention(config), _MLP(config)
 
 
-class Eagle3Module(nn.Module):
+class Eagle3Module(DrafterModule):
     """One layer over projected features, with the parameter names of raw EAGLE-3 checkpoints.
 
     Args:

@@ -15,8 +15,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from specdec_fast.errors import ConfigError, TrainingError
-from specdec_fast.training.eagle3_loss import Teacher, agreement, loss_of
-from specdec_fast.training.eagle3_module import Eagle3Module, padded
+from specdec_fast.training.drafter_module import DrafterModule
+from specdec_fast.training.eagle3_loss import Lesson, Teacher, agreement, loss_of
+from specdec_fast.training.eagle3_module import padded
 
 _BETAS, _LARGEST_GRADIENT = (0.9, 0.95), 1.0
 _SORTED_TOGETHER = 64  # batches; texts are sorted by length among so many
@@ -62,6 +63,7 @@ class Trainer:
         folder: where checkpoints go.
 
     Attributes:
+        device: where it trains.
         step: number of steps done.
         seconds: time spent in them.
         loss: moving average of the loss.
@@ -69,10 +71,10 @@ class Trainer:
     """
 
     def __init__(
-        self, module: Eagle3Module, teacher: Teacher, texts: list[Tensor], recipe: Recipe, folder: Path
+        self, module: DrafterModule, teacher: Teacher, texts: list[Tensor], recipe: Recipe, folder: Path
     ) -> None:
         self.module, self._teacher, self._texts, self.recipe = module, teacher, texts, recipe
-        self._device = module.fc.weight.device
+        self.device = next(module.parameters()).device
         self._state_file = folder / "training_state.pt"
         learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(learnt, lr=recipe.learning_rate, betas=_BETAS)
@@ -103,10 +105,15 @@ class Trainer:
     def evaluate(self, texts: list[Tensor]) -> list[float]:
         """Return, for each drafted token in a row, how often it is the target's own choice on ``texts``."""
         total = torch.zeros(self.recipe.num_steps, 2, dtype=torch.int64)
-        for batch in _grouped(sorted(texts, key=len), self.recipe.batch_tokens):
-            token_ids, lengths = padded(batch, self._device)
-            total += agreement(self.module, token_ids, self._teacher.lesson(token_ids, lengths), self._steps(token_ids))
+        for token_ids, _, lesson in self.lessons(texts):
+            total += agreement(self.module, token_ids, lesson, self._steps(token_ids))
         return [agreed / max(1, count) for agreed, count in total.tolist()]
+
+    def lessons(self, texts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor, Lesson]]:
+        """Yield texts in batches: ids ``[B, L]``, lengths ``[B]``, and what the target says of them."""
+        for batch in _grouped(sorted(texts, key=len), self.recipe.batch_tokens):
+            token_ids, lengths = padded(batch, self.device)
+            yield token_ids, lengths, self._teacher.lesson(token_ids, lengths)
 
     def save(self) -> None:
         """Write the checkpoint; an interrupt leaves the one before it."""
@@ -133,7 +140,7 @@ class Trainer:
             return
         remedy = "delete it, or leave --resume out"
         try:
-            state = torch.load(self._state_file, map_location=self._device, weights_only=True)
+            state = torch.load(self._state_file, map_location=self.device, weights_only=True)
         except (RuntimeError, UnpicklingError, EOFError, OSError) as error:
             raise ConfigError(f"{str(self._state_file)!r} cannot be read ({error}); {remedy}.") from error
         if not isinstance(state, dict) or state.get("recipe") != self._identity():
@@ -147,12 +154,12 @@ class Trainer:
         return {**asdict(self.recipe), "texts": sum(map(len, self._texts)), "shapes": shapes}
 
     def _train_on(self, batch: list[Tensor]) -> float:
-        token_ids, lengths = padded(batch, self._device)
+        token_ids, lengths = padded(batch, self.device)
         is_early = self.step < self.recipe.early_share * self.num_steps
         num_steps = min(self._steps(token_ids), _EARLY_STEPS if is_early else self.recipe.num_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate * self._rate((self.step + 1) / self.num_steps)
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self.recipe.autocast):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast):
             loss = loss_of(self.module, token_ids, self._teacher.lesson(token_ids, lengths), num_steps)
         if not math.isfinite(value := loss.item()):
             raise TrainingError(f"the loss became {value} at step {self.step + 1}; lower the learning rate.")

@@ -12,6 +12,7 @@ from specdec_fast.assets import demo_pair
 from specdec_fast.cli import main
 from specdec_fast.drafters.eagle3_config import is_eagle3
 from specdec_fast.drafters.eagle3_model import load_eagle3
+from specdec_fast.drafters.medusa_weights import is_medusa
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 
@@ -53,6 +54,23 @@ def test_resuming_a_finished_run_measures_it_again(folder, capsys):
     after = json.loads((folder / "report.json").read_text())
     assert after["agreement"] == before["agreement"]
     assert "pass --draft eagle3:" in capsys.readouterr().out
+
+
+def test_medusa_heads_and_their_tree(folder, tmp_path, capsys):
+    (tmp_path / "texts.safetensors").write_bytes((folder / "texts.safetensors").read_bytes())
+    options = ["--kind", "medusa", "--target", TARGET, "--output", str(tmp_path), "--resume", "--held-out", "2"]
+    options += ["--epochs", "1", "--num-heads", "2", "--tree-nodes", "5"]
+    assert main(["train-drafter", *options]) == 0
+    assert f"pass --draft medusa:{tmp_path}" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["agreement"]) == len(report["hit_rates"]) == 2
+    assert all(0 <= rate <= 1 for rates in report["hit_rates"] for rate in rates)
+    assert json.loads((tmp_path / "config.json").read_text())["medusa_choices"] == report["choices"]
+    assert is_medusa(tmp_path)
+    assert main(["train-drafter", *options, "--hidden-size", "32"]) == 2
+    assert "--hidden-size is no option of --kind medusa" in capsys.readouterr().err
+    assert main(["train-drafter", *options[:-1], "65"]) == 2
+    assert "--tree-nodes 65: expected at most 64" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_one_line(folder, tmp_path, capsys):

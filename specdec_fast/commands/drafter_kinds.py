@@ -1,0 +1,119 @@
+"""The kinds of drafters that ``train-drafter`` trains: what each starts from, and what it writes."""
+
+from __future__ import annotations
+
+import argparse
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec_fast.errors import ConfigError
+from specdec_fast.speculation_length.choice_tree import MOST_NODES, fit_tree
+from specdec_fast.training.drafter_module import DrafterModule
+from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
+from specdec_fast.training.eagle3_loss import Teacher
+from specdec_fast.training.medusa import hit_counts, new_heads, save_heads
+from specdec_fast.training.texts import Texts
+from specdec_fast.training.trainer import Recipe, Trainer
+
+_NUM_HEADS, _TREE_NODES, _MOST_RANKS = 3, 16, 10
+
+
+class DrafterKind(ABC):
+    """One kind of drafter, for the options of one call.
+
+    Args:
+        args: the options; those of other kinds are refused.
+        target: the model to draft for.
+
+    Raises:
+        ConfigError: the options do not fit the kind or the target.
+
+    """
+
+    options: tuple[str, ...] = ()
+
+    def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
+        names = {name for kind in KINDS.values() for name in kind.options} - set(self.options)
+        if foreign := sorted(name for name in names if getattr(args, name) is not None):
+            raise ConfigError(f"--{foreign[0].replace('_', '-')} is no option of --kind {args.kind}; leave it out.")
+        self._target, self._config = target, target.config.get_text_config(decoder=True)
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """The number of tokens in a row that are trained."""
+
+    @abstractmethod
+    def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
+        """Return the module before its training, and what it learns from."""
+
+    @abstractmethod
+    def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
+        """Write the checkpoint; return further entries of the report."""
+
+
+class Eagle3Kind(DrafterKind):
+    """EAGLE-3: one layer over three taps."""
+
+    options = ("hidden_size", "ffn_size", "tap_layers", "draft_vocab_size")
+    num_steps = Recipe.num_steps
+
+    def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
+        super().__init__(args, target)
+        self._size = DrafterSize(args.hidden_size, args.ffn_size, args.tap_layers, args.draft_vocab_size)
+        self._taps = self._size.taps(self._config.num_hidden_layers)
+        self._draft_ids: Tensor | None = None
+
+    def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
+        """Choose the draft vocabulary by the texts."""
+        size, vocab_size = self._size.draft_vocab_size, self._config.vocab_size
+        ids = frequent_ids(texts, vocab_size, size)
+        self._draft_ids = None if ids is None else ids.to(self._target.device)
+        self._module = new_module(self._target, self._size, size or vocab_size, self._draft_ids)
+        return self._module, Teacher(self._target, self._taps, self._draft_ids)
+
+    def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
+        """Write the raw format."""
+        save_drafter(self._module, folder, self._target, self._taps, self._draft_ids)
+        return {}
+
+
+class MedusaKind(DrafterKind):
+    """Medusa: heads over the input of the target's output layer, and a tree that is fitted to them."""
+
+    options = ("num_heads", "tree_nodes")
+
+    def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
+        super().__init__(args, target)
+        self._num_heads, self._num_nodes = args.num_heads or _NUM_HEADS, args.tree_nodes or _TREE_NODES
+        if self._num_nodes > MOST_NODES:
+            raise ConfigError(f"--tree-nodes {self._num_nodes}: expected at most {MOST_NODES}.")
+
+    @property
+    def num_steps(self) -> int:
+        """One per head."""
+        return self._num_heads
+
+    def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
+        """Begin with the target's output layer; the last entry of its hidden states is what that layer reads."""
+        self._module = new_heads(self._target, self._num_heads)
+        return self._module, Teacher(self._target, (self._config.num_hidden_layers,), None)
+
+    def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
+        """Fit the tree to the texts that were held out, and write the hub's format."""
+        shape = [self._num_heads, min(_MOST_RANKS, self._config.vocab_size)]
+        counts = torch.zeros(shape[0], 1 + shape[1], dtype=torch.int64)
+        for token_ids, lengths, lesson in trainer.lessons(held_out):
+            counts += hit_counts(self._module, lesson.features, token_ids, lengths, shape)
+        rates = [[round(n / max(1, own[0]), 4) for n in own[1:]] for own in counts.tolist()]
+        choices = [list(path) for path in fit_tree(rates, self._num_nodes)] or [[0]]
+        save_heads(self._module, folder, choices)
+        return {"hit_rates": rates, "choices": choices}
+
+
+KINDS: dict[str, type[DrafterKind]] = {"eagle3": Eagle3Kind, "medusa": MedusaKind}

@@ -1,0 +1,135 @@
+"""Static trees in the choices format of Medusa (Cai et al., arXiv 2401.10774, section 2.3.3 and appendix C).
+
+A choice is a path of ranks: ``(0, 2)`` is the third likeliest token at depth 2 under the likeliest one at depth 1.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from functools import cache
+from typing import Any, NamedTuple
+
+from specdec_fast.errors import ConfigError
+
+MOST_NODES = 64
+_DEFAULT_NODES = 16
+
+
+class Shape(NamedTuple):
+    """A tree, depth first; each list has an entry per node.
+
+    Attributes:
+        depths: from 0, for children of the root.
+        ranks: of the node's token at its depth.
+        parents: as in ``Draft.parents``.
+
+    """
+
+    depths: list[int]
+    ranks: list[int]
+    parents: list[int]
+
+
+class ChoiceTree:
+    """A static tree, and its parts that fit limits.
+
+    Args:
+        choices: rank paths, the likeliest first, from ``checked_choices``.
+
+    Attributes:
+        num_ranks: per depth, the number of ranks that are used.
+
+    """
+
+    def __init__(self, choices: Iterable[tuple[int, ...]]) -> None:
+        self.choices: list[tuple[int, ...]] = []
+        for choice in choices:  # parents first, so that any first nodes are a tree
+            self.choices += [path for path in _paths_to(choice) if path not in self.choices]
+        depth = max(map(len, self.choices))
+        self.num_ranks = [1 + max(c[d] for c in self.choices if len(c) > d) for d in range(depth)]
+        self.within = cache(self._within)
+
+    def _within(self, depth: int, num_nodes: int) -> Shape:
+        """Return the first ``num_nodes`` choices of at most ``depth`` ranks, depth first, the likeliest child first."""
+        kept = sorted([choice for choice in self.choices if len(choice) <= depth][:num_nodes])
+        places = {choice: place for place, choice in enumerate(kept)}
+        return Shape(
+            depths=[len(choice) - 1 for choice in kept],
+            ranks=[choice[-1] for choice in kept],
+            parents=[places.get(choice[:-1], -1) for choice in kept],
+        )
+
+
+def chain(depth: int) -> list[tuple[int, ...]]:
+    """Return the choices of a chain of the likeliest tokens."""
+    return [(0,) * length for length in range(1, depth + 1)]
+
+
+def checked_choices(value: Any, source: str) -> tuple[tuple[int, ...], ...]:
+    """Return choices as tuples.
+
+    Args:
+        value: what should be a list of rank paths.
+        source: names it in errors.
+
+    Raises:
+        ConfigError: it is not a list of 1 to 64 different paths of ranks from 0 on, or a path's parent is missing.
+
+    """
+    if (
+        not isinstance(value, (list, tuple))
+        or not all(isinstance(path, (list, tuple)) and path for path in value)
+        or not all(type(rank) is int and rank >= 0 for path in value for rank in path)
+    ):
+        raise ConfigError(f"{source} is {value!r}; expected a list of rank paths, such as [[0], [0, 0], [1]].")
+    choices = tuple(tuple(path) for path in value)
+    if not 1 <= len(choices) <= MOST_NODES or len(set(choices)) < len(choices):
+        raise ConfigError(
+            f"{source} has {len(choices)} nodes, {len(set(choices))} of them different; expected 1 to {MOST_NODES} "
+            "different ones."
+        )
+    known = set(choices)
+    if orphan := next((path for path in choices if len(path) > 1 and path[:-1] not in known), None):
+        raise ConfigError(f"{source} has the node {list(orphan)} without its parent {list(orphan[:-1])}; add it.")
+    return choices
+
+
+def fit_tree(hit_rates: Many[Many[float]], max_nodes: int) -> list[tuple[int, ...]]:
+    """Return the tree whose expected number of accepted tokens is largest, if the depths hit independently.
+
+    The probability of a path is the product of its rates, which never rises from a node to its children. So the tree
+    takes the likeliest node next to it, again and again.
+
+    Args:
+        hit_rates: per depth and rank, how often the token of that rank is the target's, where its parent was accepted.
+        max_nodes: the number of nodes; fewer if the rest has rate 0.
+
+    Returns:
+        Rank paths, the likeliest first.
+
+    """
+    choices: list[tuple[int, ...]] = []
+    candidates: list[tuple[float, tuple[int, ...]]] = [
+        (-rate, (rank,)) for rank, rate in enumerate(hit_rates[0]) if rate > 0
+    ]
+    heapq.heapify(candidates)
+    while candidates and len(choices) < max_nodes:
+        weight, path = heapq.heappop(candidates)
+        choices.append(path)
+        if len(path) < len(hit_rates):
+            for rank, rate in enumerate(hit_rates[len(path)]):
+                if rate > 0:
+                    heapq.heappush(candidates, (weight * rate, (*path, rank)))
+    return choices
+
+
+def expected_accepted(choices: Iterable[tuple[int, ...]], hit_rates: Many[Many[float]]) -> float:
+    """Return the expected number of accepted tokens of a tree, in the terms of ``fit_tree``."""
+    return sum(math.prod(hit_rates[depth][rank] for depth, rank in enumerate(path)) for path in choices)
+
+
+def _paths_to(choice: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [choice[:length] for length in range(1, len(choice) + 1)]

@@ -1,0 +1,25 @@
+"""What the trainer trains: a module that drafts from every position of a text at once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+
+class DrafterModule(nn.Module, ABC):
+    """A drafter as a module that can be trained; its parameters lie on one device."""
+
+    @abstractmethod
+    def unroll(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
+        """Draft ``num_steps`` tokens from every position.
+
+        Args:
+            features: ``[B, L, feature_size]``, the target's taps at every position, side by side.
+            token_ids: ``[B, L]`` int64.
+            num_steps: at least 1, and less than L.
+
+        Returns:
+            Per step k, logits ``[B, L - 1 - k, draft_vocab_size]``: row i for the token at position ``i + 2 + k``.
+
+        """

@@ -1,0 +1,58 @@
+"""With Medusa heads, tokens and log-probability bits are those of plain decoding, for trees and for chains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from specdec_fast.training.eagle3_loss import Teacher
+from specdec_fast.training.medusa import new_heads, save_heads
+from specdec_fast.training.texts import write_texts
+from specdec_fast.training.trainer import Recipe, Trainer
+from support.models import VOCAB_SIZE, tiny_model
+
+LENGTHS = (1, 2, 33, 9, 17, 5)
+PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate(LENGTHS)]
+GREEDY = sd.SamplingParams(max_new_tokens=24, logprobs=True)
+SAMPLED = sd.SamplingParams(max_new_tokens=24, logprobs=True, temperature=0.8, top_k=20, seed=3)
+PENALISED = sd.SamplingParams(max_new_tokens=24, logprobs=True, repetition_penalty=1.2)
+MIXED = [(GREEDY, SAMPLED, PENALISED)[i % 3] for i in range(len(PROMPTS))]
+TREE = [[0], [1], [0, 0], [0, 1], [2], [1, 0], [0, 0, 0], [0, 0, 1], [3], [1, 1]]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    """Heads that have learnt the target's answers to the prompts, so that some drafts are accepted."""
+    folder, target = tmp_path_factory.mktemp("heads"), tiny_model("llama")
+    texts, _ = write_texts(sd.Engine(target, None), PROMPTS, 300, 24, seed=3).split(0)
+    module = new_heads(target, 3)
+    recipe = Recipe(epochs=15, batch_tokens=150, learning_rate=5e-2, num_steps=3)
+    Trainer(module, Teacher(target, (3,), None), texts, recipe, folder).run(1e9)
+    save_heads(module, folder, TREE)
+    return folder
+
+
+def outputs_of(target, draft, **config):
+    engine = sd.Engine(target, draft, max_batch_size=4, **config)
+    outputs = engine.generate(PROMPTS, MIXED)
+    return [(output.raise_for_error().token_ids, output.logprobs) for output in outputs], engine
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.grid)], ids=str
+)
+def test_outputs_are_those_of_plain_decoding(heads, dtype):
+    target = tiny_model("llama").to(dtype)
+    expected, _ = outputs_of(target, None)
+    for config in (
+        {"max_prefill_tokens": 7},
+        {"draft_tree": "chain"},
+        {"kv_cache_tokens": 64, "page_size": 4, "num_draft_tokens": "auto"},
+    ):
+        found, engine = outputs_of(target, f"medusa:{heads}", **config)
+        assert found == expected
+        assert not engine.drafter._hidden
+        if "kv_cache_tokens" not in config:
+            assert engine.last_run.decoding.num_accepted_tokens > 7
+    assert engine.last_run.num_preemptions > 0, "the small pool must preempt"
