@@ -12,6 +12,7 @@ from specdec_fast.models import batch_invariance
 from support.models import VOCAB_SIZE, tiny_model
 from support.programs import needs_programs
 from support.recording_drafter import Recording, hidden_states_of_text
+from support.scripted_trees import RandomTrees
 
 TAPS = (2, 0, "final", 3)
 EXECUTORS = [pytest.param("program", marks=needs_programs), "pytorch"]
@@ -92,6 +93,32 @@ def test_every_committed_position_arrives_once_and_in_order(executor, dtype, set
     texts = {tuple(p + o[0]) for p, o in zip(PROMPTS, expected, strict=True)}
     known = {tuple(tokens) for tokens, _ in engine.drafter.released}
     assert all(any(text[: len(tokens)] == tokens for text in texts) for tokens in known)
+
+
+class RecordingTrees(RandomTrees):
+    """Random trees, from a drafter that records hidden states."""
+
+    def __init__(self, texts):
+        super().__init__(texts)
+        self.recording = Recording(TAPS, None)
+        self.taps, self.released = TAPS, self.recording.released
+        for method in ("prepare", "admit", "observe", "commit", "release"):
+            setattr(self, method, getattr(self.recording, method))
+
+    @property
+    def seen(self):
+        return self.recording.seen
+
+
+@needs_programs
+def test_the_rows_of_an_accepted_path_arrive_in_order():
+    """A tree's accepted rows need not be neighbours; each has the bits of its position in the text."""
+    model = model_of()
+    expected = expected_of(model, "program")
+    engine = sd.Engine(model, RecordingTrees([tokens for tokens, _ in expected]), **settings_of("program"))
+    assert results(engine.generate(PROMPTS, PARAMS)) == expected
+    assert_right(engine, len(PROMPTS))
+    assert engine.last_run.decoding.num_accepted_tokens > 10
 
 
 def test_a_step_that_nothing_was_drafted_for_hands_over_too():
