@@ -15,7 +15,6 @@ from support.recording_drafter import Recording, hidden_states_of_text
 from support.scripted_trees import RandomTrees
 
 TAPS = (2, 0, "final", 3)
-EXECUTORS = [pytest.param("program", marks=needs_programs), "pytorch"]
 PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(n)] for i, n in enumerate((1, 2, 7, 3, 19, 1, 30))]
 PARAMS = [
     sd.SamplingParams(
@@ -67,19 +66,24 @@ def assert_right(engine, num_released):
         assert torch.equal(seen, hidden_states_of_text(engine.target, token_ids))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+CASES = {
+    "plain": (torch.float32, {}),
+    "chunks": (torch.bfloat16, {"max_prefill_tokens": 5}),
+    "one_by_one": (torch.float16, {"max_prefill_tokens": 1, "method": "eqspec"}),
+    "preempted": (torch.float32, {"page_size": 4, "kv_cache_tokens": 52, "max_batch_size": 8}),
+    "auto": (torch.bfloat16, {"num_draft_tokens": "auto", "max_batch_size": 32}),
+}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "settings"),
+    ("executor", "case"),
     [
-        (torch.float32, {}),
-        (torch.bfloat16, {"max_prefill_tokens": 5}),
-        (torch.float16, {"max_prefill_tokens": 1, "method": "eqspec"}),
-        (torch.float32, {"page_size": 4, "kv_cache_tokens": 52, "max_batch_size": 8}),
-        (torch.bfloat16, {"num_draft_tokens": "auto", "max_batch_size": 32}),
+        *(pytest.param("program", case, marks=needs_programs) for case in CASES),
+        *(pytest.param("pytorch", case, marks=() if case == "preempted" else pytest.mark.grid) for case in CASES),
     ],
-    ids=["plain", "chunks", "one_by_one", "preempted", "auto"],
 )
-def test_every_committed_position_arrives_once_and_in_order(executor, dtype, settings):
+def test_every_committed_position_arrives_once_and_in_order(executor, case):
+    dtype, settings = CASES[case]
     model = model_of(dtype)
     expected = expected_of(model, executor)
     engine = sd.Engine(model, Recording(TAPS, nearly(expected)), **settings_of(executor, **settings))
