@@ -13,11 +13,11 @@ from specdec_fast.triton_kernels.attention_math import (
     empty_state,
     finite,
     normalised,
-    popcount,
     shift_of,
     tanh,
     with_sink,
 )
+from specdec_fast.triton_kernels.attention_tree import run_of, slots_of
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -43,44 +43,10 @@ def tile_of(
 
 
 @triton.jit
-def depth_of(tree_mask, tree_row, tree_words):
-    """Return the number of ancestors of each row, [BLOCK_M] int32."""
-    depth = tl.zeros_like(tree_row) - 1  # the row's own bit counts no ancestor
-    for word in range(tree_words):
-        depth += popcount(tl.load(tree_mask + tree_row + word))
-    return depth
-
-
-@triton.jit
-def _tree_word(tree_mask, tree_row, tree_words, word):
-    """Return word ``word`` of each row's tree mask; entries before the sequence's rows are ancestors of every row."""
-    word = tl.zeros_like(tree_row) + word
-    bits = tl.load(tree_mask + tree_row + word, mask=(word >= 0) & (word < tree_words), other=0)
-    return tl.where(word < 0, -1, bits)
-
-
-@triton.jit
-def _ancestors(tree_mask, tree_row, tree_words, first):
-    """Return [BLOCK_M] int32: bit i says whether a row descends from row first + i of its sequence."""
-    low = _tree_word(tree_mask, tree_row, tree_words, first >> 5).to(tl.uint32, bitcast=True)
-    high = _tree_word(tree_mask, tree_row, tree_words, (first >> 5) + 1)
-    shift = first & 31
-    # shifted to the left in two steps, because a shift by 32 would be undefined
-    return (low >> shift.to(tl.uint32)).to(tl.int32, bitcast=True) | ((high << (31 - shift)) << 1)
-
-
-@triton.jit
-def _visible(
-    tree_mask, tree_row, tree_words, tile, row_position, prefix, window, BLOCK_N: tl.constexpr, TREE: tl.constexpr
-):
+def _visible(tile, row_position, window, BLOCK_N: tl.constexpr):
     """Return the mask [BLOCK_M, BLOCK_N] of the entries of a tile of KV that each row sees."""
     column = tl.arange(0, BLOCK_N)[None, :]
     within = column > (row_position - window - tile)[:, None]
-    if TREE:
-        bits = _ancestors(tree_mask, tree_row, tree_words, tile - prefix)[:, None]
-        for i in tl.static_range(32, BLOCK_N, 32):
-            bits = tl.where(column < i, bits, _ancestors(tree_mask, tree_row, tree_words, tile - prefix + i)[:, None])
-        return ((bits >> (column & 31)) & 1 == 1) & within
     return (column <= (row_position - tile)[:, None]) & within
 
 
@@ -99,13 +65,12 @@ def _fold(
     sums, maximum, total,  # the state: [BLOCK_M, BLOCK_V], [BLOCK_M], [BLOCK_M]
     start, stop,  # positions; start is a multiple of BLOCK_N
     queries,  # [BLOCK_M, BLOCK_D]
-    row_position,  # [BLOCK_M]
-    tree_row,  # [BLOCK_M] index of each row's first word in tree_mask
+    row_position,  # [BLOCK_M], -1: the row takes no part
     key_cache,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM], from the KV head on
     value_cache,  # [num_pages, PAGE_SIZE, num_kv_heads, VALUE_DIM], from the KV head on
     pages,  # [max_pages] int32
-    tree_mask,  # [rows, tree_words] int32, from the tile's first row on
-    tree_words, num_kv_heads, prefix, end, window, inner_scale, score_scale,
+    path,  # [path_width] int32, the path of the last row that takes part; read if TREE and PARTIAL
+    num_kv_heads, prefix, end, window, inner_scale, score_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
@@ -117,8 +82,9 @@ def _fold(
     for tile in tl.range(start, stop, BLOCK_N, num_stages=1 if PARTIAL else None, disable_licm=True):
         position = tile + tl.arange(0, BLOCK_N)
         inside = position < end
-        page = tl.load(pages + position // PAGE_SIZE, mask=inside if PARTIAL else None)
-        head = (page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE) * num_kv_heads
+        slot = slots_of(position, inside, path, prefix) if TREE and PARTIAL else position
+        page = tl.load(pages + slot // PAGE_SIZE, mask=inside if PARTIAL else None)
+        head = (page.to(tl.int64) * PAGE_SIZE + slot % PAGE_SIZE) * num_kv_heads
         key_at = key_cache + (head * HEAD_DIM)[:, None] + dims[None, :]
         value_at = value_cache + (head * VALUE_DIM)[:, None] + value_dims[None, :]
         keys = _load_entries(key_at, inside, dims, HEAD_DIM, PARTIAL)
@@ -133,7 +99,7 @@ def _fold(
             values = _load_entries(value_at, inside, value_dims, VALUE_DIM, PARTIAL)
             usable = inside & (tl.max(tl.where(finite(values), 0, 1), axis=1) == 0)
             products = tl.where((inside != usable)[None, :], float("nan"), products)
-            visible = _visible(tree_mask, tree_row, tree_words, tile, row_position, prefix, window, BLOCK_N, TREE)
+            visible = _visible(tile, row_position, window, BLOCK_N)
             scores = tl.where(visible, scores, float("-inf"))
         later_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         shift = shift_of(later_maximum)
@@ -152,8 +118,10 @@ def _fold(
 def reduce_piece(
     start, stop,  # positions of the piece that at least one row sees; start is a multiple of BLOCK_N
     all_begin, all_end,  # positions that every row sees
-    queries, row_position, tree_row, key_cache, value_cache, pages, tree_mask,
-    tree_words, num_kv_heads, prefix, end, window, inner_scale, score_scale,
+    queries, row_position,
+    row,  # [BLOCK_M] the row of each pair, counted from first_row
+    first_row, last_row, key_cache, value_cache, pages, paths,
+    path_width, num_kv_heads, prefix, end, window, inner_scale, score_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
@@ -161,15 +129,22 @@ def reduce_piece(
     full_stop = tl.maximum(tl.minimum(stop, all_end // BLOCK_N * BLOCK_N), start)
     full_start = tl.minimum(tl.maximum(start, tl.cdiv(all_begin, BLOCK_N) * BLOCK_N), full_stop)
     sums, maximum, total = empty_state(BLOCK_M, BLOCK_V)
-    for phase in range(2):  # first the edge of the window and the entries that every row sees; then the newest entries
+    position, path, path_end, begun = row_position, paths, end, 0
+    # First the edge of the window and the entries that every row sees; then the newest entries, in a tree run by run.
+    for phase in range(last_row - first_row + 2 if TREE else 2):
+        if TREE:
+            position, path, path_end, begun = run_of(
+                phase, begun, row, row_position, first_row, last_row, paths, path_width, prefix
+            )
         for part in tl.static_range(2):
             if part == 0:
-                first, last = tl.where(phase == 0, start, full_stop), tl.where(phase == 0, full_start, stop)
+                newest = tl.minimum(stop, path_end) if TREE else stop
+                first, last = tl.where(phase == 0, start, full_stop), tl.where(phase == 0, full_start, newest)
             else:
                 first, last = full_start, tl.where(phase == 0, full_stop, full_start)
             sums, maximum, total = _fold(
-                sums, maximum, total, first, last, queries, row_position, tree_row, key_cache, value_cache, pages,
-                tree_mask, tree_words, num_kv_heads, prefix, end, window, inner_scale, score_scale,
+                sums, maximum, total, first, last, queries, position, key_cache, value_cache, pages, path,
+                num_kv_heads, prefix, path_end, window, inner_scale, score_scale,
                 HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, SOFTCAP, TREE, PARTIAL=part == 0,
             )  # fmt: skip
     return sums, maximum, total

@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
-from specdec_fast.errors import BackendError
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.triton_kernels.attention_math import empty_state, merge
-from specdec_fast.triton_kernels.attention_tile import depth_of, reduce_piece, result_of, store_tile, tile_of
+from specdec_fast.triton_kernels.attention_tile import reduce_piece, result_of, store_tile, tile_of
+from specdec_fast.triton_kernels.attention_tree import path_variants, paths_of
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 PIECE = 512  # positions; it defines a row's bits, as the sizes of tiles do
@@ -37,10 +37,10 @@ _LARGEST_BUFFER = 1 << 28  # bytes of partial results, so that int32 can index t
 _LOG2_E = 1.4426950408889634
 
 # Arguments that change with the batch. If they were specialised, another batch would get another kernel.
-_BATCH_TENSORS = ("block_table", "cu_seqlens_q", "seqused_k", "tree_mask")
+_BATCH_TENSORS = ("block_table", "cu_seqlens_q", "seqused_k", "paths")
 _BATCH_NUMBERS = (
     *("stride_query_row", "stride_query_head", "num_kv_heads", "max_pages"),
-    *("max_tiles", "num_splits", "tree_words", "window"),
+    *("max_tiles", "num_splits", "path_width", "window"),
 )
 _UNSPECIALISED = (*_BATCH_TENSORS, *_BATCH_NUMBERS, "sinks")  # sinks are read one by one, whatever their alignment
 
@@ -53,14 +53,14 @@ def _attention_kernel(
     block_table,  # [B, max_pages] int32
     cu_seqlens_q,  # [B + 1] int32
     seqused_k,  # [B] int32
-    tree_mask,  # [T, tree_words] int32; read if TREE
+    paths,  # [T, path_width] int32, see paths_of; read if TREE
     sinks,  # [num_heads]; read if SINKS
     out,  # [T, num_heads, VALUE_DIM], contiguous; written if not split
     partial_sums,  # [T, num_heads, num_splits, VALUE_DIM] fp32; written if split
     partial_states,  # [T, num_heads, num_splits, 2] fp32, maximum and total; written if split
     stride_query_row, stride_query_head, num_kv_heads, max_pages,
     max_tiles, num_splits,  # most tiles of a sequence; most pieces of a tile, 0: not split
-    tree_words, window, inner_scale, score_scale,  # fp32 scales: of products before the soft cap; of scores to log 2
+    path_width, window, inner_scale, score_scale,  # fp32 scales: of products before the soft cap; of scores to log 2
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr,
     ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr,
@@ -83,18 +83,18 @@ def _attention_kernel(
     mask = (pair < num_rows * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     query_at = (first_query + row).to(tl.int64) * stride_query_row + (kv_head * GROUP + head) * stride_query_head
     queries = tl.load(query + tl.multiple_of(query_at, ALIGNMENT)[:, None] + dims[None, :], mask=mask, other=0.0)
-    tree_row = (row - first_row) * tree_words
-    tree_mask += (first_query + first_row).to(tl.int64) * tree_words
-    row_position = prefix + (depth_of(tree_mask, tree_row, tree_words) if TREE else row)
+    paths += (first_query + first_row).to(tl.int64) * path_width
+    row_position = prefix + (tl.load(paths + (row - first_row) * path_width) if TREE else row)
 
     sums, maximum, total = empty_state(BLOCK_M, BLOCK_V)
     for index in range(piece, last_piece + 1):
         sums_of_piece, maximum_of_piece, total_of_piece = reduce_piece(
             tl.maximum(index * PIECE, begin // BLOCK_N * BLOCK_N), tl.minimum(index * PIECE + PIECE, end),
             tl.maximum(prefix + last_row - window + 1, 0), prefix if TREE else prefix + first_row + 1,
-            queries, row_position, tree_row, key_cache + kv_head * HEAD_DIM, value_cache + kv_head * VALUE_DIM,
-            block_table + sequence * max_pages, tree_mask, tree_words, num_kv_heads, prefix, end, window, inner_scale,
-            score_scale, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, SOFTCAP, TREE,
+            queries, row_position, row - first_row, first_row, last_row, key_cache + kv_head * HEAD_DIM,
+            value_cache + kv_head * VALUE_DIM, block_table + sequence * max_pages, paths, path_width, num_kv_heads,
+            prefix, end, window, inner_scale, score_scale, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+            BLOCK_V, SOFTCAP, TREE,
         )  # fmt: skip
         sums, maximum, total = merge(sums, maximum, total, sums_of_piece, maximum_of_piece, total_of_piece)
 
@@ -204,11 +204,7 @@ def _num_splits(batch: PagedBatch, window: int, num_tiles: int, rows_of_tile: in
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
     """Launch one kernel, or two if contexts are split; the contract is the oracle's. Pages are not checked.
 
-    Rows of a tree are reduced over slots, so they have the values of their paths' chains but not the bits.
-
-    Raises:
-        BackendError: the window, which is counted in slots, is shorter than a tree.
-
+    A row of a tree is folded over the positions of its own path, so it has the bits of that row in the path's chain.
     """
     (num_rows, num_heads, head_dim), (num_kv_heads, value_dim) = query.shape, kv[1].shape[2:]
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
@@ -222,21 +218,19 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     max_tiles = triton.cdiv(batch.max_seqlen_q * group, block_m)
     columns = batch.seqused_k.numel() * num_kv_heads
     window = min(params.sliding_window or _NO_WINDOW, _NO_WINDOW)
-    most_rows = batch.tree_mask.shape[1] * TREE_MASK_BITS if batch.tree_mask is not None else 0
-    if window < most_rows:
-        raise BackendError(f"Triton serves no tree of up to {most_rows} rows with {window=}; propose chains.")
     rows_of_tile = triton.cdiv(block_m, group) + 1
     num_splits = _num_splits(batch, window, columns * max_tiles, rows_of_tile, 4 * out.numel())
     partial_sums = torch.empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32, device=query.device)
     partial_states = torch.empty(num_rows, num_heads, num_splits, 2, dtype=torch.float32, device=query.device)
     query = _aligned(query)
+    paths = batch.seqused_k if batch.tree_mask is None else paths_of(batch.tree_mask)
     _attention_kernel[columns * max_tiles, max(1, num_splits)](
         query,
         *kv,
         batch.block_table,
         batch.cu_seqlens_q,
         batch.seqused_k,
-        batch.seqused_k if batch.tree_mask is None else batch.tree_mask,
+        paths,
         sinks,
         out,
         partial_sums,
@@ -246,7 +240,7 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         batch.block_table.shape[1],
         max_tiles,
         num_splits,
-        0 if batch.tree_mask is None else batch.tree_mask.shape[1],
+        0 if batch.tree_mask is None else paths.shape[1],
         window,
         params.scale / (params.softcap or 1.0),
         _LOG2_E * (params.softcap or params.scale),
@@ -262,15 +256,16 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     return out
 
 
-# Head size of keys and of values, group, page size, flags. Trees with sinks are missing because they spill 8 bytes on
-# sm_90; no model is launched with a tree yet.
+# Head size of keys and of values, group, page size, flags.
 _USUAL = (
     (64, 64, 1, 16, {}),
     (64, 64, 8, 16, {"TREE": True}),
     (64, 64, 8, 16, {"SINKS": True}),
+    (64, 64, 8, 16, {"TREE": True, "SINKS": True}),
     (64, 64, 8, 16, {"SOFTCAP": True, "SINKS": True}),
     (80, 80, 1, 1, {}),
     (128, 128, 4, 16, {}),
+    (128, 128, 4, 16, {"TREE": True}),
     (128, 128, 8, 256, {"SOFTCAP": True, "TREE": True}),
     (192, 128, 1, 16, {}),
     (256, 256, 2, 16, {"SOFTCAP": True}),
@@ -279,8 +274,9 @@ _USUAL = (
 
 def variants() -> Iterator[Variant]:
     """Yield the compilations for usual models: each head size, group, flag and kernel at least once per type."""
+    yield from path_variants()
     numbers = dict.fromkeys(_BATCH_NUMBERS, "i32") | dict.fromkeys(("inner_scale", "score_scale"), "fp32")
-    lengths, partials = ("block_table", "cu_seqlens_q", "seqused_k", "tree_mask"), ("partial_sums", "partial_states")
+    lengths, partials = ("block_table", "cu_seqlens_q", "seqused_k", "paths"), ("partial_sums", "partial_states")
     for dtype, kind in TYPE_NAMES.items():
         pointers = ("query", "key_cache", "value_cache", "out")
         types = dict.fromkeys((*pointers, "sinks"), f"*{kind}") | dict.fromkeys(lengths, "*i32") | numbers
@@ -293,7 +289,7 @@ def variants() -> Iterator[Variant]:
             name = "_".join((kind, f"dim{dims}", f"group{group}", *(flag.lower() for flag in flags)))
             paged, divisible = _with(launch, PAGE_SIZE=page_size), (*pointers, *partials)
             yield paged.variant(name, _attention_kernel, types, divisible)
-            if kind != "fp32" and list(flags) == ["SINKS"]:  # a model may keep sinks in fp32
+            if kind != "fp32" and flags.keys() - {"TREE"} == {"SINKS"}:  # a model may keep sinks in fp32
                 yield paged.variant(f"{name}_fp32", _attention_kernel, types | {"sinks": "*fp32"}, divisible)
-            if name in (f"{kind}_dim128_group4", f"{kind}_dim64_group8_sinks"):
+            if name.removeprefix(f"{kind}_") in ("dim128_group4", "dim128_group4_tree", "dim64_group8_sinks"):
                 yield _merge_launch(launch).variant(f"{name}_merge", _merge_kernel, merging, (*partials, "out"))

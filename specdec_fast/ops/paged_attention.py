@@ -189,5 +189,5 @@ OP = Op(
     bytes_moved=_bytes_moved,
     exact=False,
     invariant=frozenset({"cpp", "triton"}),
-    trees=frozenset({"cpp", "torch"}),
+    trees=frozenset({"cpp", "torch", "triton"}),
 )

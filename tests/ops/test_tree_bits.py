@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,12 +17,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from specdec_fast import _C
 from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
 from specdec_fast.ops import all_ops
+from specdec_fast.ops.registry import INTERPRETING
 from support.fuzzing import fuzz
+from support.grids import grid
 from support.op_cases import DTYPES
 from support.op_checks import same_bits
 from support.strategies import SEEDS, generator
 
-IN_CPP, IN_PYTORCH = (all_ops()["paged_attention"].load(backend) for backend in ("cpp", "torch"))
+OP = all_ops()["paged_attention"]
+KERNELS = "specdec_fast.triton_kernels"
+IN_CPP, IN_PYTORCH = OP.load("cpp"), OP.load("torch")
 Attention = Callable[..., Tensor]
 PREFIXES = (0, 1, 31, 32, 47, 62, 63, 64, 100, 127)  # on both sides of the tiles of 64 positions
 
@@ -105,19 +110,24 @@ def tree_mask(trees: tuple[Tree, ...]) -> Tensor:
 
 
 def outputs_of_chains(attention: Attention, case: TreeAttention, query: Tensor, entries: list[Tensor]) -> Tensor:
-    """Each row as the last one of a chain, whose entries are those of its path.
+    """Each row in a chain of the entries of its path; the chains are the sequences of one batch.
 
-    In C++ bits do not depend on the number of rows. In PyTorch they do, so there the chain has one row.
+    In C++ and Triton bits do not depend on the number of rows, so one chain serves all rows on a path to a leaf. In
+    PyTorch they do, so there the chain of each row has one row.
     """
-    rows, first = [], 0
+    rows, chains, counts, first = [], [], [], 0
     for tree, each in zip(case.trees, entries, strict=True):
-        for path in tree.paths:
-            places = [*range(tree.prefix), *(tree.prefix + row for row in path)]
-            computed = path if attention is IN_CPP else path[-1:]
-            chosen = query[[first + row for row in computed]]
-            rows.append(attend(attention, case, chosen, [each[:, places]], [len(computed)], None)[-1])
+        for row, path in enumerate(tree.paths):
+            if attention is not IN_PYTORCH and row in tree.parents:
+                continue
+            computed = path[-1:] if attention is IN_PYTORCH else path
+            rows += [first + other for other in computed]
+            counts.append(len(computed))
+            chains.append(each[:, [*range(tree.prefix), *(tree.prefix + other for other in path)]])
         first += len(tree.parents)
-    return torch.stack(rows)
+    outputs = torch.empty_like(query)
+    outputs[rows] = attend(attention, case, query[rows], chains, counts, None)
+    return outputs
 
 
 def check(case: TreeAttention, attention: Attention = IN_CPP) -> None:
@@ -136,11 +146,11 @@ def trees(draw: Any) -> Tree:
 
 
 @st.composite
-def cases(draw: Any) -> TreeAttention:
+def cases(draw: Any, dtypes: tuple[torch.dtype, ...] = tuple(DTYPES.values())) -> TreeAttention:
     chosen = tuple(draw(st.lists(trees(), min_size=1, max_size=3)))
     kv_heads, group = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2, 3, 8)))
     head_dim = draw(st.sampled_from((16, 20, 32, 64, 128)))
-    dtype = draw(st.sampled_from(list(DTYPES.values())))
+    dtype = draw(st.sampled_from(dtypes))
     window = draw(st.sampled_from((None, 1, 2, 5, 33, 64, 100)))
     sinks = torch.randn(kv_heads * group, generator=generator(5)).to(dtype) if draw(st.booleans()) else None
     params = AttentionParams(head_dim**-0.5, window, draw(st.sampled_from((None, 2.0))), sinks)
@@ -204,3 +214,75 @@ def test_the_check_rejects_tiles_cut_by_slots():
     check(case, IN_PYTORCH)
     with pytest.raises(AssertionError, match="same_bits"):
         check(case, by_slots)
+
+
+def in_triton() -> Attention:
+    """Return the Triton op; skips without Triton's interpreter."""
+    pytest.importorskip("triton")
+    if not INTERPRETING:
+        pytest.skip("a GPU's run is bench.gpu; this is about the interpreter")
+    return OP.load("triton")
+
+
+def triton_case(*trees: Tree, heads: int = 2, kv_heads: int = 1, head_dim: int = 16, **params: Any) -> TreeAttention:
+    sinks = torch.randn(heads, generator=generator(5)) if params.pop("sinks", False) else None
+    attention = AttentionParams(head_dim**-0.5, **params, sinks=sinks)
+    return TreeAttention(trees, heads, kv_heads, head_dim, 16, attention, torch.float32, 3)
+
+
+# In fp16 a tile of KV has 64 positions, in fp32 16; a piece has 512. A program has 32 pairs of a row and a head.
+LEVELS = (-1, 0, 0, 1, 1, 2, 2, 3, 5)  # level by level: no row is a child of the one before it, but row 1
+DEEP = (-1, *(max(0, row - (3 if row % 9 == 5 else 1)) for row in range(1, 70)))  # branches
+IN_TRITON = {
+    "no_prefix": triton_case(Tree(0, LEVELS), Tree(1, (-1, 0, 0))),
+    "tile_inside": triton_case(BUSHY, Tree(62, LEVELS)),
+    "tile_begins": triton_case(Tree(64, LEVELS), Tree(63, (-1,))),
+    "piece_inside": triton_case(Tree(509, (-1, 0, 0, 1, 2, 3, 4))),
+    "piece_begins": triton_case(Tree(512, (-1, 0, 0)), Tree(3, (-1, 0))),
+    "several_programs": triton_case(Tree(60, LEVELS), heads=16, kv_heads=2),
+    "odd_group": triton_case(replace(BUSHY, prefix=30), heads=7, head_dim=24),
+    "three_words": triton_case(Tree(40, DEEP), heads=1),
+    "window_of_the_prefix": triton_case(BUSHY, Tree(100, LEVELS), sliding_window=40),
+    "window_in_the_tree": triton_case(BUSHY, Tree(64, LEVELS), sliding_window=2),
+    "window_of_one": triton_case(BUSHY, sliding_window=1),
+    "softcap_sinks": triton_case(BUSHY, softcap=2.0, sinks=True),
+    "window_softcap_sinks": triton_case(BUSHY, sliding_window=33, softcap=2.0, sinks=True),
+}
+
+
+SPLITS = {"split": 1 << 30, "unsplit": 0}  # values of _ENOUGH_PROGRAMS
+# fp32 in `make test`, because results in fp16 hide most other orders of addition.
+KEPT = {(name, list(SPLITS)[i % 2], "float32") for i, name in enumerate(IN_TRITON)} | {
+    ("tile_inside", "split", "float16")
+}
+in_triton_each = pytest.mark.parametrize(
+    ("name", "split", "dtype"), grid(product(IN_TRITON, SPLITS, ("float32", "float16")), KEPT)
+)
+
+
+@in_triton_each
+def test_rows_have_the_bits_of_their_chains_in_triton(name, split, dtype, monkeypatch):
+    attention = in_triton()
+    monkeypatch.setattr(f"{KERNELS}.paged_attention._ENOUGH_PROGRAMS", SPLITS[split])
+    check(replace(IN_TRITON[name], dtype=getattr(torch, dtype)), attention)
+
+
+@pytest.mark.grid
+@fuzz(20)
+@given(case=cases((torch.float32, torch.float16)), is_split=st.booleans())  # NumPy has no bf16
+def test_random_rows_have_the_bits_of_their_chains_in_triton(case, is_split):
+    attention = in_triton()
+    trees = tuple(tree for tree in case.trees if len(tree.parents) < 40)[:2] or (BUSHY,)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{KERNELS}.paged_attention.PIECE", 64)  # several pieces in short contexts
+        patch.setattr(f"{KERNELS}.paged_attention._ENOUGH_PROGRAMS", SPLITS["split" if is_split else "unsplit"])
+        check(replace(case, trees=trees), attention)
+
+
+def test_the_check_rejects_slots_as_positions_in_triton(monkeypatch):
+    attention, case = in_triton(), replace(IN_TRITON["tile_inside"], trees=(Tree(62, (-1, 0, 0, 2)),))
+    chain = replace(case, trees=(Tree(62, (-1, 0, 1, 2)),))
+    monkeypatch.setattr(f"{KERNELS}.attention_tile.slots_of", lambda position, inside, path, prefix: position)
+    check(chain, attention)
+    with pytest.raises(AssertionError, match="same_bits"):
+        check(case, attention)

@@ -152,9 +152,9 @@ def test_nothing_of_the_batch_is_compiled_in(monkeypatch):
         for args in (wide, sliding):
             attention(**args)
     assert len({str(options) for name, _, options in noted if name == "_attention_kernel"}) == 1
-    sizes = {"stride_query_row", "stride_query_head", "max_pages", "max_tiles", "num_splits", "tree_words", "window"}
+    sizes = {"stride_query_row", "stride_query_head", "max_pages", "max_tiles", "num_splits", "path_width", "window"}
     assert sizes <= set(module._UNSPECIALISED), "an argument that is specialised by its value makes another kernel"
-    assert {"block_table", "cu_seqlens_q", "seqused_k", "tree_mask"} <= set(module._UNSPECIALISED)
+    assert {"block_table", "cu_seqlens_q", "seqused_k", "paths"} <= set(module._UNSPECIALISED)
 
 
 @pytest.mark.parametrize(
@@ -321,13 +321,17 @@ LAYOUTS = r"""
 import re, sys
 from bench.aot import TARGETS, compile_variant
 from specdec_fast.triton_kernels.paged_attention import variants
-for variant in variants():
-    if variant.name in sys.argv[1:]:
-        for name in ("sm_80", "sm_90"):
-            code = compile_variant(variant, TARGETS[name]).asm["ttgir"]
-            block_m, block_n = variant.constexprs["BLOCK_M"], variant.constexprs["BLOCK_N"]
-            tile = rf"\}}\) : \(tensor<{block_m}x{block_n}xf32, (#\w+)>\)"
-            print(variant.name, name, *re.findall(tile, code))
+chosen = [variant for variant in variants() if variant.name in sys.argv[1:]]
+for name in ("sm_80", "sm_90"):
+    for variant in chosen:
+        code = compile_variant(variant, TARGETS[name]).asm["ttgir"]
+        layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+        block_m, block_n = variant.constexprs["BLOCK_M"], variant.constexprs["BLOCK_N"]
+        tile = rf"\}}\) : \(tensor<{block_m}x{block_n}xf32, (#\w+)>\)"
+        product = r"= tt.dot .*-> tensor<(\w+, #\w+)>"
+        summed = [layouts[alias].replace(" ", "") for alias in re.findall(tile, code)]
+        products = [found.split(", ") for found in re.findall(product, code)]
+        print(name, *summed, *(f"{shape}{layouts[alias]}".replace(" ", "") for shape, alias in products))
 """
 
 
@@ -337,14 +341,17 @@ def test_sums_over_a_tile_have_one_order():
     The interpreter cannot show that; the order of a sum on a GPU is that of its layout.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    names = ("fp16_dim128_group4", "fp16_dim128_group8_softcap_tree")
+    names = ("fp16_dim128_group4", "fp16_dim128_group4_tree")
     command = [sys.executable, "-c", LAYOUTS, *names]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert len(lines) == 4, done.stderr
-    for _, _, *layouts in lines:
-        assert len(layouts) == 4, "a maximum and a sum, of tiles that all rows see and of others"
-        assert len(set(layouts)) == 1
+    for chain, tree in (lines[:2], lines[2:]):
+        assert chain == tree, "a tree's rows have the bits of chains"
+        _, *layouts = chain
+        assert len(layouts) == 8, "a maximum, a sum and two products, of tiles that all rows see and of others"
+        assert len(set(layouts[:4])) == 1
+        assert layouts[4:6] == layouts[6:]
 
 
 # Graphs are launched with the bounds of their bucket, and with places for sequences that have no rows.
