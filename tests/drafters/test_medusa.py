@@ -114,7 +114,7 @@ def test_a_smaller_vocabulary_is_mapped(tmp_path, model):
     drafted = []
     for i, own in enumerate(weights):
         write_heads(tmp_path / str(i), own | {"token_map": token_map}, "vllm")
-        engine = sd.Engine(model, str(tmp_path / str(i)), draft_tree=TREE)
+        engine = sd.Engine(model, str(tmp_path / str(i)), max_batch_size=1, draft_tree=TREE)
         compared = Compared(engine, model, cut, token_map)
         engine.generate(PROMPTS[1:3], [GREEDY, SAMPLED])
         drafted.append(compared.num_trees)
