@@ -16,6 +16,7 @@ constexpr std::int64_t kChunkSteps = SPECDEC_LANES == 16 ? 64 : 1024 / SPECDEC_L
 constexpr std::int64_t kWeightRows = 6;  // transposing weights takes about as long as multiplying them with so many rows
 
 #include "kernels/linear_panels.h"
+#include "kernels/linear_lane_sums.h"
 #include "kernels/linear_rows.h"
 
 // The number of rows from which on panels are worth transposing the weights. With vectors of 16 lanes, linear_rows.h
