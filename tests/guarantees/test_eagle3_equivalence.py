@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import specdec_fast as sd
+from specdec_fast.assets import demo_pair
 from support.eagle3 import write_checkpoint
 from support.models import VOCAB_SIZE, tiny_model
 
@@ -48,3 +51,22 @@ def test_auto_k_pauses_and_resumes(tmp_path):
     expected, _ = outputs_of(target, None)
     found, _ = outputs_of(target, str(tmp_path), num_draft_tokens="auto")
     assert found == expected
+
+
+def test_the_bundled_drafter_is_accepted():
+    """Its features are those that it was trained on: with every tap one layer too early, much less is accepted."""
+    lines = (demo_pair() / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines[:12]]
+    params = sd.SamplingParams(max_new_tokens=40)
+    lengths, outputs = [], []
+    for draft, taps in (
+        ("none", None),
+        ("eagle3:" + str(demo_pair() / "eagle3"), None),
+        (demo_pair() / "eagle3", (0, 1, 2)),
+    ):
+        engine = sd.Engine(demo_pair() / "target", draft, dtype="float32", tap_layers=taps)
+        outputs.append([output.token_ids for output in engine.generate(prompts, params)])
+        lengths.append(engine.last_run.decoding.mean_acceptance_length)
+    assert outputs[1] == outputs[2] == outputs[0]
+    assert lengths[1] > 2.8
+    assert lengths[2] < lengths[1] - 1

@@ -57,7 +57,13 @@ def test_wheel_holds_the_extension_and_the_kernels(wheel):
     assert any(re.fullmatch(r"specdec_fast/_C\..*so", name) for name in wheel_names) is has_extension
     assert "specdec_fast/triton_kernels/__init__.py" in wheel_names
     assert "specdec_fast/py.typed" in wheel_names
-    for part in ("target/model.safetensors", "draft/config.json", "prompts.jsonl", "README.md"):
+    for part in (
+        "target/model.safetensors",
+        "draft/config.json",
+        "eagle3/model.safetensors",
+        "prompts.jsonl",
+        "README.md",
+    ):
         assert f"specdec_fast/assets/demo_pair/{part}" in wheel_names
 
 

@@ -1,0 +1,127 @@
+"""Drafters of one target: tokens per step, and speed over plain decoding.
+
+Every drafter decodes the same prompts, interleaved; outputs are held against plain decoding. Ratios are medians within
+a repeat. By default: the bundled target with its draft model, its EAGLE-3 drafter and prompt lookup.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from bench.common import report
+from bench.common.measurement import Measurement, MethodSetting, Runs, measure
+from bench.common.timing import median_ratio
+from specdec_fast import Engine, SamplingParams
+from specdec_fast.assets import demo_pair
+from specdec_fast.commands.common import format_table
+from specdec_fast.commands.prompt_files import read_prompts
+from specdec_fast.models.loading import load_model
+
+PLAIN = "none"
+
+
+def run(engine: Engine, prompts: list[Any], params: list[SamplingParams]) -> Measurement:
+    """Decode all prompts once."""
+    started = perf_counter()
+    outputs = engine.generate(prompts, params, progress=False)
+    seconds = perf_counter() - started
+    tokens = [output.raise_for_error().token_ids for output in outputs]
+    stats = engine.last_run
+    return Measurement(tokens, seconds, stats.timer.seconds, 0, stats.num_steps, stats.decoding)
+
+
+def settings_of(args: argparse.Namespace) -> Iterator[MethodSetting]:
+    """Yield plain decoding and every drafter, at every batch size and K."""
+    dtype = report.DTYPES[args.dtype]
+    target = load_model(args.target, dtype, None if args.device is None else torch.device(args.device))
+    lines = read_prompts(args.prompts)[: args.num_prompts or None]
+    prompts = [line.prompt for line in lines]
+    params = [
+        SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=i)
+        for i in range(len(prompts))
+    ]
+    for batch_size in args.batch_sizes:
+        for draft in (PLAIN, *args.drafts):
+            for k in args.num_draft_tokens if draft != PLAIN else [0]:
+                engine = Engine(target, draft, max_batch_size=batch_size, num_draft_tokens=k, dtype=dtype)
+                yield MethodSetting(draft, batch_size, partial(run, engine, prompts, params), k)
+
+
+def rows_of(runs: Runs) -> list[dict[str, Any]]:
+    """Return one row per setting."""
+    plain = {setting.batch_size: own for setting, own in runs.items() if setting.name == PLAIN}
+    rows = []
+    for setting, own in runs.items():
+        decoding, baseline = own[0].decoding, plain[setting.batch_size]
+        assert decoding is not None
+        speeds, base = ([m.tokens_per_second for m in each] for each in (own, baseline))
+        rows.append(
+            {
+                "drafter": setting.name,
+                "batch_size": setting.batch_size,
+                "num_draft_tokens": setting.num_draft_tokens,
+                "tokens_per_step": decoding.mean_acceptance_length,
+                "accepted_per_position": decoding.accepted_per_position,
+                "num_drafts": decoding.num_drafts,
+                "tokens_per_second": median(speeds),
+                "speedup_over_plain": median_ratio(speeds, base),
+                "draft_seconds": median(m.stage_seconds.get("draft", 0.0) for m in own),
+                "seconds": median(m.seconds for m in own),
+            }
+        )
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print the table, end in one JSON line."""
+    folder = demo_pair()
+    parser = argparse.ArgumentParser(prog="python -m bench.drafters", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--target", default=str(folder / "target"), help="name or folder (default: the bundled one)")
+    bundled = [str(folder / "draft"), f"eagle3:{folder / 'eagle3'}", "ngram"]
+    parser.add_argument("--drafts", nargs="+", default=bundled, help="as --draft of specdec-fast")
+    parser.add_argument("--prompts", type=Path, default=folder / "prompts.jsonl", metavar="FILE.jsonl")
+    parser.add_argument("--num-prompts", type=int, default=0, metavar="N", help="the first N; 0 (default) is all")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    parser.add_argument("--batch-sizes", type=report.integers, default=[1, 8])
+    parser.add_argument(
+        "--num-draft-tokens", type=report.draft_tokens, default=[5], metavar="K", help="such as 3,5,auto"
+    )
+    parser.add_argument("--dtype", choices=list(report.DTYPES), default="float32", help="default: %(default)s")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA if there is a device)")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats (default: 3)")
+    parser.add_argument("--threads", type=int, help="threads of torch and of the C++ ops (default: torch's own choice)")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    rows = rows_of(measure(list(settings_of(args)), args.repeats))
+    header = ("drafter", "batch", "K", "tokens/step", "tokens/s", "x plain", "drafting")
+    lines = [
+        (
+            row["drafter"].removeprefix("eagle3:").removeprefix(f"{folder}/"),
+            row["batch_size"],
+            row["num_draft_tokens"],
+            f"{row['tokens_per_step']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['speedup_over_plain']:.2f}",
+            f"{row['draft_seconds'] / row['seconds']:.0%}",
+        )
+        for row in rows
+    ]
+    print(format_table(header, lines))
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    described = {"dtype": args.dtype, "temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
+    report.write_json({"machine": report.machine(device), **described, "rows": rows}, args.json)
+
+
+if __name__ == "__main__":
+    main()
