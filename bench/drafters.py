@@ -19,9 +19,9 @@ import torch
 from bench.common import report
 from bench.common.measurement import Measurement, MethodSetting, Runs, measure
 from bench.common.timing import median_ratio
-from specdec_fast import Engine, SamplingParams
+from specdec_fast import Engine, EngineConfig, SamplingParams
 from specdec_fast.assets import demo_pair
-from specdec_fast.commands.common import format_table
+from specdec_fast.commands.common import add_drafter_options, format_table
 from specdec_fast.commands.prompt_files import read_prompts
 from specdec_fast.models.loading import load_model
 
@@ -51,7 +51,14 @@ def settings_of(args: argparse.Namespace) -> Iterator[MethodSetting]:
     for batch_size in args.batch_sizes:
         for draft in (PLAIN, *args.drafts):
             for k in args.num_draft_tokens if draft != PLAIN else [0]:
-                engine = Engine(target, draft, max_batch_size=batch_size, num_draft_tokens=k, dtype=dtype)
+                config = EngineConfig(
+                    max_batch_size=batch_size,
+                    num_draft_tokens=k,
+                    dtype=dtype,
+                    tap_layers=args.tap_layers,
+                    draft_tree=args.draft_tree,
+                )
+                engine = Engine(target, draft, config)
                 yield MethodSetting(draft, batch_size, partial(run, engine, prompts, params), k)
 
 
@@ -87,6 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--target", default=str(folder / "target"), help="name or folder (default: the bundled one)")
     bundled = [str(folder / "draft"), f"eagle3:{folder / 'eagle3'}", "ngram"]
     parser.add_argument("--drafts", nargs="+", default=bundled, help="as --draft of specdec-fast")
+    add_drafter_options(parser)
     parser.add_argument("--prompts", type=Path, default=folder / "prompts.jsonl", metavar="FILE.jsonl")
     parser.add_argument("--num-prompts", type=int, default=0, metavar="N", help="the first N; 0 (default) is all")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
@@ -119,7 +127,8 @@ def main(argv: list[str] | None = None) -> None:
     ]
     print(format_table(header, lines))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    described = {"dtype": args.dtype, "temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
+    names = ("dtype", "temperature", "max_new_tokens", "tap_layers", "draft_tree")
+    described = {name: getattr(args, name) for name in names}
     report.write_json({"machine": report.machine(device), **described, "rows": rows}, args.json)
 
 

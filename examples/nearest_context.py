@@ -42,8 +42,8 @@ class NearestContext(sd.Drafter):
         """Propose what followed the nearest position."""
         proposals = []
         for sequence, limit in zip(sequences, limits, strict=True):
-            *_, last = features = self.features[sequence]  # of positions 0 to length - 2
-            nearest = int((features[:-1] @ last).argmax()) if len(features) > 1 else sequence.length
+            features = self.features[sequence]  # of positions 0 to length - 2: none for a prompt of one token
+            nearest = int((features[:-1] @ features[-1]).argmax()) if len(features) > 1 else sequence.length
             proposals.append(sequence.token_ids[nearest + 2 : nearest + 2 + limit])
         tokens = torch.tensor([token for proposal in proposals for token in proposal], dtype=torch.int64)
         return sd.Draft(tokens, [len(proposal) for proposal in proposals])

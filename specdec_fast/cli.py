@@ -1,4 +1,4 @@
-"""The command line: ``specdec-fast demo | chat | generate | batch | serve | train-drafter | verify | plan | ...``."""
+"""``specdec-fast demo | chat | generate | batch | serve | train-drafter | verify | plan | doctor``."""
 
 from __future__ import annotations
 

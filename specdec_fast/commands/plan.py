@@ -237,7 +237,7 @@ def _expect_positions(most: int | None, traffic: Traffic) -> None:
 def _known_memory(target: str, config: EngineConfig) -> EngineMemory | None:
     try:
         return least_memory(target, None, config)
-    except ConfigError:  # loading says what is wrong, or the config does not tell the sizes
+    except ConfigError:  # loading says what is wrong, or the config does not give the sizes
         return None
 
 

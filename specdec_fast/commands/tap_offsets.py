@@ -85,6 +85,6 @@ def agreements(
 
 
 def better(found: list[Agreement]) -> Agreement | None:
-    """Return the offset that agrees more often than offset 0 beyond accident, the best of them; None if none does."""
+    """Return the offset that agrees more often than offset 0 by more than three standard errors, the best; or None."""
     own = next(each for each in found if each.offset == 0)
     return max((each for each in found if each.is_above(own)), key=lambda each: each.rate, default=None)

@@ -73,7 +73,7 @@ def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
     least = Setting(1, 0, 1, config.kv_cache_tokens or 1)
     try:
         plain = least_memory(target, None, config)
-    except ConfigError:  # loading says what is wrong with it, or it has a size that its config does not tell
+    except ConfigError:  # loading says what is wrong with it, or its config does not give a size
         return draft
     if plain.total(least) > config.memory_bytes:
         raise budget_error(plain, config.memory_bytes, least)

@@ -135,7 +135,7 @@ def _on_meta(source: Any, dtype: torch.dtype | None) -> PreTrainedModel:
         raise ConfigError(f"cannot read the config of {source!r}: {' '.join(str(error).split())}") from error
     text = config.get_text_config(decoder=True)
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"the weights of {source!r} are quantised, so its config does not tell their bytes.")
+        raise ConfigError(f"the weights of {source!r} are quantised, so its config does not give their sizes.")
     dtype = dtype or config.dtype or text.dtype
     if dtype is None:
         raise ConfigError(f"the config of {source!r} names no dtype; pass dtype.")

@@ -6,7 +6,10 @@ import json
 
 import pytest
 
+import specdec_fast as sd
 from bench import drafters
+from specdec_fast.assets import demo_pair
+from support.medusa import named, random_heads, write_heads
 
 
 def test_a_row_per_drafter_and_batch_size(capsys):
@@ -19,3 +22,15 @@ def test_a_row_per_drafter_and_batch_size(capsys):
     assert report["rows"][1]["speedup_over_plain"] == pytest.approx(
         report["rows"][1]["tokens_per_second"] / report["rows"][0]["tokens_per_second"], rel=1e-2
     )
+
+
+def test_a_tree_of_medusa_heads(capsys, tmp_path):
+    config = json.loads((demo_pair() / "target" / "config.json").read_text())
+    write_heads(tmp_path, named(random_heads(config["vocab_size"], config["hidden_size"], num_heads=2), "safetensors"))
+    options = ["--drafts", f"medusa:{tmp_path}", "--num-prompts", "1", "--max-new-tokens", "4", "--batch-sizes", "1"]
+    drafters.main([*options, "--repeats", "1", "--draft-tree", "[[0], [1]]"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["draft_tree"] == [[0], [1]]
+    assert report["rows"][1]["num_drafts"] > 0
+    with pytest.raises(sd.ConfigError, match="has the node"):
+        drafters.main([*options, "--draft-tree", "[[0], [0, 0], [0, 0, 0]]"])

@@ -12,6 +12,7 @@ import specdec_fast as sd
 from specdec_fast.cli import main
 from specdec_fast.commands import plan as plan_module
 from specdec_fast.commands.plan import parse_bytes
+from specdec_fast.speculation_length.step_costs import StepCosts
 from support.commands import DRAFT, TARGET
 
 SHORT = {"prompt-tokens": 40, "new-tokens": 12}
@@ -34,8 +35,11 @@ def refused(capsys, *flags, **options):
     return capsys.readouterr().err
 
 
-def test_the_planned_engine_runs_within_the_budget(capsys):
+def test_the_planned_engine_runs_within_the_budget(capsys, monkeypatch):
+    costs = StepCosts({1: 1.0, 64: 1.1}, {0: 0.0, 1: 0.01, 64: 0.01})  # constants under which drafting pays
+    monkeypatch.setattr(plan_module.StepCosts, "measured", lambda *_: costs)
     report = planned(capsys, batch_sizes="1,2,4")
+    assert any(batch["config"]["num_draft_tokens"] for batch in report["batches"])
     assert report["measured"]
     assert [batch["batch_size"] for batch in report["batches"]] == [1, 2, 4]
     assert report["best"]["tokens_per_second"] == max(batch["tokens_per_second"] for batch in report["batches"])

@@ -55,6 +55,14 @@ def test_nearest_context(capsys, plain):
     assert int(found[1]) < 40, "some of its tokens are accepted"
 
 
+def test_nearest_context_of_a_prompt_of_one_token(plain):
+    """The first step has no hidden state to compare with."""
+    drafter = load("nearest_context.py")["NearestContext"]()
+    engine = sd.Engine(str(demo_pair() / "target"), drafter, num_draft_tokens=3)
+    (output,) = engine.generate([[5]], sd.SamplingParams(max_new_tokens=20))
+    assert output.raise_for_error().text == text_of(plain, [5], max_new_tokens=20)
+
+
 def test_batch_job(tmp_path, capsys, plain):
     lines = [{"prompt": PROMPT}, {"prompt": [0, -1]}, {"prompt": "Count from 3 to 9: 3,", "max_new_tokens": 3}]
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"

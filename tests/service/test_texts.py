@@ -12,6 +12,7 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.engine.output import ChunkMaker
 from specdec_fast.service import worker
+from support.programs import needs_programs
 
 STOPS = [(), (".",), ("the", "a "), ("\n",)]
 
@@ -70,6 +71,7 @@ def test_texts_of_threads_that_read_streams(engine, requests, whole):
     assert [found[i] for i in range(len(requests))] == [(output.text, output.finish_reason) for output in whole]
 
 
+@needs_programs
 def test_texts_are_made_while_the_model_verifies(engine, requests, whole, monkeypatch):
     """Before that, the model's thread would have to wait for Python's lock again and again."""
     target, seen = engine.engine.target, []
