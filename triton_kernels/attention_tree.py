@@ -85,8 +85,9 @@ def run_of(
     """
     own = tl.maximum(phase - 1, 0)
     path, is_last = paths + own * path_width, first_row + own >= last_row
-    parent_of_next = path + path_width + tl.load(path + path_width, mask=not is_last, other=0)
-    ends = is_last | (tl.load(parent_of_next, mask=not is_last, other=0) != first_row + own)
+    next_depth = tl.load(path + path_width, mask=not is_last, other=0)
+    parent_of_next = tl.load(path + path_width + next_depth, mask=next_depth > 0, other=-1)  # a root has none
+    ends = is_last | (parent_of_next != first_row + own)
     path_end = tl.where(phase == 0, prefix, tl.where(ends, prefix + tl.load(path) + 1, 0))
     takes_part = (phase == 0) | ((row >= begun) & (row <= own))
     return tl.where(takes_part, row_position, -1), path, path_end, tl.where(ends, phase, begun)

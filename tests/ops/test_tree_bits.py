@@ -34,13 +34,13 @@ PREFIXES = (0, 1, 31, 32, 47, 62, 63, 64, 100, 127)  # on both sides of the tile
 @dataclass(frozen=True)
 class Tree:
     prefix: int
-    parents: tuple[int, ...]  # of the rows; -1 for the first
+    parents: tuple[int, ...]  # of the rows; -1 for a root
 
     @property
     def paths(self) -> list[list[int]]:
         found: list[list[int]] = []
         for row, parent in enumerate(self.parents):
-            found.append([*(found[parent] if row else []), row])
+            found.append([*(found[parent] if parent >= 0 else []), row])
         return found
 
 
@@ -237,6 +237,7 @@ IN_TRITON = {
     "no_prefix": triton_case(Tree(0, LEVELS), Tree(1, (-1, 0, 0))),
     "tile_inside": triton_case(BUSHY, Tree(62, LEVELS)),
     "tile_begins": triton_case(Tree(64, LEVELS), Tree(63, (-1,))),
+    "several_roots": triton_case(Tree(7, (-1, -1)), Tree(60, (-1, 0, -1, -1, 2))),
     "piece_inside": triton_case(Tree(509, (-1, 0, 0, 1, 2, 3, 4))),
     "piece_begins": triton_case(Tree(512, (-1, 0, 0)), Tree(3, (-1, 0))),
     "several_programs": triton_case(Tree(60, LEVELS), heads=16, kv_heads=2),
