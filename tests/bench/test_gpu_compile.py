@@ -34,6 +34,7 @@ def kernels_in(cache: Path) -> set[Path]:
     return set(cache.rglob("*.cubin"))
 
 
+@pytest.mark.grid  # tests/ops/test_launches.py compares launches with what is compiled ahead of time, in less time
 def test_launches_find_what_was_compiled(tmp_path):
     """The task in a process of its own, as on a GPU; then Triton's own path from a launch to the compiler."""
     cache, out = tmp_path / "cache", tmp_path / "out"
