@@ -215,7 +215,7 @@ class EngineCore:
                 self._prefilling.compute(self._pools.pool(), chunk)
         ready = self._prefilling.ready(self.resident) if self._prefilling else self.resident
         if not ready:
-            self._row_limit.passed()  # a step that only prefills
+            self._prefilling.passed()
             return None
         self._in_step = self.scheduler.plan(ready)
         limits = draft_limits(self.length_policy, self._in_step)

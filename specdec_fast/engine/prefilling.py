@@ -31,11 +31,15 @@ class Prefilling:
         max_tokens: largest number of prompt tokens per step; None: all.
         row_limit: limits them further when memory has run out.
 
+    Attributes:
+        is_tapped: whether the drafter has taps.
+
     """
 
     def __init__(self, target: RaggedModel, drafter: Drafter, max_tokens: int | None, row_limit: RowLimit) -> None:
         self._target, self._drafter, self._max_tokens, self._row_limit = target, drafter, max_tokens, row_limit
         self._sequences: list[Sequence] = []
+        self.is_tapped = bool(drafter.taps)
 
     def __bool__(self) -> bool:
         """Return whether a sequence lacks entries."""
@@ -51,7 +55,7 @@ class Prefilling:
 
         Entries have the same bits each time, and hidden states too. The pages stay with the sequences.
         """
-        if self._drafter.taps:
+        if self.is_tapped:
             self.drop(sequences)
             for sequence in sequences:
                 sequence.target_kv_length = 0
@@ -90,12 +94,21 @@ class Prefilling:
         starts = {sequence: sequence.target_kv_length for sequence in chunk}
         prompts = {s: s.token_ids[:stop] for s, stop in chunk.items()}
         new = [sequence for sequence in chunk if not sequence.is_admitted]
-        if self._drafter.taps and new:
+        if self.is_tapped and new:
             drafting.admit(self._drafter, new)
-        prefill(self._target, pool, prompts, starts, self._observe if self._drafter.taps else None)
+        prefill(self._target, pool, prompts, starts, self._observe if self.is_tapped else None)
         for sequence, stop in chunk.items():
             sequence.target_kv_length = stop
         self._sequences = [s for s in self._sequences if s.target_kv_length < s.length - 1]
+
+    def passed(self) -> None:
+        """Count a step that only prefilled as one that did not run out of memory.
+
+        With taps it does not count: a step that fails has its prompts prefilled anew, in so many steps that they would
+        lift the limit before the next try, and nothing would ever end.
+        """
+        if not self.is_tapped:
+            self._row_limit.passed()
 
     def _observe(self, rows: list[Rows], hidden_states: Tensor) -> None:
         sequences: list[Sequence] = [each.owner for each in rows]  # type: ignore[misc]

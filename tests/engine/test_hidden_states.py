@@ -186,6 +186,23 @@ def test_a_step_without_memory_is_repeated_from_position_0(place, monkeypatch):
     assert engine.core.pool.is_vacant
 
 
+def test_a_request_whose_prompt_outlives_the_row_limit_ends_alone(monkeypatch):
+    """Each failure computes the prompt once more, in more steps than lift the limit if they counted."""
+    monkeypatch.setattr("specdec_fast.engine.row_limit._STEPS", 3)
+    engine = sd.Engine(model_of(), Recording(TAPS, lambda s, limit: [5] * limit), max_batch_size=2)
+    num_calls = []
+
+    def failing(*args):
+        num_calls.append(1)
+        assert len(num_calls) < 20, "no progress"
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(engine.target, "verify_step", failing)
+    (output,) = engine.generate(PROMPTS[6:], sd.SamplingParams(max_new_tokens=6))
+    assert isinstance(output.error, sd.RequestMemoryError)
+    assert engine.core.pool.is_vacant
+
+
 def test_wrong_taps_are_refused_when_the_engine_is_made():
     with pytest.raises(sd.DrafterError, match="contain 4; the target has 3 layers"):
         sd.Engine(model_of(), Recording((4,), None))
