@@ -53,7 +53,8 @@ class _State:
     def take(self, count: int) -> Tensor:
         """Remove and return the first ``count`` queued features, ``[count, H]``."""
         joined = self.queued[0] if len(self.queued) == 1 else torch.cat(self.queued)
-        self.queued, self.num_queued = [joined[count:]] if count < len(joined) else [], self.num_queued - count
+        # A copy: a view would keep the features of a whole prefill forward.
+        self.queued, self.num_queued = [joined[count:].clone()] if count < len(joined) else [], self.num_queued - count
         self.kv_length += count
         return joined[:count]
 
@@ -76,6 +77,7 @@ class Eagle3Drafter(Drafter):
             self.model: Eagle3Model = load_eagle3(Path(folder), context.target, context.config.tap_layers)
         self.taps = self.model.taps
         self._device = context.device
+        self.limit_prefill(context.config.max_prefill_tokens)
         self._states: dict[Sequence, _State] = {}
         self.pool: PagePool | None = None
 
@@ -110,6 +112,10 @@ class Eagle3Drafter(Drafter):
         widths = model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
         return rows * model.row_bytes + queued + num_sequences * widths * itemsize
 
+    def limit_prefill(self, max_prefill_tokens: int | None) -> None:
+        """Bound its forwards over queued features, as ``step_bytes`` counts them."""
+        self._most_rows = min(max_prefill_tokens or MAX_PREFILL_ROWS, MAX_PREFILL_ROWS)
+
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the present one if it is large enough and no interrupted call left pages."""
         self._states.clear()
@@ -133,7 +139,7 @@ class Eagle3Drafter(Drafter):
         """Project the features of prompts, and compute all rows but the last of each sequence."""
         projected = self.model.project(features).split([len(own) for own in positions])
         for sequence, rows in zip(sequences, projected, strict=True):
-            self._states[sequence].add(rows)
+            self._states[sequence].add(rows.clone() if len(rows) == 1 else rows)  # of more, `take` copies the last
         self._catch_up(sequences)
 
     @torch.inference_mode()
@@ -143,7 +149,8 @@ class Eagle3Drafter(Drafter):
         drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
         if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
-        if sum(self._states[sequence].num_queued for sequence in drafting) > MAX_PREFILL_ROWS:
+        most = max(self._most_rows, sum(drafting.values()) + len(drafting))
+        if sum(self._states[sequence].num_queued for sequence in drafting) > most:
             self._catch_up(list(drafting))
         return Draft(self._chains(drafting), limits)
 
@@ -183,7 +190,7 @@ class Eagle3Drafter(Drafter):
             state = self._states[sequence]
             if state.num_queued > 1:
                 rows.append(Rows(sequence, state.kv_length, state.num_queued - 1))
-        for some in _portions(rows):
+        for some in _portions(rows, self._most_rows):
             hidden = torch.cat([self._states[row.owner].take(row.count) for row in some])  # type: ignore[index]
             batch = lay_out(self._pool(), some, to_device(_tokens_after(some), self._device))
             self.model.forward(batch, self._pool(), hidden)
@@ -239,8 +246,8 @@ def _tokens_after(rows: list[Rows]) -> list[int]:
     return [token for s, start, count in rows for token in s.token_ids[start + 1 : start + count + 1]]  # type: ignore[attr-defined]
 
 
-def _portions(rows: list[Rows]) -> list[list[Rows]]:
-    """Split spans into forwards of at most ``MAX_PREFILL_ROWS`` rows."""
+def _portions(rows: list[Rows], most: int) -> list[list[Rows]]:
+    """Split spans into forwards of at most ``most`` rows."""
     portions: list[list[Rows]] = []
     left = 0
     for owner, start, count in rows:
@@ -248,7 +255,7 @@ def _portions(rows: list[Rows]) -> list[list[Rows]]:
         while done < count:
             if left == 0:
                 portions.append([])
-                left = MAX_PREFILL_ROWS
+                left = most
             size = min(left, count - done)
             portions[-1].append(Rows(owner, start + done, size))
             done, left = done + size, left - size

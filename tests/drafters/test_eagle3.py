@@ -183,3 +183,34 @@ def test_a_sequence_without_all_its_features_gets_no_draft(tmp_path, target, mod
     course.drafter.admit(sequences[1:])  # memory ran out: it was admitted again, but not prefilled
     draft = course.drafter.propose(sequences, [3, 3])
     assert draft.num_draft_tokens == [3, 0]
+
+
+def test_what_waits_of_a_prompt_keeps_no_memory_of_the_rest(tmp_path, target, model):
+    drafter = make(tmp_path, target, model, {}).drafter
+    rng = random.Random(0)
+    sequences = [new_sequence(i, length, sd.SamplingParams(), rng) for i, length in enumerate((2, 40))]
+    drafter.admit(sequences)
+    features = torch.cat([features_of(model, s.token_ids)[:-1] for s in sequences])
+    drafter.observe(sequences, [range(1), range(39)], features)
+    for sequence in sequences:
+        (queued,) = drafter._states[sequence].queued
+        assert queued.untyped_storage().nbytes() == queued.nbytes == drafter.model.hidden_size * 4
+
+
+def test_forwards_have_as_many_rows_as_the_memory_plan_counts(tmp_path, target, model, monkeypatch):
+    course = make(tmp_path, target, model, {})
+    sequences = [new_sequence(i, 30, sd.SamplingParams(), course.rng) for i in range(3)]
+    course.drafter.limit_prefill(8)
+    forward, num_rows = course.drafter.model.forward, []
+
+    def counted(batch, *args):
+        num_rows.append(len(batch.token_ids))
+        return forward(batch, *args)
+
+    monkeypatch.setattr(course.drafter.model, "forward", counted)
+    course.prefill(sequences)
+    for _ in range(10):
+        course.step(sequences, 0)
+    course.step(sequences, 2)
+    assert course.num_proposed
+    assert max(num_rows) <= max(8, 3 * (2 + 1))
