@@ -158,11 +158,11 @@ class EngineCore:
             return []
         step, self._launched = self._launched or self._launch_next(), None
         outputs = [] if step is None else self._outputs_of(step)
+        may_launch = step is not None and self._overlap
+        del step  # it keeps the logits of its rows, and the next launch allocates
         while self.failed:
             outputs.append(StepOutput(self.failed.pop(), [], "error"))
-        if step is None:
-            return outputs
-        if self._overlap:
+        if may_launch:
             try:
                 self._launched = self._launch_next()
             except Exception as error:

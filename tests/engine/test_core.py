@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -231,3 +232,24 @@ def test_a_drafter_learns_which_rows_were_accepted(pair):
     first, second = drafter.seen[0], drafter.seen[1]
     assert first == ([0, 1], [range(3), range(4, 5)], None), "rows 0 to 3 are the first sequence's, row 3 was rejected"
     assert second == first
+
+
+def test_nothing_of_a_finished_step_is_kept_while_the_next_one_is_launched(pair, monkeypatch):
+    """Its logits and hidden states are large."""
+    monkeypatch.setattr(EngineCore, "_overlap", True)
+    engine = sd.Engine(*pair, max_batch_size=4)
+    core = engine.core
+    for request in requests_of(engine)[:2]:
+        core.add(request)
+    launch, launched = core._launch_next, []
+
+    def watched():
+        assert all(step() is None for step in launched)
+        step = launch()
+        if step is not None:
+            launched.append(weakref.ref(step))
+        return step
+
+    monkeypatch.setattr(core, "_launch_next", watched)
+    drain(core)
+    assert len(launched) > 3
