@@ -104,6 +104,7 @@ class Engine:
             drafter.limit_prefill(self.config.max_prefill_tokens)
             if not self.memory_plan.has_drafter:
                 draft, drafter = None, make_drafter(None, self.target, self.config, self._ops, self.tokenizer)
+                self.target.use_taps(())
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
         is_asynchronous = self.target.layout.device.type != "cpu"

@@ -67,7 +67,7 @@ class HFModel:
         self.sliding_layers = sliding_layers(self.config, self.layout.num_layers)
 
     def use_taps(self, ids: tuple[int | str, ...]) -> None:
-        """Find where the taps ``ids`` are read, for forwards that want hidden states.
+        """Find where the taps ``ids`` are read, for forwards that want hidden states; () forgets them.
 
         Raises:
             UnsupportedModelError: the model has no such hidden states.
@@ -75,7 +75,8 @@ class HFModel:
         """
         probe = torch.arange(8, device=self.layout.device) % self.config.vocab_size
         with self._lock:
-            self.taps = Taps(self.model, ids, self.layout.num_layers, lambda: self.dense_logits(probe))
+            layers = self.layout.num_layers
+            self.taps = Taps(self.model, ids, layers, lambda: self.dense_logits(probe)) if ids else None
 
     def dense_hidden_states(self, token_ids: Tensor) -> Tensor:
         """Run the model on one sequence of ``n`` tokens as ``dense_logits`` does; return its taps ``[n, taps, H]``."""

@@ -131,8 +131,7 @@ class RaggedModel:
         """
         if self.program is not None:
             return self.program(batch.token_ids, batch, pool.pages, logit_rows, hidden_states)
-        graphs = self.graphs if batch.tree_mask is None else None  # no graph has a tree mask
-        logits = None if graphs is None else graphs.forward(batch, pool, logit_rows, hidden_states)
+        logits = None if self.graphs is None else self.graphs.forward(batch, pool, logit_rows, hidden_states)
         return self.hf.forward(batch, pool, logit_rows, hidden_states) if logits is None else logits
 
     def empty_hidden_states(self, num_rows: int) -> Tensor | None:
@@ -211,7 +210,7 @@ class RaggedModel:
             self.graphs = Graphs(self.model, self.hf.forward, self._capture, limits, partial(greedy_tokens, self.ops))
 
     def use_taps(self, taps: tuple[int | str, ...]) -> None:
-        """From now on compute hidden states for a drafter: its program is made again; () changes nothing.
+        """From now on compute hidden states for a drafter: its program is made again; () computes none any more.
 
         Args:
             taps: ``Drafter.taps``.
@@ -222,7 +221,7 @@ class RaggedModel:
 
         """
         ids = checked_taps(taps, self.layout.num_layers)
-        if not ids:
+        if not ids and self.hf.taps is None:
             return
         with named_failures(self.model):
             self.hf.use_taps(ids)
@@ -231,10 +230,8 @@ class RaggedModel:
                     self._compile()
                 except NotLowerableError as error:
                     raise UnsupportedModelError(f"the program of {self.name} has no taps {ids}: {error}") from error
-            probe = torch.arange(8, device=self.layout.device) % self.vocab_size
-            expected = self.hf.dense_hidden_states(probe)
-            name = f"{type(self.model).__name__} (taps {ids})"
-            check_reproduces(name, self._hidden_states, self.layout, self.page_size, probe, expected, "hidden states")
+            if ids:
+                self._expect_same_hidden_states(f"{type(self.model).__name__} (taps {ids})")
         self.release_memory()
 
     def release_memory(self) -> None:
@@ -267,6 +264,11 @@ class RaggedModel:
         self.program = self._executor(plan)
         self._watch = Watch(self.model, plan.baked)
 
+    def _expect_same_hidden_states(self, name: str) -> None:
+        probe = torch.arange(8, device=self.layout.device) % self.vocab_size
+        expected = self.hf.dense_hidden_states(probe)
+        check_reproduces(name, self._hidden_states, self.layout, self.page_size, probe, expected, "hidden states")
+
     def _hidden_states(self, batch: RaggedBatch, pool: PagePool) -> Tensor:
         hidden_states = self.empty_hidden_states(len(batch.token_ids))
         assert hidden_states is not None
@@ -274,8 +276,7 @@ class RaggedModel:
         return hidden_states
 
     def _expect_to_reproduce(self, token_ids: Tensor, dense_logits: Tensor) -> None:
-        name = type(self.model).__name__
-        check_reproduces(name, self.forward, self.layout, self.page_size, token_ids, dense_logits)
+        check_reproduces(type(self.model).__name__, self.forward, self.layout, self.page_size, token_ids, dense_logits)
 
     def expect_same_weights(self) -> None:
         """Check that the model is as it was when it was loaded. If it is not, its graphs are destroyed.

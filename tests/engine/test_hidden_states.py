@@ -203,6 +203,17 @@ def test_a_request_whose_prompt_outlives_the_row_limit_ends_alone(monkeypatch):
     assert engine.core.pool.is_vacant
 
 
+@pytest.mark.parametrize("executor", [pytest.param("program", marks=needs_programs), "pytorch"])
+def test_a_drafter_that_a_budget_drops_costs_no_hidden_states(executor, monkeypatch):
+    model = model_of()
+    expected = expected_of(model, executor)
+    monkeypatch.setattr(Recording, "step_bytes", lambda *args: 10**12)
+    engine = sd.Engine(model, Recording(TAPS, None), memory_bytes=10**8, **settings_of(executor))
+    assert engine.drafter.name == "none"
+    assert engine.target.empty_hidden_states(4) is None
+    assert results(engine.generate(PROMPTS, PARAMS)) == expected
+
+
 def test_wrong_taps_are_refused_when_the_engine_is_made():
     with pytest.raises(sd.DrafterError, match="contain 4; the target has 3 layers"):
         sd.Engine(model_of(), Recording((4,), None))
