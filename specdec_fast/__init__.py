@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         SpecDecError,
         StepError,
         TooManyDraftTokensError,
+        TrainingError,
         UnsupportedModelError,
         VocabularyMismatchError,
     )
@@ -113,6 +114,7 @@ __all__ = [
     "StepResult",
     "StreamChunk",
     "TooManyDraftTokensError",
+    "TrainingError",
     "TreeDrafter",
     "UnsupportedModelError",
     "VocabularyMismatchError",

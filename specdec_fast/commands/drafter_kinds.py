@@ -107,7 +107,7 @@ class MedusaKind(DrafterKind):
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
         """Fit the tree to the texts that were held out, and write the hub's format."""
         shape = [self._num_heads, min(_MOST_RANKS, self._config.vocab_size)]
-        counts = torch.zeros(shape[0], 1 + shape[1], dtype=torch.int64)
+        counts = torch.zeros(shape[0], 1 + shape[1], dtype=torch.int64, device="cpu")
         for token_ids, lengths, lesson in trainer.lessons(held_out):
             counts += hit_counts(self._module, lesson.features, token_ids, lengths, shape)
         rates = [[round(n / max(1, own[0]), 4) for n in own[1:]] for own in counts.tolist()]

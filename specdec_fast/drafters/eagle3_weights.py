@@ -97,7 +97,7 @@ def target_ids(config: Eagle3Config, weights: dict[str, Tensor]) -> Tensor | Non
     size, vocab_size = config.draft_vocab_size, config.layer.vocab_size
     if "d2t" not in weights:
         return None
-    ids = torch.arange(size) + weights["d2t"].long()
+    ids = torch.arange(size, device="cpu") + weights["d2t"].long()
     where = repr(str(config.folder))
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < size:
         raise ConfigError(
@@ -106,7 +106,7 @@ def target_ids(config: Eagle3Config, weights: dict[str, Tensor]) -> Tensor | Non
         )
     if "t2d" in weights and not torch.equal(weights["t2d"].bool().nonzero().flatten(), ids.sort().values):
         raise ConfigError(f"{where}: t2d and d2t name different ids; take an undamaged checkpoint.")
-    return None if size == vocab_size and torch.equal(ids, torch.arange(size)) else ids
+    return None if size == vocab_size and torch.equal(ids, torch.arange(size, device="cpu")) else ids
 
 
 def _shapes(config: Eagle3Config, num_taps: int) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:

@@ -158,8 +158,8 @@ def save_drafter(
         del weights["embed_tokens.weight"]  # the target's own
     if draft_ids is not None:
         ids = draft_ids.cpu()
-        weights["d2t"] = ids - torch.arange(len(ids))
-        weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        weights["d2t"] = ids - torch.arange(len(ids), device="cpu")
+        weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool, device="cpu").index_fill_(0, ids, True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600
     config = {

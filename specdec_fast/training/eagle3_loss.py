@@ -94,7 +94,7 @@ def agreement(module: DrafterModule, token_ids: Tensor, lesson: Lesson, num_step
         ``[num_steps, 2]`` int64: per step, positions that agree, and all positions.
 
     """
-    counts = torch.zeros(num_steps, 2, dtype=torch.int64)
+    counts = torch.zeros(num_steps, 2, dtype=torch.int64, device="cpu")
     for step, logits in enumerate(module.unroll(lesson.features, token_ids, num_steps)):
         valid = lesson.counts[:, step + 1 :]
         agrees = (logits.argmax(-1) == lesson.best[:, step + 1 :]) & valid

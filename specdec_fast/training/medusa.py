@@ -113,7 +113,7 @@ def hit_counts(module: DrafterModule, features: Tensor, token_ids: Tensor, lengt
 
     """
     num_depths, num_ranks = shape
-    counts = torch.zeros(num_depths, 1 + num_ranks, dtype=torch.int64)
+    counts = torch.zeros(num_depths, 1 + num_ranks, dtype=torch.int64, device="cpu")
     reached = torch.ones_like(token_ids, dtype=torch.bool)
     for depth, logits in enumerate(module.unroll(features, token_ids, num_depths)):
         positions = torch.arange(2 + depth, token_ids.shape[1], device=token_ids.device)

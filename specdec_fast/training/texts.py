@@ -91,7 +91,7 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
     """
     texts: list[list[int]] = []
     first = [] if prompts else [_first_token(engine)]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     total, num_begun, size = 0, 0, max(1, min(_CALL, num_tokens // _TYPICAL) // 2)
     with tqdm(total=num_tokens, desc="texts", unit="token", unit_scale=True) as bar:
         while total < num_tokens:
@@ -102,7 +102,7 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
                 new += _written(engine, prompts[begun.start : begun.stop], longest, None)
             else:
                 new = _written(engine, [first] * size, longest, seeds)
-                cuts = torch.randint(2, _LONGEST_PROMPT, (len(new),), generator=generator).tolist()
+                cuts = torch.randint(2, _LONGEST_PROMPT, (len(new),), generator=generator, device="cpu").tolist()
                 beginnings = [text[: min(cut, len(text) - 1)] for text, cut in zip(new, cuts, strict=True)]
                 new += _written(engine, beginnings, longest, None)
             if not new:
@@ -113,7 +113,7 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
             added = sum(map(len, new))
             total, num_begun = total + added, begun.stop
             bar.update(added)
-    order = torch.randperm(len(texts), generator=generator).tolist()
+    order = torch.randperm(len(texts), generator=generator, device="cpu").tolist()
     return Texts.of([texts[i] for i in order])
 
 

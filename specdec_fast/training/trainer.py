@@ -104,7 +104,7 @@ class Trainer:
 
     def evaluate(self, texts: list[Tensor]) -> list[float]:
         """Return, for each drafted token in a row, how often it is the target's own choice on ``texts``."""
-        total = torch.zeros(self.recipe.num_steps, 2, dtype=torch.int64)
+        total = torch.zeros(self.recipe.num_steps, 2, dtype=torch.int64, device="cpu")
         for token_ids, _, lesson in self.lessons(texts):
             total += agreement(self.module, token_ids, lesson, self._steps(token_ids))
         return [agreed / max(1, count) for agreed, count in total.tolist()]
@@ -188,12 +188,12 @@ class Trainer:
 
     def _batches(self, epoch: int) -> Iterator[list[Tensor]]:
         """Yield the batches of one pass, in an order that the seed and the pass decide."""
-        order = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + epoch)
-        texts = [self._texts[i] for i in torch.randperm(len(self._texts), generator=order).tolist()]
+        order = torch.Generator(device="cpu").manual_seed(self.recipe.seed * 1_000_003 + epoch)
+        texts = [self._texts[i] for i in torch.randperm(len(self._texts), generator=order, device="cpu").tolist()]
         together = max(1, _SORTED_TOGETHER * self.recipe.batch_tokens * len(texts) // max(1, sum(map(len, texts))))
         for start in range(0, len(texts), together):
             batches = list(_grouped(sorted(texts[start : start + together], key=len), self.recipe.batch_tokens))
-            yield from (batches[i] for i in torch.randperm(len(batches), generator=order).tolist())
+            yield from (batches[i] for i in torch.randperm(len(batches), generator=order, device="cpu").tolist())
 
 
 def _grouped(texts: list[Tensor], batch_tokens: int) -> Iterator[list[Tensor]]:

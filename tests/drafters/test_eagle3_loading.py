@@ -223,7 +223,7 @@ def test_folders_of_models_are_not_taken_for_drafters(tmp_path, model):
     assert not is_eagle3(tmp_path / "nowhere")
 
 
-def test_kind_without_a_folder_is_refused(model):
-    assert list(CHECKPOINT_DRAFTERS) == ["eagle3"]
-    with pytest.raises(sd.ConfigError, match="pass 'eagle3:FOLDER'"):
-        sd.Engine(model, "eagle3")
+@pytest.mark.parametrize("kind", list(CHECKPOINT_DRAFTERS))
+def test_kind_without_a_folder_is_refused(model, kind):
+    with pytest.raises(sd.ConfigError, match=f"pass '{kind}:FOLDER'"):
+        sd.Engine(model, kind)
