@@ -106,7 +106,7 @@ def hit_counts(module: DrafterModule, features: Tensor, token_ids: Tensor, lengt
         features: ``[B, L, feature_size]`` of texts.
         token_ids: ``[B, L]`` int64, the texts, padded at the end.
         lengths: ``[B]``.
-        shape: ``[depths, ranks]`` to count; fewer depths than L.
+        shape: ``[depths, ranks]`` to count; texts of L tokens have L - 2 depths at most.
 
     Returns:
         ``[depths, 1 + ranks]`` int64: the number of positions that were looked at, then those of each rank.
@@ -115,7 +115,7 @@ def hit_counts(module: DrafterModule, features: Tensor, token_ids: Tensor, lengt
     num_depths, num_ranks = shape
     counts = torch.zeros(num_depths, 1 + num_ranks, dtype=torch.int64, device="cpu")
     reached = torch.ones_like(token_ids, dtype=torch.bool)
-    for depth, logits in enumerate(module.unroll(features, token_ids, num_depths)):
+    for depth, logits in enumerate(module.unroll(features, token_ids, min(num_depths, token_ids.shape[1] - 2))):
         positions = torch.arange(2 + depth, token_ids.shape[1], device=token_ids.device)
         valid = reached[:, : len(positions)] & (positions < lengths[:, None])
         best = logits[:, : len(positions)].topk(num_ranks, dim=-1).indices

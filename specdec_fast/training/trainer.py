@@ -106,7 +106,8 @@ class Trainer:
         """Return, for each drafted token in a row, how often it is the target's own choice on ``texts``."""
         total = torch.zeros(self.recipe.num_steps, 2, dtype=torch.int64, device="cpu")
         for token_ids, _, lesson in self.lessons(texts):
-            total += agreement(self.module, token_ids, lesson, self._steps(token_ids))
+            found = agreement(self.module, token_ids, lesson, self._steps(token_ids))
+            total[: len(found)] += found  # short texts have fewer steps
         return [agreed / max(1, count) for agreed, count in total.tolist()]
 
     def lessons(self, texts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor, Lesson]]:

@@ -176,6 +176,16 @@ def test_the_first_batches_unroll_fewer_steps(target, texts, tmp_path, monkeypat
     assert counts == [2] * half + [STEPS] * (trainer.num_steps - half)
 
 
+def test_texts_shorter_than_the_steps_are_evaluated(target, texts, tmp_path):
+    recipe = Recipe(batch_tokens=9, num_steps=5)
+    trainer = made(target, texts, tmp_path, recipe=recipe)
+    shares = trainer.evaluate([torch.tensor([1, 2, 3, 4])])
+    assert len(shares) == 5
+    assert shares[2:] == [0.0, 0.0, 0.0]
+    longer = trainer.evaluate([torch.arange(9)])
+    assert trainer.evaluate([torch.arange(4), torch.arange(9)])[2:] == longer[2:]
+
+
 def test_diverged_training_is_an_error(target, texts, tmp_path):
     trainer = made(target, texts, tmp_path)
     trainer.module.fc.weight.data.fill_(torch.nan)

@@ -94,6 +94,14 @@ def test_hits_are_counted_by_depth_and_rank():
     assert counts.tolist() == [[6, 3, 2], [3, 1, 1]]
 
 
+def test_texts_shorter_than_the_heads_are_counted_as_far_as_they_go(target):
+    token_ids, lengths = padded([torch.arange(4)], CPU)
+    features = Teacher(target, (3,), None).lesson(token_ids, lengths).features
+    counts = hit_counts(new_heads(target, 5), features, token_ids, lengths, [5, VOCAB_SIZE])
+    assert counts[:, 0].tolist() == [2, 1, 0, 0, 0]
+    assert counts[:, 1:].sum(1).tolist() == [2, 1, 0, 0, 0]
+
+
 def test_an_output_layer_with_a_bias_is_refused(target):
     model = nn.Module()
     model.get_output_embeddings = lambda: nn.Linear(4, 5)
