@@ -105,7 +105,10 @@ def read_acceptance(source: str, most: int = MOST_DRAFT_TOKENS) -> list[float]:
         data = json.loads(Path(source).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"acceptance {source}: neither a probability nor a JSON file: {error}.") from None
-    found = _acceptance_of(data)
+    try:
+        found = _acceptance_of(data)
+    except (TypeError, ValueError, KeyError, AttributeError):  # JSON of another shape
+        found = None
     if found is None:
         raise ConfigError(
             f"acceptance {source}: expected a report of bench.engine with a fixed K, statistics with num_drafts and "

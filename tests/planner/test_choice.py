@@ -131,7 +131,15 @@ def test_acceptance_as_a_number():
     assert read_acceptance("0.6", 2) == [0.6, 0.6]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"comparisons": []}', '{"acceptance": 1.5}', '{"acceptance": []}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"comparisons": []}', '{"acceptance": 1.5}', '{"acceptance": []}', '{"acceptance": {"a": 1}}',
+     '{"rows": [1]}', '{"rows": {"a": 1}}', '{"rows": 5}',
+     '{"rows": [{"num_draft_tokens": 2, "accepted_histogram": {"a": 1, "b": 2}}]}',
+     '{"rows": [{"num_draft_tokens": 2, "accepted_histogram": 5}]}',
+     '{"num_drafts": "x", "accepted_per_position": [1]}', '{"num_drafts": 2, "accepted_per_position": 1}',
+     '{"num_drafts": 2, "accepted_per_position": ["x"]}'],
+)  # fmt: skip
 def test_files_without_acceptance_are_refused(tmp_path, content):
     path = tmp_path / "report.json"
     path.write_text(content)
