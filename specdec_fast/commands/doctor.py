@@ -20,6 +20,7 @@ from specdec_fast.models.loading import load_model
 from specdec_fast.ops import BACKENDS, availability, resolve
 
 _PACKAGES = ("specdec-fast", "torch", "transformers", "triton", "flash-attn", "numpy")
+_NUM_TOKENS = 400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     taps.add_argument("--drafter", metavar="D", help="as --draft of generate: eagle3:FOLDER, or the folder")
     taps.add_argument("--target", help="name or folder of its target")
     taps.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="(default: those of the bundled pair)")
-    taps.add_argument("--num-tokens", type=int, default=400, metavar="N", help="tokens to write (default: 400)")
+    taps.add_argument("--num-tokens", type=int, metavar="N", help=f"tokens to write (default: {_NUM_TOKENS})")
     taps.add_argument("--dtype", default=None, help="of the target (default: the checkpoint's)")
     add_tap_layers(taps)
     add_backend_options(taps)
@@ -38,6 +39,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the report. With --drafter, exit status 1 if it agrees more often at other taps."""
     if args.drafter or args.target:
         return _check_taps(args)
+    for option in ("prompts", "num_tokens", "dtype", "tap_layers"):
+        if getattr(args, option) is not None:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is for the check of a drafter; pass --drafter and --target."
+            )
     _report()
     return 0
 
@@ -52,8 +58,9 @@ def _check_taps(args: argparse.Namespace) -> int:
         tap_layers=args.tap_layers,
     )
     prompts = _prompts(args.prompts or demo_pair() / "prompts.jsonl")
+    num_tokens = _NUM_TOKENS if args.num_tokens is None else args.num_tokens
     target = load_model(args.target, EngineConfig(dtype=args.dtype).dtype, config.device)  # type: ignore[arg-type]
-    found = agreements(target, args.drafter, config, prompts, args.num_tokens)
+    found = agreements(target, args.drafter, config, prompts, num_tokens)
     rows = [(f"{a.offset:+}", ",".join(map(str, a.taps)), f"{a.rate:.1%}", a.num_drafts) for a in found]
     print(format_table(("offset", "layers", "agreement", "draft tokens"), rows))
     other = better(found)

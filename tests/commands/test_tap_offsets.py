@@ -91,6 +91,14 @@ def test_a_drafter_and_a_target_belong_together(option, capsys):
     assert "--drafter and --target belong together" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options", [["--prompts", "x.jsonl"], ["--num-tokens", "400"], ["--dtype", "float32"], ["--tap-layers", "1,2"]]
+)
+def test_options_of_the_check_need_a_drafter(options, capsys):
+    assert main(["doctor", *options]) == 2
+    assert f"{options[0]} is for the check of a drafter" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("accepted", "is_better"), [(100, False), (115, False), (140, True)])
 def test_a_difference_that_may_be_noise_gives_no_warning(accepted, is_better):
     """Of 200 draft tokens each: three standard errors are 15 points."""
