@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     recipe.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (default: 0)")
     recipe.add_argument(
-        "--checkpoint-minutes", type=float, default=5.0, metavar="X", help="between two (default: %(default)s)"
+        "--checkpoint-minutes", type=_minutes, default=5.0, metavar="X", help="between two (default: %(default)s)"
     )
     add_tap_layers(parser, "2, half of the layers, the last but 3")
     add_backend_options(parser)
@@ -181,21 +183,31 @@ def _processor() -> str:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
-    return value
+    with suppress(ValueError):
+        if (value := int(text)) >= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
 
 
 def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return value
+    if 0 <= (value := _number(text)) <= 1:
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
 
 
 def _rate(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
+    if 0 < (value := _number(text)) < 1:
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+
+
+def _minutes(text: str) -> float:
+    if (value := _number(text)) >= 0:
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes")
+
+
+def _number(text: str) -> float:
+    with suppress(ValueError):
+        return float(text)
+    return math.nan  # which is in no range

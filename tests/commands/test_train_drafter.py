@@ -73,6 +73,19 @@ def test_medusa_heads_and_their_tree(folder, tmp_path, capsys):
     assert "--tree-nodes 65: expected at most 64" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [("--epochs", "x", "'x' is not a positive integer"), ("--epochs", "0", "'0' is not a positive integer"),
+     ("--early-share", "x", "'x' is not a number from 0 to 1"), ("--learning-rate", "nan", "'nan' is not a number bet"),
+     ("--checkpoint-minutes", "-1", "'-1' is not a number of min"), ("--checkpoint-minutes", "nan", "'nan' is not a"),
+     ("--checkpoint-minutes", "x", "'x' is not a number of minutes")],
+)  # fmt: skip
+def test_numbers_out_of_range_are_refused(tmp_path, capsys, option, text, message):
+    with pytest.raises(SystemExit):
+        train(tmp_path, f"{option}={text}")
+    assert message in capsys.readouterr().err
+
+
 def test_what_is_wrong_is_one_line(folder, tmp_path, capsys):
     def says(*options, into=tmp_path):
         assert train(into, *options) == 2
