@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec_fast.commands.common import add_backend_options, drafter_names, format_table
+from specdec_fast.commands.common import add_backend_options, add_drafter_options, drafter_names, format_table
 from specdec_fast.config import EngineConfig, expect_at_least
 from specdec_fast.drafters import checked_draft, is_draft_model
 from specdec_fast.engine.engine import Engine
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--target", help="name or folder of a Hugging Face causal model")
     parser.add_argument("--draft", help=f"the same for the draft; or {drafter_names()}")
+    add_drafter_options(parser)
     parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
     parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="the budget, such as 24GiB, 8GB or bytes")
     parser.add_argument("--prompt-tokens", type=int, default=1024, metavar="N", help="of a request (default: 1024)")
@@ -176,6 +177,8 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         device=args.device,
         backend=args.backend,
         enforce_eager=args.enforce_eager,
+        tap_layers=args.tap_layers,
+        draft_tree=args.draft_tree,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from specdec_fast.commands.common import (
     add_backend_options,
+    add_drafter_options,
     drafter_names,
     expect_writable,
     format_table,
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
     parser.add_argument("--draft", required=True, nargs="+", help=f"the same for drafts; or {drafter_names()}")
+    add_drafter_options(parser)
     parser.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="one JSON object per line")
     methods = [PLAIN, *SCHEDULERS]
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods, help="default: all")
@@ -97,7 +99,13 @@ def matrix_of(args: argparse.Namespace) -> Matrix:
     return Matrix(
         target=args.target,
         drafts=tuple(name for name in args.draft if name != NO_DRAFT),
-        config=EngineConfig(device=args.device, backend=args.backend, enforce_eager=args.enforce_eager),
+        config=EngineConfig(
+            device=args.device,
+            backend=args.backend,
+            enforce_eager=args.enforce_eager,
+            tap_layers=args.tap_layers,
+            draft_tree=args.draft_tree,
+        ),
         dtypes=tuple(args.dtypes),
         samplings={text: _sampling(text, args) for text in args.sampling},
         methods=tuple(args.methods),

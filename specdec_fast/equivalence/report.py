@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import DRAFTERS
+from specdec_fast.drafters import is_draft_model
 from specdec_fast.engine.engine import Engine
 from specdec_fast.equivalence.compare import (
     Comparison,
@@ -115,7 +115,7 @@ class Models:
         self.target: PreTrainedModel = self.alone.target.model
         device = self.alone.target.layout.device
         self.drafts: dict[str, Any] = {
-            name: name if name in DRAFTERS else load_model(name, config.dtype, device)  # type: ignore[arg-type]
+            name: load_model(name, config.dtype, device) if is_draft_model(name) else name  # type: ignore[arg-type]
             for name in matrix.drafts
         }
         self._by_transformers: dict[int, list[list[int]]] = {}

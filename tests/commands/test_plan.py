@@ -13,7 +13,7 @@ from specdec_fast.cli import main
 from specdec_fast.commands import plan as plan_module
 from specdec_fast.commands.plan import parse_bytes
 from specdec_fast.speculation_length.step_costs import StepCosts
-from support.commands import DRAFT, TARGET
+from support.commands import DRAFT, EAGLE3, TARGET
 
 SHORT = {"prompt-tokens": 40, "new-tokens": 12}
 COMPUTED = ["--no-measure", "--bandwidth", "100", "--peak", "1"]
@@ -77,6 +77,13 @@ def test_without_measuring_nothing_is_loaded(capsys, monkeypatch):
     plain = planned(capsys, *COMPUTED, draft="none")
     assert plain["best"]["config"]["num_draft_tokens"] == 0
     assert planned(capsys, *COMPUTED, draft="ngram", batch_sizes=1)["best"]["config"]["num_draft_tokens"] == 8
+
+
+def test_a_drafter_that_is_a_checkpoint_has_its_options(capsys):
+    flags = ["--tap-layers", "1,2,3", "--draft-tree", "chain"]
+    report = planned(capsys, *flags, draft=EAGLE3, batch_sizes=1)
+    assert report["best"]["terms"]["target weights"] > 0
+    assert "the taps of" in refused(capsys, "--tap-layers", "1,2,9", draft=EAGLE3)
 
 
 def test_batch_sizes_that_do_not_fit_are_shown(capsys):

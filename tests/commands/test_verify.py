@@ -11,7 +11,7 @@ from specdec_fast.cli import build_parser
 from specdec_fast.commands import verify
 from specdec_fast.engine.engine import Engine
 from specdec_fast.equivalence.compare import best_logits, transformers_greedy
-from support.commands import DRAFT, TARGET, options_of, run_verify
+from support.commands import DRAFT, EAGLE3, TARGET, options_of, run_verify
 
 
 def test_verify_reports_every_setting_and_what_it_is_worth(in_folder, capsys, prompt_ids):
@@ -55,6 +55,16 @@ def test_verify_takes_auto_for_a_k(in_folder, prompt_ids):
     assert status == 0
     assert [c["num_draft_tokens"] for c in report["comparisons"]] == [2, "auto"]
     assert [c["num_draft_tokens"] for c in report["control"]] == ["auto"], "the most rows"
+
+
+def test_verify_takes_drafters_that_are_checkpoints(in_folder, prompt_ids):
+    options = {"draft": EAGLE3, "tap-layers": "1,2,3", "batch-sizes": 1, "methods": "eqspec", "num-draft-tokens": 2}
+    status, report = run_verify(in_folder, prompt_ids[1:2], **options)
+    assert status == 0
+    assert len(report["comparisons"]) == 1
+    words = {"target": TARGET, "draft": EAGLE3, "prompts": "p.jsonl", "tap-layers": "0,1,2", "draft-tree": "chain"}
+    matrix = verify.matrix_of(build_parser().parse_args(["verify", *options_of(words)]))
+    assert (matrix.config.tap_layers, matrix.config.draft_tree) == ((0, 1, 2), "chain")
 
 
 def test_verify_draws_its_report(in_folder, prompt_ids):

@@ -12,6 +12,7 @@ from specdec_fast.cli import main
 from support.source_tree import ROOT
 
 TARGET, DRAFT = (str(demo_pair() / which) for which in ("target", "draft"))
+EAGLE3 = f"eagle3:{demo_pair() / 'eagle3'}"
 PAIR = ["--target", TARGET, "--draft", DRAFT, "--dtype", "float32"]
 RUN = "import sys, torch; torch.set_num_threads(1)\nfrom specdec_fast.cli import main\nsys.exit(main(sys.argv[1:]))"
 
