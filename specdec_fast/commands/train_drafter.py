@@ -8,6 +8,7 @@ import math
 import platform
 import sys
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from specdec_fast.models.loading import load_model
 from specdec_fast.training.texts import Texts, write_texts
 from specdec_fast.training.trainer import Recipe, Trainer
 
-_TEXTS, _REPORT = "texts.safetensors", "report.json"
+_TEXTS, _TEXT_SETTINGS, _REPORT = "texts.safetensors", "texts.json", "report.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +78,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write texts, train, and measure the agreement on texts that were held out."""
+    """Write texts, train, and measure the agreement on texts that were held out. Exit status 130 on an interrupt."""
     _expect_folder(args)
+    try:
+        return _train(args)
+    except KeyboardInterrupt:
+        rest = "--resume goes on from here" if (args.output / _TEXTS).exists() else "no texts were kept"
+        print(f"specdec-fast train-drafter: interrupted; {rest}.", file=sys.stderr)
+        return 130
+
+
+def _train(args: argparse.Namespace) -> int:
     config = EngineConfig(
         max_batch_size=args.batch_size,
         dtype=args.dtype,
@@ -91,7 +101,10 @@ def run(args: argparse.Namespace) -> int:
     torch.manual_seed(args.seed)
     texts = _texts(args, target, config)
     if args.held_out >= len(texts.lengths):
-        raise ConfigError(f"--held-out {args.held_out}, but there are {len(texts.lengths)} texts; raise --text-tokens.")
+        raise ConfigError(
+            f"--held-out {args.held_out}, but there are {len(texts.lengths)} texts; lower it, or write more into "
+            "another folder: raise --text-tokens."
+        )
     learnt, held_out = texts.split(args.held_out)
     module, teacher = kind.start(texts)
     recipe = Recipe(
@@ -110,8 +123,7 @@ def run(args: argparse.Namespace) -> int:
         trainer.run(60 * args.checkpoint_minutes)
     except KeyboardInterrupt:
         trainer.save()
-        print("specdec-fast train-drafter: interrupted; --resume goes on from here.", file=sys.stderr)
-        return 130
+        raise
     trainer.save()
     report = _report(args, trainer, texts, trainer.evaluate(held_out)) | kind.save(trainer, held_out, args.output)
     (args.output / _REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -132,8 +144,9 @@ def _expect_folder(args: argparse.Namespace) -> None:
 
 
 def _texts(args: argparse.Namespace, target: Any, config: EngineConfig) -> Texts:
-    path = args.output / _TEXTS
+    path, settings = args.output / _TEXTS, _text_settings(args, target)
     if args.resume and path.exists():
+        _expect_settings(args.output / _TEXT_SETTINGS, settings)
         return Texts.load(path)
     lines = [] if args.prompts is None else read_prompts(args.prompts)
     if wrong := next((line for line in lines if line.problem is not None), None):
@@ -141,8 +154,44 @@ def _texts(args: argparse.Namespace, target: Any, config: EngineConfig) -> Texts
     engine = Engine(target, None, config)
     prompts = [line.prompt for line in lines]
     texts = write_texts(engine, prompts, args.text_tokens, args.max_new_tokens, args.seed)
+    (args.output / _TEXT_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     texts.save(path)
     return texts
+
+
+def _text_settings(args: argparse.Namespace, target: Any) -> dict[str, Any]:
+    """Return the options on which the texts depend; of the prompts, a digest: the file may be moved."""
+    try:
+        digest = None if args.prompts is None else sha256(args.prompts.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(args.prompts)!r}: {error.strerror}.") from None
+    return {
+        "target": args.target,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "prompts": digest,
+        "text_tokens": args.text_tokens,
+        "max_new_tokens": args.max_new_tokens,
+        "seed": args.seed,
+    }
+
+
+def _expect_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Check that the texts are those of this command. Texts without settings came from elsewhere."""
+    if not path.exists():
+        return
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        written = None
+    if not isinstance(written, dict):
+        raise ConfigError(f"{str(path)!r} is damaged; delete it and the texts beside it.")
+    for name, value in settings.items():
+        if (before := written.get(name)) != value:
+            way = "other prompts" if name == "prompts" else f"{before}, not {value}"
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: the texts in {str(path.parent)!r} were written with {way}; pass the same "
+                "options, or another folder."
+            )
 
 
 def _report(args: argparse.Namespace, trainer: Trainer, texts: Texts, agreement: list[float]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,14 @@ class Teacher:
             vocab_size = target.config.get_text_config(decoder=True).vocab_size
             self._draft_id_of = torch.full((vocab_size,), -1, device=draft_ids.device)
             self._draft_id_of[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides its lessons: a training that goes on needs the same."""
+        return {
+            "target": getattr(self._target.config, "_name_or_path", ""),
+            "dtype": str(self._target.dtype).removeprefix("torch."),
+            "tap_layers": list(self._tap_layers),
+        }
 
     @torch.no_grad()
     def lesson(self, token_ids: Tensor, lengths: Tensor) -> Lesson:

@@ -48,8 +48,10 @@ class Texts:
         return texts[: len(texts) - num_held_out], texts[len(texts) - num_held_out :]
 
     def save(self, path: Path) -> None:
-        """Write one safetensors file."""
-        save_file({"token_ids": self.token_ids, "lengths": self.lengths}, path)
+        """Write one safetensors file; an interrupt leaves none."""
+        unfinished = path.with_suffix(".unfinished")
+        save_file({"token_ids": self.token_ids, "lengths": self.lengths}, unfinished)
+        unfinished.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Texts:

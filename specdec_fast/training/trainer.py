@@ -144,15 +144,25 @@ class Trainer:
             state = torch.load(self._state_file, map_location=self.device, weights_only=True)
         except (RuntimeError, UnpicklingError, EOFError, OSError) as error:
             raise ConfigError(f"{str(self._state_file)!r} cannot be read ({error}); {remedy}.") from error
-        if not isinstance(state, dict) or state.get("recipe") != self._identity():
-            raise ConfigError(f"{str(self._state_file)!r} was written with other settings; {remedy}.")
+        before = state.get("recipe") if isinstance(state, dict) else None
+        if not isinstance(before, dict):
+            raise ConfigError(f"{str(self._state_file)!r} is no checkpoint of a training; {remedy}.")
+        if others := [name for name, value in self._identity().items() if before.get(name) != value]:
+            raise ConfigError(
+                f"{str(self._state_file)!r} was written with other settings ({', '.join(others)}); {remedy}."
+            )
         self.module.load_state_dict(state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
 
     def _identity(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self.module.named_parameters()}
-        return {**asdict(self.recipe), "texts": sum(map(len, self._texts)), "shapes": shapes}
+        return {
+            **asdict(self.recipe),
+            **self._teacher.identity(),
+            "texts": sum(map(len, self._texts)),
+            "shapes": shapes,
+        }
 
     def _train_on(self, batch: list[Tensor]) -> float:
         token_ids, lengths = padded(batch, self.device)

@@ -19,6 +19,7 @@ from specdec_fast.ops import resolve
 TARGET = str(demo_pair() / "target")
 SMALL = ["--hidden-size", "32", "--tap-layers", "1,2,3", "--text-tokens", "200", "--max-new-tokens", "16"]
 SMALL += ["--held-out", "2", "--epochs", "1", "--batch-tokens", "128", "--learning-rate", "0.003"]
+RESUMED = ["--draft-vocab-size", "400", "--resume"]
 
 
 def train(folder, *options):
@@ -73,6 +74,21 @@ def test_medusa_heads_and_their_tree(folder, tmp_path, capsys):
     assert "--tree-nodes 65: expected at most 64" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["write_texts", "Trainer.run", "Trainer.evaluate"])
+def test_an_interrupt_is_one_line(folder, tmp_path, capsys, monkeypatch, place):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    if place != "write_texts":
+        (tmp_path / "texts.safetensors").write_bytes((folder / "texts.safetensors").read_bytes())
+    monkeypatch.setattr(f"specdec_fast.commands.train_drafter.{place}", interrupted)
+    assert train(tmp_path, "--resume") == 130
+    error = capsys.readouterr().err
+    assert ("no texts were kept" if place == "write_texts" else "--resume goes on from here") in error
+    kept = ["texts.safetensors", "training_state.pt"] if place != "write_texts" else []
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
+
 @pytest.mark.parametrize(
     ("option", "text", "message"),
     [("--epochs", "x", "'x' is not a positive integer"), ("--epochs", "0", "'0' is not a positive integer"),
@@ -93,12 +109,18 @@ def test_what_is_wrong_is_one_line(folder, tmp_path, capsys):
         return line
 
     assert "is not empty; pass --resume" in says(into=folder)
-    assert "written with other settings" in says("--draft-vocab-size", "400", "--resume", "--seed", "9", into=folder)
+    assert "written with other settings (epochs)" in says(*RESUMED, "--epochs", "2", into=folder)
+    assert "written with other settings (tap_layers)" in says(*RESUMED, "--tap-layers", "0,1,2", into=folder)
+    assert "--seed: the texts" in says(*RESUMED, "--seed", "9", into=folder)
+    assert "--dtype: the texts" in says(*RESUMED, "--dtype", "float32", into=folder)
+    assert "--text-tokens: the texts" in says(*RESUMED, "--text-tokens", "300", into=folder)
     assert "tap layers (1, 9)" in says("--tap-layers", "1,9")
     assert "hidden size 256 would have" in says("--hidden-size", "256", "--resume", into=folder)
     assert "raise --text-tokens" in says("--held-out", "5000", "--resume", into=folder)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "One day"}\n{"text": 1}\n')
     assert "prompts.jsonl, line 2" in says("--prompts", str(prompts), "--resume")
+    assert "--prompts: the texts" in says(*RESUMED, "--prompts", str(prompts), into=folder)
+    assert "cannot read" in says("--prompts", "nowhere.jsonl", "--resume")
     with pytest.raises(SystemExit):
         train(tmp_path, "--tap-layers", "all")
