@@ -100,7 +100,7 @@ def _train(args: argparse.Namespace) -> int:
     kind = KINDS[args.kind](args, target)
     torch.manual_seed(args.seed)
     texts = _texts(args, target, config)
-    if args.held_out >= len(texts.lengths):
+    if args.held_out + 1 >= len(texts.lengths):
         raise ConfigError(
             f"--held-out {args.held_out}, but there are {len(texts.lengths)} texts; lower it, or write more into "
             "another folder: raise --text-tokens."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,13 @@ class Texts:
         return cls(flat, torch.tensor([len(text) for text in texts], dtype=torch.int32, device="cpu"))
 
     def split(self, num_held_out: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the texts to train on and the last ``num_held_out`` ones, each ``[length]`` int64."""
+        """Return the texts to train on and the last ``num_held_out`` ones, each ``[length]`` int64.
+
+        The text before these is in neither: it may have the beginning of the first of them. See ``write_texts``.
+        """
         texts = list(self.token_ids.long().split(self.lengths.tolist()))
-        return texts[: len(texts) - num_held_out], texts[len(texts) - num_held_out :]
+        first = len(texts) - num_held_out
+        return texts[: first - 1 if num_held_out else first], texts[first:]
 
     def save(self, path: Path) -> None:
         """Write one safetensors file; an interrupt leaves none."""
@@ -78,7 +83,7 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
 
     Without prompts of the caller's, a sampled text begins with the target's first token alone, and a greedy one
     continues the beginning of a sampled one. With prompts, each is continued both ways; when they are used up, again at
-    temperature 1.
+    temperature 1. The two texts of a beginning, or of a prompt, lie side by side, in a random order of all pairs.
 
     Args:
         engine: the target, without a drafter.
@@ -91,7 +96,8 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
         ConfigError: the target has no token that begins a text, and there are no prompts; or every text is too short.
 
     """
-    texts: list[list[int]] = []
+    pairs: list[list[list[int]]] = []
+    nothing: list[int] = []  # beside a sampled text whose prompt has its greedy one
     first = [] if prompts else [_first_token(engine)]
     generator = torch.Generator(device="cpu").manual_seed(seed)
     total, num_begun, size = 0, 0, max(1, min(_CALL, num_tokens // _TYPICAL) // 2)
@@ -100,23 +106,28 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
             begun = range(num_begun, num_begun + size)
             seeds = [seed + 2 * i for i in begun]
             if prompts:
-                new = _written(engine, [prompts[i % len(prompts)] for i in begun], longest, seeds)
-                new += _written(engine, prompts[begun.start : begun.stop], longest, None)
+                sampled = _written(engine, [prompts[i % len(prompts)] for i in begun], longest, seeds)
+                greedy = _written(engine, prompts[begun.start : begun.stop], longest, None)
             else:
-                new = _written(engine, [first] * size, longest, seeds)
-                cuts = torch.randint(2, _LONGEST_PROMPT, (len(new),), generator=generator, device="cpu").tolist()
-                beginnings = [text[: min(cut, len(text) - 1)] for text, cut in zip(new, cuts, strict=True)]
-                new += _written(engine, beginnings, longest, None)
-            if not new:
+                sampled = list(filter(_is_long, _written(engine, [first] * size, longest, seeds)))
+                cuts = torch.randint(2, _LONGEST_PROMPT, (len(sampled),), generator=generator, device="cpu").tolist()
+                beginnings = [text[: min(cut, len(text) - 1)] for text, cut in zip(sampled, cuts, strict=True)]
+                greedy = _written(engine, beginnings, longest, None)
+            new = [list(filter(_is_long, pair)) for pair in zip_longest(sampled, greedy, fillvalue=nothing)]
+            if not any(new):
                 raise ConfigError(
                     f"the target ends its texts within {_SHORTEST} tokens; pass prompts that it can continue."
                 )
-            texts += new
-            added = sum(map(len, new))
+            pairs += new
+            added = sum(len(text) for pair in new for text in pair)
             total, num_begun = total + added, begun.stop
             bar.update(added)
-    order = torch.randperm(len(texts), generator=generator, device="cpu").tolist()
-    return Texts.of([texts[i] for i in order])
+    order = torch.randperm(len(pairs), generator=generator, device="cpu").tolist()
+    return Texts.of([text for i in order for text in pairs[i]])
+
+
+def _is_long(text: list[int]) -> bool:
+    return len(text) >= _SHORTEST
 
 
 def _written(engine: Engine, prompts: Sequence[Any], longest: int, seeds: list[int] | None) -> list[list[int]]:
@@ -128,8 +139,7 @@ def _written(engine: Engine, prompts: Sequence[Any], longest: int, seeds: list[i
     outputs = engine.generate(list(prompts), params, progress=False)
     if (error := next((output.error for output in outputs if output.error is not None), None)) is not None:
         raise ConfigError(f"the target cannot continue a prompt: {error}") from error
-    texts = [[*output.prompt_ids, *output.token_ids] for output in outputs]
-    return [text for text in texts if len(text) >= _SHORTEST]
+    return [[*output.prompt_ids, *output.token_ids] for output in outputs]
 
 
 def _first_token(engine: Engine) -> int:

@@ -203,6 +203,18 @@ def test_sizes_that_do_not_fit_are_refused(target, size, message):
         new_module(target, DrafterSize(**size), VOCAB_SIZE, None)
 
 
+def test_texts_that_begin_alike_are_held_out_together(target):
+    prompts = [[i, 3, 5] for i in range(20)]
+    texts = write_texts(sd.Engine(target, None, max_batch_size=16), prompts, 150, 4, seed=1)
+    firsts = [int(text[0]) for text in texts.split(0)[0]]
+    assert firsts != sorted(firsts)
+    assert max(map(firsts.count, firsts)) == 2, "each prompt is sampled and continued greedily"
+    for num_held_out in range(1, len(firsts) - 1):
+        learnt, held_out = ({int(text[0]) for text in side} for side in texts.split(num_held_out))
+        assert learnt
+        assert not learnt & held_out
+
+
 def test_texts_depend_on_the_seed_alone(target, texts, tmp_path):
     prompts = [[i % VOCAB_SIZE, 3 * i % VOCAB_SIZE] for i in range(3)]
     engines = [sd.Engine(target, None, max_batch_size=size) for size in (2, 5)]
