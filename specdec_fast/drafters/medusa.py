@@ -151,10 +151,11 @@ class MedusaDrafter(TreeDrafter):
         """Return ``[B, sum of num_ranks]`` int64: each head's likeliest tokens, of depth 1 first."""
         hidden = torch.stack([self._hidden[sequence][1] for sequence in sequences]).to(self._heads[0].output.dtype)
         sampling = sampling_of(sequences, self._device)
+        fed = None if sampling is None else to_device([s.token_ids[-1] for s in sequences], self._device)
         columns = []
         for ahead, head in enumerate(self._heads[:depth]):
             later = sampling and replace(sampling, positions=sampling.positions + ahead)
-            columns.append(self._best(self._logits(head, hidden), self.tree.num_ranks[ahead], later))
+            columns.append(self._best(self._logits(head, hidden), self.tree.num_ranks[ahead], later, fed))
         return torch.cat(columns, dim=1)
 
     def _logits(self, head: Head, rows: Tensor) -> Tensor:
@@ -165,7 +166,7 @@ class MedusaDrafter(TreeDrafter):
         logits: Tensor = linear(rows, head.output, None)
         return logits
 
-    def _best(self, logits: Tensor, num_ranks: int, sampling: Sampling | None) -> Tensor:
+    def _best(self, logits: Tensor, num_ranks: int, sampling: Sampling | None, fed: Tensor | None) -> Tensor:
         """Return the ids of the first ``num_ranks`` ranks of each row, different ones: ``[N, num_ranks]``."""
         if sampling is None:
             ids = logits.topk(num_ranks, dim=-1).indices
@@ -178,7 +179,7 @@ class MedusaDrafter(TreeDrafter):
         ranked: list[Tensor] = []
         for _ in range(num_ranks):
             # A repetition penalty does not see what this step has drafted: it costs acceptance, no token.
-            ranked.append(chosen_tokens(self._ops, logits, self._vocab_size, None, sampling))
+            ranked.append(chosen_tokens(self._ops, logits, self._vocab_size, fed, sampling))
             logits = logits.scatter(1, ranked[-1][:, None], float("-inf"))
         return torch.stack(ranked, dim=1)
 

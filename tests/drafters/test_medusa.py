@@ -236,3 +236,15 @@ def test_nan_logits_give_different_siblings(tmp_path, target):
     for group in (sequences[:1], sequences):
         drafter.observe(group, [range(4)] * len(group), torch.full((4 * len(group), 1, HIDDEN), torch.nan))
         drafter.propose_trees(group, [3] * len(group), [9] * len(group)).check([3] * len(group), [9] * len(group))
+
+
+def test_a_repetition_penalty_counts_the_tokens_of_the_sequence_and_no_other(tmp_path, target):
+    """Token 0 is the likeliest one, and has not been seen."""
+    ((blocks, output),) = random_heads(VOCAB_SIZE, HIDDEN, num_heads=1, num_blocks=0)
+    output[:] = 0.0
+    output[0], output[5] = 1.0, 0.9
+    drafter = load(target, write_heads(tmp_path, named([(blocks, output)], "pt"), "pt"), draft_tree="chain")
+    params = sd.SamplingParams(temperature=1e-3, repetition_penalty=1.5)
+    sequence = Sequence(0, [1, 2, 3], 3, 90, params, frozenset(), seed=1)
+    drafter.observe([sequence], [range(2)], torch.ones(2, 1, HIDDEN))
+    assert drafter.propose_trees([sequence], [1], [1]).token_ids.tolist() == [0]
