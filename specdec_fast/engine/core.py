@@ -230,7 +230,7 @@ class EngineCore:
         """Draft and verify for one batch; on a GPU this only queues the work."""
         timer = self.stats.timer
         started, self._row_limit.num_rows = perf_counter(), len(batch) + sum(node_limits)
-        drafting.admit_new(self.drafter, batch, limits, timer)
+        drafting.admit_new(self.drafter, batch, limits, timer, self._prefilling.is_tapped)
         with timer("draft"):
             draft, depths = drafting.propose(self.drafter, batch, limits, node_limits, self.target.layout.device)
         drafted, drafts = perf_counter(), (draft.token_ids, draft.num_draft_tokens, draft.parents)

@@ -13,12 +13,23 @@ from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import StageTimer
 
 
-def admit_new(drafter: Drafter, batch: list[Sequence], limits: list[int], timer: StageTimer) -> None:
+def expect_max_nodes(drafter: Drafter) -> None:
+    """Check the largest number of nodes of a drafter's trees.
+
+    Raises:
+        DrafterError: it is not an integer from 0 on.
+
+    """
+    most = drafter.max_nodes
+    if not isinstance(most, int) or most < 0:
+        raise DrafterError(f"a drafter's max_nodes is {most!r}; expected an integer from 0 on, 0 if it drafts chains.")
+
+
+def admit_new(drafter: Drafter, batch: list[Sequence], limits: list[int], timer: StageTimer, is_tapped: bool) -> None:
     """Admit sequences to the drafter before it first drafts for them: plain decoding needs no prefill by it.
 
     A drafter with taps admits every sequence, because it receives the hidden states of all its rows.
     """
-    is_tapped = bool(drafter.taps)
     new = [s for s, limit in zip(batch, limits, strict=True) if (limit or is_tapped) and not s.is_admitted]
     if new:
         with timer("prefill"):

@@ -16,6 +16,7 @@ from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters import Drafter, checked_draft, make_drafter
 from specdec_fast.engine.core import EngineCore
+from specdec_fast.engine.drafting import expect_max_nodes
 from specdec_fast.engine.input import RequestBuilder, as_params_list
 from specdec_fast.engine.memory import affordable_draft, plan_memory
 from specdec_fast.engine.output import Outputs, chunks_of, output_of, outputs_of
@@ -62,6 +63,8 @@ class Engine:
         ConfigError: unknown method, keyword or backend, or a value out of range.
         MemoryBudgetError: ``memory_bytes`` is too small for the models and one short sequence.
         UnsupportedModelError: a model cannot be paged.
+        DrafterError: the drafter's ``taps`` or ``max_nodes`` are wrong.
+        NotYetSupportedError: the drafter proposes trees, and the target verifies none: with ``backend="flash"``.
         VocabularyMismatchError: the draft model has another vocabulary than the target.
         BackendError: the requested backend cannot run here.
         ForkedProcessError: this process was forked from one that has made an engine, and uses several threads.
@@ -96,6 +99,7 @@ class Engine:
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
         self.target.use_taps(drafter.taps)
+        expect_max_nodes(drafter)
         if drafter.max_nodes:
             expect_trees(self.target)
         self.memory_plan = plan_memory(self.target, drafter, self.config, drafts=draft is not None)

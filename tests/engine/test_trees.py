@@ -191,3 +191,9 @@ def test_trees_of_an_engine_with_a_memory_budget_have_k_nodes(target, expected):
     assert decode(sd.Engine(target, drafter, num_draft_tokens=4, memory_bytes=1 << 30)) == expected
     assert limits_of(drafter)
     assert all(limit == nodes for limit, nodes in limits_of(drafter))
+
+
+@pytest.mark.parametrize("max_nodes", [None, -20, 2.5])
+def test_a_wrong_number_of_nodes_is_refused_when_the_engine_is_made(target, max_nodes):
+    with pytest.raises(sd.DrafterError, match=r"max_nodes is .*expected an integer from 0 on"):
+        sd.Engine(target, Fixed([3], None, max_nodes))
