@@ -209,7 +209,8 @@ std::tuple<std::vector<std::vector<std::int64_t>>, std::vector<std::vector<std::
       program, pages_at(pages),
       {spans_of(spans), last_tokens, pointer<const std::int64_t>(draft_tokens[0]),
        static_cast<std::int64_t>(draft_tokens[1]), pointer<const std::int32_t>(draft_tokens[2])},
-      choice_of(logits, sampling.empty() ? nullptr : &rules), num_threads, pointer<void>(outputs[0]), pointer<void>(outputs[1]));
+      choice_of(logits, sampling.empty() ? nullptr : &rules), num_threads, pointer<void>(outputs[0]),
+      pointer<void>(outputs[1]));
   return {std::move(found.emissions), std::move(found.paths), found.seconds};
 }
 

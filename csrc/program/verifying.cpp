@@ -63,7 +63,8 @@ Verified verify(Program& program, const Pages& pages, const VerifyRequest& reque
     }
     emissions[b].push_back(next_tokens[b]);
   }
-  return {std::move(emissions), std::move(paths), std::chrono::duration<double>(std::chrono::steady_clock::now() - computed).count()};
+  const std::chrono::duration<double> chosen = std::chrono::steady_clock::now() - computed;
+  return {std::move(emissions), std::move(paths), chosen.count()};
 }
 
 }  // namespace specdec

@@ -28,7 +28,8 @@ struct Verified {
   double seconds;  // time to choose the tokens, after the forward
 };
 
-// Writes the logits of all rows, [rows, width], and their hidden states if the program computes some. Throws std::invalid_argument if the request's parts do not fit together.
+// Writes the logits of all rows, [rows, width], and their hidden states if the program computes some. Throws
+// std::invalid_argument if the request's parts do not fit together.
 Verified verify(Program& program, const Pages& pages, const VerifyRequest& request, const Choice& choice, int num_threads,
                 void* logits, void* hidden_states);
 
