@@ -57,9 +57,11 @@ class Prefilling:
         """
         if self.is_tapped:
             self.drop(sequences)
+            others, self._sequences = self._sequences, []  # which joined later
             for sequence in sequences:
                 sequence.target_kv_length = 0
                 self.add(sequence)
+            self._sequences += others
 
     def drop(self, sequences: Collection[Sequence]) -> None:
         """Forget sequences; some may not be queued."""
