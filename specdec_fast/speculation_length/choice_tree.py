@@ -6,7 +6,6 @@ A choice is a path of ranks: ``(0, 2)`` is the third likeliest token at depth 2 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from functools import cache
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 from specdec_fast.errors import ConfigError
 
 MOST_NODES = 64
-_DEFAULT_NODES = 16
 
 
 class Shape(NamedTuple):
@@ -124,11 +122,6 @@ def fit_tree(hit_rates: Many[Many[float]], max_nodes: int) -> list[tuple[int, ..
                 if rate > 0:
                     heapq.heappush(candidates, (weight * rate, (*path, rank)))
     return choices
-
-
-def expected_accepted(choices: Iterable[tuple[int, ...]], hit_rates: Many[Many[float]]) -> float:
-    """Return the expected number of accepted tokens of a tree, in the terms of ``fit_tree``."""
-    return sum(math.prod(hit_rates[depth][rank] for depth, rank in enumerate(path)) for path in choices)
 
 
 def _paths_to(choice: tuple[int, ...]) -> list[tuple[int, ...]]:
