@@ -54,8 +54,8 @@ class EngineConfig:
             stream after l of the target's layers. None: those that its checkpoint names. A checkpoint of another tool
             may count them from 0; then few of its tokens are accepted.
         draft_tree: the tree that a drafter of static trees, such as ``"medusa:FOLDER"``, proposes: a list of rank paths
-            in Medusa's choices format, such as ``((0,), (0, 0), (1,))``, or ``"chain"``. None: that of its checkpoint,
-            or else its own default.
+            in Medusa's choices format, such as ``((0,), (0, 0), (1,))``, or ``"chain"``. The likeliest paths first:
+            under a limit the first ones are kept. None: that of its checkpoint, or else its own default.
         dtype: dtype of the weights (a torch dtype or its name); None: the checkpoint's.
         device: the device; None: CUDA if there is a device, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.

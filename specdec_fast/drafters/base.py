@@ -51,7 +51,7 @@ class Draft:
         parents: for trees, ``[sum(num_draft_tokens)]`` int32: the index of each token's parent among the tokens of its
             own sequence, -1 for a child of the last committed token. A parent comes before its children, and the
             children of one parent are different tokens. In depth-first order with the likeliest child first, KV entries
-            seldom move. None if every sequence has a chain.
+            seldom move. On the CPU: reading it elsewhere waits. None if every sequence has a chain.
 
     """
 
@@ -126,7 +126,8 @@ class StepResult:
             was the last committed one before this step, then each accepted draft token. A range, if the drafts were
             chains.
         hidden_states: the target's hidden states at every row of that forward, ``[T, taps, H]`` in the dtype of its
-            residual stream, on its device; of rejected rows too. None if the drafter has no taps.
+            residual stream, on its device; of rejected rows too. None if the drafter has no taps. It may be kept, but a
+            slice keeps all of it: copy what is to be kept.
 
     """
 

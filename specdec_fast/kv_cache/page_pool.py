@@ -44,8 +44,7 @@ class PagePool:
 
     Attributes:
         layers: keys and values of every layer, each ``[num_pages + 1, page_size, num_kv_heads, its head size]``.
-        tensors: the allocations that ``layers`` are views of, see ``KVLayout.allocate``. ``compact_kv_`` takes an
-            allocation with two planes; a model of uniform layers has one such allocation.
+        tensors: the allocations that ``layers`` are views of, see ``KVLayout.allocate``.
         pages: the same memory, for a program.
         tables: ``[places, pages]`` int32 on the host, the block table of every owner. A place is the row of one owner
             in ``tables`` and ``slots``; place 0 has no owner, and all its pages are the scratch page.
