@@ -94,7 +94,7 @@ PIECES = {
     "chain": _Shape((200, 64, 65), (6, 1, 40), head_dim=16),
     "window": _Shape((200, 64, 130), (6, 3, 20), heads=2, kv_heads=1, head_dim=16, sliding_window=70),
     "softcap": _Shape((130, 65), (6, 1), head_dim=16, softcap=2.0),
-    "tree": _Shape((150, 64, 40), (9, 3, 33), head_dim=16, tree=True),
+    "tree": _Shape((150, 64, 40), (9, 3, 20), head_dim=16, tree=True),
     "tree_window": _Shape((150, 70), (9, 32), head_dim=16, tree=True, sliding_window=64),
     "sinks": _Shape((200, 64, 65), (6, 1, 40), head_dim=16, sinks=True),
     "narrow_values": _Shape((200, 64, 65), (6, 1, 40), head_dim=24, value_dim=16),
