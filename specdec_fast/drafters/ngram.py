@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, Drafter, DrafterContext
 from specdec_fast.request.sequence import Sequence
 
-_NGRAM_SIZES = (3, 2, 1)
+NGRAM_SIZES = (3, 2, 1)
 
 
 class NgramDrafter(Drafter):
@@ -19,7 +21,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, context: DrafterContext) -> None:
         self._device = context.device
-        self._indexes: dict[Sequence, NgramIndex] = {}
+        self._indexes: defaultdict[Sequence, NgramIndex] = defaultdict(NgramIndex)
 
     @property
     def name(self) -> str:
@@ -29,7 +31,7 @@ class NgramDrafter(Drafter):
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Look up the last tokens of every sequence among its own committed tokens."""
         proposals = [
-            self._index_of(sequence).propose(sequence.token_ids, limit) if limit else []
+            self._indexes[sequence].propose(sequence.token_ids, limit) if limit else []
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
         token_ids = [token for proposal in proposals for token in proposal]
@@ -43,11 +45,6 @@ class NgramDrafter(Drafter):
         """Drop the sequence's index, if it has one."""
         self._indexes.pop(sequence, None)
 
-    def _index_of(self, sequence: Sequence) -> NgramIndex:
-        if sequence not in self._indexes:
-            self._indexes[sequence] = NgramIndex()
-        return self._indexes[sequence]
-
 
 class NgramIndex:
     """The latest position of each n-gram in one growing list of tokens; ``oracle/prompt_lookup.py`` defines the result.
@@ -57,7 +54,7 @@ class NgramIndex:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in _NGRAM_SIZES}
+        self._tables: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in NGRAM_SIZES}
         self._num_tokens = 0  # length of the list at the last look-up
 
     def propose(self, token_ids: list[int], num_draft_tokens: int) -> list[int]:

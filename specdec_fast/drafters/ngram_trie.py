@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
@@ -9,10 +10,10 @@ import torch
 
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
+from specdec_fast.drafters.ngram import NGRAM_SIZES
 from specdec_fast.drafters.trie import trie
 from specdec_fast.request.sequence import Sequence
 
-_NGRAM_SIZES = (3, 2, 1)
 _MOST_COPIES = 16  # whose continuations are merged: a frequent token has hundreds
 
 
@@ -32,7 +33,7 @@ class NgramTrieDrafter(TreeDrafter):
     def __init__(self, context: DrafterContext, max_nodes: int = 16) -> None:
         self.max_nodes = max_nodes
         self._device = context.device
-        self._indexes: dict[Sequence, CopyIndex] = {}
+        self._indexes: defaultdict[Sequence, CopyIndex] = defaultdict(CopyIndex)
 
     @property
     def name(self) -> str:
@@ -45,11 +46,8 @@ class NgramTrieDrafter(TreeDrafter):
         parents: list[int] = []
         counts: list[int] = []
         for sequence, depth, num_nodes in zip(sequences, limits, node_limits, strict=True):
-            own = (
-                trie(self._index_of(sequence).continuations(sequence.token_ids, depth), num_nodes)
-                if depth
-                else ([], [])
-            )
+            copies = self._indexes[sequence].continuations(sequence.token_ids, depth) if depth else []
+            own = trie(copies, num_nodes)
             tokens += own[0]
             parents += own[1]
             counts.append(len(own[0]))
@@ -63,11 +61,6 @@ class NgramTrieDrafter(TreeDrafter):
         """Drop the sequence's index, if it has one."""
         self._indexes.pop(sequence, None)
 
-    def _index_of(self, sequence: Sequence) -> CopyIndex:
-        if sequence not in self._indexes:
-            self._indexes[sequence] = CopyIndex()
-        return self._indexes[sequence]
-
 
 class CopyIndex:
     """The positions behind every copy of each n-gram in one growing list of tokens.
@@ -77,7 +70,7 @@ class CopyIndex:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[int, dict[tuple[int, ...], list[int]]] = {n: {} for n in _NGRAM_SIZES}
+        self._tables: dict[int, dict[tuple[int, ...], list[int]]] = {n: {} for n in NGRAM_SIZES}
         self._num_tokens = 0  # length of the list at the last look-up
 
     def continuations(self, token_ids: list[int], num_tokens: int) -> list[list[int]]:
