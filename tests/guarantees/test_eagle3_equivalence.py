@@ -10,24 +10,12 @@ import torch
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from support.eagle3 import write_checkpoint
-from support.models import VOCAB_SIZE, tiny_model
-
-LENGTHS = (1, 2, 33, 9, 17, 5)
-PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate(LENGTHS)]
-GREEDY = sd.SamplingParams(max_new_tokens=24, logprobs=True)
-SAMPLED = sd.SamplingParams(max_new_tokens=24, logprobs=True, temperature=0.8, top_k=20, seed=3)
-PENALISED = sd.SamplingParams(max_new_tokens=24, logprobs=True, repetition_penalty=1.2)
-MIXED = [(GREEDY, SAMPLED, PENALISED)[i % 3] for i in range(len(PROMPTS))]
+from support.mixed_batch import outputs_of
+from support.models import tiny_model
 
 
 def model_in(dtype):
     return tiny_model("llama").to(dtype)
-
-
-def outputs_of(target, draft, **config):
-    engine = sd.Engine(target, draft, max_batch_size=4, **config)
-    outputs = engine.generate(PROMPTS, MIXED)
-    return [(output.raise_for_error().token_ids, output.logprobs) for output in outputs], engine
 
 
 @pytest.mark.parametrize(

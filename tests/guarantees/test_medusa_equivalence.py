@@ -6,18 +6,13 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from specdec_fast.training.eagle3_loss import Teacher
+from specdec_fast.training.drafter_loss import Teacher
 from specdec_fast.training.medusa import new_heads, save_heads
 from specdec_fast.training.texts import write_texts
 from specdec_fast.training.trainer import Recipe, Trainer
-from support.models import VOCAB_SIZE, tiny_model
+from support.mixed_batch import PROMPTS, outputs_of
+from support.models import tiny_model
 
-LENGTHS = (1, 2, 33, 9, 17, 5)
-PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate(LENGTHS)]
-GREEDY = sd.SamplingParams(max_new_tokens=24, logprobs=True)
-SAMPLED = sd.SamplingParams(max_new_tokens=24, logprobs=True, temperature=0.8, top_k=20, seed=3)
-PENALISED = sd.SamplingParams(max_new_tokens=24, logprobs=True, repetition_penalty=1.2)
-MIXED = [(GREEDY, SAMPLED, PENALISED)[i % 3] for i in range(len(PROMPTS))]
 TREE = [[0], [1], [0, 0], [0, 1], [2], [1, 0], [0, 0, 0], [0, 0, 1], [3], [1, 1]]
 
 
@@ -31,12 +26,6 @@ def heads(tmp_path_factory):
     Trainer(module, Teacher(target, (3,), None), texts, recipe, folder).run(1e9)
     save_heads(module, folder, TREE)
     return folder
-
-
-def outputs_of(target, draft, **config):
-    engine = sd.Engine(target, draft, max_batch_size=4, **config)
-    outputs = engine.generate(PROMPTS, MIXED)
-    return [(output.raise_for_error().token_ids, output.logprobs) for output in outputs], engine
 
 
 @pytest.mark.parametrize(
