@@ -50,6 +50,11 @@ def num_draft_tokens(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{text!r} is neither an integer nor {names}") from None
 
 
+def backend_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of ``EngineConfig`` that say where and how forwards run."""
+    return {"device": args.device, "backend": args.backend, "enforce_eager": args.enforce_eager}
+
+
 def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
     """Make the EngineConfig from the options of ``add_engine_options``."""
     return EngineConfig(
@@ -57,10 +62,8 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
         max_batch_size=args.batch_size,
         num_draft_tokens=args.num_draft_tokens,
         dtype=dtype,
-        device=args.device,
-        backend=args.backend,
         deterministic=not args.no_deterministic,
-        enforce_eager=args.enforce_eager,
+        **backend_settings(args),
         tap_layers=getattr(args, "tap_layers", None),  # the bundled pair of `demo` has none
         draft_tree=getattr(args, "draft_tree", None),
     )

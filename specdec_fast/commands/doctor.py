@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specdec_fast.assets import demo_pair
-from specdec_fast.commands.common import add_backend_options, add_tap_layers, format_table
+from specdec_fast.commands.common import add_backend_options, add_tap_layers, backend_settings, format_table
 from specdec_fast.commands.prompt_files import read_prompts
 from specdec_fast.commands.tap_offsets import agreements, better
 from specdec_fast.config import EngineConfig
@@ -52,9 +52,7 @@ def _check_taps(args: argparse.Namespace) -> int:
     if not (args.drafter and args.target):
         raise ConfigError("--drafter and --target belong together: a drafter is checked against its target.")
     config = EngineConfig(
-        device=args.device,
-        backend=args.backend,
-        enforce_eager=args.enforce_eager,
+        **backend_settings(args),
         tap_layers=args.tap_layers,
     )
     prompts = _prompts(args.prompts or demo_pair() / "prompts.jsonl")

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec_fast.commands.common import add_backend_options, add_drafter_options, drafter_names, format_table
+from specdec_fast.commands.common import (
+    add_backend_options,
+    add_drafter_options,
+    backend_settings,
+    drafter_names,
+    format_table,
+)
 from specdec_fast.config import EngineConfig, expect_at_least
 from specdec_fast.drafters import checked_draft, is_draft_model
 from specdec_fast.engine.engine import Engine
@@ -174,9 +180,7 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         max_batch_size=max(args.batch_sizes),
         num_draft_tokens=MOST_DRAFT_TOKENS,
         dtype=args.dtype,
-        device=args.device,
-        backend=args.backend,
-        enforce_eager=args.enforce_eager,
+        **backend_settings(args),
         tap_layers=args.tap_layers,
         draft_tree=args.draft_tree,
     )

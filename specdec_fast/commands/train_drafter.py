@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from specdec_fast.commands.common import add_backend_options, add_tap_layers, expect_writable
+from specdec_fast.commands.common import add_backend_options, add_tap_layers, backend_settings, expect_writable
 from specdec_fast.commands.drafter_kinds import KINDS
 from specdec_fast.commands.prompt_files import read_prompts
 from specdec_fast.config import EngineConfig
@@ -92,9 +92,7 @@ def _train(args: argparse.Namespace) -> int:
     config = EngineConfig(
         max_batch_size=args.batch_size,
         dtype=args.dtype,
-        device=args.device,
-        backend=args.backend,
-        enforce_eager=args.enforce_eager,
+        **backend_settings(args),
     )
     target = load_model(args.target, config.dtype, config.device)  # type: ignore[arg-type]
     kind = KINDS[args.kind](args, target)

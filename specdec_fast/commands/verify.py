@@ -13,6 +13,7 @@ from typing import Any
 from specdec_fast.commands.common import (
     add_backend_options,
     add_drafter_options,
+    backend_settings,
     drafter_names,
     expect_writable,
     format_table,
@@ -100,9 +101,7 @@ def matrix_of(args: argparse.Namespace) -> Matrix:
         target=args.target,
         drafts=tuple(name for name in args.draft if name != NO_DRAFT),
         config=EngineConfig(
-            device=args.device,
-            backend=args.backend,
-            enforce_eager=args.enforce_eager,
+            **backend_settings(args),
             tap_layers=args.tap_layers,
             draft_tree=args.draft_tree,
         ),
