@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.speculation_length.choice_tree import MOST_NODES, fit_tree
+from specdec_fast.training.drafter_loss import Teacher
 from specdec_fast.training.drafter_module import DrafterModule
 from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
-from specdec_fast.training.eagle3_loss import Teacher
 from specdec_fast.training.medusa import hit_counts, new_heads, save_heads
 from specdec_fast.training.texts import Texts
 from specdec_fast.training.trainer import Recipe, Trainer

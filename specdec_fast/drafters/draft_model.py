@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specdec_fast.cuda_graphs.graphs import described
-from specdec_fast.drafters.base import Draft, Drafter, StepResult
-from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.drafters.base import Draft, StepResult
+from specdec_fast.drafters.pooled import PooledDrafter
 from specdec_fast.models.model_memory import forward_memory, logits_bytes, weights_of
 from specdec_fast.models.prefill import prefill
 from specdec_fast.models.profiling import forward_seconds
@@ -23,7 +23,7 @@ _MEASURED_LENGTHS, _NUM_REPEATS = (1, 4), 3  # lengths of the measured proposals
 ROWS_EACH = 2  # most rows of one sequence in a decoding forward: after a full acceptance its KV lacks two tokens
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(PooledDrafter):
     """Proposes the draft model's own continuation, by the request's sampling parameters and the target's noise.
 
     Its KV cache holds a prefix of every sequence's committed tokens (I3). After a step it lacks one token, two after a
@@ -32,13 +32,13 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(self, model: RaggedModel, target_vocab_size: int, max_prefill_tokens: int | None = None) -> None:
+        super().__init__(model.layout, model.row_padding)
         self.model = model
         self._max_prefill_tokens = max_prefill_tokens  # per step; a sequence that lacks more gets its draft later
         # Checkpoints of one family pad the same vocabulary to different widths; ids beyond the smaller are padding.
         self._vocab_size = min(model.vocab_size, target_vocab_size)
         self._is_narrower = model.vocab_size < target_vocab_size
         self.draft_kv_length: dict[Sequence, int] = {}
-        self.pool: PagePool | None = None
 
     @property
     def name(self) -> str:
@@ -62,11 +62,6 @@ class ModelDrafter(Drafter):
     def weights(self) -> Iterable[Tensor]:
         """Return the draft model's parameters and buffers."""
         return weights_of(self.model.model)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of the draft model's KV entries of one position."""
-        return self.model.layout.bytes_per_token
 
     @property
     def estimates_memory(self) -> bool:
@@ -102,17 +97,10 @@ class ModelDrafter(Drafter):
         return min(seconds)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the present one if it is large enough and no interrupted call left pages."""
+        """Check that the draft model is unchanged, and allocate the pool or keep the present one."""
         self.model.expect_same_weights()
         self.draft_kv_length.clear()
-        if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
-            self.pool = None  # frees the old pool's memory before the new one is allocated
-            self.pool = PagePool(self.model.layout, num_tokens, page_size, self.model.row_padding)
-
-    def grow(self, num_tokens: int) -> None:
-        """Replace the pool by a larger one that holds the same pages."""
-        if self._pool().num_tokens < num_tokens:
-            self.pool = self._pool().grown(num_tokens)
+        super().prepare(num_tokens, page_size)
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prefill every prompt except its last token; with ``max_prefill_tokens``, ``propose`` does so in chunks."""
@@ -148,11 +136,6 @@ class ModelDrafter(Drafter):
         """Return the sequence's pages."""
         if self.draft_kv_length.pop(sequence, None) is not None:
             self._pool().free(sequence)
-
-    def _pool(self) -> PagePool:
-        if self.pool is None:
-            raise RuntimeError("prepare() has not been called.")
-        return self.pool
 
     def _max_draft_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens the draft model's positions allow; the target may have more positions."""

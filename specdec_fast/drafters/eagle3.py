@@ -19,11 +19,11 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResult
+from specdec_fast.drafters.base import Draft, DrafterContext, StepResult
 from specdec_fast.drafters.eagle3_model import Eagle3Model, load_eagle3
+from specdec_fast.drafters.pooled import PooledDrafter
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
-from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.draft_step import by_sequence, chosen_tokens, stages
+from specdec_fast.models.draft_step import by_sequence, chosen_tokens, stages, widened
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.request.sequence import Sequence
 
@@ -59,7 +59,7 @@ class _State:
         return joined[:count]
 
 
-class Eagle3Drafter(Drafter):
+class Eagle3Drafter(PooledDrafter):
     """Proposes what one or more layers over the target's hidden states predict, a chain of K tokens.
 
     Args:
@@ -75,11 +75,11 @@ class Eagle3Drafter(Drafter):
         self._folder = folder
         with torch.inference_mode():
             self.model: Eagle3Model = load_eagle3(Path(folder), context.target, context.config.tap_layers)
+        super().__init__(self.model.layout)
         self.taps = self.model.taps
         self._device = context.device
         self.limit_prefill(context.config.max_prefill_tokens)
         self._states: dict[Sequence, _State] = {}
-        self.pool: PagePool | None = None
 
     @property
     def name(self) -> str:
@@ -93,11 +93,6 @@ class Eagle3Drafter(Drafter):
     def weights(self) -> Iterable[Tensor]:
         """Return the checkpoint's weights, and the target's embedding if the checkpoint has none."""
         return self.model.weights()
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of its KV entries of one position."""
-        return self.model.layout.bytes_per_token
 
     @property
     def estimates_memory(self) -> bool:
@@ -117,16 +112,9 @@ class Eagle3Drafter(Drafter):
         self._most_rows = min(max_prefill_tokens or MAX_PREFILL_ROWS, MAX_PREFILL_ROWS)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the present one if it is large enough and no interrupted call left pages."""
+        """Allocate the pool, or keep the present one; forget what an interrupted run left."""
         self._states.clear()
-        if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
-            self.pool = None  # frees the old pool's memory before the new one is allocated
-            self.pool = PagePool(self.model.layout, num_tokens, page_size)
-
-    def grow(self, num_tokens: int) -> None:
-        """Replace the pool by a larger one that holds the same pages."""
-        if self._pool().num_tokens < num_tokens:
-            self.pool = self._pool().grown(num_tokens)
+        super().prepare(num_tokens, page_size)
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Admit sequences; their features follow."""
@@ -172,11 +160,6 @@ class Eagle3Drafter(Drafter):
         """Return the sequence's pages, and forget its features."""
         if self._states.pop(sequence, None) is not None:
             self._pool().free(sequence)
-
-    def _pool(self) -> PagePool:
-        if self.pool is None:
-            raise RuntimeError("prepare() has not been called.")
-        return self.pool
 
     def _is_complete(self, sequence: Sequence) -> bool:
         """Return whether the features of all positions but the newest are known, and there is one to start from."""
@@ -235,9 +218,7 @@ class Eagle3Drafter(Drafter):
             return chosen_tokens(model.ops, logits, model.vocab_size, fed, sampling)
         if sampling is None:
             return model.target_ids[chosen_tokens(model.ops, logits, logits.shape[1], fed, None)]
-        # The noise of a token belongs to its id in the target's vocabulary.
-        wide = logits.new_full((len(logits), model.vocab_size), float("-inf"))
-        wide[:, model.target_ids] = logits
+        wide = widened(logits, model.target_ids, model.vocab_size)
         return chosen_tokens(model.ops, wide, model.vocab_size, fed, sampling)
 
 

@@ -19,8 +19,8 @@ from specdec_fast.errors import ConfigError
 _KIND = "speculators_model_type"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies depend on no length
 _TAP_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-# The settings of a layer that are read; LlamaConfig has defaults for most.
-_LAYER_KEYS = (
+# The settings of a layer that are read, beside its rotary embedding; LlamaConfig has defaults for most.
+LAYER_SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
@@ -31,10 +31,8 @@ _LAYER_KEYS = (
     "max_position_embeddings",
     "rms_norm_eps",
     "hidden_act",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
 )
+_LAYER_KEYS = (*LAYER_SIZES, "rope_theta", "rope_scaling", "rope_parameters")
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 

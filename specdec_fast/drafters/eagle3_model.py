@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
+from specdec_fast.drafters.checkpoints import check_whole
 from specdec_fast.drafters.eagle3_config import Eagle3Config, read_config
 from specdec_fast.drafters.eagle3_weights import check_weights, read_weights, target_ids
 from specdec_fast.errors import ConfigError, SpecDecError, VocabularyMismatchError
@@ -54,8 +55,7 @@ def load_eagle3(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] |
 
 def _check_target(config: Eagle3Config, target: RaggedModel) -> None:
     where, name = repr(str(config.folder)), type(target.model).__name__
-    if target.is_sharded:
-        raise ConfigError(f"{target.name} is sharded over processes, which no drafter fed by hidden states serves yet.")
+    check_whole(target)
     if config.verifiers and name not in config.verifiers:
         raise ConfigError(f"{where} was made for {', '.join(config.verifiers)}; the target is a {name}.")
     if config.layer.vocab_size != target.vocab_size:

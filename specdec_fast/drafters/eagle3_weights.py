@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
+from specdec_fast.drafters.checkpoints import read_tensors
 from specdec_fast.drafters.eagle3_config import Eagle3Config
 from specdec_fast.errors import ConfigError
 
@@ -33,22 +30,22 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     path = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if path is None:
         raise ConfigError(f"{str(folder)!r} has no weights; expected one of {', '.join(_FILES)}.")
-    files = [path]
-    try:
-        if path.suffix == ".json":
-            names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-            files = [folder / name for name in sorted(set(names))]
-        weights: dict[str, Any] = {}
-        for path in files:
-            weights |= load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        raise ConfigError(f"cannot read the weights in {str(path)!r}: {error}") from error
     found: dict[str, Tensor] = {}
-    for key, value in weights.items():
-        name = _name_of(key)
-        if not any(part in name for part in _OF_OTHERS):
-            found[name] = value
+    for file in _parts(path) if path.suffix == ".json" else [path]:
+        for key, value in read_tensors(file).items():
+            name = _name_of(key)
+            if not any(part in name for part in _OF_OTHERS):
+                found[name] = value
     return found
+
+
+def _parts(index: Path) -> list[Path]:
+    """Return the files that an index of weights names."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [index.parent / name for name in sorted(set(names))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"cannot read the index of weights {str(index)!r}: {error}") from error
 
 
 def _name_of(key: str) -> str:

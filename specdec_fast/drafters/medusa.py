@@ -19,9 +19,10 @@ from torch.nn.functional import silu
 from specdec_fast.batch.sampling_batch import Sampling, sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext, StepResult, TreeDrafter
+from specdec_fast.drafters.checkpoints import check_whole
 from specdec_fast.drafters.medusa_weights import Head, MedusaWeights, read_config, read_heads
 from specdec_fast.errors import ConfigError, VocabularyMismatchError
-from specdec_fast.models.draft_step import chosen_tokens
+from specdec_fast.models.draft_step import chosen_tokens, widened
 from specdec_fast.models.hidden_states import FINAL
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.models.verify_step import why_no_trees
@@ -60,10 +61,7 @@ class MedusaDrafter(TreeDrafter):
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder, target = folder, context.target
-        if target.is_sharded:
-            raise ConfigError(
-                f"{target.name} is sharded over processes, which no drafter fed by hidden states serves yet."
-            )
+        check_whole(target)
         weights = read_heads(Path(folder), target.hf.config.hidden_size)
         self._target_ids = _checked_ids(weights, target, folder)
         self._heads = tuple(_placed(head, target) for head in weights.heads)
@@ -172,10 +170,8 @@ class MedusaDrafter(TreeDrafter):
             ids = logits.topk(num_ranks, dim=-1).indices
             return ids if self._target_ids is None else self._target_ids[ids]
         logits = torch.nan_to_num(logits)  # else a row without a choice would get the same id for each rank
-        if self._target_ids is not None:  # the noise of a token belongs to its id in the target's vocabulary
-            wide = logits.new_full((len(logits), self._vocab_size), float("-inf"))
-            wide[:, self._target_ids] = logits
-            logits = wide
+        if self._target_ids is not None:
+            logits = widened(logits, self._target_ids, self._vocab_size)
         ranked: list[Tensor] = []
         for _ in range(num_ranks):
             # A repetition penalty does not see what this step has drafted: it costs acceptance, no token.

@@ -11,14 +11,11 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
+from specdec_fast.drafters.checkpoints import read_tensors
 from specdec_fast.errors import ConfigError
 
 _OWN_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -92,19 +89,9 @@ def read_heads(folder: Path, hidden_size: int) -> MedusaWeights:
     if path is None:
         raise ConfigError(f"{str(folder)!r} has no Medusa heads; expected one of {', '.join(_FILES)}.")
     found = _Found(path, hidden_size)
-    for key, value in _load(path).items():
+    for key, value in read_tensors(path).items():
         found.add(key, value)
     return found.joined()
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except (OSError, ValueError, EOFError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        raise ConfigError(f"cannot read the weights in {str(path)!r}: {error}") from error
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise ConfigError(f"{str(path)!r} holds a {type(weights).__name__}; expected tensors by name.")
-    return weights
 
 
 class _Found:

@@ -115,6 +115,23 @@ def chosen_tokens(ops: Ops, logits: Tensor, vocab_size: int, fed: Tensor | None,
     return tokens.clamp_(min=0)  # NaN logits have no token; the target rejects whatever stands for it
 
 
+def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
+    """Return logits over the target's ids: the noise of a token belongs to its id in the target's vocabulary.
+
+    Args:
+        logits: ``[N, draft_vocab_size]``.
+        target_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id.
+        vocab_size: number of the target's ids.
+
+    Returns:
+        ``[N, vocab_size]``; minus infinity where the drafter has no such id.
+
+    """
+    wide = logits.new_full((len(logits), vocab_size), float("-inf"))
+    wide[:, target_ids] = logits
+    return wide
+
+
 def stages(num_draft_tokens: list[int]) -> Iterator[tuple[int, list[int]]]:
     """Yield (number of forwards, members): successive forwards in which the same sequences draft."""
     start = 0

@@ -12,24 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
+from specdec_fast.drafters.eagle3_config import LAYER_SIZES
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import default_taps
 from specdec_fast.training.eagle3_module import Eagle3Module
 from specdec_fast.training.texts import Texts
 
 _STORED = torch.bfloat16
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_hidden_layers",
-    "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "hidden_act",
-)
 
 
 @dataclass(frozen=True)
@@ -165,7 +154,7 @@ def save_drafter(
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **{name: getattr(layer, name) for name in _SIZES},
+        **{name: getattr(layer, name) for name in LAYER_SIZES},
         "rope_parameters": layer.rope_parameters,
         "rope_theta": layer.rope_parameters["rope_theta"],  # the name that transformers 4 looks for
         "draft_vocab_size": vocab_size if draft_ids is None else len(draft_ids),

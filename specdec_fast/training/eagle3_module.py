@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, silu
+from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -140,11 +140,3 @@ def _attended(query: Tensor, keys: list[Tensor], values: list[Tensor], visible: 
     for step, value in enumerate(values[1:]):
         output = output + weights[..., count + step, None] * value[:, :, :count]
     return output.transpose(1, 2).flatten(-2)
-
-
-def padded(texts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return ``[B, L]`` ids, padded at the end with id 0, and the lengths ``[B]``."""
-    longest = max(len(text) for text in texts)
-    ids = torch.stack([pad(text, (0, longest - len(text))) for text in texts])
-    lengths = torch.tensor([len(text) for text in texts], device=device)
-    return ids.to(device), lengths

@@ -15,9 +15,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from specdec_fast.errors import ConfigError, TrainingError
+from specdec_fast.training.drafter_loss import Lesson, Teacher, agreement, loss_of, padded
 from specdec_fast.training.drafter_module import DrafterModule
-from specdec_fast.training.eagle3_loss import Lesson, Teacher, agreement, loss_of
-from specdec_fast.training.eagle3_module import padded
 
 _BETAS, _LARGEST_GRADIENT = (0.9, 0.95), 1.0
 _SORTED_TOGETHER = 64  # batches; texts are sorted by length among so many

@@ -9,9 +9,8 @@ import specdec_fast as sd
 from specdec_fast.drafters.eagle3_model import load_eagle3
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.training.drafter_loss import Teacher, loss_of, padded
 from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
-from specdec_fast.training.eagle3_loss import Teacher, loss_of
-from specdec_fast.training.eagle3_module import padded
 from specdec_fast.training.texts import Texts, write_texts
 from specdec_fast.training.trainer import Recipe, Trainer
 from support import eagle3

@@ -13,8 +13,7 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import make_drafter
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
-from specdec_fast.training.eagle3_loss import Teacher, loss_of
-from specdec_fast.training.eagle3_module import padded
+from specdec_fast.training.drafter_loss import Teacher, loss_of, padded
 from specdec_fast.training.medusa import hit_counts, new_heads, save_heads
 from specdec_fast.training.trainer import Recipe, Trainer
 from support.models import VOCAB_SIZE, tiny_model

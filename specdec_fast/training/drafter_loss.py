@@ -1,4 +1,4 @@
-"""What EAGLE-3 is trained towards: the target's own distributions, over several drafted tokens in a row."""
+"""What a drafter is trained towards: the target's own distributions, over several drafted tokens in a row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from specdec_fast.training.drafter_module import DrafterModule
@@ -109,3 +110,9 @@ def agreement(module: DrafterModule, token_ids: Tensor, lesson: Lesson, num_step
         agrees = (logits.argmax(-1) == lesson.best[:, step + 1 :]) & valid
         counts[step, 0], counts[step, 1] = agrees.sum(), valid.sum()
     return counts
+
+
+def padded(texts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return texts as a batch for ``Teacher.lesson``: ``[B, L]`` ids, padded at the end, and the lengths ``[B]``."""
+    lengths = torch.tensor([len(text) for text in texts], device=device)
+    return pad_sequence(texts, batch_first=True).to(device), lengths
