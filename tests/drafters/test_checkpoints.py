@@ -1,0 +1,51 @@
+"""Reading files of weights: every kind of damage is a ``ConfigError`` that names the file."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import specdec_fast as sd
+from specdec_fast.drafters.checkpoints import check_whole, read_tensors
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3)}
+
+
+def test_both_formats_are_read(tmp_path):
+    save_file(WEIGHTS, tmp_path / "w.safetensors")
+    torch.save(WEIGHTS, tmp_path / "w.bin")
+    for name in ("w.safetensors", "w.bin"):
+        found = read_tensors(tmp_path / name)
+        assert list(found) == ["a"]
+        assert torch.equal(found["a"], WEIGHTS["a"])
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.bin"])
+@pytest.mark.parametrize("content", [None, b"", b"damaged"], ids=["missing", "empty", "damaged"])
+def test_a_file_that_cannot_be_read(tmp_path, name, content):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(sd.ConfigError, match=f"cannot read the weights in .*{name}"):
+        read_tensors(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [[torch.ones(2)], {"a": 1.5}], ids=["list", "number"])
+def test_something_else_than_tensors_by_name(tmp_path, content):
+    torch.save(content, tmp_path / "w.bin")
+    with pytest.raises(sd.ConfigError, match="expected tensors by name"):
+        read_tensors(tmp_path / "w.bin")
+
+
+def test_code_does_not_run(tmp_path):
+    torch.save({"a": SimpleNamespace(harmful=print)}, tmp_path / "w.bin")
+    with pytest.raises(sd.ConfigError, match="cannot read the weights"):
+        read_tensors(tmp_path / "w.bin")
+
+
+def test_a_sharded_target_is_refused():
+    check_whole(SimpleNamespace(name="T", is_sharded=False))
+    with pytest.raises(sd.ConfigError, match="T is sharded over processes"):
+        check_whole(SimpleNamespace(name="T", is_sharded=True))
