@@ -192,7 +192,7 @@ def _aligned(query: Tensor) -> Tensor:
     return query if strides_fit and query.data_ptr() % 16 == 0 else query.clone(memory_format=torch.contiguous_format)
 
 
-def _num_splits(batch: PagedBatch, window: int, num_tiles: int, rows_of_tile: int, bytes_per_split: int) -> int:
+def num_splits_of(batch: PagedBatch, window: int, num_tiles: int, rows_of_tile: int, bytes_per_split: int) -> int:
     """Return the most pieces that a tile's rows see, or 0 if one program should compute all pieces of a tile."""
     rows = min(batch.max_seqlen_q, rows_of_tile) if batch.tree_mask is None else batch.max_seqlen_q
     in_window = triton.cdiv(window + rows - 2, PIECE) + 1  # wherever the first position lies in its piece
@@ -219,7 +219,7 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     columns = batch.seqused_k.numel() * num_kv_heads
     window = min(params.sliding_window or _NO_WINDOW, _NO_WINDOW)
     rows_of_tile = triton.cdiv(block_m, group) + 1
-    num_splits = _num_splits(batch, window, columns * max_tiles, rows_of_tile, 4 * out.numel())
+    num_splits = num_splits_of(batch, window, columns * max_tiles, rows_of_tile, 4 * out.numel())
     partial_sums = torch.empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32, device=query.device)
     partial_states = torch.empty(num_rows, num_heads, num_splits, 2, dtype=torch.float32, device=query.device)
     query = _aligned(query)

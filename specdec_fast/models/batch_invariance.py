@@ -30,7 +30,7 @@ from specdec_fast.models.row_mixing import RowMixing, sizes_of_rows
 
 # PyTorch's loops on a CPU process so many elements at once: two vectors of the narrowest numbers in the widest
 # registers. On CUDA, a mean over features has another order at 1, 2, 4 and 8 rows.
-_MULTIPLE = 64
+ROW_MULTIPLE = 64
 _LARGEST_OF_PROGRAM = 512  # rows of a prefill forward
 _TEXT = 80  # tokens of the text that the model computes in several ways
 _OTHER, _NUM_OTHERS = 32, 3  # tokens of another sequence, and the number of such sequences
@@ -65,7 +65,7 @@ def _candidates(model: RaggedModel) -> Iterator[RowPadding]:
     attend_per_row = not model.ops.is_invariant("paged_attention")
     model.why_one_by_one = _why_mixing(model)
     if model.why_one_by_one is None:
-        yield RowPadding(_MULTIPLE, MAX_PREFILL_ROWS, attend_per_row)
+        yield RowPadding(ROW_MULTIPLE, MAX_PREFILL_ROWS, attend_per_row)
     yield RowPadding(1, MAX_PREFILL_ROWS, one_by_one=True)
 
 

@@ -1,0 +1,243 @@
+"""The kernels that a forward launches on a GPU, with the bytes that each moves and its floating-point operations.
+
+Both ways begin from the instructions of the forward program. *present*: PyTorch runs the model within a CUDA graph, one
+kernel for each instruction, with rows padded as deterministic forwards pad them. *fused*: row operations that follow
+one another, and the append of keys and values, are one kernel, which keeps in registers what nothing else reads; and
+linears of one input are one kernel. Attention is the same in both.
+
+Bytes: what a kernel reads and writes, each number once. Weights and constants count once per launch, everything else
+per row; no result counts as found in a cache. Operations: two per weight and row; in attention two per number of a key
+or value, row and query head; one per number that a row operation writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+
+from bench.model_step_.recording import Recorded, layer_of
+from specdec_fast.batch.ragged_batch import PagedBatch
+from specdec_fast.errors import NotYetSupportedError
+from specdec_fast.kv_cache.layer_layout import KVShape
+from specdec_fast.models.batch_invariance import ROW_MULTIPLE
+from specdec_fast.planner.costs import Device
+from specdec_fast.program.ir import (
+    ROWS,
+    Append,
+    Attend,
+    Gather,
+    GroupedLinear,
+    Instruction,
+    Linear,
+    Operand,
+    Plan,
+    RowOp,
+)
+from specdec_fast.triton_kernels.paged_attention import launch_config, num_splits_of
+
+LAUNCH_SECONDS = 2e-6  # of one kernel in a graph, besides what it reads and computes
+PRESENT, FUSED = "present", "fused"
+_CHOICE_LAUNCHES = 3  # of verify_chain
+_PARTIAL_BYTES = 4  # attention keeps partial results in fp32
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch, or a few that do one thing.
+
+    Attributes:
+        name: what it computes.
+        num_bytes: bytes that it reads and writes.
+        flops: floating-point operations.
+        launches: number of launches.
+
+    """
+
+    name: str
+    num_bytes: float
+    flops: float
+    launches: int = 1
+
+    def seconds(self, device: Device) -> float:
+        """Return the larger of the times for bytes and for operations, and the time of the launches."""
+        return max(self.num_bytes / device.bandwidth, self.flops / device.peak) + self.launches * LAUNCH_SECONDS
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one forward; logits are computed for all of them.
+
+    Attributes:
+        batch_size: sequences.
+        rows_each: rows of a sequence.
+        context: KV positions of a sequence, with those of its rows.
+
+    """
+
+    batch_size: int
+    rows_each: int
+    context: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sequences."""
+        return self.batch_size * self.rows_each
+
+
+def forward_kernels(recorded: Recorded, batch: Batch, way: str) -> list[Kernel]:
+    """Return the kernels of one forward of all layers and of the choice of its tokens, in their order.
+
+    Args:
+        recorded: the forward program.
+        batch: the rows.
+        way: ``PRESENT`` or ``FUSED``.
+
+    """
+    costs = _Costs(recorded.plan, batch, way)
+    kernels = [(index, kernel) for index, group in costs.groups() for kernel in costs.kernels_of(group)]
+    begin, end = layer_of(recorded.plan.instructions)
+    before = [kernel for index, kernel in kernels if index < end]
+    layer = [kernel for index, kernel in kernels if begin <= index < end]
+    after = [kernel for index, kernel in kernels if index >= end]
+    logits = batch.num_rows * recorded.plan.vocab_size
+    choice = Kernel("choice of tokens", logits * recorded.plan.logits_dtype.itemsize, logits, _CHOICE_LAUNCHES)
+    return [*before, *layer * (recorded.num_layers - recorded.num_recorded), *after, choice]
+
+
+class _Costs:
+    """Bytes and operations of groups of instructions, at the rows of one forward."""
+
+    def __init__(self, plan: Plan, batch: Batch, way: str) -> None:
+        self._plan, self._batch, self._is_fused = plan, batch, way == FUSED
+        multiple = 1 if self._is_fused else ROW_MULTIPLE
+        self._rows = ceil(batch.num_rows / multiple) * multiple
+        self._itemsize = plan.dtype.itemsize
+        self._last_read = {n: i for i, each in enumerate(plan.instructions) for n in each.reads}
+
+    def groups(self) -> Iterator[tuple[int, list[Instruction]]]:
+        """Yield the instructions of each kernel, and the index of the first one."""
+        for _, same in groupby(enumerate(self._plan.instructions), self._kernel_of):
+            indices, group = zip(*same, strict=True)
+            yield indices[0], list(group)
+
+    def _kernel_of(self, numbered: tuple[int, Instruction]) -> Hashable:
+        """Return what neighbouring instructions of one kernel have in common."""
+        index, each = numbered
+        if self._is_fused and isinstance(each, Linear):
+            return each.source, each.offset, each.num_vectors
+        if self._is_fused and isinstance(each, (RowOp, Append)):
+            return "rows", self._plan.buffers[each.writes[0]].domain if isinstance(each, RowOp) else ROWS
+        return index
+
+    def kernels_of(self, group: list[Instruction]) -> Iterator[Kernel]:
+        """Yield the kernel of a group, or two for attention in pieces.
+
+        Raises:
+            NotYetSupportedError: the group multiplies with experts.
+
+        """
+        first = group[0]
+        if isinstance(first, Linear):
+            yield self._linear([each for each in group if isinstance(each, Linear)])
+        elif isinstance(first, Attend):
+            yield from self._attention(first)
+        elif isinstance(first, Gather):
+            yield Kernel("gather rows", 2 * self._rows * self._plan.buffers[first.source].row_bytes, 0)
+        elif isinstance(first, GroupedLinear):
+            raise NotYetSupportedError("bench.model_step does not model experts: their bytes depend on the choices.")
+        else:
+            yield self._row_operations(group)
+
+    def _linear(self, group: list[Linear]) -> Kernel:
+        vectors, (_, in_features) = self._rows * group[0].num_vectors, group[0].weight.shape
+        out_features = sum(each.weight.shape[0] for each in group)
+        weights = sum(t.numel() for each in group for t in (each.weight, each.bias) if t is not None)
+        num_bytes = (weights + vectors * (in_features + out_features)) * self._itemsize
+        return Kernel(f"linear {in_features} to {out_features}", num_bytes, 2 * vectors * in_features * out_features)
+
+    def _attention(self, attend: Attend) -> Iterator[Kernel]:
+        shape, batch, rows = self._plan.kv_shapes[attend.layer], self._batch, self._batch.num_rows
+        window = attend.sliding_window or batch.context
+        context = min(batch.context, window)
+        per_row = attend.num_heads * (shape.key_head_dim + shape.value_head_dim)
+        num_bytes = (batch.batch_size * context * _numbers(shape) + rows * per_row) * self._itemsize
+        pieces = _num_pieces(self._plan, attend, batch, window)
+        partial = rows * attend.num_heads * pieces * (shape.value_head_dim + 2) * _PARTIAL_BYTES
+        yield Kernel("attention", num_bytes + partial, 2 * rows * context * per_row)
+        if pieces:
+            merged = rows * attend.num_heads * shape.value_head_dim
+            yield Kernel("merge of attention", partial + merged * self._itemsize, pieces * merged)
+
+    def _row_operations(self, group: list[Instruction]) -> Kernel:
+        """Count what the group reads from before it, the constants, and what is read after it."""
+        instructions = self._plan.instructions
+        end = next(i for i, each in enumerate(instructions) if each is group[-1])
+        once, indices, flops = 0, 0, 0
+        read, written = _Moved(self._plan), _Moved(self._plan)
+        for each in group:
+            if isinstance(each, Append):
+                indices += _numbers(self._plan.kv_shapes[each.layer]) * self._itemsize
+                for number in {*each.reads} - written.keys():
+                    read.add(number, self._plan.buffers[number].row_bytes)
+                continue
+            assert isinstance(each, RowOp)
+            flops += prod(each.shape)
+            for operand in each.inputs:
+                num_bytes = _distinct(each.shape, operand) * operand.dtype.itemsize
+                if each.code == "embedding":
+                    indices += num_bytes
+                elif isinstance(operand.source, Tensor):
+                    once += num_bytes
+                elif isinstance(operand.source, int) and operand.source not in written:
+                    read.add(operand.source, num_bytes)
+            written.add(each.writes[0], _distinct(each.shape, each.out) * each.out.dtype.itemsize)
+        later = sum(size for n, size in written.items() if self._last_read.get(n, end + 1) > end)
+        name = f"{len(group)} row operations" if len(group) > 1 else getattr(group[0], "code", "append")
+        return Kernel(name, once + self._rows * (indices + sum(read.values()) + later), self._rows * flops)
+
+
+class _Moved(dict[int, int]):
+    """Bytes per row by buffer, of each no more than it has."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def add(self, number: int, num_bytes: int) -> None:
+        """Count ``num_bytes`` more of a buffer."""
+        self[number] = min(self.get(number, 0) + num_bytes, self._plan.buffers[number].row_bytes)
+
+
+def _numbers(shape: KVShape) -> int:
+    """Return the numbers of a KV entry."""
+    return shape.num_kv_heads * (shape.key_head_dim + shape.value_head_dim)
+
+
+def _distinct(shape: tuple[int, ...], operand: Operand) -> int:
+    """Return how many numbers an operand has; along an axis of stride 0 they are the same."""
+    sizes = zip((*shape[:-1], operand.length), operand.strides, strict=True)
+    return prod(size for size, stride in sizes if stride)
+
+
+def _num_pieces(plan: Plan, attend: Attend, batch: Batch, window: int) -> int:
+    """Return the pieces of a context that attention merges in a second launch; 0 if it needs none."""
+    shape = plan.kv_shapes[attend.layer]
+    group = attend.num_heads // shape.num_kv_heads
+    launch = launch_config(plan.dtype, shape.key_head_dim, shape.value_head_dim, group)
+    block = launch.constexprs["BLOCK_M"]
+    tiles = batch.batch_size * shape.num_kv_heads * ceil(batch.rows_each * group / block)
+    none = torch.empty(0, dtype=torch.int32)
+    paged = PagedBatch(
+        cu_seqlens_q=none,
+        seqused_k=none,
+        block_table=none,
+        max_seqlen_q=batch.rows_each,
+        max_seqlen_k=batch.context,
+    )
+    partial = _PARTIAL_BYTES * batch.num_rows * attend.num_heads * shape.value_head_dim
+    return num_splits_of(paged, window, tiles, ceil(block / group) + 1, partial)

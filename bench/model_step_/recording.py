@@ -1,0 +1,66 @@
+"""The forward program of a published shape, without its weights' values and without most of its layers.
+
+All layers of these shapes are alike, so two are recorded: everything between the first and the second attention is one
+layer. Widths are the real ones. Weights are memory that is reserved and not written; no value is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from bench.common.pairs import ModelShape, config_of
+from specdec_fast.models.hf_model import HFModel
+from specdec_fast.ops import resolve
+from specdec_fast.program import compile_forward
+from specdec_fast.program.ir import Attend, Instruction, Plan
+
+_RECORDED_LAYERS = 2
+_PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A forward program of few layers, and the number of layers of the model.
+
+    Attributes:
+        plan: the program.
+        num_recorded: layers of the program.
+        num_layers: layers of the model.
+
+    """
+
+    plan: Plan
+    num_recorded: int
+    num_layers: int
+
+
+@torch.inference_mode()
+def record(shape: ModelShape, vocab_size: int, dtype: torch.dtype) -> Recorded:
+    """Record the forward program of a model of this shape.
+
+    Raises:
+        NotLowerableError: the model does something that a program cannot express.
+
+    """
+    few = replace(shape, num_hidden_layers=min(_RECORDED_LAYERS, shape.num_hidden_layers))
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config_of(few, vocab_size), dtype=dtype).eval()
+    ops = resolve(torch.device("cpu"))
+    hf = HFModel(model, ops, torch.arange(_PROBE_TOKENS) % vocab_size)
+    with hf.hooked():
+        plan = compile_forward(model, hf.call, hf.layout, ops, hf.sliding_layers)
+    return Recorded(plan, few.num_hidden_layers, shape.num_hidden_layers)
+
+
+def layer_of(instructions: Sequence[Instruction]) -> tuple[int, int]:
+    """Return begin and end of one whole layer: from the first attention to the second.
+
+    In a program of a single layer both are the index of its attention.
+    """
+    found = [index for index, instruction in enumerate(instructions) if isinstance(instruction, Attend)]
+    return found[0], found[-1]
