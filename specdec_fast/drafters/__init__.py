@@ -22,6 +22,8 @@ from specdec_fast.drafters.medusa_weights import is_medusa
 from specdec_fast.drafters.ngram import NgramDrafter
 from specdec_fast.drafters.ngram_trie import NgramTrieDrafter
 from specdec_fast.drafters.none import NoDrafter
+from specdec_fast.drafters.specblock import SpecBlockDrafter
+from specdec_fast.drafters.specblock_config import is_specblock
 from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
 from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model
@@ -41,6 +43,7 @@ DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {
 
 # Drafters of checkpoints, asked for as "kind:FOLDER": what makes one, and whether a folder holds one.
 CHECKPOINT_DRAFTERS: dict[str, tuple[Callable[[DrafterContext, str], Drafter], Callable[[Path], bool]]] = {
+    "specblock": (SpecBlockDrafter, is_specblock),  # before EAGLE-3, which any draft_vocab_size is taken for
     "eagle3": (Eagle3Drafter, is_eagle3),
     "medusa": (MedusaDrafter, is_medusa),
 }

@@ -9,7 +9,6 @@ Features of accepted tokens arrive after the step, and the next proposal overwri
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,41 +21,13 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext, StepResult
 from specdec_fast.drafters.eagle3_model import Eagle3Model, load_eagle3
 from specdec_fast.drafters.pooled import PooledDrafter
+from specdec_fast.drafters.queued_features import QueuedFeatures, portions, tokens_after
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
 from specdec_fast.models.draft_step import by_sequence, chosen_tokens, stages, widened
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.request.sequence import Sequence
 
 _MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are computed at once
-
-
-@dataclass
-class _State:
-    """What the drafter knows of one admitted sequence.
-
-    Attributes:
-        kv_length: number of rows whose KV entries were made of true features.
-        queued: projected features of the rows behind them, each ``[n, H]``.
-        num_queued: their number.
-
-    """
-
-    kv_length: int = 0
-    queued: list[Tensor] = field(default_factory=list)
-    num_queued: int = 0
-
-    def add(self, features: Tensor) -> None:
-        """Queue features ``[n, H]`` of the next positions."""
-        self.queued.append(features)
-        self.num_queued += len(features)
-
-    def take(self, count: int) -> Tensor:
-        """Remove and return the first ``count`` queued features, ``[count, H]``."""
-        joined = self.queued[0] if len(self.queued) == 1 else torch.cat(self.queued)
-        # A copy: a view would keep the features of a whole prefill forward.
-        self.queued, self.num_queued = [joined[count:].clone()] if count < len(joined) else [], self.num_queued - count
-        self.kv_length += count
-        return joined[:count]
 
 
 class Eagle3Drafter(PooledDrafter):
@@ -79,7 +50,7 @@ class Eagle3Drafter(PooledDrafter):
         self.taps = self.model.taps
         self._device = context.device
         self.limit_prefill(context.config.max_prefill_tokens)
-        self._states: dict[Sequence, _State] = {}
+        self._states: dict[Sequence, QueuedFeatures] = {}
 
     @property
     def name(self) -> str:
@@ -120,7 +91,7 @@ class Eagle3Drafter(PooledDrafter):
         """Admit sequences; their features follow."""
         for sequence in sequences:
             self._pool().add(sequence)
-            self._states[sequence] = _State()
+            self._states[sequence] = QueuedFeatures()
 
     @torch.inference_mode()
     def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
@@ -173,9 +144,9 @@ class Eagle3Drafter(PooledDrafter):
             state = self._states[sequence]
             if state.num_queued > 1:
                 rows.append(Rows(sequence, state.kv_length, state.num_queued - 1))
-        for some in _portions(rows, self._most_rows):
+        for some in portions(rows, self._most_rows):
             hidden = torch.cat([self._states[row.owner].take(row.count) for row in some])  # type: ignore[index]
-            batch = lay_out(self._pool(), some, to_device(_tokens_after(some), self._device))
+            batch = lay_out(self._pool(), some, to_device(tokens_after(some), self._device))
             self.model.forward(batch, self._pool(), hidden)
 
     def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
@@ -183,7 +154,7 @@ class Eagle3Drafter(PooledDrafter):
         members, counts = list(drafting), list(drafting.values())
         queued = [Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in members]
         hidden = torch.cat([self._states[s].take(rows.count) for s, rows in zip(members, queued, strict=True)])
-        tokens = to_device(_tokens_after(queued), self._device)
+        tokens = to_device(tokens_after(queued), self._device)
         drafted: list[Tensor] = []
         before: list[int] = []
         for num_forwards, chosen in stages(counts):
@@ -220,24 +191,3 @@ class Eagle3Drafter(PooledDrafter):
             return model.target_ids[chosen_tokens(model.ops, logits, logits.shape[1], fed, None)]
         wide = widened(logits, model.target_ids, model.vocab_size)
         return chosen_tokens(model.ops, wide, model.vocab_size, fed, sampling)
-
-
-def _tokens_after(rows: list[Rows]) -> list[int]:
-    """Return the token that each row takes: that of the position behind its own."""
-    return [token for s, start, count in rows for token in s.token_ids[start + 1 : start + count + 1]]  # type: ignore[attr-defined]
-
-
-def _portions(rows: list[Rows], most: int) -> list[list[Rows]]:
-    """Split spans into forwards of at most ``most`` rows."""
-    portions: list[list[Rows]] = []
-    left = 0
-    for owner, start, count in rows:
-        done = 0
-        while done < count:
-            if left == 0:
-                portions.append([])
-                left = most
-            size = min(left, count - done)
-            portions[-1].append(Rows(owner, start + done, size))
-            done, left = done + size, left - size
-    return portions

@@ -96,7 +96,7 @@ def read_config(folder: Path) -> Eagle3Config:
     sizes = found.get("transformer_layer_config") if is_speculators else found
     if not isinstance(sizes, dict):
         raise ConfigError(f"{str(folder)!r}: config.json has no transformer_layer_config; take a complete checkpoint.")
-    layer = _layer_config(folder, sizes)
+    layer = layer_config(folder, sizes)
     nested = found.get("eagle_config") or {}
 
     def flag(name: str) -> bool:
@@ -113,8 +113,8 @@ def read_config(folder: Path) -> Eagle3Config:
         folder=folder,
         layer=layer,
         sliding_windows=_sliding_windows(folder, sizes, layer.num_hidden_layers),
-        draft_vocab_size=_integer(folder, found, "draft_vocab_size", layer.vocab_size),
-        target_hidden_size=_integer(folder, found, "target_hidden_size", layer.hidden_size),
+        draft_vocab_size=positive_integer(folder, found, "draft_vocab_size", layer.vocab_size),
+        target_hidden_size=positive_integer(folder, found, "target_hidden_size", layer.hidden_size),
         tap_layers=_tap_layers(folder, found, nested, is_speculators),
         norm_before_residual=flag("norm_before_residual"),
         norm_before_fc=flag("norm_before_fc"),
@@ -135,7 +135,13 @@ def _json(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _layer_config(folder: Path, sizes: dict[str, Any]) -> LlamaConfig:
+def layer_config(folder: Path, sizes: dict[str, Any]) -> LlamaConfig:
+    """Return the layers that ``config.json`` describes.
+
+    Raises:
+        ConfigError: a size is missing or wrong, or the rotary embedding is not served.
+
+    """
     if missing := [name for name in _NEEDED if sizes.get(name) is None]:
         raise ConfigError(f"{str(folder)!r}: config.json lacks {', '.join(missing)}; take a complete checkpoint.")
     settings = {name: sizes[name] for name in _LAYER_KEYS if sizes.get(name) is not None}
@@ -173,7 +179,8 @@ def _sliding_windows(folder: Path, sizes: dict[str, Any], num_layers: int) -> tu
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _integer(folder: Path, found: dict[str, Any], name: str, default: int) -> int:
+def positive_integer(folder: Path, found: dict[str, Any], name: str, default: int) -> int:
+    """Return a positive integer of ``config.json``, or ``default`` where there is none; else raise ``ConfigError``."""
     value = default if found.get(name) is None else found[name]
     if not isinstance(value, int) or value < 1:
         raise ConfigError(f"{str(folder)!r}: {name} is {value!r}; expected a positive integer.")

@@ -42,18 +42,35 @@ def load_eagle3(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] |
 
     """
     config = read_config(folder)
-    _check_target(config, target)
-    taps = tap_layers or config.tap_layers or default_taps(target.layout.num_layers)
-    try:
-        taps = checked_taps(taps, target.layout.num_layers)  # type: ignore[assignment]
-    except SpecDecError as error:
-        raise ConfigError(f"the taps of {str(folder)!r} do not fit {target.name}: {error} Pass tap_layers.") from error
+    check_target(config, target)
+    taps = taps_of(config, target, tap_layers)
     weights = read_weights(folder)
     check_weights(config, len(taps), weights)
     return Eagle3Model(config, taps, weights, target)
 
 
-def _check_target(config: Eagle3Config, target: RaggedModel) -> None:
+def taps_of(config: Eagle3Config, target: RaggedModel, tap_layers: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the taps that are passed, or those that the checkpoint names, or the default ones.
+
+    Raises:
+        ConfigError: the target has no such taps.
+
+    """
+    try:
+        taps = tap_layers or config.tap_layers or default_taps(target.layout.num_layers)
+        return checked_taps(taps, target.layout.num_layers)  # type: ignore[return-value]
+    except SpecDecError as error:
+        where = repr(str(config.folder))
+        raise ConfigError(f"the taps of {where} do not fit {target.name}: {error} Pass tap_layers.") from error
+
+
+def check_target(config: Eagle3Config, target: RaggedModel) -> None:
+    """Check that a checkpoint was made for a target.
+
+    Raises:
+        ConfigError, VocabularyMismatchError: it was made for another one, or the target is sharded.
+
+    """
     where, name = repr(str(config.folder)), type(target.model).__name__
     check_whole(target)
     if config.verifiers and name not in config.verifiers:
@@ -123,7 +140,7 @@ class Eagle3Model:
         own = {name: weight.to(device, dtype).contiguous() for name, weight in weights.items() if name not in _MAPS}
         self._embedding = own.get("embed_tokens.weight")
         if self._embedding is None:
-            self._embedding = _target_embedding(config, target)
+            self._embedding = target_embedding(config, target)
         self._fc, self._norm, self._head = own["fc.weight"], own["norm.weight"], own["lm_head.weight"]
         self._input_norm = own.get("input_norm.weight")
         self._fc_norms = [own[f"fc_norm.{i}.weight"] for i in range(len(taps))] if config.fc_norm else None
@@ -253,7 +270,7 @@ def _rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rows * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def _target_embedding(config: Eagle3Config, target: RaggedModel) -> Tensor:
+def target_embedding(config: Eagle3Config, target: RaggedModel) -> Tensor:
     """Return the target's embedding ``[vocab_size, H]``, which a checkpoint without its own shares."""
     weight: Tensor = target.model.get_input_embeddings().weight.detach()
     if weight.shape[1] != config.layer.hidden_size:

@@ -14,6 +14,7 @@ from specdec_fast.errors import ConfigError
 
 _FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 _OF_OTHERS = ("verifier_", "rotary_emb.")  # copies of the target's weights, and buffers that are computed
+Shapes = dict[str, tuple[int, ...]]
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -65,20 +66,40 @@ def check_weights(config: Eagle3Config, num_taps: int, weights: dict[str, Tensor
         ConfigError: a weight is missing, has another shape, or belongs to something that is not served.
 
     """
-    needed, optional = _shapes(config, num_taps)
-    where = repr(str(config.folder))
+    hint = {"fc.weight": f" ({num_taps} taps of {config.target_hidden_size})"}
+    expect_shapes(config.folder, "EAGLE-3", weights, _shapes(config, num_taps), hint)
+
+
+def expect_shapes(
+    folder: Path, kind: str, weights: dict[str, Tensor], shapes: tuple[Shapes, Shapes], hints: dict[str, str]
+) -> None:
+    """Check the names and shapes of a drafter's weights.
+
+    Args:
+        folder: where they were read, for messages.
+        kind: of drafter, for messages.
+        weights: from ``read_weights``.
+        shapes: of the weights that must exist, and of those that may.
+        hints: by name, what a message about a weight's shape adds.
+
+    Raises:
+        ConfigError: a weight is missing, unknown, or has another shape.
+
+    """
+    needed, optional = shapes
+    where = repr(str(folder))
     if missing := sorted(set(needed) - set(weights)):
         raise ConfigError(f"{where} lacks the weights {', '.join(missing[:4])} ({len(missing)} in all).")
     if unknown := sorted(set(weights) - set(needed) - set(optional)):
         raise ConfigError(
-            f"{where} has weights that EAGLE-3 does not: {', '.join(unknown[:4])} ({len(unknown)} in all)."
+            f"{where} has weights that {kind} does not: {', '.join(unknown[:4])} ({len(unknown)} in all)."
         )
-    shapes = needed | optional
+    expected = needed | optional
     for name, weight in weights.items():
-        if tuple(weight.shape) != shapes[name]:
-            hint = f" ({num_taps} taps of {config.target_hidden_size})" if name == "fc.weight" else ""
+        if tuple(weight.shape) != expected[name]:
             raise ConfigError(
-                f"{where}: {name} has the shape {list(weight.shape)}; expected {list(shapes[name])}{hint}."
+                f"{where}: {name} has the shape {list(weight.shape)}; expected {list(expected[name])}"
+                f"{hints.get(name, '')}."
             )
 
 

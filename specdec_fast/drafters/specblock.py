@@ -1,0 +1,258 @@
+"""The ``"specblock"`` drafter: blocks of several tokens, two calls a step (Shi et al., arXiv 2605.07243).
+
+The block of position i is made of the target's feature at position i and of the token at i + 1. A sequence of n tokens
+has features of positions 0 to n - 2, so the block of position n - 2 drafts the first K tokens behind it. In a second
+call, one block each follows the best nodes of that tree, for all sequences at once.
+
+A position has K KV entries, one per slot. Slot k of position i stands at place ``K * i + k`` of the sequence's pages,
+so "all slots of earlier positions, and the own ones so far" is what a chain sees. The second call computes the last
+true block again, as the root of a tree whose branches are the new blocks: a block that follows a token of slot k sees
+slots 0 to k of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.batch.trees import rows_of_trees
+from specdec_fast.device_copy import to_device
+from specdec_fast.drafters.base import Draft, DrafterContext, StepResult, TreeDrafter
+from specdec_fast.drafters.pooled import PooledDrafter
+from specdec_fast.drafters.queued_features import QueuedFeatures, portions, tokens_after
+from specdec_fast.drafters.specblock_candidates import Candidates
+from specdec_fast.drafters.specblock_model import SpecBlockModel, load_specblock
+from specdec_fast.drafters.specblock_tree import BEAM, ROOT, BlockTree, Node
+from specdec_fast.errors import ConfigError
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.models.verify_step import why_no_trees
+from specdec_fast.request.sequence import Sequence
+
+_MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are computed at once
+
+
+class SpecBlockDrafter(PooledDrafter, TreeDrafter):
+    """Proposes a tree of what blocks over the target's hidden states predict, or a chain.
+
+    For a request that samples, candidates are ranked by the target's own rule, with the noise with which the target
+    will choose the token of that position; see ``MedusaDrafter``.
+
+    Args:
+        context: the target, the settings (``tap_layers``, ``draft_tree``) and the device.
+        folder: the checkpoint; see ``specblock_config.py``.
+
+    Raises:
+        ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
+
+    """
+
+    def __init__(self, context: DrafterContext, folder: str) -> None:
+        self._folder, wanted = folder, context.config.draft_tree
+        if isinstance(wanted, tuple):
+            raise ConfigError(
+                "a SpecBlock drafter makes a tree of its own in each step; pass draft_tree='chain' or None."
+            )
+        with torch.inference_mode():
+            self.model: SpecBlockModel = load_specblock(Path(folder), context.target, context.config.tap_layers)
+        super().__init__(self.model.layout)
+        self.taps, self._device, self._num_slots = self.model.taps, context.device, self.model.num_slots
+        self._is_chain = wanted == "chain" or why_no_trees(context.target) is not None
+        self.max_nodes = 0 if self._is_chain else self.model.config.tree_nodes
+        self.limit_prefill(context.config.max_prefill_tokens)
+        self._candidates = Candidates(self.model, self._device)
+        self._states: dict[Sequence, QueuedFeatures] = {}
+
+    @property
+    def name(self) -> str:
+        """The kind and the checkpoint."""
+        return f"specblock:{self._folder}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the taps, the tokens of a block, the nodes of a tree, and the number of ids that can be proposed."""
+        return {
+            "tap_layers": self.taps,
+            "num_slots": self._num_slots,
+            "draft_tree": "chain" if self._is_chain else f"up to {self.max_nodes} nodes",
+            "draft_vocab_size": self.model.config.draft_vocab_size,
+        }
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the checkpoint's weights, and the target's embedding if the checkpoint has none."""
+        return self.model.weights()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of its KV entries of one position, one per slot."""
+        return self._num_slots * super().bytes_per_token
+
+    @property
+    def estimates_memory(self) -> bool:
+        """PyTorch runs its forwards."""
+        return True
+
+    def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
+        """Estimate what its forwards need, its logits, and the features that wait."""
+        model, itemsize = self.model, self.model.layout.dtype.itemsize
+        second = num_sequences * (1 + BEAM)  # blocks of the second call
+        blocks = max((prefill_rows or MAX_PREFILL_ROWS) // self._num_slots, num_sequences * num_draft_tokens, second)
+        queued = num_sequences * _MOST_QUEUED * model.hidden_size * itemsize
+        widths = 3 * model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
+        return self._num_slots * (blocks * model.row_bytes + second * widths * itemsize) + queued
+
+    def limit_prefill(self, max_prefill_tokens: int | None) -> None:
+        """Bound its forwards over queued features, as ``step_bytes`` counts them."""
+        most_rows = min(max_prefill_tokens or MAX_PREFILL_ROWS, MAX_PREFILL_ROWS)
+        self._most_blocks = max(1, most_rows // self._num_slots)
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        """Allocate the pool, or keep the present one; forget what an interrupted run left."""
+        self._states.clear()
+        super().prepare(self._num_slots * num_tokens, self._num_slots * page_size)
+
+    def grow(self, num_tokens: int) -> None:
+        """Replace the pool by a larger one that holds the same pages."""
+        super().grow(self._num_slots * num_tokens)
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Admit sequences; their features follow."""
+        for sequence in sequences:
+            self._pool().add(sequence)
+            self._states[sequence] = QueuedFeatures()
+
+    @torch.inference_mode()
+    def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
+        """Project the features of prompts, and compute all blocks but the last of each sequence."""
+        projected = self.model.project(features).split([len(own) for own in positions])
+        for sequence, rows in zip(sequences, projected, strict=True):
+            self._states[sequence].add(rows.clone() if len(rows) == 1 else rows)  # of more, `take` copies the last
+        self._catch_up(sequences)
+
+    @torch.inference_mode()
+    def commit(self, sequences: list[Sequence], result: StepResult) -> None:
+        """Queue the features of committed tokens; compute their blocks if too many wait."""
+        if not sequences or result.hidden_states is None:
+            return
+        rows = [row for own in result.accepted_rows for row in own]
+        features = result.hidden_states[to_device(rows, self._device)]
+        projected = self.model.project(features).split([len(own) for own in result.accepted_rows])
+        for sequence, added in zip(sequences, projected, strict=True):
+            self._states[sequence].add(added)
+        late = [sequence for sequence in sequences if self._states[sequence].num_queued > _MOST_QUEUED]
+        if late:
+            self._catch_up(late)
+
+    def release(self, sequence: Sequence) -> None:
+        """Return the sequence's pages, and forget its features."""
+        if self._states.pop(sequence, None) is not None:
+            self._pool().free(sequence)
+
+    @torch.inference_mode()
+    def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
+        """Draft in one call for all sequences, and in a second one behind the nodes that these have found."""
+        chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
+        counts, tokens, parents = [0] * len(sequences), [], []
+        if chosen:
+            drafting = [sequences[i] for i in chosen]
+            trees = [BlockTree(node_limits[i], limits[i], self._is_chain) for i in chosen]
+            self._first_call(drafting, trees)
+            for i, tree in zip(chosen, trees, strict=True):
+                own = tree.nodes()
+                tokens += own[0]
+                parents += own[1]
+                counts[i] = len(own[0])
+        above = torch.tensor(parents, dtype=torch.int32, device="cpu")
+        return Draft(torch.tensor(tokens, dtype=torch.int64, device="cpu"), counts, above)
+
+    def _is_complete(self, sequence: Sequence) -> bool:
+        """Return whether the features of all positions but the newest are known, and there is one to start from."""
+        state = self._states.get(sequence)
+        return state is not None and state.num_queued > 0 and state.kv_length + state.num_queued == sequence.length - 1
+
+    def _catch_up(self, sequences: list[Sequence]) -> None:
+        """Compute the blocks of queued features, but for the last of each sequence, from which a proposal starts."""
+        blocks: list[Rows] = []
+        for sequence in sequences:
+            state = self._states[sequence]
+            if state.num_queued > 1:
+                blocks.append(Rows(sequence, state.kv_length, state.num_queued - 1))
+        for some in portions(blocks, self._most_blocks):
+            self._true_blocks(some)
+
+    def _true_blocks(self, blocks: list[Rows]) -> tuple[Tensor, Tensor]:
+        """Compute the blocks of queued features: conditions ``[N, H]`` and hidden states ``[N, K, H]``."""
+        conditions = torch.cat([self._states[own.owner].take(own.count) for own in blocks])  # type: ignore[index]
+        bases = [start + i for _, start, count in blocks for i in range(count)]
+        k = self._num_slots
+        rows = [Rows(owner, k * start, k * count) for owner, start, count in blocks]
+        batch = lay_out(self._pool(), rows, to_device(tokens_after(blocks), self._device))
+        return conditions, self.model.forward(batch, self._pool(), conditions, to_device(bases, self._device))
+
+    def _first_call(self, drafting: list[Sequence], trees: list[BlockTree]) -> None:
+        """Compute the blocks with new features, and draft from the last of each sequence."""
+        if sum(self._states[s].num_queued for s in drafting) > max(self._most_blocks, 2 * len(drafting)):
+            self._catch_up(drafting)
+        queued = [Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in drafting]
+        conditions, hidden = self._true_blocks(queued)
+        if len(hidden) > len(drafting):
+            ends = torch.tensor([own.count for own in queued], device="cpu").cumsum(0) - 1
+            last = to_device(ends.tolist(), self._device)
+            conditions, hidden = conditions[last], hidden[last]
+        slots = self._candidates.of(hidden, drafting, [0] * len(drafting), [s.token_ids[-1] for s in drafting])
+        for tree, own in zip(trees, slots, strict=True):
+            tree.add_block(ROOT, own)
+        expanded = [tree.to_expand(BEAM) for tree in trees]
+        if any(expanded):
+            self._second_call(drafting, trees, expanded, conditions, hidden)
+
+    def _second_call(
+        self,
+        drafting: list[Sequence],
+        trees: list[BlockTree],
+        expanded: list[list[Node]],
+        conditions: Tensor,
+        hidden: Tensor,
+    ) -> None:
+        """Draft a block behind each node of ``expanded``.
+
+        Args:
+            drafting: ``B`` sequences.
+            trees: of each, after the first call.
+            expanded: of each, nodes of its first block.
+            conditions: ``[B, H]``, those of the last true blocks.
+            hidden: ``[B, K, H]``, their results.
+
+        """
+        k, new = self._num_slots, []
+        spans: list[Rows] = []
+        bases: list[int] = []
+        tokens: list[int] = []
+        sources: list[int] = []  # of each block, the row of ``states`` that it is made of
+        parents: list[int] = []
+        states = torch.cat([conditions, hidden.flatten(0, 1)])
+        for i, (sequence, nodes) in enumerate(zip(drafting, expanded, strict=True)):
+            if not nodes:
+                continue
+            spans.append(Rows(sequence, k * (sequence.length - 2), k * (1 + len(nodes))))
+            bases += [sequence.length - 2] * (1 + len(nodes))
+            tokens += [sequence.token_ids[-1], *(node.token_id for node in nodes)]
+            sources += [i, *(len(drafting) + k * i + node.depth - 1 for node in nodes)]
+            # Node j of a tree is its row j + 1: the last true block is the chain of rows 0 to K - 1.
+            parents += range(-1, k - 2)
+            for place, node in enumerate(nodes, start=1):
+                parents += [node.depth - 2, *range(k * place - 1, k * place + k - 2)]
+                new.append((i, node, len(bases) - 1 - len(nodes) + place))
+        counts = [span.count - 1 for span in spans]
+        batch = lay_out(self._pool(), spans, to_device(tokens, self._device), trees=rows_of_trees(parents, counts))
+        inputs = states[to_device(sources, self._device)]
+        found = self.model.forward(batch, self._pool(), inputs, to_device(bases, self._device))
+        behind = found[to_device([block for _, _, block in new], self._device)]
+        owners, depths = [drafting[i] for i, _, _ in new], [node.depth for _, node, _ in new]
+        slots = self._candidates.of(behind, owners, depths, [node.token_id for _, node, _ in new])
+        for (i, node, _), own in zip(new, slots, strict=True):
+            trees[i].add_block(node.place, own)

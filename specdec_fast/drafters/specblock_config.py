@@ -1,0 +1,84 @@
+"""The configuration of a SpecBlock checkpoint (Shi et al., arXiv 2605.07243)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec_fast.drafters.eagle3_config import Eagle3Config, layer_config, positive_integer
+from specdec_fast.errors import ConfigError
+
+_SLOTS = "diffspec_draft_token_num"  # the name that published configurations have
+NUM_CLASSES, NUM_FEATURES = 4, 20  # of the rank head; ids whose logits it reads
+_DEFAULT_SLOTS, _DEFAULT_NODES = 4, 16
+
+
+@dataclass(frozen=True)
+class SpecBlockConfig(Eagle3Config):
+    """What ``config.json`` says of a drafter; layers, vocabulary and taps as for EAGLE-3.
+
+    Attributes:
+        num_slots: number of tokens that a block drafts.
+        tree_nodes: the largest number of nodes of a tree.
+
+    """
+
+    num_slots: int = _DEFAULT_SLOTS
+    tree_nodes: int = _DEFAULT_NODES
+
+
+def is_specblock(folder: Path) -> bool:
+    """Return whether a folder has the ``config.json`` of a SpecBlock drafter."""
+    try:
+        found = _json(folder)
+    except ConfigError:
+        return False
+    return _SLOTS in found or any("specblock" in str(name).lower() for name in found.get("architectures") or [])
+
+
+def read_config(folder: Path) -> SpecBlockConfig:
+    """Read a checkpoint's ``config.json``.
+
+    Raises:
+        ConfigError: there is none, or it has settings that are not served.
+
+    """
+    found = _json(folder)
+    layer = layer_config(folder, {"num_hidden_layers": 2, **found})
+    draft_vocab_size = positive_integer(folder, found, "draft_vocab_size", layer.vocab_size)
+    taps = found.get("tap_layers")
+    if taps is not None and not (isinstance(taps, list) and all(type(tap) is int for tap in taps)):
+        raise ConfigError(f"{str(folder)!r}: tap_layers is {taps!r}; expected a list of integers.")
+    if positive_integer(folder, found, "rank_classes", NUM_CLASSES) != NUM_CLASSES or draft_vocab_size < NUM_FEATURES:
+        raise ConfigError(
+            f"{str(folder)!r} has a rank head of {found.get('rank_classes', NUM_CLASSES)} classes over "
+            f"{draft_vocab_size} ids; expected {NUM_CLASSES} classes, and {NUM_FEATURES} ids or more."
+        )
+    return SpecBlockConfig(
+        folder=folder,
+        layer=layer,
+        sliding_windows=(None,) * layer.num_hidden_layers,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=positive_integer(folder, found, "target_hidden_size", layer.hidden_size),
+        tap_layers=None if taps is None else tuple(taps),
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        verifiers=(),
+        num_slots=positive_integer(folder, found, _SLOTS, _DEFAULT_SLOTS),
+        tree_nodes=positive_integer(folder, found, "tree_nodes", _DEFAULT_NODES),
+    )
+
+
+def _json(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {str(path)!r} ({error}); expected the folder of a SpecBlock drafter.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{str(path)!r} holds a {type(found).__name__}; expected a JSON object.")
+    return found

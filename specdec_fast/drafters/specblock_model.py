@@ -1,0 +1,238 @@
+"""The forward of a SpecBlock drafter over flat rows and pages of its own (Shi et al., arXiv 2605.07243, section 3).
+
+A block has K rows, its *slots*. That of position i is made of the feature of position i and of the token at i + 1, and
+slot k drafts the token at i + 2 + k. A block that follows a drafted token is made of the hidden state of the slot that
+drafted it, and of that token; it stands at the position of the first block. A slot sees all slots of earlier positions,
+the slots of the blocks above it down to those that drafted its path, and the slots of its own block down to itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, rms_norm, silu
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
+from specdec_fast.drafters.eagle3_model import check_target, taps_of, target_embedding
+from specdec_fast.drafters.eagle3_weights import read_weights, target_ids
+from specdec_fast.drafters.specblock_config import NUM_FEATURES, SpecBlockConfig, read_config
+from specdec_fast.drafters.specblock_weights import check_weights
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.ragged_model import RaggedModel
+
+_MAPS = ("d2t", "t2d")  # between the ids of drafter and target
+_FIRST_POSITIONS = 512  # of the table of rotary factors; it is doubled as needed
+
+
+def load_specblock(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] | None = None) -> SpecBlockModel:
+    """Load a checkpoint for one target, onto its device and in its dtype.
+
+    Args:
+        folder: has ``config.json`` and weights.
+        target: the model whose hidden states it reads; it must not have been made a part of several processes.
+        tap_layers: its taps; None: those that the checkpoint names, or else the default ones of EAGLE-3.
+
+    Raises:
+        ConfigError: the folder cannot be read, or was made for another target; the message names the setting or weight.
+        VocabularyMismatchError: it was made for another vocabulary.
+
+    """
+    config = read_config(folder)
+    check_target(config, target)
+    taps = taps_of(config, target, tap_layers)
+    weights = read_weights(folder)
+    check_weights(config, len(taps), weights)
+    return SpecBlockModel(config, taps, weights, target)
+
+
+class _Layer:
+    """The weights of one layer, those with the same input joined to one matrix."""
+
+    def __init__(self, weights: dict[str, Tensor], index: int) -> None:
+        prefix = f"layers.{index}."
+        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        self.shift = weights.get(f"shift_proj.{index - 1}.weight")
+        self.input_norm, self.mlp_norm = own["input_layernorm.weight"], own["post_attention_layernorm.weight"]
+        self.qkv = torch.cat([own[f"self_attn.{name}_proj.weight"] for name in "qkv"])
+        self.output, self.down = own["self_attn.o_proj.weight"], own["mlp.down_proj.weight"]
+        self.gate_up = torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]])
+
+
+class SpecBlockModel:
+    """A SpecBlock drafter whose weights are loaded.
+
+    Args:
+        config: its configuration.
+        taps: see ``Drafter.taps``; as many as ``condition_proj`` takes side by side.
+        weights: from ``read_weights``, checked by ``check_weights``.
+        target: gives dtype, device, ops, and the embedding if the checkpoint has none of its own.
+
+    Attributes:
+        num_slots: K.
+        layout: shapes of the KV entries of one slot.
+        target_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id; None if they are the same.
+
+    """
+
+    def __init__(
+        self, config: SpecBlockConfig, taps: tuple[int, ...], weights: dict[str, Tensor], target: RaggedModel
+    ) -> None:
+        self.config, self.taps, self.num_slots = config, taps, config.num_slots
+        layer, device, dtype = config.layer, target.layout.device, target.layout.dtype
+        self.ops, self.vocab_size = target.ops, target.vocab_size
+        self._ops = target.ops.unchecked or target.ops
+        ids = target_ids(config, weights)
+        self.target_ids = None if ids is None else ids.to(device)
+        own = {name: weight.to(device, dtype).contiguous() for name, weight in weights.items() if name not in _MAPS}
+        first = {name.removeprefix("input_layer."): weight for name, weight in own.items() if "input_layer." in name}
+        self._embedding = first.get("embed_tokens.weight")
+        if self._embedding is None:
+            self._embedding = target_embedding(config, target)
+        self._project, self._condition_norm = first["condition_proj.weight"], first["condition_norm.weight"]
+        self._token_norm, self._epsilon = first["token_norm.weight"], layer.rms_norm_eps
+        self.hidden_size, self._head_dim = layer.hidden_size, layer.head_dim
+        self._fuse = first["fuse.weight"][:, : 2 * self.hidden_size].contiguous()
+        queries = self._normed(first["position_queries.weight"], first["query_norm.weight"])
+        self._queries = queries @ first["fuse.weight"][:, 2 * self.hidden_size :].T  # the same for all blocks
+        self._layers = [_Layer(own, i) for i in range(layer.num_hidden_layers)]
+        self._norm, self._head = own["norm.weight"], own["lm_head.weight"]
+        self._rank_in, self._rank_out = own["rank_head.0.weight"], own["rank_head.2.weight"]
+        self._act, self._attention = ACT2FN[layer.hidden_act], AttentionParams(layer.head_dim**-0.5)
+        self._num_heads, self._num_kv_heads = layer.num_attention_heads, layer.num_key_value_heads
+        self.layout = KVLayout.uniform(layer.num_hidden_layers, self._num_kv_heads, layer.head_dim, dtype, device)
+        self._slots = torch.arange(1, self.num_slots + 1, device=device)
+        self._rotary = LlamaRotaryEmbedding(layer).to(device)
+        self._factors = self._rotary_factors(_FIRST_POSITIONS)
+
+    def weights(self) -> list[Tensor]:
+        """Return all tensors that it keeps; the embedding may be the target's."""
+        values = [*vars(self).values(), *(value for layer in self._layers for value in vars(layer).values())]
+        return [value for value in values if isinstance(value, Tensor)]
+
+    @property
+    def row_bytes(self) -> int:
+        """Estimate the bytes per slot of a forward, which PyTorch runs: its widest operands and the residual stream."""
+        return (5 * self.hidden_size + 3 * self.config.layer.intermediate_size) * self.layout.dtype.itemsize
+
+    def project(self, features: Tensor) -> Tensor:
+        """Reduce the target's hidden states ``[T, taps, its hidden size]`` to one condition per row, ``[T, H]``."""
+        return self._linear(features.to(self.layout.dtype).flatten(1), self._project)
+
+    def forward(self, batch: RaggedBatch, pool: PagePool, conditions: Tensor, bases: Tensor) -> Tensor:
+        """Compute blocks, and write the KV entries of their slots.
+
+        Args:
+            batch: ``K * N`` rows, block after block, and the ``[N]`` token of each block as its ``token_ids``.
+            pool: this drafter's pages.
+            conditions: ``[N, H]``, from ``project``, or the hidden state of the slot that drafted the block's token.
+            bases: ``[N]`` int64, the position of each block.
+
+        Returns:
+            ``[N, K, H]``, the hidden state of each slot.
+
+        """
+        condition = self._normed(conditions, self._condition_norm)
+        token = self._normed(embedding(batch.token_ids, self._embedding), self._token_norm)  # type: ignore[arg-type]
+        blocks = self._linear(torch.cat([condition, token], dim=-1), self._fuse)
+        hidden = (blocks[:, None] + self._queries).flatten(0, 1)
+        factors = self._factors_at((bases[:, None] + self._slots).flatten(), batch.max_seqlen_k)
+        for index, layer in enumerate(self._layers):
+            if layer.shift is not None:
+                hidden = self._shifted(hidden, layer.shift)
+            rows = self._normed(hidden, layer.input_norm)
+            hidden = hidden + self._attend(layer, index, rows, factors, batch, pool)
+            gate, up = self._linear(self._normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+            hidden = hidden + self._linear(self._act(gate) * up, layer.down)
+        return hidden.view(-1, self.num_slots, self.hidden_size)
+
+    def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return normed hidden states ``[N, H]`` and logits ``[N, draft_vocab_size]`` for results of ``forward``."""
+        normed = self._normed(hidden, self._norm)
+        return normed, self._linear(normed, self._head)
+
+    def rank_classes(self, normed: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Predict how far down the target's token is among the likeliest ones of each row.
+
+        Args:
+            normed: ``[N, H]``, from ``logits``.
+            logits: ``[N, draft_vocab_size]``.
+
+        Returns:
+            The ids of the 20 largest logits ``[N, 20]``, as draft ids; and the likeliest class of each row ``[N]``:
+            rank 1, 2 to 4, 5 to 10, or beyond.
+
+        """
+        top, ids = logits.topk(NUM_FEATURES, dim=-1)
+        inputs = torch.cat([normed, rank_features(top.float()).to(normed.dtype)], dim=-1)
+        return ids, self._linear(silu(self._linear(inputs, self._rank_in)), self._rank_out).argmax(dim=-1)
+
+    def _shifted(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Mix into each slot the one before it, into slot 0 itself: ``[T, H]``."""
+        blocks = hidden.view(-1, self.num_slots, self.hidden_size)
+        before = torch.cat([blocks[:, :1], blocks[:, :-1]], dim=1)
+        return self._linear(torch.cat([blocks, before], dim=-1).flatten(0, 1), weight)
+
+    def _attend(
+        self,
+        layer: _Layer,
+        index: int,
+        rows: Tensor,
+        factors: tuple[Tensor, Tensor],
+        batch: RaggedBatch,
+        pool: PagePool,
+    ) -> Tensor:
+        heads = self._linear(rows, layer.qkv).unflatten(1, (-1, self._head_dim))
+        turned, value = heads.split([self._num_heads + self._num_kv_heads, self._num_kv_heads], dim=1)
+        # Su et al., arXiv 2104.09864, in the half-split order of Llama; the sine has the sign of each half.
+        first, second = turned.chunk(2, dim=-1)
+        turned = torch.addcmul(turned * factors[0], torch.cat([second, first], dim=-1), factors[1])
+        query, key = turned.split([self._num_heads, self._num_kv_heads], dim=1)
+        pages = pool.layers[index]
+        self._ops.append_kv_(*pages, key, value, batch.slot_mapping)
+        attended = self._ops.paged_attention(query, pages, batch, self._attention)
+        return self._linear(attended.flatten(1), layer.output)
+
+    def _linear(self, rows: Tensor, weight: Tensor) -> Tensor:
+        result: Tensor = self._ops.linear(rows, weight, None)
+        return result
+
+    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(rows, weight.shape, weight, self._epsilon)
+
+    def _factors_at(self, positions: Tensor, most_slots: int) -> tuple[Tensor, Tensor]:
+        """Return cosine and signed sine of rows, ``[T, 1, head_dim]`` each; there are ``most_slots`` slots at most."""
+        needed = most_slots // self.num_slots + self.num_slots + 1
+        if needed > self._factors.shape[1]:
+            self._factors = self._rotary_factors(max(needed, 2 * self._factors.shape[1]))
+        cos, sin = self._factors[:, positions].unsqueeze(2)
+        return cos, sin
+
+    def _rotary_factors(self, num_positions: int) -> Tensor:
+        """Return cosine and signed sine of positions 0 to ``num_positions - 1``: ``[2, num_positions, head_dim]``."""
+        positions = torch.arange(num_positions, device=self.layout.device)
+        cos, sin = self._rotary(self._project, positions[None])
+        first, second = sin[0].chunk(2, dim=-1)
+        return torch.stack([cos[0], torch.cat([-first, second], dim=-1)])
+
+
+def rank_features(top: Tensor) -> Tensor:
+    """Return what the rank head reads beside the hidden state.
+
+    Args:
+        top: ``[..., 20]`` fp32, the largest logits, falling.
+
+    Returns:
+        ``[..., 15]``: ten log-probabilities among the 20, the gaps from the first logit to the second, third and fifth,
+        the probability of the first, and the entropy.
+
+    """
+    log_probs = top.log_softmax(dim=-1)
+    probabilities = log_probs.exp()
+    gaps = top[..., :1] - top[..., [1, 2, 4]]
+    entropy = -(probabilities * log_probs).nan_to_num(0.0).sum(-1, keepdim=True)
+    return torch.cat([log_probs[..., :10], gaps, probabilities[..., :1], entropy], dim=-1)

@@ -1,0 +1,281 @@
+"""The SpecBlock drafter proposes what the formulas say, whatever the batch, the chunks, rejections and preemptions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.batch.trees import rows_of_trees
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import DrafterContext
+from specdec_fast.drafters.specblock import SpecBlockDrafter
+from specdec_fast.drafters.specblock_tree import ROOT, BlockTree, Slot
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops import resolve
+from specdec_fast.oracle.sampling import gumbel_noise
+from specdec_fast.request.sequence import Sequence
+from support.models import VOCAB_SIZE, tiny_model
+from support.specblock import (
+    TAPS,
+    K,
+    dense_blocks,
+    logits_and_class,
+    visible,
+    write_checkpoint,
+)
+
+PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 2, 19, 9))]
+GREEDY = sd.SamplingParams(max_new_tokens=4)
+SAMPLED = sd.SamplingParams(max_new_tokens=4, temperature=0.8)
+WIDTHS, SAMPLED_SCORES = (2, 4, 10, 0), (-0.5, -2.25, -3.0, -3.5)
+
+
+def _sees_own_block(row, other, last, chosen):
+    return (row[0] == other[0]) | visible(row, other, last, chosen)
+
+
+def _sees_whole_block_above(row, other, last, chosen):
+    return visible(row, other, last, K)
+
+
+def _misses_the_chosen_slot(row, other, last, chosen):
+    return visible(row, other, last, chosen - 1)
+
+
+def _sees_later_positions(row, other, last, chosen):
+    return ((other[0] <= last) & (row[0] <= last)) | visible(row, other, last, chosen)
+
+
+WRONG_MASKS = {
+    "slots of its own block behind it": _sees_own_block,
+    "slots behind the chosen one": _sees_whole_block_above,
+    "one slot too few": _misses_the_chosen_slot,
+    "slots of later positions": _sees_later_positions,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def target(model):
+    return RaggedModel(model, resolve(torch.device("cpu")))
+
+
+@torch.no_grad()
+def features_of(model, token_ids):
+    """The taps at every position: ``[n, taps, H]``."""
+    states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    return torch.stack([states[tap][0] for tap in TAPS], dim=1)
+
+
+class Compared:
+    """Wraps ``propose_trees`` of an engine's drafter: compares every tree with the formulas."""
+
+    def __init__(self, engine, model, weights, is_chain=False):
+        self.drafter, self.model, self.weights, self.is_chain = engine.core.drafter, model, weights, is_chain
+        self.propose, self.num_trees, self.num_nodes, self.deepest = self.drafter.propose_trees, 0, 0, 0
+        self.drafter.propose_trees = self
+
+    def __call__(self, sequences, limits, node_limits):
+        draft = self.propose(sequences, limits, node_limits)
+        draft.check(limits, node_limits)
+        counts = draft.num_draft_tokens
+        trees = zip(draft.token_ids.split(counts), draft.parents.split(counts), strict=True)
+        for s, limit, num_nodes, (tokens, parents) in zip(sequences, limits, node_limits, trees, strict=True):
+            if limit == 0 or s.length == 1:
+                assert len(tokens) == 0
+                continue
+            paths = []
+            for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
+                paths.append((*(() if parent < 0 else paths[parent]), token))
+            expected = self.candidates(s, limit, num_nodes)
+            best = sorted(expected.values(), reverse=True)[:num_nodes]
+            assert len(paths) == len(best)
+            # Scores instead of paths: rounding may exchange two that are equal but for it.
+            found = sorted((expected[path] for path in paths), reverse=True)
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(best), rtol=1e-3, atol=1e-3)
+            self.num_trees, self.num_nodes = self.num_trees + 1, self.num_nodes + len(paths)
+            self.deepest = max(self.deepest, *map(len, paths))
+        return draft
+
+    @torch.no_grad()
+    def candidates(self, s, limit, num_nodes):
+        """The score of every node that two calls find, by path."""
+        features = features_of(self.model, s.token_ids)[:-1]
+        scores = {}
+        self.add_block(scores, (), dense_blocks(self.weights, features, s.token_ids)[-1], s, limit)
+        best = sorted(scores, key=lambda path: -scores[path])[:num_nodes]
+        for path in [path for path in best if len(path) < limit][-1 if self.is_chain else None :][:10]:
+            blocks = dense_blocks(self.weights, features, s.token_ids, (len(path) - 1, path[-1]))
+            self.add_block(scores, path, blocks[-1], s, limit)
+        return scores
+
+    def add_block(self, scores, path, hidden, s, limit):
+        above, can_branch = scores.get(path, 0.0), not self.is_chain
+        is_first = not path
+        for slot in range(K):
+            if len(path) == limit:
+                return
+            logits, rank_class = logits_and_class(self.weights, hidden[slot])
+            if s.samples:
+                noise = gumbel_noise(VOCAB_SIZE, s.seed, s.length + len(path), logits.device)
+                ranked = (logits.double() / s.params.temperature + noise).argsort(descending=True)[:4].tolist()
+                found = list(zip(ranked, SAMPLED_SCORES, strict=True))
+            else:
+                log_probs = logits.double().log_softmax(-1)
+                ranked = log_probs.argsort(descending=True)[:10].tolist()
+                found = [(token, float(log_probs[token])) for token in ranked]
+            can_branch &= rank_class < 3 or slot == 0
+            width = self.width(math.exp(found[0][1]), rank_class, is_first and slot == 0) if can_branch else 1
+            for token, value in found[:width]:
+                child = (*path, token)
+                scores[child] = max(scores.get(child, -math.inf), above + value)
+            path = (*path, found[0][0])
+            above = scores[path]
+
+    @staticmethod
+    def width(probability, rank_class, is_first):
+        if is_first:
+            return 3 if probability >= 0.9 else 5 if probability >= 0.8 else 8 if probability >= 0.6 else 10
+        width = max(1, WIDTHS[rank_class])
+        return min(2, width) if probability >= 0.95 else min(3, width) if probability >= 0.85 else width
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        ({}, {"num_draft_tokens": 8}),
+        ({"draft_vocab_size": 40, "num_layers": 3}, {"max_prefill_tokens": 7, "num_draft_tokens": 3}),
+        ({"seed": 1}, {"kv_cache_tokens": 48, "page_size": 4, "num_draft_tokens": 5}),
+        ({"seed": 2}, {"draft_tree": "chain", "num_draft_tokens": 7}),
+    ],
+    ids=["two-blocks", "subset", "short-of-pages", "chain"],
+)
+def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
+    weights = write_checkpoint(tmp_path, model, **options)
+    engine = sd.Engine(model, f"specblock:{tmp_path}", max_batch_size=4, **config)
+    compared = Compared(engine, model, weights, is_chain="draft_tree" in config)
+    for output in engine.generate(PROMPTS, [(GREEDY, SAMPLED)[i % 2] for i in range(len(PROMPTS))]):
+        output.raise_for_error()
+    assert compared.num_trees >= 8
+    assert compared.num_nodes > compared.num_trees
+    assert compared.deepest <= config["num_draft_tokens"]
+    assert not compared.drafter._states, "released sequences leave nothing behind"
+    assert compared.drafter.pool.is_vacant
+
+
+class Blocks:
+    """The true blocks of one sequence in a drafter's pool, and blocks behind drafted tokens."""
+
+    def __init__(self, folder, target, model):
+        self.weights = write_checkpoint(folder, model)
+        self.drafter = SpecBlockDrafter(DrafterContext(target, EngineConfig()), str(folder))
+        self.drafter.prepare(100, 8)
+        for keys, values in self.drafter.pool.layers:
+            keys.fill_(torch.nan)  # an entry that was never written must not be read
+            values.fill_(torch.nan)
+        self.token_ids = PROMPTS[3]
+        self.features = features_of(model, self.token_ids)[:-1]
+        self.drafter.pool.add("own")
+        self.conditions = self.drafter.model.project(self.features)
+        self.true = self.run(range(len(self.features)))
+
+    def run(self, positions):
+        tokens = torch.tensor([self.token_ids[i + 1] for i in positions])
+        batch = lay_out(self.drafter.pool, [Rows("own", K * positions[0], K * len(positions))], tokens)
+        conditions = self.conditions[list(positions)]
+        return self.drafter.model.forward(batch, self.drafter.pool, conditions, torch.tensor(positions))
+
+    def behind(self, branches):
+        """Compute one block for each branch (slot, token), all in one forward: ``[branches, K, H]``."""
+        last = len(self.features) - 1
+        parents = [-1, 0, 1]
+        for place, (slot, _) in enumerate(branches, start=1):
+            parents += [slot - 1, *range(K * place - 1, K * place + K - 2)]
+        rows = [Rows("own", K * last, K * (1 + len(branches)))]
+        tokens = torch.tensor([self.token_ids[-1], *(token for _, token in branches)])
+        batch = lay_out(self.drafter.pool, rows, tokens, trees=rows_of_trees(parents, [len(parents)]))
+        inputs = torch.stack([self.conditions[-1], *(self.true[-1, slot] for slot, _ in branches)])
+        bases = torch.full((1 + len(branches),), last)
+        return self.drafter.model.forward(batch, self.drafter.pool, inputs, bases)[1:]
+
+
+@torch.inference_mode()
+def test_a_slot_sees_what_the_formula_lets_it_see(tmp_path, target, model):
+    blocks = Blocks(tmp_path, target, model)
+    branches = [(0, 3), (0, 11), (2, 5), (3, 7)]
+    found = blocks.behind(branches)
+    for branch, hidden in zip(branches, found, strict=True):
+        dense = dense_blocks(blocks.weights, blocks.features, blocks.token_ids, branch)
+        torch.testing.assert_close(blocks.true, dense[:-1], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(hidden, dense[-1], rtol=1e-3, atol=1e-3)
+        for name, wrong in WRONG_MASKS.items():
+            if name == "slots behind the chosen one" and branch[0] == K - 1:
+                continue  # there are none
+            other = dense_blocks(blocks.weights, blocks.features, blocks.token_ids, branch, wrong)[-1]
+            assert (other - hidden).abs().max() > 1e-2, f"the comparison does not notice that a row sees {name}"
+
+
+@torch.inference_mode()
+def test_blocks_do_not_see_one_another(tmp_path, target, model):
+    blocks = Blocks(tmp_path, target, model)
+    one, other = blocks.behind([(1, 3), (2, 5)]), blocks.behind([(1, 90), (2, 5)])
+    assert not torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1]), "a block sees a block of another branch"
+    changed = Blocks(tmp_path, target, model)
+    changed.true[-1] += 1.0  # what the blocks behind are made of, and nothing else
+    assert torch.equal(blocks.run(range(4)), blocks.true[:4]), "a block sees blocks of later positions"
+
+
+def test_the_best_nodes_are_kept_and_equal_ones_merged():
+    def slot(first, second, rank_class=0, confidence=0.6):
+        return Slot((first, second), (math.log(confidence), math.log(0.3)), rank_class)
+
+    tree = BlockTree(max_nodes=7, max_depth=6)
+    tree.add_block(ROOT, [slot(1, 9), slot(2, 8), slot(3, 7), slot(4, 6)])
+    expanded = tree.to_expand(10)
+    assert [(node.token_id, node.depth) for node in expanded[:3]] == [(1, 1), (2, 2), (9, 1)]
+    assert len(expanded) == 7
+    # Behind token 1 a better informed block drafts 2 again, then 5.
+    tree.add_block(expanded[0].place, [slot(2, 8, confidence=0.99), slot(5, 3, confidence=0.99)])
+    tokens, parents = tree.nodes()
+    assert len(tokens) == 7
+    assert tokens[:3] == [1, 2, 5]
+    assert parents[:3] == [-1, 0, 1]
+    assert tokens.count(2) == 1
+    assert len(set(zip(parents, tokens, strict=True))) == 7
+
+
+def test_a_class_beyond_ends_branching_and_a_nan_ends_the_block():
+    def slot(rank_class, probability=0.5):
+        first = math.log(probability)
+        return Slot((1, 2, 3), (first, math.log(0.2), math.log(0.1)), rank_class)
+
+    tree = BlockTree(max_nodes=50, max_depth=8)
+    tree.add_block(ROOT, [slot(0), slot(3), slot(2), slot(2)])
+    _, parents = tree.nodes()
+    assert parents.count(-1) == 3, "the first slot branches in any case"
+    assert len(parents) == 3 + 1 + 1 + 1
+    tree = BlockTree(max_nodes=50, max_depth=8)
+    tree.add_block(ROOT, [slot(0), slot(1, math.nan), slot(1)])
+    assert len(tree.nodes()[0]) == 3
+
+
+def test_a_sequence_without_all_its_features_gets_no_draft(tmp_path, target, model):
+    write_checkpoint(tmp_path, model)
+    drafter = SpecBlockDrafter(DrafterContext(target, EngineConfig()), str(tmp_path))
+    drafter.prepare(200, 16)
+    sequences = [Sequence(i, list(PROMPTS[3]), 9, 40, GREEDY, frozenset(), seed=i) for i in range(2)]
+    drafter.admit(sequences)
+    drafter.observe(sequences[:1], [range(8)], features_of(model, PROMPTS[3])[:-1])
+    draft = drafter.propose_trees(sequences, [3, 3], [16, 16])
+    assert draft.num_draft_tokens[0] > 3
+    assert draft.num_draft_tokens[1] == 0
