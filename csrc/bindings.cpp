@@ -148,7 +148,7 @@ specdec::Operand operand(const OperandTuple& t) {
           pointer<const char>(std::get<3>(t)), std::get<4>(t), std::get<5>(t), std::get<6>(t), std::get<7>(t)};
 }
 
-using Addresses = std::array<std::uintptr_t, 11>;
+using Addresses = std::array<std::uintptr_t, 12>;
 using ForwardSizes = std::array<std::int64_t, 8>;
 
 // In the order of specdec_fast/program/cpp_executor.py.
@@ -168,7 +168,7 @@ specdec::Forward forward(const Addresses& at, const ForwardSizes& sizes) {
           sizes[4],
           {pointer<char* const>(at[8]), sizes[5], sizes[6]},
           pointer<void>(at[9]),
-          static_cast<int>(sizes[7]), pointer<void>(at[10])};
+          static_cast<int>(sizes[7]), pointer<void>(at[10]), pointer<const void>(at[11])};
 }
 
 // In the order of specdec_fast/program/cpp_executor.py: of the tables their address and sizes, then of the layers' pages.
@@ -186,30 +186,35 @@ std::vector<specdec::Span> spans_of(const Spans& spans) {
   return found;
 }
 
-specdec::Choice choice_of(const std::array<std::int64_t, 3>& logits, const specdec::Sampling* sampling) {
-  return {static_cast<specdec::DType>(logits[0]), logits[1], logits[2], sampling};
+// dtype, width, number of ids that may be chosen; of a drafter with ids of its own also the address of the target's ids,
+// and their number
+using ChoiceSizes = std::array<std::int64_t, 5>;
+
+specdec::Choice choice_of(const ChoiceSizes& of, const specdec::Sampling* sampling) {
+  return {static_cast<specdec::DType>(of[0]), of[1], of[2], sampling,
+          pointer<const std::int64_t>(static_cast<std::uintptr_t>(of[3])), of[4]};
 }
 
 void draft(specdec::Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
            const std::vector<std::int64_t>& token_ids, const std::vector<std::int64_t>& num_draft_tokens,
-           const std::array<std::int64_t, 3>& logits, const std::vector<std::uintptr_t>& sampling, int num_threads,
-           std::uintptr_t chosen) {
+           const std::array<std::int64_t, 2>& carried, const ChoiceSizes& choice,
+           const std::vector<std::uintptr_t>& sampling, int num_threads, std::uintptr_t chosen) {
   const specdec::Sampling rules = sampling_at(sampling);
-  specdec::draft(program, pages_at(pages), {spans_of(spans), token_ids, num_draft_tokens},
-                 choice_of(logits, sampling.empty() ? nullptr : &rules), num_threads, pointer<std::int64_t>(chosen));
+  const specdec::CarriedRows rows{pointer<const char>(static_cast<std::uintptr_t>(carried[0])), carried[1]};
+  specdec::draft(program, pages_at(pages), {spans_of(spans), token_ids, num_draft_tokens, rows},
+                 choice_of(choice, sampling.empty() ? nullptr : &rules), num_threads, pointer<std::int64_t>(chosen));
 }
 
 std::tuple<std::vector<std::vector<std::int64_t>>, std::vector<std::vector<std::int32_t>>, double> verify(
     specdec::Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
-    const std::vector<std::int64_t>& last_tokens, std::array<std::uintptr_t, 3> draft_tokens,
-    const std::array<std::int64_t, 3>& logits,
+    const std::vector<std::int64_t>& last_tokens, std::array<std::uintptr_t, 3> draft_tokens, const ChoiceSizes& choice,
     const std::vector<std::uintptr_t>& sampling, int num_threads, std::array<std::uintptr_t, 2> outputs) {
   const specdec::Sampling rules = sampling_at(sampling);
   specdec::Verified found = specdec::verify(
       program, pages_at(pages),
       {spans_of(spans), last_tokens, pointer<const std::int64_t>(draft_tokens[0]),
        static_cast<std::int64_t>(draft_tokens[1]), pointer<const std::int32_t>(draft_tokens[2])},
-      choice_of(logits, sampling.empty() ? nullptr : &rules), num_threads, pointer<void>(outputs[0]),
+      choice_of(choice, sampling.empty() ? nullptr : &rules), num_threads, pointer<void>(outputs[0]),
       pointer<void>(outputs[1]));
   return {std::move(found.emissions), std::move(found.paths), found.seconds};
 }

@@ -1,11 +1,14 @@
 #include "program/drafting.h"
 
 #include <algorithm>
+#include <cstring>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 
+#include "kernels/conversions.h"
 #include "ops/verify_chain.h"
 
 namespace specdec {
@@ -38,7 +41,69 @@ class Rules {
   std::vector<std::int64_t> seeds_, positions_;
 };
 
-void check(const DraftRequest& request) {
+// Logits over the target's vocabulary: those of the drafter's ids at the target's, all others -inf.
+class WideLogits {
+ public:
+  WideLogits(const Choice& choice, std::size_t num_rows) : choice_(choice), item_(item_size(choice.dtype)) {
+    const float least = -std::numeric_limits<float>::infinity();
+    narrow_all(choice.dtype, &least, nothing_, 1);
+    numbers_.resize(num_rows * static_cast<std::size_t>(choice.num_target_ids * item_));
+    for (std::size_t i = 0; i < numbers_.size(); i += item_) std::memcpy(numbers_.data() + i, nothing_, item_);
+  }
+
+  // Every call writes the same places of a row, so the others stay as they are.
+  const void* spread(const char* logits, std::size_t num_rows) {
+    for (std::size_t row = 0; row < num_rows; ++row) {
+      char* to = numbers_.data() + row * static_cast<std::size_t>(choice_.num_target_ids * item_);
+      const char* from = logits + row * static_cast<std::size_t>(choice_.width * item_);
+      for (std::int64_t id = 0; id < choice_.vocab_size; ++id) {
+        std::memcpy(to + choice_.target_ids[id] * item_, from + id * item_, item_);
+      }
+    }
+    return numbers_.data();
+  }
+
+ private:
+  Choice choice_;
+  std::size_t item_;
+  char nothing_[sizeof(float)];
+  std::vector<char> numbers_;
+};
+
+// The row that each sequence's next forward takes, from the hidden states of the last one.
+class Carried {
+ public:
+  Carried(const CarriedRows& rows, std::size_t num_sequences)
+      : rows_(rows), next_(num_sequences * static_cast<std::size_t>(rows.row_bytes)), inputs_(rows.first) {}
+
+  // Gives a forward its inputs, and memory for its hidden states.
+  void set(Forward& forward) {
+    if (rows_.first == nullptr) return;
+    hidden_.resize(std::max(hidden_.size(), static_cast<std::size_t>(forward.num_rows * rows_.row_bytes)));
+    forward.inputs = inputs_;
+    forward.hidden_states = hidden_.data();
+  }
+
+  // Row `row` of the last forward is the input of row `next` of the following one.
+  void keep(std::int64_t row, std::size_t next) {
+    if (rows_.first == nullptr) return;
+    const auto bytes = static_cast<std::size_t>(rows_.row_bytes);
+    std::memcpy(next_.data() + next * bytes, hidden_.data() + static_cast<std::size_t>(row) * bytes, bytes);
+    inputs_ = next_.data();
+  }
+
+ private:
+  CarriedRows rows_;
+  std::vector<char> next_, hidden_;
+  const char* inputs_;
+};
+
+void check(const DraftRequest& request, const Choice& choice) {
+  for (std::int64_t id = 0; choice.target_ids != nullptr && id < choice.vocab_size; ++id) {
+    if (choice.target_ids[id] >= 0 && choice.target_ids[id] < choice.num_target_ids) continue;
+    throw std::out_of_range("draft id " + std::to_string(id) + " stands for " + std::to_string(choice.target_ids[id]) +
+                            "; the target has " + std::to_string(choice.num_target_ids) + " ids");
+  }
   std::int64_t num_rows = 0;
   for (const Span& span : request.spans) num_rows += span.count;
   const bool fits = static_cast<std::size_t>(num_rows) == request.token_ids.size() &&
@@ -56,11 +121,14 @@ void check(const DraftRequest& request) {
 
 void draft(Program& program, const Pages& pages, const DraftRequest& request, const Choice& choice, int num_threads,
            std::int64_t* chosen) {
-  check(request);
+  check(request, choice);
   const std::vector<std::int64_t>& counts = request.num_draft_tokens;
   const std::size_t num_sequences = counts.size();
   const std::unique_ptr<char[]> logits(
       new char[num_sequences * static_cast<std::size_t>(choice.width * item_size(choice.dtype))]);
+  const bool is_wide = choice.target_ids != nullptr && choice.sampling != nullptr;
+  const std::unique_ptr<WideLogits> wide = is_wide ? std::make_unique<WideLogits>(choice, num_sequences) : nullptr;
+  Carried carried(request.carried, num_sequences);
   std::vector<std::int64_t> first(num_sequences + 1);  // index of each sequence's first token
   std::partial_sum(counts.begin(), counts.end(), first.begin() + 1);
   std::vector<std::int32_t> one_each(num_sequences + 1), accepted(num_sequences);
@@ -73,7 +141,9 @@ void draft(Program& program, const Pages& pages, const DraftRequest& request, co
 
   for (std::int64_t ahead = 0; !members.empty(); ++ahead) {
     const SpanLayout layout(pages, spans, SpanLayout::Logits::kLastRows);
-    program.run(layout.forward(token_ids, logits.get(), num_threads));
+    Forward forward = layout.forward(token_ids, logits.get(), num_threads);
+    carried.set(forward);
+    program.run(forward);
     Sampling sampling{};
     std::unique_ptr<Rules> rules;
     if (choice.sampling != nullptr) {
@@ -82,17 +152,20 @@ void draft(Program& program, const Pages& pages, const DraftRequest& request, co
     }
     const auto num_members = static_cast<std::int64_t>(members.size());
     // The input tokens matter for penalties only, and there are none.
-    verify_chain({logits.get(), choice.dtype, num_members, choice.vocab_size, choice.width, token_ids, one_each.data(),
-                  num_members, rules ? &sampling : nullptr, num_threads},
+    verify_chain({wide ? wide->spread(logits.get(), members.size()) : logits.get(), choice.dtype, num_members,
+                  wide ? choice.num_target_ids : choice.vocab_size, wide ? choice.num_target_ids : choice.width, token_ids,
+                  one_each.data(), num_members, rules ? &sampling : nullptr, num_threads},
                  {tokens.data(), accepted.data(), next.data()});
     std::vector<std::size_t> going_on;
     std::vector<Span> after;
     fed.clear();
     for (std::size_t i = 0; i < members.size(); ++i) {
       const std::size_t b = members[i];
-      const std::int64_t token = std::max<std::int64_t>(tokens[i], 0);
+      std::int64_t token = std::max<std::int64_t>(tokens[i], 0);
+      if (choice.target_ids != nullptr && !wide) token = choice.target_ids[token];
       chosen[first[b] + ahead] = token;
       if (ahead + 1 == counts[b]) continue;
+      carried.keep(layout.cu_seqlens()[i + 1] - 1, going_on.size());
       going_on.push_back(b);
       after.push_back({spans[i].place, spans[i].start + spans[i].count, 1});
       fed.push_back(token);

@@ -146,6 +146,9 @@ void Program::run(const Forward& forward) {
     } else if (buffer.place == Buffer::Place::kHiddenStates) {
       if (forward.hidden_states == nullptr) throw std::invalid_argument("a forward has no memory for its hidden states");
       base = static_cast<char*>(forward.hidden_states) + buffer.offset;
+    } else if (buffer.place == Buffer::Place::kInputs) {
+      if (forward.inputs == nullptr) throw std::invalid_argument("a forward has no inputs, which its program reads");
+      base = const_cast<char*>(static_cast<const char*>(forward.inputs));  // no step writes there
     } else if (buffer.place == Buffer::Place::kArena) {
       const bool of_rows = buffer.domain == Domain::kRows;
       base = arena + (of_rows ? 0 : first_logit_byte) + run.num_rows(buffer.domain) * buffer.offset;

@@ -19,11 +19,11 @@ namespace specdec {
 enum class Domain : int { kRows = 0, kLogitRows = 1 };
 
 struct Buffer {
-  enum class Place : int { kArena = 0, kScratch = 1, kLogits = 2, kHiddenStates = 3 };
+  enum class Place : int { kArena = 0, kScratch = 1, kLogits = 2, kHiddenStates = 3, kInputs = 4 };
   Place place;
   Domain domain;
   std::int64_t offset;     // bytes; in the arena for every row of the domain, in the hidden states from a row's begin
-  std::int64_t row_bytes;  // in the hidden states from one row to the next
+  std::int64_t row_bytes;  // in the hidden states and the inputs from one row to the next
 };
 
 // A part of a buffer's rows with axes [heads, head_dim], of which the last one is contiguous.
@@ -99,6 +99,7 @@ struct Forward {
   void* logits;  // [num_logit_rows, vocab_size]
   int num_threads;
   void* hidden_states = nullptr;  // [num_rows, taps, size]; null if the program has no buffers there
+  const void* inputs = nullptr;   // [num_rows, size], read only; null if the program has no buffer there
 };
 
 class Program {
@@ -118,7 +119,7 @@ class Program {
   void add(const GatherStep& step);
 
   // Runs one forward; one call at a time. Throws std::out_of_range if an index lies outside its array or table, and
-  // std::invalid_argument if it has no memory for hidden states that the program computes.
+  // std::invalid_argument if it has no memory for hidden states that the program computes, or none of its inputs.
   void run(const Forward& forward);
 
   // The time of all runs so far.

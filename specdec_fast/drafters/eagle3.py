@@ -25,6 +25,8 @@ from specdec_fast.drafters.queued_features import QueuedFeatures, portions, toke
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
 from specdec_fast.models.draft_step import by_sequence, chosen_tokens, stages, widened
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.models.row_module import RowModule
+from specdec_fast.program.executors import Choice
 from specdec_fast.request.sequence import Sequence
 
 _MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are computed at once
@@ -48,8 +50,10 @@ class Eagle3Drafter(PooledDrafter):
             self.model: Eagle3Model = load_eagle3(Path(folder), context.target, context.config.tap_layers)
         super().__init__(self.model.layout)
         self.taps = self.model.taps
-        self._device = context.device
-        self.limit_prefill(context.config.max_prefill_tokens)
+        self._device, config = context.device, context.config
+        self.rows = RowModule(self.model.row_function(), self.model.ops, config.page_size, config.enforce_eager)
+        self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
+        self.limit_prefill(config.max_prefill_tokens)
         self._states: dict[Sequence, QueuedFeatures] = {}
 
     @property
@@ -58,8 +62,13 @@ class Eagle3Drafter(PooledDrafter):
         return f"eagle3:{self._folder}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the taps and the number of ids that can be proposed."""
-        return {"tap_layers": self.taps, "draft_vocab_size": self.model.config.draft_vocab_size}
+        """Return the taps, the number of ids that can be proposed, and whether a forward program runs its layers."""
+        return {
+            "tap_layers": self.taps,
+            "draft_vocab_size": self.model.config.draft_vocab_size,
+            "forward_program": self.rows.program is not None,
+            "why_no_program": self.rows.why_no_program,
+        }
 
     def weights(self) -> Iterable[Tensor]:
         """Return the checkpoint's weights, and the target's embedding if the checkpoint has none."""
@@ -67,7 +76,7 @@ class Eagle3Drafter(PooledDrafter):
 
     @property
     def estimates_memory(self) -> bool:
-        """PyTorch runs its forwards."""
+        """PyTorch projects the features, and runs the forwards if no program does."""
         return True
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
@@ -76,7 +85,8 @@ class Eagle3Drafter(PooledDrafter):
         rows = max(prefill_rows or MAX_PREFILL_ROWS, num_sequences * (num_draft_tokens + 1))
         queued = num_sequences * _MOST_QUEUED * model.hidden_size * itemsize
         widths = model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
-        return rows * model.row_bytes + queued + num_sequences * widths * itemsize
+        forward = self.rows.step_bytes(rows, num_sequences) or rows * model.row_bytes
+        return forward + queued + num_sequences * widths * itemsize
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
         """Bound its forwards over queued features, as ``step_bytes`` counts them."""
@@ -147,14 +157,18 @@ class Eagle3Drafter(PooledDrafter):
         for some in portions(rows, self._most_rows):
             hidden = torch.cat([self._states[row.owner].take(row.count) for row in some])  # type: ignore[index]
             batch = lay_out(self._pool(), some, to_device(tokens_after(some), self._device))
-            self.model.forward(batch, self._pool(), hidden)
+            self.rows(self._pool(), batch, hidden, self._no_rows)
 
     def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
         """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""
         members, counts = list(drafting), list(drafting.values())
         queued = [Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in members]
         hidden = torch.cat([self._states[s].take(rows.count) for s, rows in zip(members, queued, strict=True)])
-        tokens = to_device(tokens_after(queued), self._device)
+        token_ids = tokens_after(queued)
+        if self.rows.program is not None and all(s.params.repetition_penalty == 1 for s in members):
+            choice = self._choice(sampling_of(members, self._device))
+            return self.rows.draft(self._pool(), queued, token_ids, hidden, counts, choice)
+        tokens = to_device(token_ids, self._device)
         drafted: list[Tensor] = []
         before: list[int] = []
         for num_forwards, chosen in stages(counts):
@@ -171,10 +185,11 @@ class Eagle3Drafter(PooledDrafter):
                 )
             for batch_of in decode_batches(self._pool(), rows, num_forwards):
                 batch = batch_of(token_ids=tokens)
-                hidden = self.model.forward(batch, self._pool(), hidden)
-                if batch.most_rows > 1:
-                    hidden, tokens = hidden[batch.last_rows], tokens[batch.last_rows]
-                tokens = self._next_tokens(hidden, tokens, sampling)
+                last = batch.last_rows if batch.most_rows > 1 else None
+                logits, hidden = self.rows(self._pool(), batch, hidden, last)
+                if last is not None:
+                    hidden, tokens = hidden[last], tokens[last]
+                tokens = self._next_tokens(logits, tokens, sampling)
                 sampling = sampling and after(sampling, tokens)
                 drafted.append(tokens)
             before = chosen
@@ -182,9 +197,15 @@ class Eagle3Drafter(PooledDrafter):
             return torch.stack(drafted, dim=1).flatten()
         return torch.cat(drafted)[to_device(by_sequence(counts), self._device)]
 
-    def _next_tokens(self, hidden: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
+    def _choice(self, sampling: Sampling | None) -> Choice:
+        model = self.model
+        if model.target_ids is None:
+            return Choice(model.vocab_size, sampling)
+        return Choice(len(model.target_ids), sampling, model.target_ids, model.vocab_size)
+
+    def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
         """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own."""
-        model, logits = self.model, self.model.logits(hidden)
+        model = self.model
         if model.target_ids is None:
             return chosen_tokens(model.ops, logits, model.vocab_size, fed, sampling)
         if sampling is None:

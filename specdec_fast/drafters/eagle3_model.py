@@ -6,6 +6,7 @@ chooses the token at i + 2.
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -23,8 +24,11 @@ from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.hidden_states import checked_taps, default_taps
 from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops import Ops
+from specdec_fast.program import RowFunction
 
 _MAPS = ("d2t", "t2d")  # between the ids of drafter and target
+_Pair = tuple[Tensor, Tensor]
 _FIRST_POSITIONS = 512  # of the table of rotary factors; it is doubled as needed
 
 
@@ -147,12 +151,11 @@ class Eagle3Model:
         windows = enumerate(config.sliding_windows)
         self._layers = [_Layer(own, i, window, layer.head_dim) for i, window in windows]
         self._epsilon, self._act = layer.rms_norm_eps, ACT2FN[layer.hidden_act]
-        self._heads = (layer.num_attention_heads, layer.num_key_value_heads, layer.num_key_value_heads)
-        self._head_dim, self.hidden_size = layer.head_dim, layer.hidden_size
-        kv_heads = layer.num_key_value_heads
+        self._head_dim, self.hidden_size, kv_heads = layer.head_dim, layer.hidden_size, layer.num_key_value_heads
+        self._heads = (layer.num_attention_heads, kv_heads, kv_heads)
         self.layout = KVLayout.uniform(layer.num_hidden_layers, kv_heads, layer.head_dim, dtype, device)
         self._rotary = LlamaRotaryEmbedding(layer).to(device)
-        self._factors = self._rotary_factors(_FIRST_POSITIONS)
+        self._factors: Tensor | None = self._rotary_factors(_FIRST_POSITIONS)
 
     def weights(self) -> list[Tensor]:
         """Return all tensors that it keeps; the embedding may be the target's."""
@@ -220,6 +223,19 @@ class Eagle3Model:
         normed = hidden if self.config.norm_output else self._normed(hidden, self._norm)
         return self._linear(normed, (self._head, None))
 
+    def row_function(self) -> RowFunction:
+        """Return ``forward`` and ``logits`` as one function of rows, for a program."""
+
+        def run(ops: Ops, pool: PagePool, batch: RaggedBatch, hidden: Tensor, wanted: Tensor | None) -> _Pair:
+            model = self
+            if ops is not self.ops:  # it is recorded
+                model = copy(self)
+                model._ops, model._factors = ops, None
+            hidden = model.forward(batch, pool, hidden)
+            return model.logits(hidden if wanted is None else hidden[wanted]), hidden
+
+        return RowFunction(run, self.layout, self.hidden_size, self.hidden_size)
+
     def _attend(
         self,
         layer: _Layer,
@@ -252,6 +268,9 @@ class Eagle3Model:
 
     def _factors_at(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """Return cosine and sine for every row, ``[T, 1, head_dim]`` each."""
+        if self._factors is None:  # a program computes them anew, because a table grows
+            cos, sin = self._rotary(self._fc, batch.positions[None])
+            return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
         if batch.max_seqlen_k > self._factors.shape[1]:
             self._factors = self._rotary_factors(max(batch.max_seqlen_k, 2 * self._factors.shape[1]))
         cos, sin = self._factors[:, batch.positions].unsqueeze(2)

@@ -34,7 +34,7 @@ from specdec_fast.models.verification import Verification
 from specdec_fast.models.verify_step import verify_step
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, compile_forward
-from specdec_fast.program.executors import ForwardProgram, executor_for
+from specdec_fast.program.executors import Choice, ForwardProgram, executor_for
 from specdec_fast.request.sequence import Sequence
 
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
@@ -200,7 +200,7 @@ class RaggedModel:
             assert self.program is not None
             spans = spans_of(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
             sampling = sampling_of(sequences, self.layout.device)
-            return self.program.draft(spans, token_ids, num_draft_tokens, (vocab_size, sampling))
+            return self.program.draft(spans, token_ids, num_draft_tokens, Choice(vocab_size, sampling))
         with self.attached():
             return DraftLoop(self, pool, vocab_size).run(rows, token_ids, num_draft_tokens)
 

@@ -9,7 +9,7 @@ executor builds the program.
 
 from __future__ import annotations
 
-from specdec_fast.program.compile import compile_forward
+from specdec_fast.program.compile import RowFunction, compile_forward, compile_rows
 from specdec_fast.program.row_views import NotLowerableError
 
-__all__ = ["NotLowerableError", "compile_forward"]
+__all__ = ["NotLowerableError", "RowFunction", "compile_forward", "compile_rows"]

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch, Rows
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import hooked_class
 from specdec_fast.ops import Ops
-from specdec_fast.program.ir import ROWS, Instruction, Operand, Plan, RowOp
+from specdec_fast.program.ir import LOGIT_ROWS, ROWS, Instruction, Operand, Plan, RowOp
 from specdec_fast.program.memory_plan import linears_first, placed, without_unread
+from specdec_fast.program.recording_ops import recording_ops
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.program.tape import Index, Tape
 from specdec_fast.program.tracer import Recorder
@@ -44,28 +46,31 @@ class _Recorded:
     taps: list[int]  # the buffers of the taps
 
 
-class _RecordingCache(PagedCache):
-    """A cache that writes and attends as a PagedCache does, and records both on the tape."""
+# What is recorded: from a pool, a batch and the ``[R]`` rows whose logits are wanted to the logits, and the buffers of
+# the taps. It computes with ``recording_ops``.
+_Run = Callable[[Recorder, PagePool, RaggedBatch, Tensor], tuple[Tensor, list[int]]]
 
-    def __init__(self, recorder: Recorder, *args: Any) -> None:
-        super().__init__(*args)
-        self._recorder = recorder
-        self._own_ops = self.ops
-        self.ops = self.ops.replaced(grouped_linear=self._choose_experts)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, params: AttentionParams) -> Tensor:
-        with self._recorder.paused():
-            result = super().attend(query, key, value, layer_idx, params)
-        if self.pool.layout.sources[layer_idx] == layer_idx:
-            self._recorder.tape.append(layer_idx, key, value)
-        self._recorder.tape.attend(layer_idx, query, params, result)
-        return result
+@dataclass(frozen=True)
+class RowFunction:
+    """A function of rows, such as the layers of a drafter, that a program can compute instead.
 
-    def _choose_experts(self, rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        with self._recorder.paused():
-            result = self._own_ops.grouped_linear(rows, expert_ids, weight, bias)
-        self._recorder.tape.grouped_linear(rows, expert_ids, weight, bias, result)
-        return result
+    Attributes:
+        run: from ops, a pool, a batch of ``T`` rows, what the rows take besides their tokens (``[T, input_size]``), and
+            the ``[R]`` rows whose logits are wanted (None: all), to the logits ``[R, vocab_size]`` and the hidden
+            states ``[T, hidden_size]``. It calls ``append_kv_``, ``paged_attention``, ``linear`` and ``grouped_linear``
+            of the ops that it receives, with the pages of the pool and the batch as they are. A row may depend on no
+            other row except through the pages.
+        layout: the layout of its KV entries.
+        input_size: numbers that a row takes besides its token, in the dtype of the layout.
+        hidden_size: numbers of its hidden state, in the same dtype.
+
+    """
+
+    run: Callable[[Ops, PagePool, RaggedBatch, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    layout: KVLayout
+    input_size: int
+    hidden_size: int
 
 
 @torch.inference_mode()
@@ -98,12 +103,54 @@ def compile_forward(
     hooked = hooked_class(model)
     if hooked is not None:
         raise NotLowerableError(f"a {hooked} has forward hooks, which a program would not call")
-    first, second = (_record(forward, layout, ops, sliding, tapped, counts) for counts in _COUNTS)
-    tensors = [*model.parameters(), *model.buffers()]
-    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def run(recorder: Recorder, pool: PagePool, batch: RaggedBatch, logit_rows: Tensor) -> tuple[Tensor, list[int]]:
+        cache = PagedCache(pool, batch, recording_ops(recorder, ops, pool, batch), sliding)
+        taps: dict[int, int] = {}
+
+        def collect(index: int, hidden: Tensor) -> None:
+            taps[index] = _tap(recorder.tape, hidden)
+
+        with nullcontext() if tapped is None else tapped(collect):
+            logits = forward(batch.token_ids[None], batch.positions[None], cache, logit_rows)
+        if cache.num_attended != layout.num_layers:
+            raise NotLowerableError(f"{cache.num_attended} of {layout.num_layers} layers attend over pages")
+        return logits, [buffer for _, buffer in sorted(taps.items())]
+
+    return _planned(run, layout, 0, [*model.parameters(), *model.buffers()])
+
+
+@torch.inference_mode()
+def compile_rows(function: RowFunction, ops: Ops) -> Plan:
+    """Record a function of rows with the given ops, and plan its program.
+
+    Raises:
+        NotLowerableError: the function does something that a program cannot express.
+
+    """
+    layout = function.layout
+
+    def run(recorder: Recorder, pool: PagePool, batch: RaggedBatch, logit_rows: Tensor) -> tuple[Tensor, list[int]]:
+        with recorder.paused():
+            inputs = torch.ones(len(batch.token_ids), function.input_size, dtype=layout.dtype, device=layout.device)
+        recorder.tape.bind_inputs(inputs)
+        own_ops = recording_ops(recorder, ops, pool, batch)
+        logits, hidden = function.run(own_ops, pool, batch, inputs, logit_rows)
+        return logits, [_tap(recorder.tape, hidden)]
+
+    return _planned(run, layout, function.input_size, [])
+
+
+def _planned(run: _Run, layout: KVLayout, input_size: int, tensors: list[Tensor]) -> Plan:
+    """Record twice, compare, plan; ``tensors`` are a model's parameters and buffers, in which changes are watched."""
+    first, second = (_record(run, layout, counts) for counts in _COUNTS)
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors} | (
+        _addresses(first.instructions) & _addresses(second.instructions)
+    )
     if (first.taps, _signature(first, own)) != (second.taps, _signature(second, own)):
         raise NotLowerableError("two batches are not computed in the same way")
-    places, arena_bytes, scratch_bytes = placed(first.instructions, first.tape.buffers, first.logits, first.taps)
+    tape = first.tape
+    places, arena_bytes, scratch_bytes = placed(first.instructions, tape.buffers, first.logits, first.taps, tape.inputs)
     return Plan(
         layout.dtype,
         layout.shapes,
@@ -112,56 +159,53 @@ def compile_forward(
         arena_bytes,
         scratch_bytes,
         first.vocab_size,
-        first.tape.buffers[first.logits].dtype,
+        tape.buffers[first.logits].dtype,
         tuple(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in first.baked),
         places[first.taps[0]].row_bytes if first.taps else 0,
+        input_size * layout.dtype.itemsize,
     )
 
 
-def _record(
-    forward: Forward,
-    layout: KVLayout,
-    ops: Ops,
-    sliding: frozenset[int],
-    tapped: Tapped | None,
-    counts: tuple[int, int],
-) -> _Recorded:
+def _record(run: _Run, layout: KVLayout, counts: tuple[int, int]) -> _Recorded:
     num_rows, num_logit_rows = counts
     batch, pool = _batch(layout, num_rows)
     tape = Tape(num_rows, num_logit_rows, layout.dtype)
-    token_ids, positions = batch.token_ids[None], batch.positions[None]
     logit_rows = torch.arange(num_logit_rows, device=layout.device)
-    for tensor, kind in ((token_ids, "token_ids"), (positions, "positions"), (logit_rows, "logit_rows")):
+    for tensor, kind in ((batch.token_ids, "token_ids"), (batch.positions, "positions"), (logit_rows, "logit_rows")):
         tape.bind(tensor, Index(kind))
     recorder = Recorder(tape)
-    cache = _RecordingCache(recorder, pool, batch, ops, sliding)
-    taps: dict[int, int] = {}
-
-    def collect(index: int, hidden: Tensor) -> None:
-        taps[index] = _tap(tape, hidden)
-
-    with nullcontext() if tapped is None else tapped(collect), recorder:
-        logits = forward(token_ids, positions, cache, logit_rows)
-    if cache.num_attended != layout.num_layers:
-        raise NotLowerableError(f"{cache.num_attended} of {layout.num_layers} layers attend over pages")
+    with recorder:
+        logits, taps = run(recorder, pool, batch, logit_rows)
     view = tape.row_view(logits)
-    if (view.domain, view.axis, view.sizes[:2]) != (1, 1, (1, 1)) or logits.dim() != 3:
+    if (view.domain, view.axis, prod(view.sizes[:-2])) != (LOGIT_ROWS, logits.dim() - 2, 1) or logits.dim() not in (
+        2,
+        3,
+    ):
         raise NotLowerableError("logits are not computed for the wanted rows alone")
     if not view.is_dense or view.size != tape.buffers[view.buffer].size:
         view = tape.copied(view)
-    in_order = [buffer for _, buffer in sorted(taps.items())]
-    instructions = linears_first(without_unread(tape.instructions, [view.buffer, *in_order]))
-    read = {each.untyped_storage().data_ptr() for instruction in instructions for each in _constants(instruction)}
+    instructions = linears_first(without_unread(tape.instructions, [view.buffer, *taps]))
+    read = _addresses(instructions)
     baked = recorder.computed_from | (recorder.met_rows - read)
-    return _Recorded(tape, instructions, view.buffer, view.size, baked, in_order)
+    return _Recorded(tape, instructions, view.buffer, view.size, baked, taps)
 
 
 def _tap(tape: Tape, hidden: Tensor) -> int:
-    """Record a copy of hidden states ``[1, T, H]``, because the model may change them in place; return its buffer."""
+    """Record a copy of hidden states ``[1, T, H]`` or ``[T, H]``, because the model may change them in place.
+
+    Returns:
+        The buffer of the copy.
+
+    """
     view = tape.row_view(hidden)
-    if (view.domain, view.axis, view.sizes[0], len(view.sizes)) != (ROWS, 1, 1, 3):
+    if (view.domain, view.axis, prod(view.sizes[:-2])) != (ROWS, hidden.dim() - 2, 1) or hidden.dim() not in (2, 3):
         raise NotLowerableError(f"hidden states of shape {list(hidden.shape)} where [1, rows, size] is expected")
     return tape.copied(view).buffer
+
+
+def _addresses(instructions: list[Instruction]) -> set[int]:
+    """Return the addresses of the storages that instructions read in place."""
+    return {each.untyped_storage().data_ptr() for instruction in instructions for each in _constants(instruction)}
 
 
 def _constants(instruction: Instruction) -> list[Tensor]:

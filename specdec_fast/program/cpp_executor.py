@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial, singledispatchmethod
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,20 +13,10 @@ from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.kv_cache.forward_layout import Spans
 from specdec_fast.kv_cache.page_pool import KVPages
 from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
+from specdec_fast.program.cpp_builder import built
+from specdec_fast.program.executors import Choice
 from specdec_fast.program.forward_memory import working_bytes
-from specdec_fast.program.ir import (
-    MAX_RANK,
-    ROW_CODES,
-    Append,
-    Attend,
-    Gather,
-    GroupedLinear,
-    Heads,
-    Linear,
-    Operand,
-    Plan,
-    RowOp,
-)
+from specdec_fast.program.ir import Plan
 
 _NO_TAPS = torch.empty(0, device="cpu")
 
@@ -43,11 +33,7 @@ class Program:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._logits_code = DTYPE_CODES[plan.logits_dtype]
-        self._program = _C.Program(DTYPE_CODES[plan.dtype], plan.kv_shapes, (*plan.arena_bytes, plan.scratch_bytes))
-        for buffer in plan.buffers:
-            self._program.add_buffer(buffer.place, buffer.domain, buffer.offset, buffer.row_bytes)
-        for instruction in plan.instructions:
-            self._add(instruction)
+        self._program = built(plan)
         self._every_row: dict[int, Tensor] = {}
 
     def __call__(
@@ -57,6 +43,7 @@ class Program:
         pages: KVPages,
         logit_rows: Tensor | None,
         hidden_states: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """Compute the batch's rows.
 
@@ -66,20 +53,22 @@ class Program:
             pages: pages of a pool that has the layout for which the program was made.
             logit_rows: ``[R]`` int64 rows whose logits are wanted; None: all rows.
             hidden_states: ``[T, taps, H]``, into which the program writes the taps of its plan; None: not wanted.
+            inputs: ``[T, input_size]``, contiguous, what the rows take besides their tokens; None if they take nothing.
 
         Returns:
             Logits ``[R, vocab_size]``.
 
         Raises:
             IndexError: an index of the batch lies outside its rows or pages, or a token outside the vocabulary.
+            ValueError: there are inputs and the program takes none, or the other way round; or they have another size.
 
         """
         if logit_rows is None:
             logit_rows = self._all_rows(token_ids.shape[0])
         logits = torch.empty(logit_rows.shape[0], self._plan.vocab_size, dtype=self._plan.logits_dtype, device="cpu")
         hidden_states = self._memory_of_taps(len(token_ids), hidden_states)
-        outputs = (logits.data_ptr(), hidden_states.data_ptr())
-        self._program.run(*_forward(token_ids, batch, pages, logit_rows, outputs))
+        memory = (logits.data_ptr(), hidden_states.data_ptr(), self._address_of(inputs, len(token_ids)))
+        self._program.run(*_forward(token_ids, batch, pages, logit_rows, memory))
         return logits
 
     @property
@@ -110,33 +99,40 @@ class Program:
         spans: Spans,
         token_ids: list[int],
         num_draft_tokens: list[int],
-        choice: tuple[int, Sampling | None],
+        choice: Choice,
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """Run a draft model's forwards, each on the tokens chosen after the one before it.
+
+        If the rows take inputs, the hidden state that a program computes for a sequence's last row is the input of its
+        next one.
 
         Args:
             spans: the rows of the first forward, of ``B`` sequences; pages of later rows are allocated.
             token_ids: tokens of the first forward's rows.
             num_draft_tokens: number of draft tokens per sequence, at least 1. Forward i has one row for every sequence
                 that gets more than i.
-            choice: number of ids that may be chosen, and how the first forward chooses; None: greedy. There may be no
-                penalties. Logits with a NaN choose token 0.
+            choice: how tokens are chosen. Logits with a NaN choose token 0.
+            inputs: of the first forward's rows, as in ``__call__``.
 
         Returns:
-            ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
+            ``[sum(num_draft_tokens)]`` int64, sequence after sequence: ids of the target.
 
         Raises:
             IndexError: for the reasons of ``__call__``.
 
         """
-        vocab_size, sampling = choice
+        vocab_size, sampling, ids, num_ids = choice
+        if inputs is not None and self._plan.tap_bytes != self._plan.input_bytes:
+            raise ValueError("the hidden states of this program are no inputs of its rows.")
         chosen = torch.empty(sum(num_draft_tokens), dtype=torch.int64, device="cpu")
         self._program.draft(
             _pages(spans),
             spans.spans,
             token_ids,
             num_draft_tokens,
-            (self._logits_code, self._plan.vocab_size, vocab_size),
+            (self._address_of(inputs, len(token_ids)), self._plan.input_bytes),
+            (self._logits_code, self._plan.vocab_size, vocab_size, 0 if ids is None else ids.data_ptr(), num_ids),
             addresses_of(sampling),
             torch.get_num_threads(),
             chosen.data_ptr(),
@@ -180,7 +176,7 @@ class Program:
             spans.spans,
             last_tokens,
             (draft_tokens.data_ptr(), len(draft_tokens), 0 if parents is None else parents.data_ptr()),
-            (self._logits_code, width, width),
+            (self._logits_code, width, width, 0, 0),
             addresses_of(sampling),
             torch.get_num_threads(),
             (logits.data_ptr(), hidden_states.data_ptr()),
@@ -196,73 +192,24 @@ class Program:
             raise ValueError(f"hidden states have {hidden_states.nbytes} bytes; expected {num_bytes}, contiguous.")
         return hidden_states
 
+    def _address_of(self, inputs: Tensor | None, num_rows: int) -> int:
+        if (0 if inputs is None else inputs.nbytes) != num_rows * self._plan.input_bytes:
+            shape = None if inputs is None else list(inputs.shape)
+            raise ValueError(f"{num_rows} rows take {self._plan.input_bytes} bytes each; got inputs of shape {shape}.")
+        if inputs is None:
+            return 0
+        if not inputs.is_contiguous():
+            raise ValueError("inputs are not contiguous.")
+        return inputs.data_ptr()
+
     def _all_rows(self, num_rows: int) -> Tensor:
         if num_rows not in self._every_row:
             self._every_row[num_rows] = torch.arange(num_rows, device="cpu")
         return self._every_row[num_rows]
 
-    @singledispatchmethod
-    def _add(self, instruction: object) -> None:
-        raise TypeError(f"no such instruction: {instruction!r}")
-
-    @_add.register
-    def _(self, op: RowOp) -> None:
-        rank = len(op.shape)
-        table = op.inputs[0].source if op.code == "embedding" else None
-        self._program.add_row_op(
-            self._plan.buffers[op.writes[0]].domain,
-            ROW_CODES.index(op.code),
-            (1,) * (MAX_RANK - rank) + op.shape,
-            [_operand(operand) for operand in op.inputs],
-            _operand(op.out),
-            op.scalar,
-            op.by_position,
-            table.shape[0] if isinstance(table, Tensor) else 0,
-        )
-
-    @_add.register
-    def _(self, step: Linear) -> None:
-        out_features, in_features = step.weight.shape
-        dtype, offset = step.weight.dtype, step.offset * step.weight.dtype.itemsize
-        bias = 0 if step.bias is None else step.bias.data_ptr()
-        sizes, weight = (step.num_vectors, in_features, out_features), step.weight
-        add, is_transposed = self._program.add_linear, not weight.is_contiguous()
-        add(DTYPE_CODES[dtype], step.source, step.out, offset, sizes, weight.data_ptr(), bias, is_transposed)
-
-    @_add.register
-    def _(self, step: GroupedLinear) -> None:
-        num_experts, out_features, in_features = step.weight.shape
-        dtype, weight = step.weight.dtype, step.weight
-        self._program.add_grouped_linear(
-            DTYPE_CODES[dtype],
-            (step.source, step.experts, step.out),
-            (step.offset * dtype.itemsize, step.experts_offset * torch.float32.itemsize),
-            (step.num_vectors, step.choices, in_features, out_features, num_experts),
-            weight.data_ptr(),
-            0 if step.bias is None else step.bias.data_ptr(),
-            not weight.is_contiguous(),
-        )
-
-    @_add.register
-    def _(self, step: Append) -> None:
-        self._program.add_append(step.layer, self._heads(step.key), self._heads(step.value))
-
-    @_add.register
-    def _(self, step: Attend) -> None:
-        params = (step.scale, step.sliding_window or 0, step.softcap or 0.0)
-        sinks = (0, 0) if step.sinks is None else (step.sinks.data_ptr(), DTYPE_CODES[step.sinks.dtype])
-        self._program.add_attend(step.layer, step.num_heads, self._heads(step.query), step.out, params, sinks)
-
-    @_add.register
-    def _(self, step: Gather) -> None:
-        self._program.add_gather(step.source, step.out)
-
-    def _heads(self, heads: Heads) -> tuple[int, int, int]:
-        return heads.buffer, heads.offset * self._plan.dtype.itemsize, heads.stride
-
 
 def _forward(
-    token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor, outputs: tuple[int, int]
+    token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor, memory: tuple[int, int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return addresses and sizes, in the order of csrc/bindings.cpp."""
     tree_mask, table = batch.tree_mask, batch.block_table
@@ -276,7 +223,7 @@ def _forward(
         batch.seqused_k.data_ptr(),
         0 if tree_mask is None else tree_mask.data_ptr(),
         pages.addresses.data_ptr(),
-        *outputs,
+        *memory,
     )
     tree_words = 0 if tree_mask is None else tree_mask.shape[1]
     counts = (token_ids.shape[0], logit_rows.shape[0], *table.shape, tree_words)
@@ -287,14 +234,3 @@ def _pages(spans: Spans) -> tuple[int, ...]:
     """Return addresses and sizes, in the order of csrc/bindings.cpp."""
     tables, pages = spans.tables, spans.pages
     return tables.data_ptr(), *tables.shape, pages.addresses.data_ptr(), pages.num_pages, pages.page_size
-
-
-def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...], int]:
-    """Return place, dtype, buffer, address, immediate, offset, strides, length, in the order of csrc/bindings.cpp."""
-    strides = (0,) * (MAX_RANK - len(operand.strides)) + operand.strides
-    code, source = DTYPE_CODES[operand.dtype], operand.source
-    if isinstance(source, Tensor):
-        return 1, code, 0, source.data_ptr(), 0.0, operand.offset, strides, operand.length
-    if isinstance(source, float):
-        return 2, code, 0, 0, source, 0, strides, operand.length
-    return 0, code, source, 0, 0.0, operand.offset, strides, operand.length

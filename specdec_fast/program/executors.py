@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -20,6 +20,24 @@ from specdec_fast.program.ir import Append, Attend, GroupedLinear, Linear, Plan
 from specdec_fast.program.row_views import NotLowerableError
 
 
+class Choice(NamedTuple):
+    """How a drafting loop chooses tokens.
+
+    Attributes:
+        vocab_size: number of ids that may be chosen.
+        sampling: how the first forward chooses; None: greedily. There may be no penalties.
+        target_ids: of a drafter with a vocabulary of its own, ``[vocab_size]`` int64: the target's id of each. None:
+            they are the same.
+        num_target_ids: the target's number of ids, if there are ``target_ids``.
+
+    """
+
+    vocab_size: int
+    sampling: Sampling | None
+    target_ids: Tensor | None = None
+    num_target_ids: int = 0
+
+
 class ForwardProgram(ForwardMemory, Protocol):
     """What an executor builds from a ``Plan``; see ``program/cpp_executor.py``."""
 
@@ -30,6 +48,7 @@ class ForwardProgram(ForwardMemory, Protocol):
         pages: KVPages,
         logit_rows: Tensor | None,
         hidden_states: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """Compute one batch; return its logits, and write its taps into ``hidden_states``."""
 
@@ -42,7 +61,8 @@ class ForwardProgram(ForwardMemory, Protocol):
         spans: Spans,
         token_ids: list[int],
         num_draft_tokens: list[int],
-        choice: tuple[int, Sampling | None],
+        choice: Choice,
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """Compute spans, then row after row on the tokens chosen before; return all chosen tokens."""
 

@@ -229,8 +229,8 @@ Instruction = RowOp | Linear | GroupedLinear | Append | Attend | Gather
 class Placed:
     """The memory of a buffer while a program runs.
 
-    ``place`` 0 is shared memory, 1 a thread's own, 2 the logits, 3 the hidden states: ``offset`` bytes into a row, and
-    ``row_bytes`` from one row to the next.
+    ``place`` 0 is shared memory, 1 a thread's own, 2 the logits, 3 the hidden states, 4 the inputs: ``offset`` bytes
+    into a row, and ``row_bytes`` from one row to the next.
     """
 
     place: int
@@ -254,6 +254,7 @@ class Plan:
         logits_dtype: dtype of the logits.
         baked: parameters and buffers of the model of which the instructions keep numbers instead of reading them.
         tap_bytes: bytes of the hidden states of a row; 0 without taps.
+        input_bytes: bytes that a row takes besides its token; 0 if it takes nothing.
 
     """
 
@@ -267,3 +268,4 @@ class Plan:
     logits_dtype: torch.dtype
     baked: tuple[Tensor, ...] = ()
     tap_bytes: int = 0
+    input_bytes: int = 0

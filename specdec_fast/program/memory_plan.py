@@ -9,7 +9,7 @@ from typing import NamedTuple
 from specdec_fast.program.ir import ROWS, Append, Buffer, Instruction, Linear, Placed, RowOp
 
 _ALIGNMENT = 64  # bytes; a cache line
-_ARENA, _SCRATCH, _LOGITS, _TAPS = range(4)
+_ARENA, _SCRATCH, _LOGITS, _TAPS, _INPUTS = range(5)
 
 
 class Life(NamedTuple):
@@ -44,7 +44,11 @@ def linears_first(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 
 def placed(
-    instructions: Sequence[Instruction], buffers: Sequence[Buffer], logits: int, taps: Sequence[int] = ()
+    instructions: Sequence[Instruction],
+    buffers: Sequence[Buffer],
+    logits: int,
+    taps: Sequence[int] = (),
+    inputs: int | None = None,
 ) -> tuple[list[Placed], tuple[int, int], int]:
     """Give every buffer its memory.
 
@@ -56,6 +60,7 @@ def placed(
         buffers: all buffers.
         logits: the buffer of the logits.
         taps: the buffers of the taps, in their order; a row of the hidden states has one after the other.
+        inputs: the buffer of what the rows take besides their tokens, which is read only; None: nothing.
 
     Returns:
         The memory of every buffer, by its index; bytes of shared memory per row of each domain; bytes of a thread's
@@ -69,7 +74,7 @@ def placed(
     places = [Placed(_LOGITS, buffer.domain, 0, buffer.size * buffer.dtype.itemsize) for buffer in buffers]
     spaces = {(_ARENA, 0): _Space(), (_ARENA, 1): _Space(), (_SCRATCH, 0): _Space()}
     for number in sorted(by_step, key=lambda n: by_operation[n].first):
-        if number == logits or number in taps:
+        if number in (logits, inputs) or number in taps:
             continue
         buffer, row_bytes = buffers[number], places[number].row_bytes
         place, life = (_SCRATCH, by_operation[number]) if is_local[number] else (_ARENA, by_step[number])
@@ -78,6 +83,8 @@ def placed(
     offsets = [0, *accumulate(places[number].row_bytes for number in taps)]
     for number, offset in zip(taps, offsets, strict=False):
         places[number] = Placed(_TAPS, ROWS, offset, offsets[-1])
+    if inputs is not None:
+        places[inputs] = Placed(_INPUTS, ROWS, 0, places[inputs].row_bytes)
     return places, (spaces[_ARENA, 0].size, spaces[_ARENA, 1].size), spaces[_SCRATCH, 0].size
 
 

@@ -60,6 +60,7 @@ class Tape:
     Attributes:
         instructions: the instructions so far.
         buffers: the buffers that they read and write.
+        inputs: the buffer of what the rows take besides their tokens; None: nothing.
 
     """
 
@@ -68,6 +69,7 @@ class Tape:
         self.counts = {ROWS: num_rows, LOGIT_ROWS: num_logit_rows}
         self.instructions: list[Instruction] = []
         self.buffers: list[Buffer] = []
+        self.inputs: int | None = None
         self._values: dict[int, tuple[Tensor, Value]] = {}  # by id; a kept tensor keeps its id
 
     def value(self, tensor: Any) -> Value | None:
@@ -78,6 +80,12 @@ class Tape:
     def bind(self, tensor: Tensor, value: Value) -> None:
         """Record the value of a tensor."""
         self._values[id(tensor)] = (tensor, value)
+
+    def bind_inputs(self, tensor: Tensor) -> None:
+        """Record that ``tensor`` ``[T, size]`` is what the rows take besides their tokens."""
+        view = self.fresh(ROWS, 0, (1, tensor.shape[1]), tensor.dtype)
+        self.inputs = view.buffer
+        self.bind(tensor, view)
 
     def changed_in_place(self, tensor: Tensor) -> None:
         """Record that an operation has changed ``tensor`` in place: other tensors of its memory are outdated."""
@@ -122,13 +130,14 @@ class Tape:
         """Return the places of a tensor's numbers, so that an operation can write there.
 
         Raises:
-            NotLowerableError: other tensors share its memory but not its buffer, or its buffer but not its memory.
+            NotLowerableError: other tensors share its memory but not its buffer, or its buffer but not its memory; or
+                they are the inputs.
 
         """
         view, storage = self.row_view(tensor), tensor.untyped_storage().data_ptr()
         for other, value in self._values.values():
             shares_buffer = isinstance(value, RowView) and value.buffer == view.buffer
-            if shares_buffer != (other.untyped_storage().data_ptr() == storage):
+            if view.buffer == self.inputs or shares_buffer != (other.untyped_storage().data_ptr() == storage):
                 raise NotLowerableError("numbers are overwritten of which there is a copy")
         return view
 
@@ -211,15 +220,15 @@ class Tape:
         self.bind(result, out)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Record that ``[1, num_kv_heads, T, head size]`` keys and values are written into pages."""
+        """Record that ``[T, num_kv_heads, head size]`` keys and values are written into pages."""
         self.instructions.append(Append(layer, self._heads(keys), self._heads(values)))
 
     def attend(self, layer: int, query: Tensor, params: AttentionParams, result: Tensor) -> None:
-        """Record the attention of ``[1, num_heads, T, key_head_dim]`` queries.
+        """Record the attention of ``[T, num_heads, key_head_dim]`` queries.
 
-        ``result`` is ``[1, T, num_heads, value_head_dim]``.
+        ``result`` is ``[T, num_heads, value_head_dim]``.
         """
-        heads, out = self._heads(query), self.fresh_like(result, 1, ROWS)
+        heads, out = self._heads(query), self.fresh_like(result, 0, ROWS)
         sinks = None if params.sinks is None else self._constant(params.sinks)
         rule = (params.scale, params.sliding_window, params.softcap, sinks)
         self.instructions.append(Attend(layer, query.shape[1], heads, out.buffer, *rule))
@@ -232,9 +241,9 @@ class Tape:
 
     def _heads(self, tensor: Tensor) -> Heads:
         view = self.row_view(tensor)
-        if view.domain != ROWS or view.axis != 2 or len(view.sizes) != 4 or view.dtype != self.kv_dtype:
-            raise NotLowerableError(f"queries, keys or values are not [1, heads, T, head_dim] in {self.kv_dtype}")
-        if view.strides[3] != 1 and view.sizes[3] != 1:
+        if view.domain != ROWS or view.axis != 0 or len(view.sizes) != 3 or view.dtype != self.kv_dtype:
+            raise NotLowerableError(f"queries, keys or values are not [T, heads, head_dim] in {self.kv_dtype}")
+        if view.strides[2] != 1 and view.sizes[2] != 1:
             view = self.copied(view)
         return Heads(view.buffer, view.offset, view.strides[1])
 

@@ -14,12 +14,15 @@ from specdec_fast.drafters import DrafterContext, StepResult
 from specdec_fast.drafters.eagle3 import Eagle3Drafter
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.ops.registry import all_ops
 from specdec_fast.oracle.ops.verify_chain import verify_chain
 from specdec_fast.request.sequence import Sequence
 from support.eagle3 import dense_chain, write_checkpoint
 from support.models import VOCAB_SIZE, tiny_model
 
 TAPS = (0, 1, 2)
+HAS_PROGRAMS = all_ops()["linear"].why_unavailable("cpp") is None
+eagerly_too = pytest.mark.parametrize("enforce_eager", [False, True], ids=["program", "pytorch"])
 OPTIONS = {
     "plain": {},
     "subset": {"draft_vocab_size": 40, "norm_before_residual": True},
@@ -115,10 +118,12 @@ class Course:
         hidden_states.fill_(torch.nan)
 
 
-def make(tmp_path, target, model, options, seed=0):
+def make(tmp_path, target, model, options, seed=0, enforce_eager=False):
     weights = write_checkpoint(tmp_path / "drafter", model, taps=TAPS, **options)
-    drafter = Eagle3Drafter(DrafterContext(target, EngineConfig()), str(tmp_path / "drafter"))
+    config = EngineConfig(enforce_eager=enforce_eager)
+    drafter = Eagle3Drafter(DrafterContext(target, config), str(tmp_path / "drafter"))
     assert drafter.taps == TAPS
+    assert drafter.describe()["forward_program"] == (HAS_PROGRAMS and not enforce_eager), drafter.describe()
     drafter.prepare(2000, 16)
     for keys, values in drafter.pool.layers:
         keys.fill_(torch.nan)  # an entry that was never written must not be read
@@ -126,9 +131,10 @@ def make(tmp_path, target, model, options, seed=0):
     return Course(model, drafter, weights, options, seed)
 
 
+@eagerly_too
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_proposals_are_those_of_the_formulas(tmp_path, target, model, options):
-    course = make(tmp_path, target, model, options)
+def test_proposals_are_those_of_the_formulas(tmp_path, target, model, options, enforce_eager):
+    course = make(tmp_path, target, model, options, enforce_eager=enforce_eager)
     params = [sd.SamplingParams(), sd.SamplingParams(temperature=1.0), sd.SamplingParams(temperature=0.7, top_k=9)]
     sequences = [new_sequence(i, length, params[i % 3], course.rng) for i, length in enumerate((1, 2, 21, 9))]
     course.prefill(sequences)
@@ -138,8 +144,9 @@ def test_proposals_are_those_of_the_formulas(tmp_path, target, model, options):
     assert course.num_proposed > 60
 
 
-def test_features_wait_while_nothing_is_drafted(tmp_path, target, model):
-    course = make(tmp_path, target, model, {})
+@eagerly_too
+def test_features_wait_while_nothing_is_drafted(tmp_path, target, model, enforce_eager):
+    course = make(tmp_path, target, model, {}, enforce_eager=enforce_eager)
     sequences = [new_sequence(i, 5, sd.SamplingParams(), course.rng) for i in range(2)]
     course.prefill(sequences)
     for _ in range(70):
@@ -150,8 +157,9 @@ def test_features_wait_while_nothing_is_drafted(tmp_path, target, model):
     assert course.num_proposed
 
 
-def test_a_preempted_sequence_starts_again(tmp_path, target, model):
-    course = make(tmp_path, target, model, {})
+@eagerly_too
+def test_a_preempted_sequence_starts_again(tmp_path, target, model, enforce_eager):
+    course = make(tmp_path, target, model, {}, enforce_eager=enforce_eager)
     sequences = [new_sequence(i, 30, sd.SamplingParams(), course.rng) for i in range(3)]
     course.prefill(sequences)
     course.step(sequences, 4)
@@ -197,17 +205,25 @@ def test_what_waits_of_a_prompt_keeps_no_memory_of_the_rest(tmp_path, target, mo
         assert queued.untyped_storage().nbytes() == queued.nbytes == drafter.model.hidden_size * 4
 
 
-def test_forwards_have_as_many_rows_as_the_memory_plan_counts(tmp_path, target, model, monkeypatch):
-    course = make(tmp_path, target, model, {})
+@eagerly_too
+def test_forwards_have_as_many_rows_as_the_memory_plan_counts(tmp_path, target, model, monkeypatch, enforce_eager):
+    course = make(tmp_path, target, model, {}, enforce_eager=enforce_eager)
     sequences = [new_sequence(i, 30, sd.SamplingParams(), course.rng) for i in range(3)]
     course.drafter.limit_prefill(8)
-    forward, num_rows = course.drafter.model.forward, []
+    rows, num_rows = course.drafter.rows, []
 
-    def counted(batch, *args):
-        num_rows.append(len(batch.token_ids))
-        return forward(batch, *args)
+    class Counting:
+        program = rows.program
 
-    monkeypatch.setattr(course.drafter.model, "forward", counted)
+        def __call__(self, pool, batch, *args):
+            num_rows.append(len(batch.token_ids))
+            return rows(pool, batch, *args)
+
+        def draft(self, pool, spans, token_ids, *args):
+            num_rows.append(len(token_ids))
+            return rows.draft(pool, spans, token_ids, *args)
+
+    monkeypatch.setattr(course.drafter, "rows", Counting())
     course.prefill(sequences)
     for _ in range(10):
         course.step(sequences, 0)

@@ -41,9 +41,9 @@ def overlapping(plan, buffers, logits, lives_of):
 def test_buffers_that_are_needed_together_lie_apart(architecture, monkeypatch):
     kept = {}
 
-    def keeping(instructions, buffers, logits, taps):
+    def keeping(instructions, buffers, logits, *more):
         kept.update(buffers=buffers, logits=logits)
-        return placed(instructions, buffers, logits, taps)
+        return placed(instructions, buffers, logits, *more)
 
     monkeypatch.setattr("specdec_fast.program.compile.placed", keeping)
     plan = RaggedModel(tiny_model(architecture).to(torch.bfloat16), resolve(CPU)).program._plan

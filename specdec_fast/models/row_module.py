@@ -1,0 +1,136 @@
+"""A function of rows over pages, such as the layers of a drafter: run by a forward program, or else by PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.kv_cache.forward_layout import lay_out, spans_of
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.ops import Ops
+from specdec_fast.program import NotLowerableError, RowFunction, compile_rows
+from specdec_fast.program.executors import Choice, ForwardProgram, executor_for
+
+_PROBED = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)]]  # two forwards
+
+
+class RowModule:
+    """Computes a ``RowFunction``: the logits of some rows, and the hidden states of all.
+
+    Args:
+        function: what it computes. It is recorded as it is: later changes of weights in place take effect.
+        ops: compute it where no program does.
+        page_size: of the probes.
+        enforce_eager: whether PyTorch must run it.
+
+    Attributes:
+        program: runs it; None if PyTorch does.
+        why_no_program: the reason why ``program`` is None.
+
+    """
+
+    def __init__(self, function: RowFunction, ops: Ops, page_size: int, enforce_eager: bool = False) -> None:
+        self.function, self._ops = function, ops
+        self.program: ForwardProgram | None = None
+        executor, self.why_no_program = executor_for(ops)
+        if enforce_eager:
+            executor, self.why_no_program = None, "enforce_eager=True"
+        if executor is None:
+            return
+        try:
+            program = executor(compile_rows(function, ops))
+            self._expect_to_reproduce(program, page_size)
+            self.program = program
+        except NotLowerableError as error:
+            self.why_no_program = str(error)
+        except Exception as error:  # a function may raise anything while it is recorded; PyTorch can still run it
+            self.why_no_program = f"recording it failed: {type(error).__name__}: {error}"
+
+    def __call__(
+        self, pool: PagePool, batch: RaggedBatch, inputs: Tensor, logit_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute rows, and write their KV entries.
+
+        Args:
+            pool: pages of the function's layout.
+            batch: ``T`` rows; those of a sequence may be a chain or a tree.
+            inputs: ``[T, input_size]``, what the rows take besides their tokens.
+            logit_rows: ``[R]`` int64, the rows whose logits are wanted; None: all.
+
+        Returns:
+            Logits ``[R, vocab_size]`` and hidden states ``[T, H]``.
+
+        """
+        if self.program is None:
+            return self.function.run(self._ops, pool, batch, inputs, logit_rows)
+        return self._run(self.program, pool, batch, inputs, logit_rows)
+
+    def draft(
+        self,
+        pool: PagePool,
+        rows: Many[Rows],
+        token_ids: list[int],
+        inputs: Tensor,
+        num_draft_tokens: list[int],
+        choice: Choice,
+    ) -> Tensor:
+        """Draft a chain for each sequence in one call of the program, which must not be None.
+
+        Every row after the first forward takes the token that was chosen before it, and the hidden state of the row
+        before it as its input.
+
+        Args:
+            pool: pages, with enough free ones for all positions of the step.
+            rows: of the first forward, one span per sequence.
+            token_ids: of those rows.
+            inputs: ``[T, input_size]``, of those rows.
+            num_draft_tokens: number of tokens to draft per sequence, at least 1.
+            choice: how they are chosen.
+
+        Returns:
+            ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
+
+        """
+        assert self.program is not None
+        spans = spans_of(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
+        return self.program.draft(spans, token_ids, num_draft_tokens, choice, inputs.contiguous())
+
+    def step_bytes(self, num_rows: int, num_logit_rows: int) -> int | None:
+        """Return the memory of a forward besides weights, KV entries and logits; None if PyTorch runs it."""
+        if self.program is None:
+            return None
+        sizes = self.function.input_size + self.function.hidden_size
+        rows_bytes = num_rows * sizes * self.function.layout.dtype.itemsize
+        counts = num_rows, num_logit_rows
+        return self.program.bytes_for(*counts) + self.program.working_bytes(*counts) + rows_bytes
+
+    @torch.inference_mode()
+    def _expect_to_reproduce(self, program: ForwardProgram, page_size: int) -> None:
+        """Compare a program with PyTorch: the bound is that of models, see ``check_reproduces``."""
+        layout = self.function.layout
+        pools = [PagePool(layout, 2 * (8 + page_size), page_size) for _ in range(2)]
+        for pool in pools:
+            pool.add("a")
+            pool.add("b")
+        for rows in _PROBED:
+            token_ids = torch.arange(sum(each.count for each in rows), device=layout.device) % 2
+            eager, compiled = (lay_out(pool, rows, token_ids) for pool in pools)
+            size = (len(token_ids), self.function.input_size)
+            inputs = torch.linspace(-1, 1, size[0] * size[1]).sin().to(layout.dtype).view(size)
+            expected = self.function.run(self._ops, pools[0], eager, inputs, eager.last_rows)
+            found = self._run(program, pools[1], compiled, inputs, compiled.last_rows)
+            for own, other in zip(found, expected, strict=True):
+                distance = float((own.float() - other.float()).norm() / other.float().norm())
+                if not distance <= torch.finfo(layout.dtype).eps ** 0.5:
+                    raise NotLowerableError(
+                        f"its program does not reproduce PyTorch (relative distance {distance:.1e})"
+                    )
+
+    def _run(
+        self, program: ForwardProgram, pool: PagePool, batch: RaggedBatch, inputs: Tensor, logit_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        hidden = inputs.new_empty(len(inputs), self.function.hidden_size)
+        return program(batch.token_ids, batch, pool.pages, logit_rows, hidden, inputs.contiguous()), hidden

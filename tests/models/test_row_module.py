@@ -1,0 +1,133 @@
+"""Functions of rows, such as the layers of drafters: a program computes what PyTorch computes, or PyTorch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import embedding
+
+from specdec_fast.batch.ragged_batch import AttentionParams, Rows
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.row_module import RowModule
+from specdec_fast.ops import resolve
+from specdec_fast.program import RowFunction
+from specdec_fast.program.executors import Choice
+from support.programs import CPU, needs_programs
+
+VOCAB, WIDTH, HEAD_DIM, KV_HEADS = 29, 12, 8, 2
+OPS = resolve(CPU)
+
+
+def function_of(dtype=torch.float32, spoil: Callable = lambda hidden, batch: hidden) -> RowFunction:
+    """One layer of attention over token and carried row; ``spoil`` may do something that no program expresses."""
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(*shape):
+        return torch.randn(shape, generator=generator).div(shape[-1] ** 0.5).to(dtype)
+
+    table, qkv, out, head = weight(VOCAB, WIDTH), weight(64, 2 * WIDTH), weight(WIDTH, 32), weight(VOCAB, WIDTH)
+
+    def run(ops, pool, batch, carried, logit_rows):
+        rows = torch.cat([embedding(batch.token_ids, table), carried], dim=-1)
+        states = ops.linear(rows, qkv).unflatten(1, (-1, HEAD_DIM))
+        query, key, value = states.split([4, KV_HEADS, KV_HEADS], dim=1)
+        ops.append_kv_(*pool.layers[0], key, value, batch.slot_mapping)
+        attended = ops.paged_attention(query, pool.layers[0], batch, AttentionParams(HEAD_DIM**-0.5))
+        hidden = spoil(torch.tanh(carried + ops.linear(attended.flatten(1), out)), batch)
+        return ops.linear(hidden if logit_rows is None else hidden[logit_rows], head), hidden
+
+    return RowFunction(run, KVLayout.uniform(1, KV_HEADS, HEAD_DIM, dtype, CPU), WIDTH, WIDTH)
+
+
+def pool_of(function, owners="abc"):
+    pool = PagePool(function.layout, 256, 16)
+    for owner in owners:
+        pool.add(owner)
+    return pool
+
+
+@needs_programs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_program_computes_what_pytorch_computes(dtype):
+    function, found = function_of(dtype), []
+    for enforce_eager in (False, True):
+        module, pool, results = RowModule(function, OPS, 16, enforce_eager), pool_of(function), []
+        assert (module.program is None) == enforce_eager
+        assert module.why_no_program == ("enforce_eager=True" if enforce_eager else None)
+        for rows in ([Rows("a", 0, 5), Rows("b", 0, 20)], [Rows("a", 5, 1), Rows("b", 18, 3), Rows("c", 0, 2)]):
+            batch = lay_out(pool, rows, torch.arange(sum(each.count for each in rows)) % VOCAB)
+            carried = torch.linspace(-1, 1, len(batch.token_ids) * WIDTH).view(-1, WIDTH).to(dtype)
+            results += module(pool, batch, carried, None)
+            results += module(pool, batch, carried, batch.last_rows)
+            results.append(module(pool, batch, carried, batch.last_rows[:0])[1])
+        found.append(results)
+    for own, other in zip(*found, strict=True):
+        assert own.shape == other.shape
+        torch.testing.assert_close(own.float(), other.float(), rtol=0, atol=32 * torch.finfo(dtype).eps)
+
+
+@needs_programs
+def test_a_program_drafts_what_its_forwards_choose():
+    function = function_of()
+    module, pool, other = RowModule(function, OPS, 16), pool_of(function), pool_of(function)
+    rows, counts = [Rows("a", 0, 4), Rows("b", 0, 1), Rows("c", 0, 2)], [3, 1, 6]
+    token_ids, carried = [3, 1, 4, 1, 5, 9, 2], torch.linspace(-1, 1, 7 * WIDTH).view(7, WIDTH)
+    ids = torch.tensor([1, 5, 6, 7, 11, 13, 17, 20, 23, 28])
+    for choice in (Choice(VOCAB, None), Choice(11, None), Choice(len(ids), None, ids, VOCAB)):
+        drafted = module.draft(pool, rows, token_ids, carried, counts, choice).split(counts)
+        for row, own, first in zip(rows, drafted, (0, 4, 5), strict=True):
+            tokens, hidden = token_ids[first : first + row.count], carried[first : first + row.count]
+            for ahead, token in enumerate(own.tolist()):
+                span = Rows(row.owner, row.start if ahead == 0 else row.start + row.count - 1 + ahead, len(tokens))
+                logits, hidden = module(other, lay_out(other, [span], torch.tensor(tokens)), hidden, None)
+                best = int(logits[-1, : choice.vocab_size].argmax())
+                assert token == (best if choice.target_ids is None else int(ids[best]))
+                tokens, hidden = [token], hidden[-1:]
+
+
+@needs_programs
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda hidden, batch: hidden + torch.erfinv(hidden * 0), "erfinv"),
+        (lambda hidden, batch: hidden.flip(0), "flip"),
+        (lambda hidden, batch: hidden.cumsum(0), "cumsum"),
+        (lambda hidden, batch: hidden * len(batch.token_ids), "two batches are not computed in the same way"),
+        (lambda hidden, batch: hidden[5], "picked out of the batch"),
+    ],
+    ids=["operation", "order", "sum", "count", "row"],
+)
+def test_what_no_program_expresses_is_run_by_pytorch(spoil, reason):
+    module = RowModule(function_of(spoil=spoil), OPS, 16)
+    assert module.program is None
+    assert reason in module.why_no_program
+
+
+@needs_programs
+def test_a_function_keeps_to_its_pages_and_its_batch():
+    own = function_of()
+    other = pool_of(own)
+
+    def on_other_pages(ops, pool, batch, carried, logit_rows):
+        return own.run(ops, other, batch, carried, logit_rows)
+
+    def in_own_layout(ops, pool, batch, carried, logit_rows):
+        return own.run(ops, pool, replace(batch, tree_mask=None), carried, logit_rows)
+
+    def in_place(ops, pool, batch, carried, logit_rows):
+        carried[:, :3].copy_(carried[:, 3:6])
+        return own.run(ops, pool, batch, carried, logit_rows)
+
+    for run, reason in (
+        (on_other_pages, "pages of another pool"),
+        (in_own_layout, "in a layout of the model's own"),
+        (in_place, "overwritten"),
+    ):
+        module = RowModule(RowFunction(run, own.layout, WIDTH, WIDTH), OPS, 16)
+        assert module.program is None
+        assert reason in module.why_no_program
