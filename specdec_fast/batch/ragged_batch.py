@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -128,6 +128,13 @@ class RaggedBatch(PagedBatch):
             max_seqlen_q=1,
             max_seqlen_k=self.max_seqlen_k,
         )
+
+    def seeing_all_rows(self) -> PagedBatch:
+        """Return the rows of chains for attention in which each sees all rows of its sequence, later ones too.
+
+        Every row is a sequence of its own that ends with the last row of its sequence.
+        """
+        return replace(self.row_by_row(), seqused_k=self.seqused_k[self._owners()])
 
     def one_by_one(self) -> list[RaggedBatch]:
         """Return a batch for each row of chains, in order; a row attends to the KV entries of the rows before it."""

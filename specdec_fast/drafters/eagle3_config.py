@@ -16,8 +16,9 @@ from transformers import LlamaConfig
 
 from specdec_fast.errors import ConfigError
 
-_KIND = "speculators_model_type"
+KIND = "speculators_model_type"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies depend on no length
+_EAGLE3 = "an EAGLE-3 drafter"
 _TAP_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 # The settings of a layer that are read, beside its rotary embedding; LlamaConfig has defaults for most.
 LAYER_SIZES = (
@@ -37,8 +38,8 @@ _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_siz
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
-    """What ``config.json`` says of a drafter.
+class LayerConfig:
+    """What ``config.json`` says of every drafter made of transformer layers.
 
     Attributes:
         folder: where it was read.
@@ -47,11 +48,7 @@ class Eagle3Config:
         sliding_windows: per layer, the number of positions that a row sees; None: all.
         draft_vocab_size: number of ids that it can propose.
         target_hidden_size: width of one tap.
-        tap_layers: its taps, as ``Drafter.taps`` counts; None: the default ones of EAGLE-3.
-        norm_before_residual: whether the residual of the first layer is the feature after ``hidden_norm``.
-        norm_before_fc: whether one norm (``input_norm``) comes before ``fc``.
-        fc_norm: whether each tap has a norm of its own before ``fc``.
-        norm_output: whether the next row gets the hidden state after ``norm``.
+        tap_layers: its taps, as ``Drafter.taps`` counts; None: the checkpoint names none.
         verifiers: classes of the targets that it was made for; empty if the checkpoint does not say.
 
     """
@@ -62,21 +59,35 @@ class Eagle3Config:
     draft_vocab_size: int
     target_hidden_size: int
     tap_layers: tuple[int, ...] | None
+    verifiers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Eagle3Config(LayerConfig):
+    """What ``config.json`` says of an EAGLE-3 drafter; without ``tap_layers`` it has the default ones.
+
+    Attributes:
+        norm_before_residual: whether the residual of the first layer is the feature after ``hidden_norm``.
+        norm_before_fc: whether one norm (``input_norm``) comes before ``fc``.
+        fc_norm: whether each tap has a norm of its own before ``fc``.
+        norm_output: whether the next row gets the hidden state after ``norm``.
+
+    """
+
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-    verifiers: tuple[str, ...]
 
 
 def is_eagle3(folder: Path) -> bool:
     """Return whether a folder has the ``config.json`` of an EAGLE-3 drafter, and not of a model of its own."""
     try:
-        found = _json(folder)
+        found = read_json(folder, _EAGLE3)
     except ConfigError:
         return False
-    if _KIND in found:
-        return found[_KIND] == "eagle3"
+    if KIND in found:
+        return found[KIND] == "eagle3"
     architectures = found.get("architectures") or []
     return "draft_vocab_size" in found or any("eagle3" in str(name).lower() for name in architectures)
 
@@ -88,11 +99,11 @@ def read_config(folder: Path) -> Eagle3Config:
         ConfigError: there is none, it is of another kind of drafter, or it has settings that are not served.
 
     """
-    found = _json(folder)
-    kind = found.get(_KIND, "eagle3")
+    found = read_json(folder, _EAGLE3)
+    kind = found.get(KIND, "eagle3")
     if kind != "eagle3":
         raise ConfigError(f"{str(folder)!r} is a drafter of kind {kind!r}; expected 'eagle3'.")
-    is_speculators = _KIND in found
+    is_speculators = KIND in found
     sizes = found.get("transformer_layer_config") if is_speculators else found
     if not isinstance(sizes, dict):
         raise ConfigError(f"{str(folder)!r}: config.json has no transformer_layer_config; take a complete checkpoint.")
@@ -112,7 +123,7 @@ def read_config(folder: Path) -> Eagle3Config:
     return Eagle3Config(
         folder=folder,
         layer=layer,
-        sliding_windows=_sliding_windows(folder, sizes, layer.num_hidden_layers),
+        sliding_windows=sliding_windows(folder, sizes, layer.num_hidden_layers),
         draft_vocab_size=positive_integer(folder, found, "draft_vocab_size", layer.vocab_size),
         target_hidden_size=positive_integer(folder, found, "target_hidden_size", layer.hidden_size),
         tap_layers=_tap_layers(folder, found, nested, is_speculators),
@@ -124,12 +135,13 @@ def read_config(folder: Path) -> Eagle3Config:
     )
 
 
-def _json(folder: Path) -> dict[str, Any]:
+def read_json(folder: Path, kind: str) -> dict[str, Any]:
+    """Return what ``config.json`` says; else raise ``ConfigError``, which names the ``kind`` of drafter."""
     path = folder / "config.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {str(path)!r} ({error}); expected the folder of an EAGLE-3 drafter.") from None
+        raise ConfigError(f"cannot read {str(path)!r} ({error}); expected the folder of {kind}.") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{str(path)!r} holds a {type(found).__name__}; expected a JSON object.")
     return found
@@ -165,7 +177,13 @@ def layer_config(folder: Path, sizes: dict[str, Any]) -> LlamaConfig:
     return layer
 
 
-def _sliding_windows(folder: Path, sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
+def sliding_windows(folder: Path, sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, None if it sees all positions.
+
+    Raises:
+        ConfigError: a layer is of another type, or its window is missing.
+
+    """
     kinds = sizes.get("layer_types") or ["full_attention"] * num_layers
     if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ConfigError(

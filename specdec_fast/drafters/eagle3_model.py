@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
 from specdec_fast.drafters.checkpoints import check_whole
-from specdec_fast.drafters.eagle3_config import Eagle3Config, read_config
+from specdec_fast.drafters.eagle3_config import Eagle3Config, LayerConfig, read_config
 from specdec_fast.drafters.eagle3_weights import check_weights, read_weights, target_ids
 from specdec_fast.errors import ConfigError, SpecDecError, VocabularyMismatchError
 from specdec_fast.kv_cache.layer_layout import KVLayout
@@ -53,7 +53,7 @@ def load_eagle3(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] |
     return Eagle3Model(config, taps, weights, target)
 
 
-def taps_of(config: Eagle3Config, target: RaggedModel, tap_layers: tuple[int, ...] | None) -> tuple[int, ...]:
+def taps_of(config: LayerConfig, target: RaggedModel, tap_layers: tuple[int, ...] | None) -> tuple[int, ...]:
     """Return the taps that are passed, or those that the checkpoint names, or the default ones.
 
     Raises:
@@ -68,7 +68,7 @@ def taps_of(config: Eagle3Config, target: RaggedModel, tap_layers: tuple[int, ..
         raise ConfigError(f"the taps of {where} do not fit {target.name}: {error} Pass tap_layers.") from error
 
 
-def check_target(config: Eagle3Config, target: RaggedModel) -> None:
+def check_target(config: LayerConfig, target: RaggedModel) -> None:
     """Check that a checkpoint was made for a target.
 
     Raises:
@@ -289,7 +289,7 @@ def _rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rows * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def target_embedding(config: Eagle3Config, target: RaggedModel) -> Tensor:
+def target_embedding(config: LayerConfig, target: RaggedModel) -> Tensor:
     """Return the target's embedding ``[vocab_size, H]``, which a checkpoint without its own shares."""
     weight: Tensor = target.model.get_input_embeddings().weight.detach()
     if weight.shape[1] != config.layer.hidden_size:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from specdec_fast.drafters.checkpoints import read_tensors
-from specdec_fast.drafters.eagle3_config import Eagle3Config
+from specdec_fast.drafters.eagle3_config import Eagle3Config, LayerConfig
 from specdec_fast.errors import ConfigError
 
 _FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
@@ -103,7 +104,7 @@ def expect_shapes(
             )
 
 
-def target_ids(config: Eagle3Config, weights: dict[str, Tensor]) -> Tensor | None:
+def target_ids(config: LayerConfig, weights: dict[str, Tensor]) -> Tensor | None:
     """Return the target's id of each draft id, ``[draft_vocab_size]`` int64; None if they are the same.
 
     ``d2t`` holds offsets: the target's id is the draft id plus its offset.
@@ -127,16 +128,16 @@ def target_ids(config: Eagle3Config, weights: dict[str, Tensor]) -> Tensor | Non
     return None if size == vocab_size and torch.equal(ids, torch.arange(size, device="cpu")) else ids
 
 
-def _shapes(config: Eagle3Config, num_taps: int) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+def _shapes(config: Eagle3Config, num_taps: int) -> tuple[Shapes, Shapes]:
     """Return the shapes of the weights that must exist, and of those that may."""
     layer, hidden, taps = config.layer, config.layer.hidden_size, num_taps * config.target_hidden_size
-    needed: dict[str, tuple[int, ...]] = {
+    needed: Shapes = {
         "fc.weight": (hidden, taps),
         "norm.weight": (hidden,),
         "lm_head.weight": (config.draft_vocab_size, hidden),
         "layers.0.hidden_norm.weight": (hidden,),
     }
-    optional: dict[str, tuple[int, ...]] = {
+    optional: Shapes = {
         "embed_tokens.weight": (layer.vocab_size, hidden),
         "t2d": (layer.vocab_size,),
     }
@@ -146,19 +147,35 @@ def _shapes(config: Eagle3Config, num_taps: int) -> tuple[dict[str, tuple[int, .
         needed |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(num_taps)}
     is_full = config.draft_vocab_size == layer.vocab_size
     (optional if is_full else needed)["d2t"] = (config.draft_vocab_size,)
-    heads, kv_heads = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
     for i in range(layer.num_hidden_layers):
-        inputs = hidden if i else 2 * hidden
-        prefix, outputs = f"layers.{i}.", (heads, kv_heads, kv_heads, hidden)
-        for name, size in zip(_PROJECTIONS, outputs, strict=True):
-            needed[f"{prefix}self_attn.{name}.weight"] = (size, heads if name == "o_proj" else inputs)
-            optional[f"{prefix}self_attn.{name}.bias"] = (size,)
-        for name in ("q_norm", "k_norm"):
-            optional[f"{prefix}self_attn.{name}.weight"] = (layer.head_dim,)
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            sizes = (layer.intermediate_size, hidden)
-            needed[f"{prefix}mlp.{name}.weight"] = sizes[::-1] if name == "down_proj" else sizes
-            optional[f"{prefix}mlp.{name}.bias"] = (hidden if name == "down_proj" else layer.intermediate_size,)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            needed[f"{prefix}{name}.weight"] = (hidden,)
+        own, allowed = layer_shapes(layer, i, hidden if i else 2 * hidden)
+        needed |= own
+        optional |= allowed
+    return needed, optional
+
+
+def layer_shapes(layer: LlamaConfig, index: int, inputs: int) -> tuple[Shapes, Shapes]:
+    """Return the shapes of a layer's weights that must exist, and of those that may.
+
+    Args:
+        layer: the sizes.
+        index: of the layer.
+        inputs: width of what queries, keys and values are made of.
+
+    """
+    hidden, prefix = layer.hidden_size, f"layers.{index}."
+    needed: Shapes = {}
+    optional: Shapes = {}
+    heads, kv_heads = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
+    for name, size in zip(_PROJECTIONS, (heads, kv_heads, kv_heads, hidden), strict=True):
+        needed[f"{prefix}self_attn.{name}.weight"] = (size, heads if name == "o_proj" else inputs)
+        optional[f"{prefix}self_attn.{name}.bias"] = (size,)
+    for name in ("q_norm", "k_norm"):
+        optional[f"{prefix}self_attn.{name}.weight"] = (layer.head_dim,)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        sizes = (layer.intermediate_size, hidden)
+        needed[f"{prefix}mlp.{name}.weight"] = sizes[::-1] if name == "down_proj" else sizes
+        optional[f"{prefix}mlp.{name}.bias"] = (hidden if name == "down_proj" else layer.intermediate_size,)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        needed[f"{prefix}{name}.weight"] = (hidden,)
     return needed, optional
