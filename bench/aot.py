@@ -1,24 +1,26 @@
 """Compile every Triton kernel to machine code, without a GPU, and report the resources that each needs.
 
     python -m bench.aot [--targets sm_80,sm_90,sm_100,gfx942] [--kernels REGEX] [--jobs N] [--json FILE]
+        [--instructions REGEX] [--baseline FILE]
 
-Exits 1 if a kernel does not compile or spills registers on an NVIDIA target. Registers are per thread, shared memory in
-bytes per program, spills in bytes per thread; on AMD registers are vector registers, and spilled registers count four
-bytes each. The report says nothing about values, bandwidth or time, which need a run.
+Exits 1 if a kernel does not compile or spills registers on an NVIDIA target. With a baseline, the result of an earlier
+run with the same Triton, it also exits 1 if a kernel got worse: more registers, shared memory or spills, narrower or
+fewer 16-byte loads, fewer products on tensor cores, more accesses to a thread's own memory. Registers and spilled bytes
+are per thread, shared memory is per program. The report says nothing about values, bandwidth or time, which need a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,7 +32,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.aot_.machine_code import Figures, figures_of, worse
 from bench.common.report import names, write_json
+from specdec_fast.errors import ConfigError
 from specdec_fast.triton_kernels import kernel_modules
 from specdec_fast.triton_kernels.variant import Variant
 
@@ -40,38 +44,39 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_HEADER = "registers / shared bytes / spilled bytes / 16-byte loads / tensor-core products / accesses to local memory"
+_CELL = 38  # characters of a figure's column
 
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of one compilation of a kernel.
+    """One compilation of a kernel.
 
     Attributes:
         kernel: file and variant, ``compact_kv.bf16_page16_entry1024``.
         target: the GPU for which it was compiled.
-        registers: registers per thread.
-        shared_bytes: shared memory per program.
-        spill_bytes: stack and local memory per thread.
-        barriers: number of places where the threads of a program wait for each other.
-        widest_access: largest number of bytes that one thread loads or stores at once.
+        figures: what its machine code needs.
         error: the reason why it did not compile, and then the figures are 0; else None.
+        got_worse: figures that are worse than those of the baseline.
 
     """
 
     kernel: str
     target: str
-    registers: int = 0
-    shared_bytes: int = 0
-    spill_bytes: int = 0
-    barriers: int = 0
-    widest_access: int = 0
+    figures: Figures = field(default_factory=Figures)
     error: str | None = None
+    got_worse: tuple[str, ...] = ()
 
     @property
     def bad(self) -> bool:
         """Whether it makes the run fail. A spill on AMD is only reported, because no file is tuned for AMD."""
-        return self.error is not None or (self.spill_bytes > 0 and TARGETS[self.target].backend == "cuda")
+        spills = self.figures.spill_bytes > 0 and TARGETS[self.target].backend == "cuda"
+        return self.error is not None or spills or bool(self.got_worse)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row of the report."""
+        return {"kernel": self.kernel, "target": self.target, **asdict(self.figures), "error": self.error}
 
 
 def compile_variant(variant: Variant, target: GPUTarget) -> Any:
@@ -89,44 +94,13 @@ def compile_variant(variant: Variant, target: GPUTarget) -> Any:
     return triton.compile(source, target=target, options=options)
 
 
-def measure(kernel: str, variant: Variant, target: str) -> Resources:
+def measure(kernel: str, variant: Variant, target: str, has_instructions: bool) -> Resources:
     """Compile one variant for one target and read its figures from the machine code."""
     try:
         compiled = compile_variant(variant, TARGETS[target])
     except Exception as error:  # an error of the compiler is this row's result
         return Resources(kernel, target, error=f"{type(error).__name__}: {error}")
-    shared = compiled.metadata.shared
-    if TARGETS[target].backend == "cuda":
-        assembly = compiled.asm["ptx"]
-        registers, spilled = _nvidia_figures(compiled.asm["cubin"])
-        accesses = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", assembly)
-        widest = max((int(count or 1) * int(bits) // 8 for count, bits in accesses), default=0)
-        return Resources(kernel, target, registers, shared, spilled, assembly.count("bar.sync"), widest)
-    assembly = compiled.asm["amdgcn"]
-    registers = _amd_figure(assembly, "vgpr_count")
-    spilled = 4 * (_amd_figure(assembly, "vgpr_spill_count") + _amd_figure(assembly, "sgpr_spill_count"))
-    accesses = re.findall(r"(?:global|buffer)_(?:load|store)_(?:dword(?:x(\d))?|\w+)", assembly)
-    widest = max((4 * int(count or 1) for count in accesses), default=0)
-    return Resources(kernel, target, registers, shared, spilled, assembly.count("s_barrier"), widest)
-
-
-def _nvidia_figures(cubin: bytes) -> tuple[int, int]:
-    """Return registers, and bytes of stack and local memory; without arrays in the kernels, all of it is spills."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    figures = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return figures["REG"], figures["STACK"] + figures["LOCAL"]
-
-
-def _amd_figure(assembly: str, name: str) -> int:
-    """Read one entry of the kernel's metadata."""
-    found = re.search(rf"^\s*\.{name}:\s*(\d+)", assembly, re.MULTILINE)
-    if found is None:
-        raise ValueError(f"the assembly has no .{name}")
-    return int(found[1])
+    return Resources(kernel, target, figures_of(compiled, TARGETS[target].backend, has_instructions))
 
 
 def variants_of(modules: list[ModuleType]) -> Iterator[tuple[str, Variant]]:
@@ -140,49 +114,67 @@ def _modules(others: list[str]) -> list[ModuleType]:
     return [importlib.import_module(name) for name in others] if others else kernel_modules()
 
 
-def _measure_everywhere(others: list[str], targets: list[str], kernel: str) -> list[Resources]:
+def _measure_everywhere(others: list[str], targets: list[str], instructions: str, kernel: str) -> list[Resources]:
     """Measure one kernel on all targets. It is found by name, because a kernel cannot be sent to another process."""
     variant = dict(variants_of(_modules(others)))[kernel]
-    return [measure(kernel, variant, target) for target in targets]
+    has_instructions = re.match(instructions, kernel) is not None
+    return [measure(kernel, variant, target, has_instructions) for target in targets]
 
 
-def measure_all(others: list[str], targets: list[str], jobs: int, chosen: str = "") -> list[Resources]:
-    """Compile the variants that match ``chosen`` for all targets in ``jobs`` processes, without Triton's cache."""
-    kernels = [kernel for kernel, _ in variants_of(_modules(others))]
+def measure_all(args: argparse.Namespace) -> list[Resources]:
+    """Compile the chosen variants for the chosen targets in several processes, without Triton's cache."""
+    kernels = [kernel for kernel, _ in variants_of(_modules(args.modules))]
     if len(kernels) != len(set(kernels)):
         raise ValueError(f"two variants share a name: {sorted(kernels)}")
-    kernels = [kernel for kernel in kernels if re.match(chosen, kernel)]
-    one = partial(_measure_everywhere, others, targets)
+    kernels = [kernel for kernel in kernels if re.match(args.kernels, kernel)]
+    one = partial(_measure_everywhere, args.modules, args.targets, args.instructions)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # workers inherit it
-        if jobs == 1:
+        if args.jobs == 1:
             rows = list(map(one, kernels))
         else:
-            with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
                 rows = list(pool.map(one, kernels))
     return [resources for row in rows for resources in row]
 
 
+def compared(rows: list[Resources], baseline: dict[str, Any]) -> list[Resources]:
+    """Return the rows with what got worse than in an earlier report; kernels that it lacks are as they are.
+
+    Raises:
+        ConfigError: the report is of another Triton, whose compiler makes other code.
+
+    """
+    if baseline["triton"] != triton.__version__:
+        raise ConfigError(f"the baseline is of Triton {baseline['triton']}; this is {triton.__version__}.")
+    before = {(row["kernel"], row["target"]): row for row in baseline["kernels"]}
+    return [replace(row, got_worse=tuple(worse(row.figures, before.get((row.kernel, row.target), {})))) for row in rows]
+
+
 def table(rows: list[Resources], targets: list[str]) -> str:
-    """Return one line per kernel, and per target: registers, shared bytes, spilled bytes."""
+    """Return one line per kernel, and per target its figures: those of ``_cell``."""
     by_kernel: dict[str, dict[str, Resources]] = {}
     for row in rows:
         by_kernel.setdefault(row.kernel, {})[row.target] = row
     width = max(map(len, by_kernel), default=0)
-    lines = [f"{'registers / shared / spilled':{width}}" + "".join(f"{target:>17}" for target in targets)]
+    lines = [_HEADER, f"{'':{width}}" + "".join(f"{target:>{_CELL}}" for target in targets)]
     for kernel, cells in by_kernel.items():
-        lines.append(f"{kernel:{width}}" + "".join(f"{_cell(cells[target]):>17}" for target in targets))
+        lines.append(f"{kernel:{width}}" + "".join(f"{_cell(cells[target]):>{_CELL}}" for target in targets))
     return "\n".join(lines)
 
 
 def _cell(row: Resources) -> str:
-    return "failed" if row.error else f"{row.registers} / {row.shared_bytes} / {row.spill_bytes}"
+    f = row.figures
+    counts = "" if f.wide_loads is None else f" / {f.wide_loads} / {f.tensor_instructions} / {f.local_accesses}"
+    return "failed" if row.error else f"{f.registers} / {f.shared_bytes} / {f.spill_bytes}{counts}"
 
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels without a GPU; report their resources.")
     parser.add_argument("--targets", type=names, default=list(TARGETS), help=f"of {','.join(TARGETS)} (default: all)")
     parser.add_argument("--kernels", default="", metavar="REGEX", help="only variants whose names begin like this")
+    parser.add_argument("--instructions", default="", metavar="REGEX", help="count the instructions of these variants")
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="a result; a kernel that got worse fails")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--modules", type=names, default=[], help="modules with variants() instead of the package's")
@@ -199,11 +191,15 @@ def main() -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET=1 replaces the compiler by an interpreter; unset it.")
     began = perf_counter()
-    rows = measure_all(args.modules, args.targets, args.jobs, args.kernels)
+    rows = measure_all(args)
+    if args.baseline:
+        rows = compared(rows, json.loads(args.baseline.read_text()))
     print(table(rows, args.targets))
     for row in rows:
         if row.error:
             print(f"\n{row.kernel} for {row.target} does not compile: {row.error}", file=sys.stderr)
+        if row.got_worse:
+            print(f"\n{row.kernel} for {row.target} got worse: {', '.join(row.got_worse)}", file=sys.stderr)
     bad = sum(row.bad for row in rows)
     result = {
         "bench": "aot",
@@ -211,7 +207,8 @@ def main() -> int:
         "seconds": round(perf_counter() - began, 1),
         "targets": args.targets,
         "failures": bad,
-        "kernels": [asdict(row) for row in rows],
+        "got_worse": {f"{row.kernel} for {row.target}": row.got_worse for row in rows if row.got_worse},
+        "kernels": [row.row for row in rows],
     }
     write_json(result, args.json)
     return 1 if bad else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,22 +15,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.aot_.machine_code import Figures, worse
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import all_ops
 from specdec_fast.triton_kernels import kernel_modules
 from support.op_cases import make
 from support.source_tree import ROOT
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.timeout(3600)  # the first test waits for the compiler
 # ``make test`` compiles every kernel for one target and one type of numbers, and the two slow ones in one variant.
 SLOW = r"paged_attention\.|sampling\.threshold_"
 SLICE = rf"(?!{SLOW}|.*(fp16|fp32|32bit)_)|paged_attention\.bf16_dim128_group4$|sampling\.threshold_bf16_32_"
+DISASSEMBLED = r"paged_attention\.|linear\.bf16_1024x"  # takes half a second for each
 REPORTS = [
-    pytest.param((("sm_90",), SLICE), id="slice"),
-    pytest.param((("sm_80", "sm_90", "sm_100", "gfx942"), ""), id="all", marks=pytest.mark.grid),
+    pytest.param((("sm_90",), SLICE, DISASSEMBLED), id="slice"),
+    pytest.param((("sm_80", "sm_90", "sm_100", "gfx942"), "", ""), id="all", marks=pytest.mark.grid),
 ]
+BASELINE = ROOT / "bench/results/aot.json"
 KERNELS = {
     op.name: op.implementations["triton"].split(":") for op in all_ops().values() if "triton" in op.implementations
 }
@@ -47,17 +51,32 @@ def run_aot(*options: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture(scope="session", params=REPORTS)
 def report(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """One run over all kernels."""
-    targets, kernels = request.param
+    """One run over all kernels, compared with the committed one if that is of this Triton."""
+    targets, kernels, instructions = request.param
     jobs = "1" if kernels else str(os.cpu_count() or 1)  # few are compiled sooner than a process starts
-    returncode, result = run_aot("--targets", ",".join(targets), "--kernels", kernels, "--jobs", jobs)
-    assert returncode == 0, failing(result)
+    options = ["--targets", ",".join(targets), "--kernels", kernels, "--instructions", instructions, "--jobs", jobs]
+    if json.loads(BASELINE.read_text())["triton"] == triton.__version__:
+        options += ["--baseline", str(BASELINE)]
+    returncode, result = run_aot(*options)
+    assert returncode == 0, (failing(result), result["got_worse"])
     return result
 
 
 def failing(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the compilations that fail a report; spills on AMD are reported only."""
     return [row for row in result["kernels"] if row["error"] or (row["spill_bytes"] and row["target"][:3] == "sm_")]
+
+
+@pytest.mark.grid
+def test_the_committed_report_has_every_kernel():
+    """If not: ``python -m bench.aot --json bench/results/aot.json``. Without its row, a kernel may get worse."""
+    known = {(row["kernel"], row["target"]) for row in json.loads(BASELINE.read_text())["kernels"]}
+    kernels = [
+        f"{module.__name__.rpartition('.')[2]}.{variant.name}"
+        for module in kernel_modules()
+        for variant in module.variants()
+    ]
+    assert known == {(kernel, target) for kernel in kernels for target in ("sm_80", "sm_90", "sm_100", "gfx942")}
 
 
 def test_every_kernel_file_is_compiled_for_every_target(report):
@@ -69,6 +88,19 @@ def test_every_kernel_file_is_compiled_for_every_target(report):
 def test_nothing_spills_or_fails(report):
     assert report["failures"] == 0
     assert failing(report) == []
+
+
+def test_kernels_use_no_local_memory_and_multiply_on_tensor_cores(report):
+    """Of those that are disassembled. fp32 is multiplied without tensor cores on NVIDIA, to keep its precision."""
+    rows = [row for row in report["kernels"] if row["target"].startswith("sm_") and row["local_accesses"] is not None]
+    assert rows
+    assert [row for row in rows if row["local_accesses"]] == []
+    dots = [row for row in rows if row["kernel"].startswith(("linear.", "paged_attention.")) and "path" not in row]
+    dots = [row for row in dots if re.match(r"\w+\.(bf16|fp16)_(?!.*_merge)", row["kernel"])]
+    assert dots
+    assert [row for row in dots if not row["tensor_instructions"]] == []
+    aligned = [row for row in dots if "unaligned" not in row["kernel"] and "2100" not in row["kernel"]]
+    assert [row for row in aligned if not row["wide_loads"]] == []
 
 
 def test_moves_in_place_wait_between_loading_and_storing(report):
@@ -96,14 +128,40 @@ def test_copies_and_scans_use_the_widest_access(report, file):
     assert [row for row in unaligned if row["widest_access"] > 8] == [], "a vector that is not aligned is a fault"
 
 
-def test_report_rejects_a_spill_and_what_does_not_compile():
-    returncode, result = run_aot("--modules", "support.spilling_kernel", "--targets", "sm_90")
+def test_report_rejects_a_spill_and_what_does_not_compile_or_got_worse(tmp_path):
+    before = {"kernel": "spilling_kernel.within", "target": "sm_90", "registers": 1, "spill_bytes": 0, "wide_loads": 9}
+    baseline = tmp_path / "before.json"
+    baseline.write_text(json.dumps({"triton": triton.__version__, "kernels": [before]}))
+    options = ("--modules", "support.spilling_kernel", "--targets", "sm_90", "--baseline", str(baseline))
+    returncode, result = run_aot(*options)
     rows = {row["kernel"].split(".")[1]: row for row in result["kernels"]}
     assert returncode == 1
-    assert result["failures"] == 2
+    assert result["failures"] == 3
+    (got_worse,) = result["got_worse"].values()
+    assert [figure.split()[0] for figure in got_worse] == ["registers", "wide_loads"]
     assert rows["within"]["spill_bytes"] == 0
     assert rows["hoards"]["spill_bytes"] > 0
+    assert rows["hoards"]["local_accesses"] > 0
+    assert rows["within"]["local_accesses"] == 0
     assert rows["broken"]["error"]
+
+
+FIGURES = {"registers": 40, "spill_bytes": 0, "local_accesses": 0, "wide_loads": 8, "tensor_instructions": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, []),
+        ({"registers": 39, "wide_loads": 9}, []),
+        ({"registers": 41}, ["registers 40 -> 41"]),
+        ({"spill_bytes": 8, "local_accesses": 2}, ["spill_bytes 0 -> 8", "local_accesses 0 -> 2"]),
+        ({"tensor_instructions": 0}, ["tensor_instructions 4 -> 0"]),
+        ({"wide_loads": None}, []),
+    ],
+)
+def test_worse_is_more_of_what_costs_and_less_of_what_helps(change, found):
+    assert worse(Figures(**FIGURES | change), FIGURES) == found
 
 
 def append_args(heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, Any]:
