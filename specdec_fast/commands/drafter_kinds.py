@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ from transformers import PreTrainedModel
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.speculation_length.choice_tree import MOST_NODES, fit_tree
-from specdec_fast.training.drafter_loss import Teacher
+from specdec_fast.training.drafter_loss import Teacher, loss_of
 from specdec_fast.training.drafter_module import DrafterModule
 from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
 from specdec_fast.training.medusa import hit_counts, new_heads, save_heads
+from specdec_fast.training.specblock import NUM_SLOTS, new_blocks, save_blocks
+from specdec_fast.training.specblock_loss import block_loss
 from specdec_fast.training.texts import Texts
-from specdec_fast.training.trainer import Recipe, Trainer
+from specdec_fast.training.trainer import Loss, Recipe, Trainer
 
+_SIZES = ("hidden_size", "ffn_size", "tap_layers", "draft_vocab_size")
 _NUM_HEADS, _TREE_NODES, _MOST_RANKS = 3, 16, 10
 
 
@@ -36,6 +40,7 @@ class DrafterKind(ABC):
     """
 
     options: tuple[str, ...] = ()
+    loss: Loss = staticmethod(loss_of)
 
     def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
         names = {name for kind in KINDS.values() for name in kind.options} - set(self.options)
@@ -60,8 +65,9 @@ class DrafterKind(ABC):
 class Eagle3Kind(DrafterKind):
     """EAGLE-3: one layer over three taps."""
 
-    options = ("hidden_size", "ffn_size", "tap_layers", "draft_vocab_size")
+    options: tuple[str, ...] = _SIZES
     num_steps = Recipe.num_steps
+    begin: Callable[..., Any] = staticmethod(new_module)
 
     def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(args, target)
@@ -74,12 +80,30 @@ class Eagle3Kind(DrafterKind):
         size, vocab_size = self._size.draft_vocab_size, self._config.vocab_size
         ids = frequent_ids(texts, vocab_size, size)
         self._draft_ids = None if ids is None else ids.to(self._target.device)
-        self._module = new_module(self._target, self._size, size or vocab_size, self._draft_ids)
+        self._module = self.begin(self._target, self._size, size or vocab_size, self._draft_ids)
         return self._module, Teacher(self._target, self._taps, self._draft_ids)
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
         """Write the raw format."""
         save_drafter(self._module, folder, self._target, self._taps, self._draft_ids)
+        return {}
+
+
+class SpecBlockKind(Eagle3Kind):
+    """SpecBlock: blocks of four slots over three taps, of the sizes of an EAGLE-3 drafter."""
+
+    options = (*_SIZES, "tree_nodes")
+    loss = staticmethod(block_loss)
+    num_steps = NUM_SLOTS
+    begin = staticmethod(new_blocks)
+
+    def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
+        super().__init__(args, target)
+        self._num_nodes = _tree_nodes(args)
+
+    def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
+        """Write the weights, and the configuration that ``specblock_config.py`` reads."""
+        save_blocks(self._module, folder, self._target, self._taps, self._draft_ids, self._num_nodes)
         return {}
 
 
@@ -90,9 +114,7 @@ class MedusaKind(DrafterKind):
 
     def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(args, target)
-        self._num_heads, self._num_nodes = args.num_heads or _NUM_HEADS, args.tree_nodes or _TREE_NODES
-        if self._num_nodes > MOST_NODES:
-            raise ConfigError(f"--tree-nodes {self._num_nodes}: expected at most {MOST_NODES}.")
+        self._num_heads, self._num_nodes = args.num_heads or _NUM_HEADS, _tree_nodes(args)
 
     @property
     def num_steps(self) -> int:
@@ -116,4 +138,11 @@ class MedusaKind(DrafterKind):
         return {"hit_rates": rates, "choices": choices}
 
 
-KINDS: dict[str, type[DrafterKind]] = {"eagle3": Eagle3Kind, "medusa": MedusaKind}
+def _tree_nodes(args: argparse.Namespace) -> int:
+    num_nodes: int = args.tree_nodes or _TREE_NODES
+    if num_nodes > MOST_NODES:
+        raise ConfigError(f"--tree-nodes {num_nodes}: expected at most {MOST_NODES}.")
+    return num_nodes
+
+
+KINDS: dict[str, type[DrafterKind]] = {"eagle3": Eagle3Kind, "medusa": MedusaKind, "specblock": SpecBlockKind}

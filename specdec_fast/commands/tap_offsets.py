@@ -65,7 +65,7 @@ def agreements(
         RequestError: a prompt cannot be served; a subclass says why.
 
     """
-    config = replace(config, num_draft_tokens=1)
+    config = replace(config, num_draft_tokens=1, draft_tree="chain")
     engine = Engine(target, drafter, config)
     taps = engine.drafter.taps
     if not taps or not all(isinstance(tap, int) for tap in taps):

@@ -47,13 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     texts.add_argument(
         "--held-out", type=_positive, default=256, metavar="N", help="texts to measure on (default: %(default)s)"
     )
-    size = parser.add_argument_group("size of an EAGLE-3 drafter, which has --tap-layers too")
+    size = parser.add_argument_group("size of an EAGLE-3 or SpecBlock drafter, which has --tap-layers too")
     size.add_argument("--hidden-size", type=_positive, metavar="N", help="(default: the target's)")
     size.add_argument("--ffn-size", type=_positive, metavar="N", help="(default: in proportion to the hidden size)")
     size.add_argument("--draft-vocab-size", type=_positive, metavar="N", help="most frequent ids (default: all)")
     heads = parser.add_argument_group("Medusa heads")
     heads.add_argument("--num-heads", type=_positive, metavar="N", help="tokens to draft (default: 3)")
-    heads.add_argument("--tree-nodes", type=_positive, metavar="N", help="of the fitted tree (default: 16)")
+    heads.add_argument(
+        "--tree-nodes", type=_positive, metavar="N", help="of their tree; also of SpecBlock (default: 16)"
+    )
     recipe, default = parser.add_argument_group("training"), Recipe()
     recipe.add_argument("--epochs", type=_positive, default=default.epochs, metavar="N", help="(default: %(default)s)")
     recipe.add_argument(
@@ -114,7 +116,7 @@ def _train(args: argparse.Namespace) -> int:
         seed=args.seed,
         autocast=target.device.type != "cpu",  # on a CPU it was half as fast as fp32
     )
-    trainer = Trainer(module, teacher, learnt, recipe, args.output)
+    trainer = Trainer(module, teacher, learnt, recipe, args.output, kind.loss)
     if args.resume:
         trainer.resume()
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from specdec_fast.drafters.eagle3_config import LAYER_SIZES
@@ -71,23 +71,35 @@ def new_module(
 
     """
     config = target.config.get_text_config(decoder=True)
-    layer = _layer_config(config, size)
+    layer = layer_config(config, size)
     module = Eagle3Module(layer, len(size.taps(config.num_hidden_layers)) * config.hidden_size, num_draft_ids)
-    embedding = target.get_input_embeddings().weight.detach().float().cpu()
-    output = target.get_output_embeddings().weight.detach().float().cpu()
-    if is_shared := layer.hidden_size == config.hidden_size:
-        module.embed_tokens.requires_grad_(False)
-    else:
-        directions = torch.linalg.svd(embedding, full_matrices=False).Vh[: layer.hidden_size].T
-        embedding, output = embedding @ directions, output @ directions
-    with torch.no_grad():
-        module.embed_tokens.weight.copy_(embedding)
-        module.lm_head.weight.copy_(output if draft_ids is None else output[draft_ids.cpu()])
-    assert module.embed_tokens.weight.requires_grad is not is_shared
+    copy_ends(target, module.embed_tokens, module.lm_head, draft_ids)
     return module.to(target.device)
 
 
-def _layer_config(config: Any, size: DrafterSize) -> LlamaConfig:
+def copy_ends(
+    target: PreTrainedModel, embed_tokens: nn.Embedding, lm_head: nn.Linear, draft_ids: Tensor | None
+) -> None:
+    """Let a drafter's embedding and output layer begin as the target's, as ``new_module`` says."""
+    embedding = target.get_input_embeddings().weight.detach().float().cpu()
+    output = target.get_output_embeddings().weight.detach().float().cpu()
+    if embed_tokens.embedding_dim == embedding.shape[1]:
+        embed_tokens.requires_grad_(False)
+    else:
+        directions = torch.linalg.svd(embedding, full_matrices=False).Vh[: embed_tokens.embedding_dim].T
+        embedding, output = embedding @ directions, output @ directions
+    with torch.no_grad():
+        embed_tokens.weight.copy_(embedding)
+        lm_head.weight.copy_(output if draft_ids is None else output[draft_ids.cpu()])
+
+
+def layer_config(config: Any, size: DrafterSize, num_layers: int = 1) -> LlamaConfig:
+    """Return the sizes of a drafter's layers, in proportion to the target's where ``size`` names none.
+
+    Raises:
+        ConfigError: the sizes do not go together.
+
+    """
     hidden, head_dim = size.hidden_size or config.hidden_size, getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     heads = max(1, config.num_attention_heads * hidden // config.hidden_size)
@@ -102,7 +114,7 @@ def _layer_config(config: Any, size: DrafterSize) -> LlamaConfig:
         vocab_size=config.vocab_size,
         hidden_size=hidden,
         intermediate_size=size.ffn_size or config.intermediate_size * hidden // config.hidden_size,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=max(1, heads // groups),
         head_dim=head_dim,
@@ -141,10 +153,39 @@ def save_drafter(
         draft_ids: from ``frequent_ids``.
 
     """
-    layer, vocab_size = module.config, module.config.vocab_size
-    weights = {name: weight.detach().to("cpu", _STORED).contiguous() for name, weight in module.named_parameters()}
-    if not module.embed_tokens.weight.requires_grad:
-        del weights["embed_tokens.weight"]  # the target's own
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        # SGLang's ids are those of the layers behind which the taps are read.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps], "use_aux_hidden_state": True},
+    }
+    write_checkpoint(module, module.config, config, folder, target, draft_ids)
+
+
+def write_checkpoint(
+    module: nn.Module,
+    layer: LlamaConfig,
+    config: dict[str, Any],
+    folder: Path,
+    target: PreTrainedModel,
+    draft_ids: Tensor | None,
+) -> None:
+    """Write ``config.json`` and ``model.safetensors``, weights in bf16; an embedding that is the target's is left out.
+
+    Args:
+        module: the trained drafter, whose parameters have the names of checkpoints.
+        layer: sizes of its layers.
+        config: further entries of ``config.json``.
+        folder: exists.
+        target: the model that it was trained for.
+        draft_ids: from ``frequent_ids``.
+
+    """
+    vocab_size = layer.vocab_size
+    weights = {
+        name: weight.detach().to("cpu", _STORED).contiguous()
+        for name, weight in module.named_parameters()
+        if weight.requires_grad or not name.endswith("embed_tokens.weight")
+    }
     if draft_ids is not None:
         ids = draft_ids.cpu()
         weights["d2t"] = ids - torch.arange(len(ids), device="cpu")
@@ -152,15 +193,13 @@ def save_drafter(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        **config,
         "model_type": "llama",
         **{name: getattr(layer, name) for name in LAYER_SIZES},
         "rope_parameters": layer.rope_parameters,
         "rope_theta": layer.rope_parameters["rope_theta"],  # the name that transformers 4 looks for
         "draft_vocab_size": vocab_size if draft_ids is None else len(draft_ids),
         "target_hidden_size": target.config.get_text_config(decoder=True).hidden_size,
-        # SGLang's ids are those of the layers behind which the taps are read.
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps], "use_aux_hidden_state": True},
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }

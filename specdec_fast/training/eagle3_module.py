@@ -34,7 +34,9 @@ class _Attention(nn.Module):
         return query, key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
 
 
-class _MLP(nn.Module):
+class MLP(nn.Module):
+    """The gated MLP of a layer."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -43,6 +45,7 @@ class _MLP(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, rows: Tensor) -> Tensor:
+        """Return ``[..., hidden_size]``."""
         output: Tensor = self.down_proj(silu(self.gate_proj(rows)) * self.up_proj(rows))
         return output
 
@@ -54,7 +57,7 @@ class _Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(hidden, epsilon)
         self.hidden_norm = nn.RMSNorm(hidden, epsilon)
         self.post_attention_layernorm = nn.RMSNorm(hidden, epsilon)
-        self.self_attn, self.mlp = _Attention(config), _MLP(config)
+        self.self_attn, self.mlp = _Attention(config), MLP(config)
 
 
 class Eagle3Module(DrafterModule):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -17,6 +17,8 @@ from tqdm.auto import tqdm
 from specdec_fast.errors import ConfigError, TrainingError
 from specdec_fast.training.drafter_loss import Lesson, Teacher, agreement, loss_of, padded
 from specdec_fast.training.drafter_module import DrafterModule
+
+Loss = Callable[[Any, Tensor, Lesson, int], Tensor]
 
 _BETAS, _LARGEST_GRADIENT = (0.9, 0.95), 1.0
 _SORTED_TOGETHER = 64  # batches; texts are sorted by length among so many
@@ -60,6 +62,7 @@ class Trainer:
         texts: ``[length]`` int64 each.
         recipe: how.
         folder: where checkpoints go.
+        loss: of the module on one batch, from token ids, the target's lesson and the number of steps.
 
     Attributes:
         device: where it trains.
@@ -70,9 +73,15 @@ class Trainer:
     """
 
     def __init__(
-        self, module: DrafterModule, teacher: Teacher, texts: list[Tensor], recipe: Recipe, folder: Path
+        self,
+        module: DrafterModule,
+        teacher: Teacher,
+        texts: list[Tensor],
+        recipe: Recipe,
+        folder: Path,
+        loss: Loss = loss_of,
     ) -> None:
-        self.module, self._teacher, self._texts, self.recipe = module, teacher, texts, recipe
+        self.module, self._teacher, self._texts, self.recipe, self._loss_of = module, teacher, texts, recipe, loss
         self.device = next(module.parameters()).device
         self._state_file = folder / "training_state.pt"
         learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -170,7 +179,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate * self._rate((self.step + 1) / self.num_steps)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast):
-            loss = loss_of(self.module, token_ids, self._teacher.lesson(token_ids, lengths), num_steps)
+            loss = self._loss_of(self.module, token_ids, self._teacher.lesson(token_ids, lengths), num_steps)
         if not math.isfinite(value := loss.item()):
             raise TrainingError(f"the loss became {value} at step {self.step + 1}; lower the learning rate.")
         loss.backward()

@@ -13,6 +13,7 @@ from specdec_fast.cli import main
 from specdec_fast.drafters.eagle3_config import is_eagle3
 from specdec_fast.drafters.eagle3_model import load_eagle3
 from specdec_fast.drafters.medusa_weights import is_medusa
+from specdec_fast.drafters.specblock_config import is_specblock, read_config
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 
@@ -72,6 +73,19 @@ def test_medusa_heads_and_their_tree(folder, tmp_path, capsys):
     assert "--hidden-size is no option of --kind medusa" in capsys.readouterr().err
     assert main(["train-drafter", *options[:-1], "65"]) == 2
     assert "--tree-nodes 65: expected at most 64" in capsys.readouterr().err
+
+
+def test_a_specblock_drafter(folder, tmp_path, capsys):
+    (tmp_path / "texts.safetensors").write_bytes((folder / "texts.safetensors").read_bytes())
+    options = ["--kind", "specblock", "--resume", "--draft-vocab-size", "400", "--tree-nodes", "9"]
+    assert train(tmp_path, *options) == 0
+    assert f"pass --draft specblock:{tmp_path}" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "report.json").read_text())["agreement"]) == 4
+    assert is_specblock(tmp_path)
+    config = read_config(tmp_path)
+    assert (config.tree_nodes, config.tap_layers, config.draft_vocab_size) == (9, (1, 2, 3), 400)
+    assert train(tmp_path, *options, "--num-heads", "3") == 2
+    assert "--num-heads is no option of --kind specblock" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["write_texts", "Trainer.run", "Trainer.evaluate"])

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specdec_fast as sd
+from specdec_fast.commands.tap_offsets import agreements
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, make_drafter
 from specdec_fast.drafters.specblock import SpecBlockDrafter
@@ -78,6 +79,14 @@ def test_taps_are_those_of_the_checkpoint_or_of_the_settings(tmp_path, model, ta
     message = r"condition_proj.weight has the shape \[24, 96\]; expected \[24, 64\] \(2 taps of 32\)"
     with pytest.raises(sd.ConfigError, match=message):
         load_specblock(tmp_path, target, (0, 1))
+
+
+def test_taps_are_measured_by_one_token_a_step(tmp_path, model):
+    """A tree of siblings would count as many draft tokens, most of them wrong."""
+    write_checkpoint(tmp_path, model, config={"tap_layers": [1, 2, 3]})
+    found = agreements(model, f"specblock:{tmp_path}", EngineConfig(), [[1, 2, 3]], 6)
+    assert [(own.offset, own.taps) for own in found] == [(-1, (0, 1, 2)), (0, (1, 2, 3))]
+    assert all(1 <= own.num_drafts <= 5 for own in found)
 
 
 # What is wrong, and what the message says.

@@ -64,9 +64,17 @@ def write_checkpoint(folder: Path, target: torch.nn.Module, **options) -> dict[s
     Options: draft_vocab_size, num_layers, num_slots, shares_embedding, seed, ``config`` (entries that replace those
     written).
     """
+    weights = random_weights(target.config.vocab_size, target.config.hidden_size, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_of(target, options) | options.get("config", {})))
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    return weights
+
+
+def config_of(target: torch.nn.Module, options: dict) -> dict:
+    """Return ``config.json``."""
     text = target.config
-    weights = random_weights(text.vocab_size, text.hidden_size, options)
-    config = {
+    return {
         "architectures": ["LlamaForCausalLMSpecBlock"],
         "model_type": "llama",
         "hidden_size": HIDDEN,
@@ -86,10 +94,6 @@ def write_checkpoint(folder: Path, target: torch.nn.Module, **options) -> dict[s
         "rank_classes": 4,
         "tap_layers": list(TAPS),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | options.get("config", {})))
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
-    return weights
 
 
 def visible(row: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], last: int, chosen: int) -> Tensor:

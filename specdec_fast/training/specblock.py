@@ -1,0 +1,82 @@
+"""A new SpecBlock drafter for a target, and the checkpoint that it becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec_fast.training.eagle3 import DrafterSize, copy_ends, layer_config, write_checkpoint
+from specdec_fast.training.specblock_module import SpecBlockModule
+
+NUM_SLOTS = 4
+_NUM_LAYERS, _NOISE = 2, 0.02
+
+
+def new_blocks(
+    target: PreTrainedModel, size: DrafterSize, num_draft_ids: int, draft_ids: Tensor | None
+) -> SpecBlockModule:
+    """Return a drafter to be trained, on the target's device, in fp32.
+
+    Embedding and output layer begin as those of an EAGLE-3 drafter do (``new_module``). At first the layers change
+    nothing, and each slot is the sum of its condition, its token and its query, nearly.
+
+    Args:
+        target: the model that it will draft for.
+        size: its sizes.
+        num_draft_ids: number of ids that it can propose.
+        draft_ids: ``[num_draft_ids]`` int64, those ids; None: all.
+
+    Raises:
+        ConfigError: the sizes do not go together.
+
+    """
+    config = target.config.get_text_config(decoder=True)
+    layer = layer_config(config, size, _NUM_LAYERS)
+    num_taps = len(size.taps(config.num_hidden_layers))
+    module = SpecBlockModule(layer, num_taps * config.hidden_size, NUM_SLOTS, num_draft_ids, draft_ids)
+    copy_ends(target, module.input_layer.embed_tokens, module.lm_head, draft_ids)
+    same = torch.eye(layer.hidden_size, device="cpu")
+    with torch.no_grad():
+        module.input_layer.fuse.weight.normal_(std=_NOISE).add_(torch.cat([same, same, same], dim=1))
+        for weight in module.shift_proj.parameters():
+            weight.normal_(std=_NOISE).add_(torch.cat([same, torch.zeros_like(same)], dim=1))
+        for decoder in module.decoder_layers():
+            decoder.self_attn.o_proj.weight.zero_()
+            decoder.mlp.down_proj.weight.zero_()
+        if layer.hidden_size == config.hidden_size:  # the last tap is what the output layer reads, but for later layers
+            project = module.input_layer.condition_proj.weight
+            project.normal_(std=_NOISE)[:, -layer.hidden_size :] += same
+        module.input_layer.position_queries.weight.normal_(std=_NOISE)
+    return module.to(target.device)
+
+
+def save_blocks(
+    module: SpecBlockModule,
+    folder: Path,
+    target: PreTrainedModel,
+    taps: tuple[int, ...],
+    draft_ids: Tensor | None,
+    tree_nodes: int,
+) -> None:
+    """Write ``config.json`` and ``model.safetensors``, weights in bf16.
+
+    Args:
+        module: the trained drafter.
+        folder: exists.
+        target: the model that it was trained for.
+        taps: ``DrafterSize.taps``.
+        draft_ids: from ``frequent_ids``.
+        tree_nodes: the largest number of nodes of the trees that it will draft.
+
+    """
+    config = {
+        "architectures": ["LlamaForCausalLMSpecBlock"],
+        "diffspec_draft_token_num": module.num_slots,
+        "rank_classes": 4,
+        "tap_layers": list(taps),
+        "tree_nodes": tree_nodes,
+    }
+    write_checkpoint(module, module.config, config, folder, target, draft_ids)
