@@ -119,7 +119,7 @@ def test_the_loss_of_ranks_is_the_formula():
     torch.testing.assert_close(found, total / weights)
 
 
-@pytest.mark.parametrize("draft_ids", [None, torch.arange(0, 60)])
+@pytest.mark.parametrize("draft_ids", [pytest.param(None, marks=pytest.mark.grid), torch.arange(60)], ids=["all", "60"])
 def test_training_lowers_the_loss_and_what_is_saved_loads(target, texts, tmp_path, draft_ids):
     torch.manual_seed(0)
     module = new_blocks(target, SIZE, VOCAB_SIZE if draft_ids is None else 60, draft_ids)
