@@ -32,13 +32,13 @@ def texts(target):
     return write_texts(engine, prompts, 700, 20, seed=1)
 
 
-def made(target, texts, tmp_path, size=None, recipe=None, draft_vocab_size=None):
+def made(target, texts, tmp_path, size=None, recipe=None, draft_vocab_size=None, loss=loss_of):
     torch.manual_seed(0)
     ids = frequent_ids(texts, VOCAB_SIZE, draft_vocab_size)
     module = new_module(target, size or DrafterSize(16, tap_layers=TAPS), draft_vocab_size or VOCAB_SIZE, ids)
     learnt, _ = texts.split(4)
     recipe = recipe or Recipe(epochs=2, batch_tokens=150, learning_rate=1e-2, num_steps=STEPS, early_share=0.5)
-    return Trainer(module, Teacher(target, TAPS, ids), learnt, recipe, tmp_path)
+    return Trainer(module, Teacher(target, TAPS, ids), learnt, recipe, tmp_path, loss)
 
 
 def test_unrolled_logits_are_those_of_drafting(target, texts, tmp_path, monkeypatch):
@@ -164,12 +164,14 @@ def test_what_is_saved_loads_as_a_drafter(target, texts, tmp_path, hidden_size, 
     assert has_own is (hidden_size != TINY_GROUPED["hidden_size"])
 
 
-def test_the_first_batches_unroll_fewer_steps(target, texts, tmp_path, monkeypatch):
-    trainer, counts = made(target, texts, tmp_path), []
-    monkeypatch.setattr(
-        "specdec_fast.training.trainer.loss_of",
-        lambda module, ids, lesson, steps: counts.append(steps) or loss_of(module, ids, lesson, steps),
-    )
+def test_the_first_batches_unroll_fewer_steps(target, texts, tmp_path):
+    counts = []
+
+    def counted(module, token_ids, lesson, num_steps):
+        counts.append(num_steps)
+        return loss_of(module, token_ids, lesson, num_steps)
+
+    trainer = made(target, texts, tmp_path, loss=counted)
     trainer.run(1e9)
     half = trainer.num_steps // 2
     assert counts == [2] * half + [STEPS] * (trainer.num_steps - half)
