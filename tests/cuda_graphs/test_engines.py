@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 import specdec_fast as sd
 from specdec_fast.ops.registry import all_ops
-from support.grids import diagonal
+from support.grids import diagonal, grid
 from support.models import truncated_copy
 from support.recording_drafter import Recording, hidden_states_of_text
 from support.repeated import waits
@@ -108,9 +109,11 @@ WAITS = {
 
 
 @pytest.mark.skipif(all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
-@diagonal(named=WAITS, which={"verify": 0, "draft": 1})
+@pytest.mark.parametrize(
+    ("named", "which"), grid(product(WAITS, ["verify", "draft"]), keep=[("item", "verify"), ("mask", "draft")])
+)
 def test_a_wait_inside_a_forward_is_found(pair, monkeypatch, named, which, graphs_on_cpu):
-    (name, wait), inner = named, pair[which].lm_head
+    (name, wait), inner = WAITS[named], pair[["verify", "draft"].index(which)].lm_head
     forward = inner.forward
 
     def waiting(x):

@@ -49,7 +49,7 @@ def test_sampling_in_cpp(call):
     assert_equals_oracle("verify_chain", "cpp", call)
 
 
-@fuzz(10)
+@fuzz(5)
 @given(call=sampled_calls(TRITON, VOCAB_SIZES, batch=3))
 def test_sampling_in_triton(call):
     assert_equals_oracle("verify_chain", "triton", call)
@@ -104,7 +104,7 @@ def test_compact_in_cpp(call):
     assert_equals_oracle("compact_kv_", "cpp", call)
 
 
-@fuzz(40)
+@fuzz(20)
 @given(call=compact_calls(TRITON))
 def test_compact_in_triton(call):
     assert_equals_oracle("compact_kv_", "triton", call)

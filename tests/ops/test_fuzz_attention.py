@@ -93,7 +93,7 @@ def test_tree_attention_in_cpp(call, version):
 
 
 # Smaller, because it is interpreted; the context passes one tile of 64.
-@fuzz(12)
+@fuzz(4)
 @given(call=attention_calls(TRITON) | attention_calls(TRITON, trees=True))
 def test_attention_in_triton(call):
     device = device_for(OP, "triton")
@@ -222,7 +222,7 @@ def any_calls(limits: CallSizes) -> st.SearchStrategy[AttentionCall]:
 
 
 # The same in PyTorch, whose softmax takes a row of NaN scores for one that sees nothing.
-@fuzz(100)
+@fuzz(30)
 @given(call=any_calls(CPP))
 def test_nan_in_torch_reaches_only_rows_that_see_it(call):
     assert_nan_reaches_only_rows_that_see_it(OP.load("torch"), call, CPU)
@@ -235,7 +235,7 @@ def test_nan_in_cpp_reaches_only_rows_that_see_it(call, version):
     assert_nan_reaches_only_rows_that_see_it(in_cpp(version), call, CPU)
 
 
-@fuzz(8)
+@fuzz(4)
 @given(call=any_calls(TRITON))
 def test_nan_in_triton_reaches_only_rows_that_see_it(call):
     device = device_for(OP, "triton")
