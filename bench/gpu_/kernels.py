@@ -69,7 +69,7 @@ FULL = Sizes(
 SMOKE = Sizes(
     dtypes=(torch.float32,),
     seeds=1,
-    cases_per_op=1,
+    cases_per_op=2,
     verify=AttentionShape((514, 20), (3, 3), heads=2, kv_heads=1, head_dim=16),
     prefill=AttentionShape((60, 5), (9, 5), heads=2, kv_heads=1, head_dim=16),
     copies=2,
