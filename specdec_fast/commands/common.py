@@ -90,7 +90,7 @@ def add_drafter_options(parser: argparse.ArgumentParser) -> None:
     """Add --tap-layers and --draft-tree."""
     add_tap_layers(parser)
     meaning = "'chain', or rank paths as JSON, such as [[0],[0,0],[1]] (default: its checkpoint's)"
-    parser.add_argument("--draft-tree", type=_tree, metavar="TREE", help=f"of a Medusa drafter: {meaning}")
+    parser.add_argument("--draft-tree", type=_tree, metavar="TREE", help=f"of Medusa or Clover: {meaning}")
 
 
 def add_tap_layers(parser: argparse._ActionsContainer, default: str = "its checkpoint's") -> None:

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResult, TreeDrafter
+from specdec_fast.drafters.clover import CloverDrafter
+from specdec_fast.drafters.clover_weights import is_clover
 from specdec_fast.drafters.dflash import DFlashDrafter
 from specdec_fast.drafters.dflash_config import is_dflash
 from specdec_fast.drafters.draft_model import ROWS_EACH, ModelDrafter
@@ -47,6 +49,7 @@ DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {
 CHECKPOINT_DRAFTERS: dict[str, tuple[Callable[[DrafterContext, str], Drafter], Callable[[Path], bool]]] = {
     "dflash": (DFlashDrafter, is_dflash),
     "specblock": (SpecBlockDrafter, is_specblock),  # before EAGLE-3, which any draft_vocab_size is taken for
+    "clover": (CloverDrafter, is_clover),
     "eagle3": (Eagle3Drafter, is_eagle3),
     "medusa": (MedusaDrafter, is_medusa),
 }

@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from specdec_fast.batch.sampling_batch import Sampling, sampling_of
+from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext, StepResult, TreeDrafter
 from specdec_fast.drafters.checkpoints import check_whole
 from specdec_fast.drafters.medusa_weights import Head, MedusaWeights, read_config, read_heads
-from specdec_fast.errors import ConfigError, VocabularyMismatchError
-from specdec_fast.models.draft_step import chosen_tokens, widened
+from specdec_fast.drafters.static_trees import empty_draft, num_nodes_of, picked_draft, ranked_tokens, static_tree
+from specdec_fast.errors import VocabularyMismatchError
 from specdec_fast.models.hidden_states import FINAL
 from specdec_fast.models.ragged_model import RaggedModel
-from specdec_fast.models.verify_step import why_no_trees
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.speculation_length.choice_tree import ChoiceTree, chain, checked_choices, fit_tree
+from specdec_fast.speculation_length.choice_tree import checked_choices, fit_tree
 
 _DEFAULT_NODES = 16
 # Hit rates by depth and rank of three heads for the bundled target (`train-drafter --kind medusa`, docs/drafters.md).
@@ -69,9 +68,8 @@ class MedusaDrafter(TreeDrafter):
         self._ops, self._unchecked = target.ops, target.ops.unchecked or target.ops
         self._vocab_size, self._hidden_size = target.vocab_size, target.hf.config.hidden_size
         self._device, self._itemsize = context.device, target.layout.dtype.itemsize
-        self.tree = ChoiceTree(self._choices(context))
-        is_chain = len(self.tree.choices) == len(self.tree.num_ranks)
-        self.max_nodes = 0 if is_chain else len(self.tree.choices)
+        self.tree = static_tree(context, self._choices(), len(self._heads), self._draft_vocab_size)
+        self.max_nodes = num_nodes_of(self.tree)
         self._hidden: dict[Sequence, tuple[int, Tensor]] = {}  # the newest hidden state [H], and its position
 
     @property
@@ -126,20 +124,16 @@ class MedusaDrafter(TreeDrafter):
         """Run as many heads as the deepest tree has levels, once for all sequences, and pick each tree's tokens."""
         chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_ready(s)]
         if not chosen:
-            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(sequences))
-        drafting = [sequences[i] for i in chosen]
+            return empty_draft(len(sequences))
         depth = min(max(limits[i] for i in chosen), len(self.tree.num_ranks))
-        tokens = self._ranked(drafting, depth)
-        firsts = [sum(self.tree.num_ranks[:d]) for d in range(depth + 1)]
-        counts, places, parents = [0] * len(sequences), [], []
-        for row, i in enumerate(chosen):
+        tokens = self._ranked([sequences[i] for i in chosen], depth)
+        firsts = [sum(self.tree.num_ranks[:d]) for d in range(depth)]
+        picked: dict[int, tuple[list[int], list[int]]] = {}
+        for i in chosen:
             shape = self.tree.within(min(limits[i], depth), node_limits[i])
-            start = row * firsts[-1]
-            places += [start + firsts[d] + rank for d, rank in zip(shape.depths, shape.ranks, strict=True)]
-            parents += shape.parents
-            counts[i] = len(shape.parents)
-        token_ids = tokens.flatten()[to_device(places, self._device)]
-        return Draft(token_ids, counts, torch.tensor(parents, dtype=torch.int32, device="cpu"))
+            places = [firsts[d] + rank for d, rank in zip(shape.depths, shape.ranks, strict=True)]
+            picked[i] = (places, shape.parents)
+        return picked_draft(tokens, picked, len(sequences), self._device)
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Return whether the hidden state that chose the newest token is known."""
@@ -150,10 +144,11 @@ class MedusaDrafter(TreeDrafter):
         hidden = torch.stack([self._hidden[sequence][1] for sequence in sequences]).to(self._heads[0].output.dtype)
         sampling = sampling_of(sequences, self._device)
         fed = None if sampling is None else to_device([s.token_ids[-1] for s in sequences], self._device)
-        columns = []
+        columns, ids = [], None if self._target_ids is None else (self._target_ids, self._vocab_size)
         for ahead, head in enumerate(self._heads[:depth]):
             later = sampling and replace(sampling, positions=sampling.positions + ahead)
-            columns.append(self._best(self._logits(head, hidden), self.tree.num_ranks[ahead], later, fed))
+            logits, num_ranks = self._logits(head, hidden), self.tree.num_ranks[ahead]
+            columns.append(ranked_tokens(self._ops, logits, num_ranks, fed, later, ids))
         return torch.cat(columns, dim=1)
 
     def _logits(self, head: Head, rows: Tensor) -> Tensor:
@@ -164,42 +159,13 @@ class MedusaDrafter(TreeDrafter):
         logits: Tensor = linear(rows, head.output, None)
         return logits
 
-    def _best(self, logits: Tensor, num_ranks: int, sampling: Sampling | None, fed: Tensor | None) -> Tensor:
-        """Return the ids of the first ``num_ranks`` ranks of each row, different ones: ``[N, num_ranks]``."""
-        if sampling is None:
-            ids = logits.topk(num_ranks, dim=-1).indices
-            return ids if self._target_ids is None else self._target_ids[ids]
-        logits = torch.nan_to_num(logits)  # else a row without a choice would get the same id for each rank
-        if self._target_ids is not None:
-            logits = widened(logits, self._target_ids, self._vocab_size)
-        ranked: list[Tensor] = []
-        for _ in range(num_ranks):
-            # A repetition penalty does not see what this step has drafted: it costs acceptance, no token.
-            ranked.append(chosen_tokens(self._ops, logits, self._vocab_size, fed, sampling))
-            logits = logits.scatter(1, ranked[-1][:, None], float("-inf"))
-        return torch.stack(ranked, dim=1)
-
-    def _choices(self, context: DrafterContext) -> list[tuple[int, ...]]:
-        """Return the tree of the settings, of the checkpoint or of the recorded hit rates, as far as heads reach."""
-        num_heads, wanted = len(self._heads), context.config.draft_tree
-        if wanted == "chain" or (wanted is None and why_no_trees(context.target) is not None):
-            return chain(num_heads)
+    def _choices(self) -> tuple[tuple[int, ...], ...]:
+        """Return the tree of the checkpoint, or else that of the recorded hit rates."""
         named = read_config(Path(self._folder)).get("medusa_choices")
-        if isinstance(wanted, tuple):
-            choices = wanted
-        elif named is not None:
-            choices = checked_choices(named, f"medusa_choices of {self._folder!r}")
-        else:
-            rates = [_RECORDED[min(depth, len(_RECORDED) - 1)] for depth in range(num_heads)]
-            choices = tuple(fit_tree(rates, _DEFAULT_NODES))
-        kept = [c for c in choices if len(c) <= num_heads and max(c) < self._draft_vocab_size]
-        if wanted is not None and len(kept) < len(choices):
-            beyond = next(choice for choice in choices if choice not in kept)
-            raise ConfigError(
-                f"draft_tree has the node {list(beyond)}, but the checkpoint has {num_heads} heads of "
-                f"{self._draft_vocab_size} ids."
-            )
-        return kept
+        if named is not None:
+            return checked_choices(named, f"medusa_choices of {self._folder!r}")
+        rates = [_RECORDED[min(depth, len(_RECORDED) - 1)] for depth in range(len(self._heads))]
+        return tuple(fit_tree(rates, _DEFAULT_NODES))
 
 
 def _placed(head: Head, target: RaggedModel) -> Head:

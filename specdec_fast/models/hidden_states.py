@@ -184,6 +184,16 @@ def _copied(hidden: Any) -> Any:
     return hidden.clone() if isinstance(hidden, Tensor) else hidden
 
 
+def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """Return the ``num_layers`` decoder layers of a causal language model.
+
+    Raises:
+        UnsupportedModelError: they are not found.
+
+    """
+    return _decoder_layers(_decoder(model), num_layers)
+
+
 def _decoder(model: Any) -> nn.Module:
     """Return the module that computes the input of the model's output layer."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None

@@ -21,7 +21,9 @@ from specdec_fast.training.drafter_module import DrafterModule
 _STORED = torch.bfloat16
 
 
-class _Block(nn.Module):
+class ResidualBlock(nn.Module):
+    """``x + SiLU(W x + b)``; it begins as the identity."""
+
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.linear = nn.Linear(hidden_size, hidden_size)
@@ -29,6 +31,7 @@ class _Block(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, rows: Tensor) -> Tensor:
+        """Apply the block to ``[..., H]``."""
         output: Tensor = rows + silu(self.linear(rows))
         return output
 
@@ -51,7 +54,7 @@ class MedusaModule(DrafterModule):
             last = nn.Linear(hidden_size, vocab_size, bias=False)
             with torch.no_grad():
                 last.weight.copy_(output)
-            self.heads.append(nn.Sequential(*(_Block(hidden_size) for _ in range(num_blocks)), last))
+            self.heads.append(nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_blocks)), last))
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
         """Return the logits of the first ``num_steps`` heads at every position; see ``DrafterModule``."""

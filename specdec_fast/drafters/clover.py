@@ -1,0 +1,240 @@
+"""The ``"clover"`` drafter: heads that know the tokens before theirs (Xiao et al., arXiv 2405.00263).
+
+Row i of the augmenting block is made of the input of the target's output layer at position i; the row that chose a
+sequence's newest token yields h_0. Head 1 adds the newest token to it and predicts the next one. Head i adds the token
+that head i - 1 proposed, so every node of a tree has an h of its own, and each depth is one forward over the nodes that
+have children. The block's KV entries are made of true features only; nothing in them is provisional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.batch.sampling_batch import sampling_of
+from specdec_fast.device_copy import to_device
+from specdec_fast.drafters.base import Draft, DrafterContext, StepResult, TreeDrafter
+from specdec_fast.drafters.clover_model import load_clover
+from specdec_fast.drafters.pooled import PooledDrafter
+from specdec_fast.drafters.queued_features import QueuedFeatures, portions
+from specdec_fast.drafters.static_trees import empty_draft, num_nodes_of, picked_draft, ranked_tokens, static_tree
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.models.hidden_states import FINAL
+from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.speculation_length.choice_tree import ChoiceTree, Shape
+
+_MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are computed at once
+_DEFAULT_TREE = ((0,), (0, 0), (0, 0, 0), (1,))
+
+
+class CloverDrafter(PooledDrafter, TreeDrafter):
+    """Proposes a tree of the tokens that successive heads find likeliest, or a chain.
+
+    For a request that samples, a head's tokens are ranked by the target's own rule, with the noise with which the
+    target will choose the token of that position.
+
+    Args:
+        context: the target, the settings (``draft_tree``) and the device.
+        folder: the checkpoint; see ``clover_weights.py`` for its format.
+
+    Attributes:
+        tree: what is proposed; cut to the limits of a step.
+
+    Raises:
+        ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
+
+    """
+
+    taps = (FINAL,)
+
+    def __init__(self, context: DrafterContext, folder: str) -> None:
+        self._folder, self._device = folder, context.device
+        with torch.inference_mode():
+            self.model = load_clover(Path(folder), context.target)
+        super().__init__(self.model.layout)
+        config = self.model.config
+        self.tree = static_tree(context, config.choices or _DEFAULT_TREE, config.num_heads, self.model.vocab_size)
+        self.max_nodes = num_nodes_of(self.tree)
+        self._levels = _Levels(self.tree, context.device)
+        self.limit_prefill(context.config.max_prefill_tokens)
+        self._states: dict[Sequence, QueuedFeatures] = {}
+
+    @property
+    def name(self) -> str:
+        """The kind and the checkpoint."""
+        return f"clover:{self._folder}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the number of heads and the tree."""
+        choices = [list(choice) for choice in self.tree.choices]
+        return {"num_heads": self.model.config.num_heads, "draft_tree": choices}
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the checkpoint's weights, and the target's output layer."""
+        return self.model.weights()
+
+    @property
+    def estimates_memory(self) -> bool:
+        """PyTorch runs its forwards."""
+        return True
+
+    def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
+        """Estimate what the augmenting block needs, the features that wait, and the widest level's rows and logits."""
+        model, itemsize = self.model, self.model.layout.dtype.itemsize
+        rows = max(prefill_rows or MAX_PREFILL_ROWS, num_sequences * (num_draft_tokens + 1))
+        queued = num_sequences * _MOST_QUEUED * model.hidden_size
+        level = num_sequences * self._levels.widest * (8 * model.hidden_size + 3 * model.vocab_size)
+        return rows * model.row_bytes + (queued + level) * itemsize
+
+    def limit_prefill(self, max_prefill_tokens: int | None) -> None:
+        """Bound its forwards over queued features, as ``step_bytes`` counts them."""
+        self._most_rows = min(max_prefill_tokens or MAX_PREFILL_ROWS, MAX_PREFILL_ROWS)
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        """Allocate the pool, or keep the present one; forget what an interrupted run left."""
+        self._states.clear()
+        super().prepare(num_tokens, page_size)
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Admit sequences; their features follow."""
+        for sequence in sequences:
+            self._pool().add(sequence)
+            self._states[sequence] = QueuedFeatures()
+
+    @torch.inference_mode()
+    def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
+        """Queue the features of prompts, and compute all rows but the last of each sequence."""
+        own = features[:, 0].to(self.model.layout.dtype).split([len(span) for span in positions])
+        for sequence, rows in zip(sequences, own, strict=True):
+            self._states[sequence].add(rows.clone() if len(rows) == 1 else rows)  # of more, `take` copies the last
+        self._catch_up(sequences)
+
+    @torch.inference_mode()
+    def commit(self, sequences: list[Sequence], result: StepResult) -> None:
+        """Queue the features of committed tokens; compute their rows if too many wait."""
+        if not sequences or result.hidden_states is None:
+            return
+        rows = to_device([row for own in result.accepted_rows for row in own], self._device)
+        features = result.hidden_states[rows, 0].to(self.model.layout.dtype)  # a copy
+        for sequence, own in zip(sequences, features.split([len(own) for own in result.accepted_rows]), strict=True):
+            self._states[sequence].add(own)
+        if late := [sequence for sequence in sequences if self._states[sequence].num_queued > _MOST_QUEUED]:
+            self._catch_up(late)
+
+    def release(self, sequence: Sequence) -> None:
+        """Return the sequence's pages, and forget its features."""
+        if self._states.pop(sequence, None) is not None:
+            self._pool().free(sequence)
+
+    @torch.inference_mode()
+    def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
+        """Compute h_0 of every sequence, then one head after the other over the nodes of a depth, in one forward."""
+        chosen = [i for i, sequence in enumerate(sequences) if limits[i] and self._is_complete(sequence)]
+        if not chosen:
+            return empty_draft(len(sequences))
+        depth = min(max(limits[i] for i in chosen), len(self.tree.num_ranks))
+        tokens = self._ranked([sequences[i] for i in chosen], depth)
+        picked = {i: self._levels.picked(min(limits[i], depth), node_limits[i]) for i in chosen}
+        return picked_draft(tokens, picked, len(sequences), self._device)
+
+    def _is_complete(self, sequence: Sequence) -> bool:
+        """Return whether the features of all positions but the newest are known, and the last one is queued."""
+        state = self._states.get(sequence)
+        return state is not None and state.num_queued > 0 and state.kv_length + state.num_queued == sequence.length - 1
+
+    def _catch_up(self, sequences: list[Sequence]) -> None:
+        """Compute the rows of queued features, but for the last of each sequence, whose h_0 a proposal needs."""
+        rows = [Rows(s, self._states[s].kv_length, self._states[s].num_queued - 1) for s in sequences]
+        for some in portions([row for row in rows if row.count > 0], self._most_rows):
+            self._augmented(some)
+
+    def _augmented(self, rows: list[Rows]) -> Tensor:
+        """Compute rows of queued features; return h_0 of each sequence's last one, ``[B, H]``."""
+        hidden = torch.cat([self._states[row.owner].take(row.count) for row in rows])  # type: ignore[index]
+        unread = torch.zeros(len(hidden), dtype=torch.int64, device=self._device)
+        batch = lay_out(self._pool(), rows, unread)
+        hidden = self.model.augment(batch, self._pool(), hidden)
+        return hidden[batch.last_rows] if batch.most_rows > 1 else hidden
+
+    def _ranked(self, sequences: list[Sequence], depth: int) -> Tensor:
+        """Return ``[B, width]`` int64: for each level of ``depth``, the likeliest tokens behind each of its nodes."""
+        model, num_sequences = self.model, len(sequences)
+        if sum(self._states[sequence].num_queued for sequence in sequences) > self._most_rows:
+            self._catch_up(sequences)
+        hidden = self._augmented([Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in sequences])
+        tokens = to_device([sequence.token_ids[-1] for sequence in sequences], self._device)
+        found: list[Tensor] = []
+        for head, level in enumerate(self._levels.levels[:depth]):
+            if found:
+                hidden = hidden.unflatten(0, (num_sequences, -1))[:, level.origins].flatten(0, 1)
+                tokens = found[-1][:, level.places].flatten()
+            hidden = model.step(head, hidden, tokens)
+            owners = [sequence for sequence in sequences for _ in range(level.num_nodes)]
+            sampling = sampling_of(owners, self._device, ahead=head)
+            ranked = ranked_tokens(model.ops, model.logits(head, hidden), level.num_ranks, tokens, sampling)
+            found.append(ranked.view(num_sequences, -1))
+        return torch.cat(found, dim=1)
+
+
+class _Level(NamedTuple):
+    """The nodes of one depth that have children; the root is that of the first level.
+
+    Attributes:
+        num_nodes: their number, ``n``.
+        num_ranks: number of tokens that are ranked behind each.
+        origins: ``[n]`` int64, the parent of each among the nodes of the level before.
+        places: ``[n]`` int64, its token among those ranked there.
+
+    """
+
+    num_nodes: int
+    num_ranks: int
+    origins: Tensor
+    places: Tensor
+
+
+class _Levels:
+    """A static tree, level by level, and where its nodes' tokens stand among those of all levels."""
+
+    def __init__(self, tree: ChoiceTree, device: torch.device) -> None:
+        self._tree = tree
+        self.levels: list[_Level] = []
+        self._first: list[int] = []  # the place of each level's first token
+        self._index: dict[tuple[int, ...], int] = {}  # of each node that has children, among those of its level
+        self.widest, width = 1, 0
+        before: list[tuple[int, ...]] = []
+        for depth, num_ranks in enumerate(tree.num_ranks):
+            paths = sorted({choice[:-1] for choice in tree.choices if len(choice) == depth + 1})
+            self._index |= {path: i for i, path in enumerate(paths)}
+            origins = [before.index(path[:-1]) for path in paths if path]
+            places = [o * tree.num_ranks[depth - 1] + path[-1] for o, path in zip(origins, paths, strict=False)]
+            index = torch.tensor([origins, places], dtype=torch.int64, device=device)
+            self.levels.append(_Level(len(paths), num_ranks, index[0], index[1]))
+            self._first.append(width)
+            width += len(paths) * num_ranks
+            self.widest, before = max(self.widest, len(paths)), paths
+        self.picked = cache(self._picked)
+
+    def _picked(self, depth: int, num_nodes: int) -> tuple[list[int], list[int]]:
+        """Return the places of the tokens of a tree's first nodes (``ChoiceTree.within``), and their parents."""
+        shape = self._tree.within(depth, num_nodes)
+        places = []
+        for path in _paths(shape):
+            level = len(path) - 1
+            places.append(self._first[level] + self._index[path[:-1]] * self._tree.num_ranks[level] + path[-1])
+        return places, shape.parents
+
+
+def _paths(shape: Shape) -> list[tuple[int, ...]]:
+    """Return the rank path of every node."""
+    paths: list[tuple[int, ...]] = []
+    for rank, parent in zip(shape.ranks, shape.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+    return paths

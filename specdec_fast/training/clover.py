@@ -1,0 +1,142 @@
+"""New Clover heads for a target, their training, and the checkpoint that they become (Xiao et al., arXiv 2405.00263).
+
+The loss is that of EAGLE-3: head i plays the part of drafting step i. The output layer stays the target's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from specdec_fast.drafters.clover_model import normalised, output_layer
+from specdec_fast.drafters.clover_weights import MODEL_TYPE, WEIGHTS_FILE
+from specdec_fast.drafters.eagle3_config import LAYER_SIZES
+from specdec_fast.errors import ConfigError
+from specdec_fast.models.hidden_states import decoder_layers
+from specdec_fast.training.drafter_module import DrafterModule
+from specdec_fast.training.eagle3 import DrafterSize, layer_config
+from specdec_fast.training.medusa import ResidualBlock
+
+_STORED = torch.bfloat16
+_NOISE = 0.1  # length of the noise in a row of the projections, whose identity has length 1
+
+
+class _Head(nn.Module):
+    """One head: the gated attention to the token before, and the residual blocks in front of the output layer."""
+
+    def __init__(self, config: LlamaConfig, num_blocks: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self._num_gates = config.num_attention_heads
+        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(3))
+        for projection in (self.q_proj, self.k_proj):
+            nn.init.eye_(projection.weight)
+            with torch.no_grad():
+                projection.weight += torch.randn_like(projection.weight) * (_NOISE / hidden**0.5)
+        nn.init.zeros_(self.v_proj.weight)
+        self.blocks = nn.ModuleList(ResidualBlock(hidden) for _ in range(num_blocks))
+
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """Return the hidden states ``[..., H]`` behind one more token, whose normalised rows are ``embedded``."""
+        shape = (self._num_gates, -1)
+        query = self.q_proj(self.norm(hidden)).unflatten(-1, shape)
+        key, value = (projection(embedded).unflatten(-1, shape) for projection in (self.k_proj, self.v_proj))
+        gate = cosine_similarity(query, key, dim=-1)
+        output: Tensor = hidden + (gate[..., None] * value).flatten(-2)
+        return output
+
+
+class CloverModule(DrafterModule):
+    """An augmenting block and heads in sequence. Its ``state_dict()`` has the names of checkpoints.
+
+    Args:
+        config: sizes of the augmenting block.
+        output: ``[vocab_size, H]``, the weights of the target's output layer, which all heads share; they stay.
+        num_heads: number of tokens to draft.
+        num_blocks: residual blocks of a head; they begin as the identity.
+
+    """
+
+    def __init__(self, config: LlamaConfig, output: Tensor, num_heads: int, num_blocks: int = 1) -> None:
+        super().__init__()
+        self.config = config
+        self.augmenting_block = LlamaDecoderLayer(config, layer_idx=0)
+        self.heads = nn.ModuleList(_Head(config, num_blocks) for _ in range(num_heads))
+        self._rotary = LlamaRotaryEmbedding(config)
+        self.register_buffer("_output", output, persistent=False)
+        self.register_buffer("_embedding", normalised(output), persistent=False)
+
+    def unroll(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
+        """Return the logits of the first ``num_steps`` heads behind every position; see ``DrafterModule``."""
+        length = token_ids.shape[1]
+        factors = self._rotary(features, torch.arange(length, device=token_ids.device)[None])
+        # Without a mask the layer's attention is causal. Padding comes last, so no other row sees it.
+        hidden = self.augmenting_block(features, position_embeddings=factors)
+        embedded, logits = self._embedding[token_ids], []  # type: ignore[index]
+        for step, head in enumerate(self.heads[:num_steps]):
+            hidden = head(hidden[:, : length - 1 - step], embedded[:, step + 1 :])
+            rows = hidden
+            for block in head.blocks:  # type: ignore[union-attr]
+                rows = block(rows)
+            logits.append(rows @ self._output.T)
+        return logits
+
+
+def new_clover(target: PreTrainedModel, num_heads: int) -> CloverModule:
+    """Return heads to be trained, on the target's device, in fp32.
+
+    The augmenting block begins as the identity: its two output projections are 0. All else in it begins as in the
+    target's last layer, if that has the weights of a Llama layer and no others.
+
+    Raises:
+        ConfigError: the target's output layer is not one matrix without a bias.
+
+    """
+    output = output_layer(target)
+    if output.bias is not None:
+        raise ConfigError(f"the output layer of {type(target).__name__} has a bias, which no heads are trained with.")
+    config = target.config.get_text_config(decoder=True)
+    layer = layer_config(config, DrafterSize())
+    layer._attn_implementation = "sdpa"
+    module = CloverModule(layer, output.weight.detach().float(), num_heads)
+    block = module.augmenting_block
+    last = decoder_layers(target, config.num_hidden_layers)[-1].state_dict()
+    if {name: w.shape for name, w in last.items()} == {name: w.shape for name, w in block.state_dict().items()}:
+        block.load_state_dict(last)
+    for projection in (block.self_attn.o_proj, block.mlp.down_proj):
+        nn.init.zeros_(projection.weight)
+    return module.to(target.device)
+
+
+def save_clover(module: CloverModule, folder: Path, choices: list[list[int]]) -> None:
+    """Write ``config.json`` and ``model.safetensors``, weights in bf16.
+
+    Args:
+        module: the trained heads.
+        folder: exists.
+        choices: the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
+
+    """
+    path = folder / WEIGHTS_FILE
+    weights = {name: w.detach().to("cpu", _STORED).contiguous() for name, w in module.state_dict().items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors writes 0600
+    layer = module.config
+    config = {
+        "architectures": ["CloverModel"],
+        "model_type": MODEL_TYPE,
+        "clover_num_heads": len(module.heads),
+        "clover_num_layers": len(module.heads[0].blocks),  # type: ignore[arg-type]
+        "clover_choices": choices,
+        **{name: getattr(layer, name) for name in LAYER_SIZES},
+        "rope_parameters": layer.rope_parameters,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

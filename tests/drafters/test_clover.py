@@ -1,0 +1,293 @@
+"""The Clover drafter proposes what the formulas say, whatever the batch, the chunks, rejections and preemptions."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import specdec_fast as sd
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import DrafterContext, StepResult, make_drafter
+from specdec_fast.drafters.clover import CloverDrafter
+from specdec_fast.drafters.clover_model import output_layer
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops import resolve
+from specdec_fast.oracle.sampling import gumbel_noise
+from specdec_fast.request.sequence import Sequence
+from support.clover import HIDDEN, augmented, behind, logits_of, random_clover, write_clover
+from support.models import VOCAB_SIZE, tiny_model
+
+# Nodes of one depth have different numbers of children, and a deep node hangs below a second-ranked one.
+TREE = [[0], [1], [0, 0], [1, 1], [0, 1], [1, 0], [2], [0, 0, 0], [1, 1, 0], [0, 0, 3]]
+PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 2, 33, 9, 17, 5))]
+KINDS = (
+    sd.SamplingParams(max_new_tokens=8),
+    sd.SamplingParams(max_new_tokens=8, temperature=0.8),
+    sd.SamplingParams(max_new_tokens=8, repetition_penalty=1.5),
+)
+PARAMS = [KINDS[i % 3] for i in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def target(model):
+    return RaggedModel(model, resolve(torch.device("cpu")))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_clover(tmp_path / "clover", random_clover(), VOCAB_SIZE)
+
+
+def load(target, folder, **config):
+    return CloverDrafter(DrafterContext(target, EngineConfig(**config)), str(folder))
+
+
+class Compared:
+    """Wraps ``propose_trees`` of a drafter: compares every tree with the formulas."""
+
+    def __init__(self, drafter, model, weights):
+        self.drafter, self.model, self.weights = drafter, model, weights
+        self.propose, self.num_trees, self.num_empty = drafter.propose_trees, 0, 0
+        drafter.propose_trees = self
+
+    @torch.no_grad()
+    def __call__(self, sequences, limits, node_limits):
+        draft = self.propose(sequences, limits, node_limits)
+        draft.check(limits, node_limits)
+        counts = draft.num_draft_tokens
+        parents = torch.zeros(0, dtype=torch.int32) if draft.parents is None else draft.parents
+        trees = zip(draft.token_ids.split(counts), parents.split(counts), strict=True)
+        for s, limit, num_nodes, (tokens, own) in zip(sequences, limits, node_limits, trees, strict=True):
+            if limit == 0 or s.length == 1:
+                assert len(tokens) == 0
+                self.num_empty += 1
+                continue
+            shape = self.drafter.tree.within(limit, num_nodes)
+            assert own.tolist() == shape.parents
+            self.num_trees += 1
+            self.compare(s, tokens.tolist(), shape)
+        return draft
+
+    def compare(self, s, tokens, shape):
+        """Compare scores instead of ids: rounding may exchange two that are equal but for it."""
+        output = self.model.get_output_embeddings().weight
+        states = self.model(torch.tensor([s.token_ids[: s.length - 1]]), output_hidden_states=True).hidden_states
+        hidden = {-1: augmented(self.weights, states[-1][0])[-1]}  # of each node, without its own token
+        nodes = zip(tokens, shape.depths, shape.ranks, shape.parents, strict=True)
+        for node, (token, depth, rank, parent) in enumerate(nodes):
+            last = s.token_ids[-1] if parent == -1 else tokens[parent]
+            own = behind(self.weights, depth, hidden[parent], output[last])
+            hidden[node] = own
+            scores = logits_of(self.weights, depth, own, output).double()
+            if (penalty := s.params.repetition_penalty) != 1:
+                seen = torch.tensor(sorted({*s.token_ids, last}))
+                scores[seen] = torch.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+            if s.params.temperature:
+                noise = gumbel_noise(VOCAB_SIZE, s.seed, s.length + depth, scores.device)
+                scores = scores / s.params.temperature + noise
+            expected = scores.sort(descending=True).values[rank]
+            torch.testing.assert_close(scores[token], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        ({}, {"draft_tree": TREE}),
+        ({"num_blocks": 2, "qk_norm": True}, {"max_prefill_tokens": 7, "num_draft_tokens": 2, "draft_tree": TREE}),
+        ({"num_heads": 4}, {"kv_cache_tokens": 64, "page_size": 4, "draft_tree": "chain"}),
+    ],
+    ids=["tree", "chunks", "small-pool"],
+)
+def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
+    weights = random_clover(**options)
+    engine = sd.Engine(model, f"clover:{write_clover(tmp_path, weights, VOCAB_SIZE)}", max_batch_size=4, **config)
+    compared = Compared(engine.core.drafter, model, weights)
+    for output in engine.generate(PROMPTS, PARAMS):
+        output.raise_for_error()
+    assert compared.num_trees > 25
+    assert compared.num_empty > 0, "a prompt of one token has no hidden state at first"
+    assert not engine.drafter._states, "released sequences leave nothing behind"
+    assert engine.drafter.pool.is_vacant
+
+
+class Course:
+    """Decodes sequences as the engine does, with tokens and acceptances that a seed decides."""
+
+    def __init__(self, target, model, folder, **config):
+        self.model, self.rng = model, random.Random(0)
+        self.drafter = load(target, folder, draft_tree=TREE, **config)
+        self.drafter.prepare(2000, 16)
+        for pages in self.drafter.pool.layers[0]:
+            pages.fill_(torch.nan)  # an entry that was never written must not be read
+        self.compared = Compared(self.drafter, model, random_clover())
+
+    def prefill(self, lengths):
+        self.sequences = []
+        for i, length in enumerate(lengths):
+            token_ids = [self.rng.randrange(VOCAB_SIZE) for _ in range(length)]
+            self.sequences.append(Sequence(i, token_ids, length, length + 90, PARAMS[i], frozenset(), seed=7 * i))
+        self.drafter.admit(self.sequences)
+        positions = [range(s.length - 1) for s in self.sequences]
+        features = torch.cat([self.features(s.token_ids)[:-1] for s in self.sequences])
+        self.drafter.observe(self.sequences, positions, features)
+        features.fill_(torch.nan)  # the memory belongs to the next forward
+
+    @torch.no_grad()
+    def features(self, token_ids):
+        return self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states[-1][0][:, None]
+
+    def step(self, limit):
+        """Draft, and accept the first path as far as the seed says; rows of the forward stand in tree order."""
+        limits = [self.rng.randint(0, limit) for _ in self.sequences]
+        trees = [[] for _ in self.sequences]
+        if any(limits):
+            draft = self.drafter.propose_trees(self.sequences, limits, [9 if n else 0 for n in limits])
+            trees = [part.tolist() for part in draft.token_ids.split(draft.num_draft_tokens)]
+        rows, first, accepted = [], 0, []
+        for s, tree, depth in zip(self.sequences, trees, limits, strict=True):
+            count = self.rng.randint(0, min(depth, len(tree)))  # the first path stands first
+            features = self.features([*s.token_ids, *tree[:count]])[s.length - 1 :]
+            rows.append(torch.cat([features, features.new_full((len(tree) - count, 1, HIDDEN), torch.nan)]))
+            accepted.append(list(range(first, first + count + 1)))
+            first += len(tree) + 1
+            s.token_ids.extend([*tree[:count], self.rng.randrange(VOCAB_SIZE)])
+        self.drafter.commit(self.sequences, StepResult(accepted, torch.cat(rows)))
+
+
+def test_features_wait_while_nothing_is_drafted(target, model, folder, monkeypatch):
+    monkeypatch.setattr("specdec_fast.drafters.clover._MOST_QUEUED", 8)
+    course = Course(target, model, folder)
+    course.prefill((5, 2, 9))
+    course.step(3)
+    for _ in range(12):
+        course.step(0)
+        assert all(state.num_queued <= 9 for state in course.drafter._states.values())
+    for _ in range(3):
+        course.step(3)
+    assert course.compared.num_trees > 5
+    course.drafter.grow(4000)
+    course.step(3)
+
+
+def test_forwards_have_as_many_rows_as_the_memory_plan_counts(target, model, folder, monkeypatch):
+    course, num_rows = Course(target, model, folder), []
+    course.drafter.limit_prefill(8)
+    augment = course.drafter.model.augment
+
+    def counted(batch, *args):
+        num_rows.append(len(batch.token_ids))
+        return augment(batch, *args)
+
+    monkeypatch.setattr(course.drafter.model, "augment", counted)
+    course.prefill((40, 3, 18))
+    for _ in range(12):
+        course.step(0)
+    course.step(3)
+    assert course.compared.num_trees
+    assert max(num_rows) <= 8
+
+
+def test_a_sequence_without_all_its_features_gets_no_draft(target, model, folder):
+    course = Course(target, model, folder)
+    course.prefill((6, 6))
+    course.drafter.release(course.sequences[1])
+    course.drafter.admit(course.sequences[1:])  # memory ran out: it was admitted again, but not prefilled
+    draft = course.compared.propose(course.sequences, [3, 3], [4, 4])
+    assert draft.num_draft_tokens == [4, 0]
+    for sequence in course.sequences:
+        course.drafter.release(sequence)
+    assert course.drafter.pool.is_vacant
+
+
+def test_what_waits_of_a_prompt_keeps_no_memory_of_the_rest(target, model, folder):
+    course = Course(target, model, folder)
+    course.prefill((2, 40))
+    for state in course.drafter._states.values():
+        (queued,) = state.queued
+        assert queued.untyped_storage().nbytes() == queued.nbytes == HIDDEN * 4
+
+
+def test_which_tree_is_drafted(tmp_path, target, folder, monkeypatch):
+    drafter = make_drafter(str(folder), target, EngineConfig(), target.ops, None)
+    assert isinstance(drafter, CloverDrafter), "config.json says which kind it is"
+    assert drafter.tree.choices == [(0,), (0, 0), (0, 0, 0), (1,)]
+    assert drafter.max_nodes == drafter.describe()["num_heads"] + 1 == 4
+    assert drafter.taps == ("final",)
+    own = write_clover(tmp_path / "own", random_clover(num_heads=2), VOCAB_SIZE, clover_choices=TREE)
+    assert load(target, own).tree.choices == [(0,), (1,), (0, 0), (1, 1), (0, 1), (1, 0), (2,)]
+    assert load(target, own, draft_tree="chain").max_nodes == 0
+    with pytest.raises(sd.ConfigError, match=r"draft_tree has the node \[0, 0, 0\], but the checkpoint has 2 heads"):
+        load(target, own, draft_tree=TREE)
+    monkeypatch.setattr("specdec_fast.ops.registry.Ops.has_trees", lambda self, op: False)
+    assert load(target, own).tree.choices == [(0,), (0, 0)], "a target that verifies no trees gets a chain"
+
+
+def test_nan_features_give_different_siblings(target, model, folder):
+    course = Course(target, model, folder)
+    course.prefill((5, 5))
+    for state in course.drafter._states.values():
+        state.queued[0] = torch.full((1, HIDDEN), torch.nan)
+    for i in (0, 1):
+        group = course.sequences[i : i + 1]
+        course.compared.propose(group, [3], [10]).check([3], [10])
+
+
+def test_memory_counts_the_targets_output_layer_once(target, model, folder):
+    drafter = load(target, folder)
+    own = {weight.data_ptr() for weight in drafter.weights()}
+    assert model.get_output_embeddings().weight.data_ptr() in own
+    assert drafter.bytes_per_token == 2 * 2 * 8 * 4
+    assert drafter.step_bytes(4, 3, 64) < drafter.step_bytes(8, 3, 64) < drafter.step_bytes(8, 3, None)
+
+
+def without(name):
+    return lambda weights: weights.pop(name)
+
+
+def added(name, *shape):
+    return lambda weights: weights.update({name: torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (without("heads.1.v_proj.weight"), {}, r"lacks the weights heads.1.v_proj.weight"),
+        (without("augmenting_block.mlp.up_proj.weight"), {}, "lacks the weights layers.0.mlp.up_proj.weight"),
+        (added("lm_head.weight", 97, 32), {}, "has weights that Clover does not: lm_head.weight"),
+        (added("heads.0.q_proj.weight", 16, 32), {}, r"heads.0.q_proj.weight has the shape \[16, 32\]"),
+        (dict, {"clover_num_heads": 4}, "lacks the weights heads.3"),
+        (dict, {"clover_num_heads": "three"}, "clover_num_heads is 'three'; expected a positive integer"),
+        (dict, {"clover_num_layers": 0}, "clover_num_layers is 0; expected a positive integer"),
+        (dict, {"clover_choices": [[1, 1]]}, r"clover_choices of .* has the node \[1, 1\] without its parent"),
+        (dict, {"num_attention_heads": 6}, "not a multiple of the number of attention heads"),
+        (dict, {"vocab_size": 90}, "was made for 90 ids"),
+        (dict, {"hidden_size": 64}, "has the shape|was made for hidden states of 64"),
+        (dict, {"intermediate_size": None}, "config.json lacks intermediate_size"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, target, change, config, message):
+    weights = random_clover()
+    change(weights)
+    write_clover(tmp_path, weights, VOCAB_SIZE, **config)
+    with pytest.raises((sd.ConfigError, sd.VocabularyMismatchError), match=message):
+        load(target, tmp_path)
+
+
+def test_other_folders_and_targets_are_refused(tmp_path, target, folder):
+    with pytest.raises(sd.ConfigError, match="expected the folder of a Clover drafter"):
+        load(target, tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(sd.ConfigError, match=r"cannot read the weights in .*model\.safetensors"):
+        load(target, folder)
+    quantised = SimpleNamespace(get_output_embeddings=lambda: nn.Embedding(4, 5))
+    with pytest.raises(sd.ConfigError, match="is a Embedding; Clover's heads share a linear layer"):
+        output_layer(quantised)
