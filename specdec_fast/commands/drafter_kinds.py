@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.speculation_length.choice_tree import MOST_NODES, fit_tree
+from specdec_fast.training.clover import new_clover, save_clover
 from specdec_fast.training.drafter_loss import Teacher, loss_of
 from specdec_fast.training.drafter_module import DrafterModule
 from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
@@ -107,42 +108,77 @@ class SpecBlockKind(Eagle3Kind):
         return {}
 
 
-class MedusaKind(DrafterKind):
-    """Medusa: heads over the input of the target's output layer, and a tree that is fitted to them."""
+class _HeadsKind(DrafterKind):
+    """Heads over the input of the target's output layer, and a tree that is fitted to them."""
 
     options = ("num_heads", "tree_nodes")
+    tree_nodes = _TREE_NODES  # by default
 
     def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(args, target)
-        self._num_heads, self._num_nodes = args.num_heads or _NUM_HEADS, _tree_nodes(args)
+        self._num_heads, self._num_nodes = args.num_heads or _NUM_HEADS, _tree_nodes(args, self.tree_nodes)
 
     @property
     def num_steps(self) -> int:
         """One per head."""
         return self._num_heads
 
-    def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
-        """Begin with the target's output layer; the last entry of its hidden states is what that layer reads."""
-        self._module = new_heads(self._target, self._num_heads)
-        return self._module, Teacher(self._target, (self._config.num_hidden_layers,), None)
+    def _teacher(self) -> Teacher:
+        """Return the target with the last entry of its hidden states, which is what its output layer reads."""
+        return Teacher(self._target, (self._config.num_hidden_layers,), None)
 
-    def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
-        """Fit the tree to the texts that were held out, and write the hub's format."""
+    def _fitted(self, trainer: Trainer, held_out: list[Tensor]) -> tuple[list[list[float]], list[list[int]]]:
+        """Return the hit rates on the texts that were held out, by depth and rank, and the tree that is fitted."""
         shape = [self._num_heads, min(_MOST_RANKS, self._config.vocab_size)]
         counts = torch.zeros(shape[0], 1 + shape[1], dtype=torch.int64, device="cpu")
         for token_ids, lengths, lesson in trainer.lessons(held_out):
-            counts += hit_counts(self._module, lesson.features, token_ids, lengths, shape)
+            counts += hit_counts(trainer.module, lesson.features, token_ids, lengths, shape)
         rates = [[round(n / max(1, own[0]), 4) for n in own[1:]] for own in counts.tolist()]
-        choices = [list(path) for path in fit_tree(rates, self._num_nodes)] or [[0]]
+        return rates, [list(path) for path in fit_tree(rates, self._num_nodes)] or [[0]]
+
+
+class MedusaKind(_HeadsKind):
+    """Medusa: heads that all read the same hidden state."""
+
+    def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
+        """Begin with the target's output layer."""
+        self._module = new_heads(self._target, self._num_heads)
+        return self._module, self._teacher()
+
+    def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
+        """Fit the tree, and write the hub's format."""
+        rates, choices = self._fitted(trainer, held_out)
         save_heads(self._module, folder, choices)
         return {"hit_rates": rates, "choices": choices}
 
 
-def _tree_nodes(args: argparse.Namespace) -> int:
-    num_nodes: int = args.tree_nodes or _TREE_NODES
+class CloverKind(_HeadsKind):
+    """Clover: a layer like the target's, and heads in sequence."""
+
+    tree_nodes = 4
+
+    def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
+        """Begin with heads that predict as the target's output layer does."""
+        self._module = new_clover(self._target, self._num_heads)
+        return self._module, self._teacher()
+
+    def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
+        """Fit the tree, and write this project's format."""
+        rates, choices = self._fitted(trainer, held_out)
+        save_clover(self._module, folder, choices)
+        return {"hit_rates": rates, "choices": choices}
+
+
+def _tree_nodes(args: argparse.Namespace, default: int = _TREE_NODES) -> int:
+    num_nodes: int = args.tree_nodes or default
     if num_nodes > MOST_NODES:
         raise ConfigError(f"--tree-nodes {num_nodes}: expected at most {MOST_NODES}.")
     return num_nodes
 
 
-KINDS: dict[str, type[DrafterKind]] = {"eagle3": Eagle3Kind, "medusa": MedusaKind, "specblock": SpecBlockKind}
+KINDS: dict[str, type[DrafterKind]] = {
+    "eagle3": Eagle3Kind,
+    "medusa": MedusaKind,
+    "clover": CloverKind,
+    "specblock": SpecBlockKind,
+}

@@ -51,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--hidden-size", type=_positive, metavar="N", help="(default: the target's)")
     size.add_argument("--ffn-size", type=_positive, metavar="N", help="(default: in proportion to the hidden size)")
     size.add_argument("--draft-vocab-size", type=_positive, metavar="N", help="most frequent ids (default: all)")
-    heads = parser.add_argument_group("Medusa heads")
+    heads = parser.add_argument_group("heads of Medusa or Clover")
     heads.add_argument("--num-heads", type=_positive, metavar="N", help="tokens to draft (default: 3)")
     heads.add_argument(
-        "--tree-nodes", type=_positive, metavar="N", help="of their tree; also of SpecBlock (default: 16)"
+        "--tree-nodes", type=_positive, metavar="N", help="of their tree; also of SpecBlock (default: 16; Clover: 4)"
     )
     recipe, default = parser.add_argument_group("training"), Recipe()
     recipe.add_argument("--epochs", type=_positive, default=default.epochs, metavar="N", help="(default: %(default)s)")

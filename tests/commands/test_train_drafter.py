@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec_fast.assets import demo_pair
 from specdec_fast.cli import main
+from specdec_fast.drafters.clover_weights import is_clover
 from specdec_fast.drafters.eagle3_config import is_eagle3
 from specdec_fast.drafters.eagle3_model import load_eagle3
 from specdec_fast.drafters.medusa_weights import is_medusa
@@ -58,19 +59,20 @@ def test_resuming_a_finished_run_measures_it_again(folder, capsys):
     assert "pass --draft eagle3:" in capsys.readouterr().out
 
 
-def test_medusa_heads_and_their_tree(folder, tmp_path, capsys):
+@pytest.mark.parametrize(("kind", "is_kind"), [("medusa", is_medusa), ("clover", is_clover)])
+def test_heads_and_their_tree(folder, tmp_path, capsys, kind, is_kind):
     (tmp_path / "texts.safetensors").write_bytes((folder / "texts.safetensors").read_bytes())
-    options = ["--kind", "medusa", "--target", TARGET, "--output", str(tmp_path), "--resume", "--held-out", "2"]
+    options = ["--kind", kind, "--target", TARGET, "--output", str(tmp_path), "--resume", "--held-out", "2"]
     options += ["--epochs", "1", "--num-heads", "2", "--tree-nodes", "5"]
     assert main(["train-drafter", *options]) == 0
-    assert f"pass --draft medusa:{tmp_path}" in capsys.readouterr().out
+    assert f"pass --draft {kind}:{tmp_path}" in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     assert len(report["agreement"]) == len(report["hit_rates"]) == 2
     assert all(0 <= rate <= 1 for rates in report["hit_rates"] for rate in rates)
-    assert json.loads((tmp_path / "config.json").read_text())["medusa_choices"] == report["choices"]
-    assert is_medusa(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())[f"{kind}_choices"] == report["choices"]
+    assert is_kind(tmp_path)
     assert main(["train-drafter", *options, "--hidden-size", "32"]) == 2
-    assert "--hidden-size is no option of --kind medusa" in capsys.readouterr().err
+    assert f"--hidden-size is no option of --kind {kind}" in capsys.readouterr().err
     assert main(["train-drafter", *options[:-1], "65"]) == 2
     assert "--tree-nodes 65: expected at most 64" in capsys.readouterr().err
 
