@@ -1,8 +1,8 @@
-"""The ``"specblock"`` drafter: blocks of several tokens, two calls a step (Shi et al., arXiv 2605.07243).
+"""The ``"specblock"`` drafter: blocks of several tokens, one or two calls a step (Shi et al., arXiv 2605.07243).
 
 The block of position i is made of the target's feature at position i and of the token at i + 1. A sequence of n tokens
-has features of positions 0 to n - 2, so the block of position n - 2 drafts the first K tokens behind it. In a second
-call, one block each follows the best nodes of that tree, for all sequences at once.
+has features of positions 0 to n - 2, so the block of position n - 2 drafts the first K tokens behind it. If deeper
+trees are wanted, one block each follows the best nodes of that tree in a second call, for all sequences at once.
 
 A position has K KV entries, one per slot. Slot k of position i stands at place ``K * i + k`` of the sequence's pages,
 so "all slots of earlier positions, and the own ones so far" is what a chain sees. The second call computes the last
@@ -159,7 +159,7 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
         counts, tokens, parents = [0] * len(sequences), [], []
         if chosen:
             drafting = [sequences[i] for i in chosen]
-            trees = [BlockTree(node_limits[i], limits[i], self._is_chain) for i in chosen]
+            trees = [self._new_tree(limits[i], node_limits[i]) for i in chosen]
             self._first_call(drafting, trees)
             for i, tree in zip(chosen, trees, strict=True):
                 own = tree.nodes()
@@ -168,6 +168,10 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
                 counts[i] = len(own[0])
         above = torch.tensor(parents, dtype=torch.int32, device="cpu")
         return Draft(torch.tensor(tokens, dtype=torch.int64, device="cpu"), counts, above)
+
+    def _new_tree(self, limit: int, node_limit: int) -> BlockTree:
+        """Return an empty tree; one that is no deeper than a block is not expanded."""
+        return BlockTree(node_limit, limit, self._is_chain, continues=limit <= self._num_slots)
 
     def _is_complete(self, sequence: Sequence) -> bool:
         """Return whether the features of all positions but the newest are known, and there is one to start from."""
@@ -206,7 +210,7 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
         slots = self._candidates.of(hidden, drafting, [0] * len(drafting), [s.token_ids[-1] for s in drafting])
         for tree, own in zip(trees, slots, strict=True):
             tree.add_block(ROOT, own)
-        expanded = [tree.to_expand(BEAM) for tree in trees]
+        expanded = [tree.to_expand(BEAM) if tree.max_depth > self._num_slots else [] for tree in trees]
         if any(expanded):
             self._second_call(drafting, trees, expanded, conditions, hidden)
 

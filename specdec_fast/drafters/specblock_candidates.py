@@ -42,10 +42,8 @@ class Candidates:
 
         """
         k = self._model.num_slots
-        normed, logits = self._model.logits(hidden.flatten(0, 1))
-        ids, classes = self._model.rank_classes(normed, logits)
-        ids = ids[:, :BEAM]
-        log_probs = logits.float().gather(1, ids) - logits.float().logsumexp(dim=-1, keepdim=True)
+        logits, ids, log_probs, classes = self._model.ranked(hidden.flatten(0, 1))
+        ids, log_probs = ids[:, :BEAM], log_probs[:, :BEAM]
         ids = ids if self._model.target_ids is None else self._model.target_ids[ids]
         found = [Slot(*own) for own in zip(ids.tolist(), log_probs.tolist(), classes.tolist(), strict=True)]
         sampled = [n for n, owner in enumerate(owners) if owner.samples]

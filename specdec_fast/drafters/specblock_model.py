@@ -101,7 +101,8 @@ class SpecBlockModel:
         self._queries = queries @ first["fuse.weight"][:, 2 * self.hidden_size :].T  # the same for all blocks
         self._layers = [_Layer(own, i) for i in range(layer.num_hidden_layers)]
         self._norm, self._head = own["norm.weight"], own["lm_head.weight"]
-        self._rank_in, self._rank_out = own["rank_head.0.weight"], own["rank_head.2.weight"]
+        self._rank_in = _without_gaps(own["rank_head.0.weight"], self.hidden_size)
+        self._rank_out = own["rank_head.2.weight"]
         self._act, self._attention = ACT2FN[layer.hidden_act], AttentionParams(layer.head_dim**-0.5)
         self._num_heads, self._num_kv_heads = layer.num_attention_heads, layer.num_key_value_heads
         self.layout = KVLayout.uniform(layer.num_hidden_layers, self._num_kv_heads, layer.head_dim, dtype, device)
@@ -150,26 +151,27 @@ class SpecBlockModel:
             hidden = hidden + self._linear(self._act(gate) * up, layer.down)
         return hidden.view(-1, self.num_slots, self.hidden_size)
 
-    def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return normed hidden states ``[N, H]`` and logits ``[N, draft_vocab_size]`` for results of ``forward``."""
-        normed = self._normed(hidden, self._norm)
-        return normed, self._linear(normed, self._head)
-
-    def rank_classes(self, normed: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict how far down the target's token is among the likeliest ones of each row.
+    def ranked(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rank the likeliest tokens of slots, and predict how far down the target's token is among them.
 
         Args:
-            normed: ``[N, H]``, from ``logits``.
-            logits: ``[N, draft_vocab_size]``.
+            hidden: ``[N, H]``, results of ``forward``.
 
         Returns:
-            The ids of the 20 largest logits ``[N, 20]``, as draft ids; and the likeliest class of each row ``[N]``:
-            rank 1, 2 to 4, 5 to 10, or beyond.
+            Logits ``[N, draft_vocab_size]``; the ids of the 20 largest ``[N, 20]``, as draft ids, and their
+            log-probabilities in fp32; and the likeliest class of each slot ``[N]``: rank 1, 2 to 4, 5 to 10, or beyond.
 
         """
-        top, ids = logits.topk(NUM_FEATURES, dim=-1)
-        inputs = torch.cat([normed, rank_features(top.float()).to(normed.dtype)], dim=-1)
-        return ids, self._linear(silu(self._linear(inputs, self._rank_in)), self._rank_out).argmax(dim=-1)
+        normed = self._normed(hidden, self._norm)
+        logits = self._linear(normed, self._head)
+        top, ids = logits.float().topk(NUM_FEATURES, dim=-1)
+        among = top.log_softmax(dim=-1)
+        probabilities = among.exp()
+        entropy = (probabilities * among).sum(-1, keepdim=True)  # its sign is in the weights
+        features = torch.cat([among[:, :10], probabilities[:, :1], entropy], dim=-1).to(normed.dtype)
+        inner = silu(self._linear(torch.cat([normed, features], dim=-1), self._rank_in))
+        classes = self._linear(inner, self._rank_out).argmax(dim=-1)
+        return logits, ids, top - logits.float().logsumexp(dim=-1, keepdim=True), classes
 
     def _shifted(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Mix into each slot the one before it, into slot 0 itself: ``[T, H]``."""
@@ -220,19 +222,17 @@ class SpecBlockModel:
         return torch.stack([cos[0], torch.cat([-first, second], dim=-1)])
 
 
-def rank_features(top: Tensor) -> Tensor:
-    """Return what the rank head reads beside the hidden state.
+def _without_gaps(weight: Tensor, hidden_size: int) -> Tensor:
+    """Return the first weight of the rank head for inputs without the gaps, and with the negative entropy.
 
-    Args:
-        top: ``[..., 20]`` fp32, the largest logits, falling.
+    The gap between two logits is that between their log-probabilities, so its weight is added to theirs.
 
     Returns:
-        ``[..., 15]``: ten log-probabilities among the 20, the gaps from the first logit to the second, third and fifth,
-        the probability of the first, and the entropy.
+        ``[256, H + 12]``.
 
     """
-    log_probs = top.log_softmax(dim=-1)
-    probabilities = log_probs.exp()
-    gaps = top[..., :1] - top[..., [1, 2, 4]]
-    entropy = -(probabilities * log_probs).nan_to_num(0.0).sum(-1, keepdim=True)
-    return torch.cat([log_probs[..., :10], gaps, probabilities[..., :1], entropy], dim=-1)
+    log_probs, gaps = weight[:, hidden_size : hidden_size + 10].clone(), weight[:, hidden_size + 10 : hidden_size + 13]
+    log_probs[:, 0] += gaps.sum(dim=1)
+    log_probs[:, [1, 2, 4]] -= gaps
+    top, entropy = weight[:, hidden_size + 13 : hidden_size + 14], weight[:, hidden_size + 14 :]
+    return torch.cat([weight[:, :hidden_size], log_probs, top, -entropy], dim=1)

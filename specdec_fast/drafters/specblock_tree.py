@@ -49,11 +49,16 @@ class BlockTree:
         max_nodes: the largest number of nodes that are proposed.
         max_depth: the largest depth.
         is_chain: whether slots have no alternatives.
+        continues: whether the slots behind an alternative go on behind it too. They do not know of it, but a tree that
+            is not expanded has nothing better there.
+
+    Attributes:
+        max_depth: as passed.
 
     """
 
-    def __init__(self, max_nodes: int, max_depth: int, is_chain: bool = False) -> None:
-        self._max_nodes, self._max_depth, self._is_chain = max_nodes, max_depth, is_chain
+    def __init__(self, max_nodes: int, max_depth: int, is_chain: bool = False, continues: bool = False) -> None:
+        self._max_nodes, self.max_depth, self._is_chain, self._continues = max_nodes, max_depth, is_chain, continues
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._scores: list[float] = []
@@ -64,8 +69,9 @@ class BlockTree:
         """Add the candidates of a block that follows ``parent``: a chain of the best of each slot, and alternatives."""
         lowest = self._lowest_kept()
         score, depth = (0.0, 0) if parent == ROOT else (self._scores[parent], self._depths[parent])
-        branches = not self._is_chain
-        for k, slot in enumerate(slots[: self._max_depth - depth]):
+        branches, alternatives = not self._is_chain, []
+        slots = slots[: self.max_depth - depth]
+        for k, slot in enumerate(slots):
             if k > 0 and slot.rank_class == _BEYOND:
                 branches = False
             width = _width(slot, parent == ROOT and k == 0) if branches else 1
@@ -76,13 +82,22 @@ class BlockTree:
                     break
                 node = self._add(parent, token, total, depth + k + 1)
                 best = node if rank == 0 else best
+                if rank > 0 and self._continues:
+                    alternatives.append((node, k))
             if best == ROOT:
-                return
+                break
             parent, score = best, self._scores[best]
+        for node, k in alternatives:
+            above = node
+            for slot in slots[k + 1 :]:
+                total = self._scores[above] + min(slot.log_probs[0], 0.0)
+                if not total > lowest:
+                    break
+                above = self._add(above, slot.token_ids[0], total, self._depths[above] + 1)
 
     def to_expand(self, most: int) -> list[Node]:
         """Return the best nodes that may have children, the best first; of a chain, its end."""
-        nodes = [node for node in self._best() if self._depths[node] < self._max_depth]
+        nodes = [node for node in self._best() if self._depths[node] < self.max_depth]
         chosen = nodes[-1:] if self._is_chain else nodes[:most]
         return [Node(node, self._tokens[node], self._depths[node]) for node in chosen]
 

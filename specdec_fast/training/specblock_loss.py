@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from specdec_fast.drafters.specblock_model import rank_features
 from specdec_fast.training.drafter_loss import STEP_DISCOUNT, Lesson
 from specdec_fast.training.specblock_module import SpecBlockModule
 
@@ -82,6 +81,24 @@ def _rank_loss(module: SpecBlockModule, normed: Tensor, logits: Tensor, best: Te
     frequency = (_CLASS_BUDGET / counts.clamp(min=1)).clamp(max=1.0)[labels + _NUM_CLASSES * slots]
     losses = -(wanted * predicted.log_softmax(-1)).sum(-1) * (1 + off.abs() + off.clamp(min=0))
     return (losses * frequency).sum() / frequency.sum()
+
+
+def rank_features(top: Tensor) -> Tensor:
+    """Return what the rank head reads beside the hidden state.
+
+    Args:
+        top: ``[..., 20]`` fp32, the largest logits, falling.
+
+    Returns:
+        ``[..., 15]``: ten log-probabilities among the 20, the gaps from the first logit to the second, third and fifth,
+        the probability of the first, and the entropy.
+
+    """
+    log_probs = top.log_softmax(dim=-1)
+    probabilities = log_probs.exp()
+    gaps = top[..., :1] - top[..., [1, 2, 4]]
+    entropy = -(probabilities * log_probs).nan_to_num(0.0).sum(-1, keepdim=True)
+    return torch.cat([log_probs[..., :10], gaps, probabilities[..., :1], entropy], dim=-1)
 
 
 def rank_labels(ids: Tensor, best: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -30,8 +31,8 @@ from support.specblock import (
 )
 
 PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 2, 19, 9))]
-GREEDY = sd.SamplingParams(max_new_tokens=4)
-SAMPLED = sd.SamplingParams(max_new_tokens=4, temperature=0.8)
+GREEDY = sd.SamplingParams(max_new_tokens=9)
+SAMPLED = sd.SamplingParams(max_new_tokens=9, temperature=0.8, seed=5)
 WIDTHS, SAMPLED_SCORES = (2, 4, 10, 0), (-0.5, -2.25, -3.0, -3.5)
 
 
@@ -77,9 +78,13 @@ def features_of(model, token_ids):
 
 
 class Compared:
-    """Wraps ``propose_trees`` of an engine's drafter: compares every tree with the formulas."""
+    """Wraps ``propose_trees`` of an engine's drafter: compares every tree with the formulas.
 
-    def __init__(self, engine, model, weights, is_chain=False):
+    Then it proposes some of the target's own tokens instead, so that features of several positions arrive at once.
+    """
+
+    def __init__(self, engine, model, weights, outputs, is_chain=False):
+        self.outputs, self.rng = {tuple(o.prompt_ids): o.token_ids for o in outputs}, random.Random(0)
         self.drafter, self.model, self.weights, self.is_chain = engine.core.drafter, model, weights, is_chain
         self.propose, self.num_trees, self.num_nodes, self.deepest = self.drafter.propose_trees, 0, 0, 0
         self.drafter.propose_trees = self
@@ -104,7 +109,17 @@ class Compared:
             torch.testing.assert_close(torch.tensor(found), torch.tensor(best), rtol=1e-3, atol=1e-3)
             self.num_trees, self.num_nodes = self.num_trees + 1, self.num_nodes + len(paths)
             self.deepest = max(self.deepest, *map(len, paths))
-        return draft
+        chains = [self.rest(s)[: self.rng.randint(0, limit)] for s, limit in zip(sequences, limits, strict=True)]
+        tokens = torch.tensor([token for chain in chains for token in chain], dtype=torch.int64)
+        return sd.Draft(tokens, [len(chain) for chain in chains])
+
+    def rest(self, s):
+        """The target's own tokens that follow."""
+        for prompt, tokens in self.outputs.items():
+            done = s.length - len(prompt)
+            if (*prompt, *tokens[:done]) == tuple(s.token_ids):
+                return tokens[done:]
+        raise AssertionError(f"{s.token_ids} is no beginning of an output")
 
     @torch.no_grad()
     def candidates(self, s, limit, num_nodes):
@@ -112,6 +127,8 @@ class Compared:
         features = features_of(self.model, s.token_ids)[:-1]
         scores = {}
         self.add_block(scores, (), dense_blocks(self.weights, features, s.token_ids)[-1], s, limit)
+        if limit <= K:
+            return scores
         best = sorted(scores, key=lambda path: -scores[path])[:num_nodes]
         for path in [path for path in best if len(path) < limit][-1 if self.is_chain else None :][:10]:
             blocks = dense_blocks(self.weights, features, s.token_ids, (len(path) - 1, path[-1]))
@@ -120,10 +137,10 @@ class Compared:
 
     def add_block(self, scores, path, hidden, s, limit):
         above, can_branch = scores.get(path, 0.0), not self.is_chain
-        is_first = not path
+        is_first, first_tokens, alternatives = not path, [], []
         for slot in range(K):
             if len(path) == limit:
-                return
+                break
             logits, rank_class = logits_and_class(self.weights, hidden[slot])
             if s.samples:
                 noise = gumbel_noise(VOCAB_SIZE, s.seed, s.length + len(path), logits.device)
@@ -138,8 +155,15 @@ class Compared:
             for token, value in found[:width]:
                 child = (*path, token)
                 scores[child] = max(scores.get(child, -math.inf), above + value)
+            first_tokens.append(found[0])
+            alternatives += [((*path, token), slot) for token, _ in found[1:width]]
             path = (*path, found[0][0])
             above = scores[path]
+        for start, slot in alternatives if limit <= K else []:
+            behind = start
+            for token, value in first_tokens[slot + 1 :]:
+                scores[(*behind, token)] = scores[behind] + value
+                behind = (*behind, token)
 
     @staticmethod
     def width(probability, rank_class, is_first):
@@ -161,10 +185,13 @@ class Compared:
 )
 def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
     weights = write_checkpoint(tmp_path, model, **options)
+    params = [(GREEDY, SAMPLED)[i % 2] for i in range(len(PROMPTS))]
+    plain = sd.Engine(model, None).generate(PROMPTS, params)
     engine = sd.Engine(model, f"specblock:{tmp_path}", max_batch_size=4, **config)
-    compared = Compared(engine, model, weights, is_chain="draft_tree" in config)
-    for output in engine.generate(PROMPTS, [(GREEDY, SAMPLED)[i % 2] for i in range(len(PROMPTS))]):
-        output.raise_for_error()
+    compared = Compared(engine, model, weights, plain, is_chain="draft_tree" in config)
+    found = engine.generate(PROMPTS, params)
+    assert [output.token_ids for output in found] == [output.token_ids for output in plain]
+    assert engine.last_run.decoding.num_accepted_tokens >= 8
     assert compared.num_trees >= 8
     assert compared.num_nodes > compared.num_trees
     assert compared.deepest <= config["num_draft_tokens"]
