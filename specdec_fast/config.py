@@ -13,7 +13,7 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.request.prompt_options import PROMPT_KEYWORDS
 from specdec_fast.sampling_params import SamplingParams, as_plain
 from specdec_fast.speculation_length import LengthPolicy, make_length_policy
-from specdec_fast.speculation_length.choice_tree import checked_choices
+from specdec_fast.speculation_length.choice_tree import MOST_NODES, checked_choices
 
 _DTYPES = {
     "float32": torch.float32,
@@ -53,9 +53,10 @@ class EngineConfig:
         tap_layers: the layers whose hidden states a drafter such as ``"eagle3:FOLDER"`` reads: l is the residual
             stream after l of the target's layers. None: those that its checkpoint names. A checkpoint of another tool
             may count them from 0; then few of its tokens are accepted.
-        draft_tree: the tree that a drafter of static trees, such as ``"medusa:FOLDER"``, proposes: a list of rank paths
-            in Medusa's choices format, such as ``((0,), (0, 0), (1,))``, or ``"chain"``. The likeliest paths first:
-            under a limit the first ones are kept. None: that of its checkpoint, or else its own default.
+        draft_tree: what a drafter of trees, such as ``"eagle3:FOLDER"`` or ``"medusa:FOLDER"``, proposes. ``"chain"``;
+            or a number of nodes, 1 to 64: the best tree of so many nodes, with EAGLE-3 one for each step; or a static
+            tree, a list of rank paths in Medusa's choices format, such as ``((0,), (0, 0), (1,))``, the likeliest
+            first: under a limit the first ones are kept. None: the drafter's own default.
         dtype: dtype of the weights (a torch dtype or its name); None: the checkpoint's.
         device: the device; None: CUDA if there is a device, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
@@ -82,7 +83,7 @@ class EngineConfig:
     page_size: int = 16
     max_prefill_tokens: int | None = None
     tap_layers: tuple[int, ...] | None = None
-    draft_tree: str | tuple[tuple[int, ...], ...] | None = None
+    draft_tree: str | int | tuple[tuple[int, ...], ...] | None = None
     dtype: torch.dtype | str | None = None
     device: torch.device | str | None = None
     backend: str = "auto"
@@ -184,8 +185,14 @@ def _as_tap_layers(value: Any) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _as_draft_tree(value: Any) -> str | tuple[tuple[int, ...], ...] | None:
-    return value if value is None or value == "chain" else checked_choices(value, "draft_tree")
+def _as_draft_tree(value: Any) -> str | int | tuple[tuple[int, ...], ...] | None:
+    if value is None or value == "chain":
+        return value
+    if type(value) is int:
+        if not 1 <= value <= MOST_NODES:
+            raise ConfigError(f"draft_tree={value}: expected a number of nodes from 1 to {MOST_NODES}.")
+        return value
+    return checked_choices(value, "draft_tree")
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -89,8 +89,8 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
 def add_drafter_options(parser: argparse.ArgumentParser) -> None:
     """Add --tap-layers and --draft-tree."""
     add_tap_layers(parser)
-    meaning = "'chain', or rank paths as JSON, such as [[0],[0,0],[1]] (default: its checkpoint's)"
-    parser.add_argument("--draft-tree", type=_tree, metavar="TREE", help=f"of Medusa or Clover: {meaning}")
+    meaning = "'chain', a number of nodes, or rank paths as JSON, such as [[0],[0,0],[1]] (default: the drafter's own)"
+    parser.add_argument("--draft-tree", type=_tree, metavar="TREE", help=f"of EAGLE-3, Medusa or Clover: {meaning}")
 
 
 def add_tap_layers(parser: argparse._ActionsContainer, default: str = "its checkpoint's") -> None:
@@ -110,7 +110,9 @@ def _tree(text: str) -> Any:
     try:
         return text if text == "chain" else json.loads(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither 'chain' nor JSON such as [[0],[0,0],[1]]") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither 'chain', a number, nor JSON such as [[0],[0,0],[1]]"
+        ) from None
 
 
 def drafter_names() -> str:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.trees import depths_of
 from specdec_fast.config import EngineConfig
-from specdec_fast.errors import DrafterError
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
 
@@ -38,83 +37,6 @@ class DrafterContext:
     def device(self) -> torch.device:
         """The target's device; proposed tokens on it need no copy."""
         return self.target.layout.device
-
-
-@dataclass(frozen=True)
-class Draft:
-    """The draft tokens of one step.
-
-    Attributes:
-        token_ids: ``[sum(num_draft_tokens)]`` int64, sequence after sequence. The engine copies them to the target's
-            device if they are on another one.
-        num_draft_tokens: number of tokens per sequence, in batch order; 0 is allowed.
-        parents: for trees, ``[sum(num_draft_tokens)]`` int32: the index of each token's parent among the tokens of its
-            own sequence, -1 for a child of the last committed token. A parent comes before its children, and the
-            children of one parent are different tokens. In depth-first order with the likeliest child first, KV entries
-            seldom move. On the CPU: reading it elsewhere waits. None if every sequence has a chain.
-
-    """
-
-    token_ids: Tensor
-    num_draft_tokens: list[int]
-    parents: Tensor | None = None
-
-    def check(self, limits: list[int], node_limits: list[int] | None = None) -> list[int]:
-        """Check the draft against the contract.
-
-        Args:
-            limits: per sequence, the largest depth: of a chain, its number of tokens.
-            node_limits: per sequence, the largest number of draft tokens; None: ``limits``.
-
-        Returns:
-            The depth of each sequence's draft.
-
-        Raises:
-            DrafterError: there is not one count per sequence, a count or a depth exceeds its limit, the counts do not
-                add up to the number of tokens, the tokens are not a dense int64 tensor in memory, or the parents are
-                not those of trees.
-
-        """
-        self._check_tokens(limits if self.parents is None or node_limits is None else node_limits)
-        return self.num_draft_tokens if self.parents is None else self._checked_depths(limits)
-
-    def _check_tokens(self, limits: list[int]) -> None:
-        counts = self.num_draft_tokens
-        if not isinstance(self.token_ids, Tensor) or self.token_ids.dtype != torch.int64:
-            kind = getattr(self.token_ids, "dtype", type(self.token_ids).__name__)
-            raise DrafterError(f"a drafter's token_ids are {kind}; expected a tensor of int64.")
-        if self.token_ids.is_meta or self.token_ids.is_nested or self.token_ids.layout is not torch.strided:
-            kind = "nested" if self.token_ids.is_nested else f"{self.token_ids.layout} on {self.token_ids.device}"
-            raise DrafterError(f"a drafter's token_ids are {kind}; expected a dense tensor on a device with memory.")
-        if not isinstance(counts, (list, tuple)) or not all(isinstance(n, int) for n in counts):
-            raise DrafterError(f"a drafter's num_draft_tokens are {counts!r}; expected a list of integers.")
-        if len(counts) != len(limits) or any(not 0 <= n <= limit for n, limit in zip(counts, limits, strict=False)):
-            raise DrafterError(f"a drafter proposed {counts} tokens per sequence; at most {limits} were asked for.")
-        if self.token_ids.dim() != 1 or len(self.token_ids) != sum(counts):
-            raise DrafterError(
-                f"a drafter's token_ids have shape {list(self.token_ids.shape)}; expected [{sum(counts)}], the sum of "
-                f"num_draft_tokens {counts}."
-            )
-
-    def _checked_depths(self, limits: list[int]) -> list[int]:
-        parents, shape = self.parents, self.token_ids.shape
-        if not isinstance(parents, Tensor) or parents.dtype != torch.int32 or parents.shape != shape:
-            kind = f"{parents.dtype} {list(parents.shape)}" if isinstance(parents, Tensor) else type(parents).__name__
-            raise DrafterError(f"a drafter's parents are {kind}; expected a tensor of int32 {list(shape)}.")
-        nodes, first, depths = parents.tolist(), 0, []
-        # Reading the tokens would wait for a device. There the first of equal children is the one that is accepted.
-        tokens = self.token_ids.tolist() if self.token_ids.device.type == "cpu" else range(len(nodes))
-        for count, limit in zip(self.num_draft_tokens, limits, strict=True):
-            own = nodes[first : first + count]
-            if not all(-1 <= parent < node for node, parent in enumerate(own)):
-                raise DrafterError(f"a drafter's parents are {own}; expected -1 or the index of an earlier token.")
-            if len(set(zip(own, tokens[first : first + count], strict=True))) < count:
-                raise DrafterError("a drafter proposed two children of one parent with the same token; merge them.")
-            depths.append(max(depths_of(own), default=0))
-            if depths[-1] > limit:
-                raise DrafterError(f"a drafter proposed a tree of depth {depths[-1]}; at most {limit} was asked for.")
-            first += count
-        return depths
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext, StepResult
+from specdec_fast.drafters.dynamic_tree import draft_of
 from specdec_fast.drafters.eagle3_model import Eagle3Model, load_eagle3
+from specdec_fast.drafters.eagle3_tree import LastRows, trees_of
 from specdec_fast.drafters.pooled import PooledDrafter
 from specdec_fast.drafters.queued_features import QueuedFeatures, portions, tokens_after
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
@@ -33,14 +35,20 @@ _MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are c
 
 
 class Eagle3Drafter(PooledDrafter):
-    """Proposes what one or more layers over the target's hidden states predict, a chain of K tokens.
+    """Proposes what one or more layers over the target's hidden states predict: a chain of K tokens, or a tree.
+
+    Where a tree may have no more nodes than a chain has tokens, it proposes chains, which take fewer rows to draft.
 
     Args:
-        context: the target, the settings (``tap_layers``) and the device.
+        context: the target, the settings (``tap_layers``, ``draft_tree``) and the device.
         folder: the checkpoint; see ``eagle3_config.py`` for the formats.
+
+    Attributes:
+        max_nodes: of its trees; 0 if it proposes chains.
 
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
+        NotYetSupportedError: ``draft_tree`` is a tree, and the target verifies chains only.
 
     """
 
@@ -55,6 +63,8 @@ class Eagle3Drafter(PooledDrafter):
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
         self.limit_prefill(config.max_prefill_tokens)
         self._states: dict[Sequence, QueuedFeatures] = {}
+        self._trees = trees_of(self.model, self.rows, context)
+        self.max_nodes = 0 if self._trees is None else self._trees.max_nodes
 
     @property
     def name(self) -> str:
@@ -62,12 +72,13 @@ class Eagle3Drafter(PooledDrafter):
         return f"eagle3:{self._folder}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the taps, the number of ids that can be proposed, and whether a forward program runs its layers."""
+        """Return the taps, the number of ids, the tree, and whether a forward program runs its layers."""
         return {
             "tap_layers": self.taps,
             "draft_vocab_size": self.model.config.draft_vocab_size,
             "forward_program": self.rows.program is not None,
             "why_no_program": self.rows.why_no_program,
+            "draft_tree": "chain" if self._trees is None else self._trees.described,
         }
 
     def weights(self) -> Iterable[Tensor]:
@@ -112,6 +123,20 @@ class Eagle3Drafter(PooledDrafter):
         self._catch_up(sequences)
 
     @torch.inference_mode()
+    def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
+        """Draft trees: one forward over the rows with new features, then one per further level."""
+        if self._trees is None or node_limits == limits:
+            return self.propose(sequences, limits)
+        chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
+        if not chosen:
+            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(sequences))
+        drafting = [sequences[i] for i in chosen]
+        within = [(limits[i], node_limits[i]) for i in chosen]
+        trees = self._trees.draft(self._pool(), drafting, within, self._last_rows(drafting))
+        found = dict(zip(chosen, trees, strict=True))
+        return draft_of([found.get(i) for i in range(len(sequences))], self._device, not self._trees.is_static)
+
+    @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Draft chains: one forward over the rows with new features, then one row per sequence and further token."""
         limits = [limit if self._is_complete(s) else 0 for s, limit in zip(sequences, limits, strict=True)]
@@ -141,6 +166,16 @@ class Eagle3Drafter(PooledDrafter):
         """Return the sequence's pages, and forget its features."""
         if self._states.pop(sequence, None) is not None:
             self._pool().free(sequence)
+
+    def _last_rows(self, sequences: list[Sequence]) -> LastRows:
+        """Compute the rows of all features, and return the last ones."""
+        if sum(self._states[s].num_queued for s in sequences) > self._most_rows:
+            self._catch_up(sequences)
+        rows = [Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in sequences]
+        inputs = torch.cat([self._states[s].take(own.count) for s, own in zip(sequences, rows, strict=True)])
+        batch = lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device))
+        logits, hidden = self.rows(self._pool(), batch, inputs, batch.last_rows)
+        return LastRows(inputs[batch.last_rows], hidden[batch.last_rows], logits)
 
     def _is_complete(self, sequence: Sequence) -> bool:
         """Return whether the features of all positions but the newest are known, and there is one to start from."""

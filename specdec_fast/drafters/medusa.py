@@ -68,7 +68,9 @@ class MedusaDrafter(TreeDrafter):
         self._ops, self._unchecked = target.ops, target.ops.unchecked or target.ops
         self._vocab_size, self._hidden_size = target.vocab_size, target.hf.config.hidden_size
         self._device, self._itemsize = context.device, target.layout.dtype.itemsize
-        self.tree = static_tree(context, self._choices(), len(self._heads), self._draft_vocab_size)
+        wanted = context.config.draft_tree
+        choices = self._choices(wanted if isinstance(wanted, int) else _DEFAULT_NODES)
+        self.tree = static_tree(context, choices, len(self._heads), self._draft_vocab_size)
         self.max_nodes = num_nodes_of(self.tree)
         self._hidden: dict[Sequence, tuple[int, Tensor]] = {}  # the newest hidden state [H], and its position
 
@@ -159,13 +161,13 @@ class MedusaDrafter(TreeDrafter):
         logits: Tensor = linear(rows, head.output, None)
         return logits
 
-    def _choices(self) -> tuple[tuple[int, ...], ...]:
-        """Return the tree of the checkpoint, or else that of the recorded hit rates."""
+    def _choices(self, num_nodes: int) -> tuple[tuple[int, ...], ...]:
+        """Return the tree of the checkpoint, or else one for the recorded hit rates."""
         named = read_config(Path(self._folder)).get("medusa_choices")
         if named is not None:
             return checked_choices(named, f"medusa_choices of {self._folder!r}")
         rates = [_RECORDED[min(depth, len(_RECORDED) - 1)] for depth in range(len(self._heads))]
-        return tuple(fit_tree(rates, _DEFAULT_NODES))
+        return tuple(fit_tree(rates, num_nodes))
 
 
 def _placed(head: Head, target: RaggedModel) -> Head:

@@ -56,14 +56,16 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
         self._folder, wanted = folder, context.config.draft_tree
         if isinstance(wanted, tuple):
             raise ConfigError(
-                "a SpecBlock drafter makes a tree of its own in each step; pass draft_tree='chain' or None."
+                "a SpecBlock drafter makes a tree of its own in each step; pass draft_tree='chain', a number of nodes, "
+                "or None."
             )
         with torch.inference_mode():
             self.model: SpecBlockModel = load_specblock(Path(folder), context.target, context.config.tap_layers)
         super().__init__(self.model.layout)
         self.taps, self._device, self._num_slots = self.model.taps, context.device, self.model.num_slots
         self._is_chain = wanted == "chain" or why_no_trees(context.target) is not None
-        self.max_nodes = 0 if self._is_chain else self.model.config.tree_nodes
+        num_nodes = wanted if isinstance(wanted, int) else self.model.config.tree_nodes
+        self.max_nodes = 0 if self._is_chain else num_nodes
         self.limit_prefill(context.config.max_prefill_tokens)
         self._candidates = Candidates(self.model, self._device)
         self._states: dict[Sequence, QueuedFeatures] = {}

@@ -36,12 +36,12 @@ def static_tree(context: DrafterContext, choices: Many[tuple[int, ...]], num_hea
     if isinstance(wanted, tuple):
         choices = wanted
     kept = [choice for choice in choices if len(choice) <= num_heads and max(choice) < num_ids]
-    if wanted is not None and len(kept) < len(choices):
+    if isinstance(wanted, tuple) and len(kept) < len(choices):
         beyond = next(choice for choice in choices if choice not in kept)
         raise ConfigError(
             f"draft_tree has the node {list(beyond)}, but the checkpoint has {num_heads} heads of {num_ids} ids."
         )
-    return ChoiceTree(kept)
+    return ChoiceTree(ChoiceTree(kept).choices[:wanted]) if isinstance(wanted, int) else ChoiceTree(kept)
 
 
 def num_nodes_of(tree: ChoiceTree) -> int:

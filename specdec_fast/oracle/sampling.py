@@ -23,12 +23,12 @@ _WORD = 0xFFFFFFFF
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
+def philox4x32(counter: Words, key: tuple[int, int] | tuple[Tensor, Tensor]) -> Words:
     """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
     Args:
         counter: four tensors of int64 that hold 32-bit words.
-        key: two 32-bit words.
+        key: two 32-bit words, or tensors of them.
 
     Returns:
         Four tensors of int64 that hold random 32-bit words.
@@ -55,8 +55,22 @@ def gumbel_noise(vocab_size: int, seed: int, position: int, device: torch.device
     zero = torch.zeros_like(blocks)
     counter = (blocks, zero + (position & _WORD), zero + ((position >> 32) & _WORD), zero)
     words = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
-    uniform = (torch.stack(words, dim=1).flatten()[:vocab_size].double() + 0.5) * 2.0**-32
-    return -(-uniform.log()).log()
+    return _gumbel(torch.stack(words, dim=1).flatten()[:vocab_size])
+
+
+def noise_of_tokens(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return the noise of a few token ids, the values that ``gumbel_noise`` has for them: ``[N, M]`` float64.
+
+    Args:
+        token_ids: ``[N, M]`` int64, from 0 on.
+        seeds: ``[N, 1]`` int64.
+        positions: ``[N, 1]`` int64.
+
+    """
+    zero = torch.zeros_like(token_ids)
+    counter = (token_ids // 4, zero + (positions & _WORD), zero + ((positions >> 32) & _WORD), zero)
+    words = torch.stack(philox4x32(counter, (seeds & _WORD, (seeds >> 32) & _WORD)))
+    return _gumbel(words.gather(0, (token_ids % 4)[None])[0])
 
 
 def sampled_tokens(
@@ -77,6 +91,11 @@ def sampled_tokens(
                 scores = _penalised(scores, seen, float(sampling.repetition_penalties[b]))
             tokens.append(_choose(scores, sampling, b, len(paths[row]) - 1))
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+
+
+def _gumbel(words: Tensor) -> Tensor:
+    uniform = (words.double() + 0.5) * 2.0**-32
+    return -(-uniform.log()).log()
 
 
 def _halves(product: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -11,12 +12,16 @@ import specdec_fast as sd
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, StepResult
+from specdec_fast.drafters.dynamic_tree import ROOT, DynamicTree, RankPaths
 from specdec_fast.drafters.eagle3 import Eagle3Drafter
+from specdec_fast.drafters.eagle3_tree import WIDTH
+from specdec_fast.drafters.ranked import TokenRanker
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.oracle.ops.verify_chain import verify_chain
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.speculation_length.choice_tree import ChoiceTree
 from support.eagle3 import dense_chain, write_checkpoint
 from support.models import VOCAB_SIZE, tiny_model
 
@@ -118,9 +123,9 @@ class Course:
         hidden_states.fill_(torch.nan)
 
 
-def make(tmp_path, target, model, options, seed=0, enforce_eager=False):
+def make(tmp_path, target, model, options, seed=0, enforce_eager=False, draft_tree=None):
     weights = write_checkpoint(tmp_path / "drafter", model, taps=TAPS, **options)
-    config = EngineConfig(enforce_eager=enforce_eager)
+    config = EngineConfig(enforce_eager=enforce_eager, draft_tree=draft_tree)
     drafter = Eagle3Drafter(DrafterContext(target, config), str(tmp_path / "drafter"))
     assert drafter.taps == TAPS
     assert drafter.describe()["forward_program"] == (HAS_PROGRAMS and not enforce_eager), drafter.describe()
@@ -142,6 +147,56 @@ def test_proposals_are_those_of_the_formulas(tmp_path, target, model, options, e
         course.step(sequences, 5)
         course.step(sequences[::2], 3)
     assert course.num_proposed > 60
+
+
+@eagerly_too
+@pytest.mark.parametrize("tree", [11, ((0,), (1,), (0, 0), (1, 0), (0, 1), (0, 0, 0))], ids=["dynamic", "static"])
+def test_trees_are_those_of_the_formulas(tmp_path, target, model, tree, enforce_eager):
+    """Every node is a likely child of its path, computed densely: no row sees another branch, or a dropped node."""
+    options = OPTIONS["subset"]
+    course = make(tmp_path, target, model, options, enforce_eager=enforce_eager, draft_tree=tree)
+    params = [sd.SamplingParams(), sd.SamplingParams(temperature=1.0), sd.SamplingParams(temperature=0.7, top_k=9)]
+    sequences = [new_sequence(i, length, params[i % 3], course.rng) for i, length in enumerate((2, 21, 9))]
+    course.prefill(sequences)
+    for _ in range(4):
+        limits, node_limits = [course.rng.randint(1, 4) for _ in sequences], [11, 11, 7]
+        draft = course.drafter.propose_trees(sequences, limits, node_limits)
+        draft.check(limits, node_limits)
+        assert (draft.scores is None) == isinstance(tree, tuple)
+        drafted = (part.split(draft.num_draft_tokens) for part in (draft.token_ids, draft.parents))
+        for s, limit, num_nodes, *own in zip(sequences, limits, node_limits, *drafted, strict=True):
+            expected = dense_tree(course, s, tree, limit, num_nodes)
+            assert [part.tolist() for part in own] == [expected.token_ids, expected.parents]
+        course.emit(sequences, [[] for _ in sequences])
+
+
+def dense_tree(course, sequence, shape, depth, num_nodes):
+    """Draft a tree with every node's logits computed from the formulas, along its path alone."""
+    features = features_of(course.model, sequence.token_ids)[:-1]
+    ranker = TokenRanker(course.drafter.model.ops, VOCAB_SIZE)
+    static = RankPaths(ChoiceTree(shape)) if isinstance(shape, tuple) else None
+    tree = DynamicTree(num_nodes, WIDTH if static is None else len(shape))
+    for level in range(depth):
+        if not tree.frontier:
+            break
+        rows = []
+        for node in tree.frontier:
+            path, seen, above = [], [], node
+            while above != ROOT:
+                path.insert(0, tree.token(above))
+                above = tree.parent(above)
+
+            def choose(logits, ahead, path=path, seen=seen):
+                seen.append(logits)
+                return path[ahead] if ahead < len(path) else 0
+
+            dense_chain(course.weights, course.options, features, sequence.token_ids, choose, level + 1)
+            rows.append(seen[-1])
+        num_ranks = WIDTH if static is None else static.num_ranks(level)
+        found = ranker(torch.stack(rows), [sequence] * len(rows), [0] * len(rows), level, num_ranks)
+        add = tree.add_children if static is None else partial(static.add_children, tree)
+        add(*found)
+    return tree.nodes()
 
 
 @eagerly_too

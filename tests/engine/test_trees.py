@@ -43,8 +43,8 @@ class Fixed(sd.Drafter):
 
     name = "fixed"
 
-    def __init__(self, tokens, parents, max_nodes=0):
-        self.tokens, self.parents, self.max_nodes = tokens, parents, max_nodes
+    def __init__(self, tokens, parents, max_nodes=0, scores=None):
+        self.tokens, self.parents, self.max_nodes, self.scores = tokens, parents, max_nodes, scores
         self.accepted_rows = []
 
     def propose(self, sequences, limits):
@@ -53,7 +53,8 @@ class Fixed(sd.Drafter):
         parents = self.parents
         if isinstance(parents, list):
             parents = torch.tensor(parents * drafting, dtype=torch.int32)
-        return sd.Draft(torch.tensor(self.tokens * drafting, dtype=torch.int64), counts, parents)
+        scores = torch.tensor(self.scores * drafting) if isinstance(self.scores, list) else self.scores
+        return sd.Draft(torch.tensor(self.tokens * drafting, dtype=torch.int64), counts, parents, scores)
 
     def commit(self, sequences, result):
         self.accepted_rows.append(result.accepted_rows)
@@ -78,6 +79,35 @@ def test_broken_trees_are_refused(target, tokens, parents, message):
     with pytest.raises(sd.DrafterError, match=message):
         engine.generate(PROMPTS[:1], PARAMS)
     assert engine.core.pool.is_vacant
+
+
+@pytest.mark.parametrize(
+    ("parents", "scores", "message"),
+    [
+        ([-1, 0], [-1.0, -0.5], "scores have a node of -0.5 under -1.0; expected log-probabilities"),
+        (None, [-1.0, -0.5], "scores have a node of -0.5 under -1.0; expected log-probabilities"),
+        ([-1, -1], [-1.0, 0.5], "scores have a node of 0.5 under 0.0; expected"),
+        ([-1, 0], [float("nan"), -1.0], "scores have a node of nan under 0.0"),
+        (
+            [-1, 0],
+            torch.zeros(2, dtype=torch.float64),
+            "scores are torch.float64 .2.; expected a tensor of float32 .2.",
+        ),
+        ([-1, 0], torch.zeros(3), "scores are torch.float32 .3.; expected a tensor of float32 .2."),
+        (None, "none", "scores are str; expected a tensor of float32"),
+    ],
+)
+def test_broken_scores_are_refused(target, parents, scores, message):
+    engine = sd.Engine(target, Fixed([3, 4], parents, max_nodes=6, scores=scores), num_draft_tokens=3)
+    with pytest.raises(sd.DrafterError, match=message):
+        engine.generate(PROMPTS[:1], PARAMS)
+
+
+@pytest.mark.parametrize("parents", [[-1, -1, 0], None])
+def test_scores_change_no_output(target, expected, parents):
+    drafter = Fixed([3, 4, 5], parents, max_nodes=6, scores=[-0.5, -0.5, -float("inf")])
+    assert decode(sd.Engine(target, drafter, num_draft_tokens=3)) == expected
+    assert drafter.accepted_rows
 
 
 def test_a_drafter_of_chains_may_propose_trees_of_k_nodes(target):

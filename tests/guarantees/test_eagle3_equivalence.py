@@ -10,6 +10,7 @@ import torch
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from support.eagle3 import write_checkpoint
+from support.grids import diagonal, grid
 from support.mixed_batch import outputs_of
 from support.models import tiny_model
 
@@ -31,6 +32,23 @@ def test_outputs_are_those_of_plain_decoding(tmp_path, dtype):
         assert engine.last_run.decoding.num_draft_tokens > 100
         assert not engine.drafter._states
     assert engine.last_run.num_preemptions > 0, "the small pool must preempt"
+
+
+TREE = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]]
+
+
+@diagonal(dtype=[torch.float32, torch.bfloat16, torch.float16], batch_size=[1, 3, 8], tree=[12, 30, TREE])
+def test_trees_have_the_bits_of_plain_decoding(tmp_path, dtype, batch_size, tree):
+    """Greedy, sampled and penalised requests in one batch; a random drafter, so most levels have close choices."""
+    target = model_in(dtype)
+    write_checkpoint(tmp_path, target, draft_vocab_size=60)
+    expected, _ = outputs_of(target, None)
+    pool = {"kv_cache_tokens": 64, "page_size": 4} if batch_size == 3 else {}
+    found, engine = outputs_of(target, f"eagle3:{tmp_path}", max_batch_size=batch_size, draft_tree=tree, **pool)
+    assert found == expected
+    assert engine.last_run.decoding.num_draft_tokens > 5 * engine.last_run.decoding.num_drafts
+    assert not engine.drafter._states
+    assert bool(engine.last_run.num_preemptions) == bool(pool), "the small pool must preempt"
 
 
 def test_auto_k_pauses_and_resumes(tmp_path):
@@ -58,3 +76,16 @@ def test_the_bundled_drafter_is_accepted():
     assert outputs[1] == outputs[2] == outputs[0]
     assert lengths[1] > 2.8
     assert lengths[2] < lengths[1] - 1
+
+
+@pytest.mark.parametrize("temperature", grid([0.0, 1.0], keep=[1.0]))
+def test_a_tree_of_the_bundled_drafter_is_accepted_more_often_than_its_chain(temperature):
+    lines = (demo_pair() / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines[:4]]
+    params = [sd.SamplingParams(max_new_tokens=40, temperature=temperature, seed=i) for i in range(len(prompts))]
+    lengths = []
+    for tree in ("chain", 16):
+        engine = sd.Engine(demo_pair() / "target", demo_pair() / "eagle3", dtype="float32", draft_tree=tree)
+        engine.generate(prompts, params)
+        lengths.append(engine.last_run.decoding.mean_acceptance_length)
+    assert lengths[1] > lengths[0] + 0.3

@@ -72,3 +72,10 @@ def test_broken_trees_are_refused(value, message):
         sd.EngineConfig(draft_tree=value)
     assert checked_choices([[0], [0, 1]], "it") == ((0,), (0, 1))
     assert sd.EngineConfig(draft_tree="chain").draft_tree == "chain"
+
+
+def test_a_tree_may_be_a_number_of_nodes():
+    assert [sd.EngineConfig(draft_tree=number).draft_tree for number in (1, 64)] == [1, 64]
+    for number in (0, 65, True):
+        with pytest.raises(sd.ConfigError, match=r"^draft_tree"):
+            sd.EngineConfig(draft_tree=number)

@@ -1,0 +1,187 @@
+"""How an EAGLE-3 drafter drafts trees: one forward per level, over the frontier and the nodes above it.
+
+A row sees the committed context and its own ancestors, as rows of a verification do: a forward has the last true row of
+each sequence as the root of its tree, and then nodes (``rows_of_trees``). Their entries are provisional. The rows of a
+tree have consecutive slots, so the nodes above a frontier are computed again with it, in the slots of nodes that were
+dropped: a tree never takes more slots than it has nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.batch.trees import rows_of_trees
+from specdec_fast.device_copy import to_device
+from specdec_fast.drafters.base import DrafterContext
+from specdec_fast.drafters.dynamic_tree import ROOT, DynamicTree, RankPaths, TreeNodes
+from specdec_fast.drafters.eagle3_model import Eagle3Model
+from specdec_fast.drafters.ranked import TokenRanker
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.row_module import RowModule
+from specdec_fast.models.verify_step import expect_trees
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.speculation_length.choice_tree import ChoiceTree
+
+# Of a frontier, and children named for each of its nodes. For trees of 16 nodes 8 accepted no more tokens than 4; the
+# reference has 10 for trees of 60.
+WIDTH = 4
+
+
+@dataclass
+class _Growing:
+    """A tree in the making.
+
+    Attributes:
+        sequence: that it follows.
+        tree: its nodes so far.
+        depth: the largest depth.
+        fed: the row of ``states`` of which the last true row was made.
+        made: rows of ``states`` with the results of the root and of the nodes that were a frontier.
+
+    """
+
+    sequence: Sequence
+    tree: DynamicTree
+    depth: int
+    fed: int
+    made: dict[int, int]
+
+
+class LastRows(NamedTuple):
+    """The last true row of each of ``B`` sequences, the root of its tree.
+
+    Attributes:
+        inputs: ``[B, H]``, the features that they were made of.
+        hidden: ``[B, H]``, their results.
+        logits: ``[B, draft_vocab_size]``.
+
+    """
+
+    inputs: Tensor
+    hidden: Tensor
+    logits: Tensor
+
+
+def trees_of(model: Eagle3Model, rows: RowModule, context: DrafterContext) -> Eagle3Trees | None:
+    """Return what drafts the trees of ``EngineConfig.draft_tree``; None for chains.
+
+    Raises:
+        NotYetSupportedError: the target verifies chains only.
+
+    """
+    wanted = context.config.draft_tree
+    if wanted is None or isinstance(wanted, str):
+        return None
+    expect_trees(context.target)
+    return Eagle3Trees(model, rows, wanted)
+
+
+class Eagle3Trees:
+    """Drafts trees with one model.
+
+    Args:
+        model: gives the vocabularies.
+        rows: computes the rows.
+        tree: rank paths of a static tree; or the number of nodes of trees that follow the drafter's confidence.
+
+    Attributes:
+        max_nodes: the largest number of nodes.
+        is_static: whether all trees have one shape.
+
+    """
+
+    def __init__(self, model: Eagle3Model, rows: RowModule, tree: int | tuple[tuple[int, ...], ...]) -> None:
+        self._rows = rows
+        self._rank_paths = None if isinstance(tree, int) else RankPaths(ChoiceTree(tree))
+        self.is_static = self._rank_paths is not None
+        self.max_nodes = tree if isinstance(tree, int) else len(tree)
+        self._ranker = TokenRanker(model.ops, model.vocab_size, model.target_ids)
+
+    @property
+    def described(self) -> int | list[list[int]]:
+        """The tree for ``Engine.describe()``."""
+        static = self._rank_paths
+        return self.max_nodes if static is None else [list(choice) for choice in static.tree.choices]
+
+    def draft(
+        self, pool: PagePool, sequences: list[Sequence], limits: list[tuple[int, int]], last: LastRows
+    ) -> list[TreeNodes]:
+        """Draft one tree per sequence.
+
+        Args:
+            pool: the drafter's pages.
+            sequences: ``B`` sequences, all of whose true rows have been computed.
+            limits: the largest depth and the largest number of nodes of each tree, at least 1.
+            last: of each sequence.
+
+        """
+        states, logits, batch_size = torch.cat([last.inputs, last.hidden]), last.logits, len(sequences)
+        trees = [
+            _Growing(sequence, DynamicTree(num_nodes, self._width), depth, i, {ROOT: batch_size + i})
+            for i, (sequence, (depth, num_nodes)) in enumerate(zip(sequences, limits, strict=True))
+        ]
+        growing = trees
+        for depth in range(max(depth for depth, _ in limits)):
+            self._add_children(growing, logits, depth)
+            growing = [each for each in growing if each.depth > depth + 1 and each.tree.frontier]
+            if not growing:
+                break
+            logits, hidden = self._forward(pool, growing, states)
+            new = [(each, node) for each in growing for node in each.tree.frontier]
+            for place, (each, node) in enumerate(new, start=len(states)):
+                each.made[node] = place
+            states = torch.cat([states, hidden])
+        return [each.tree.nodes() for each in trees]
+
+    @property
+    def _width(self) -> int:
+        return WIDTH if self._rank_paths is None else self.max_nodes
+
+    def _add_children(self, growing: list[_Growing], logits: Tensor, depth: int) -> None:
+        """Add children to the nodes of all frontiers, which have the rows of ``logits``."""
+        owners, fed, ends = [], [], [0]
+        for each in growing:
+            owners += [each.sequence] * len(each.tree.frontier)
+            fed += [_token(each, node) for node in each.tree.frontier]
+            ends.append(len(fed))
+        static = self._rank_paths
+        num_ranks = WIDTH if static is None else static.num_ranks(depth)
+        found = self._ranker(logits, owners, fed, depth, num_ranks)
+        for each, (start, stop) in zip(growing, pairwise(ends), strict=True):
+            children = found.token_ids[start:stop], found.log_probs[start:stop]
+            if static is None:
+                each.tree.add_children(*children)
+            else:
+                static.add_children(each.tree, *children)
+
+    def _forward(self, pool: PagePool, growing: list[_Growing], states: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the frontiers; return logits and results of their nodes."""
+        spans: list[Rows] = []
+        tokens: list[int] = []
+        sources, parents, counts, wanted = [], [], [], []
+        for each in growing:
+            tree, sequence = each.tree, each.sequence
+            nodes, above = tree.frontier_rows()
+            rows = {node: row for row, node in enumerate(nodes, start=len(tokens) + 1)}
+            wanted += [rows[node] for node in tree.frontier]
+            spans.append(Rows(sequence, sequence.length - 2, len(nodes) + 1))
+            sources += [each.fed, *(each.made[tree.parent(node)] for node in nodes)]
+            tokens += [_token(each, node) for node in (ROOT, *nodes)]
+            parents += above
+            counts.append(len(nodes))
+        device = states.device
+        batch = lay_out(pool, spans, to_device(tokens, device), trees=rows_of_trees(parents, counts))
+        of_frontiers = to_device(wanted, device)
+        logits, hidden = self._rows(pool, batch, states[to_device(sources, device)], of_frontiers)
+        return logits, hidden[of_frontiers]
+
+
+def _token(each: _Growing, node: int) -> int:
+    return each.sequence.token_ids[-1] if node == ROOT else each.tree.token(node)

@@ -1,0 +1,94 @@
+"""The likeliest next tokens of a drafter's rows, with the probability that each is the target's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.sampling_batch import Sampling, sampling_of
+from specdec_fast.device_copy import to_device
+from specdec_fast.models.draft_step import chosen_tokens, widened
+from specdec_fast.ops import Ops
+from specdec_fast.oracle.sampling import noise_of_tokens
+from specdec_fast.request.sequence import Sequence
+
+# A drafter learns how often the target draws a token at temperature 1. That its logit is the largest is likelier than
+# that for a likely token, and less likely for others. Measured with the bundled EAGLE-3 drafter (docs/drafters.md).
+GREEDY_TEMPERATURE = 0.5
+
+
+class RankedTokens(NamedTuple):
+    """The first ranks of ``N`` rows.
+
+    Attributes:
+        token_ids: ``[N, num_ranks]``, the likeliest first; different ones, but for those of log-probability -inf.
+        log_probs: ``[N, num_ranks]``, estimates that the token is the target's if all before it are.
+
+    """
+
+    token_ids: list[list[int]]
+    log_probs: list[list[float]]
+
+
+class TokenRanker:
+    """Ranks a drafter's next tokens by the rule by which the target will choose its own.
+
+    For a greedy request these are the tokens of the largest logits. For a request that samples, the first one is what
+    the target would choose with these logits and its own noise, and each further one is what it would choose without
+    those before it.
+
+    The probabilities are those with which a rank would be first if a Gumbel error were added to what is ranked. For a
+    greedy request these are the logits, so the probabilities are their softmax, at a temperature below 1. For a request
+    that samples they are ``logits / temperature + noise``: the logits' own softmax would leave the noise out, although
+    it is known and decides.
+
+    Args:
+        ops: of the target.
+        vocab_size: the target's.
+        target_ids: ``[draft_vocab_size]`` int64, the target's id of each of the drafter's; None if they are the same.
+
+    """
+
+    def __init__(self, ops: Ops, vocab_size: int, target_ids: Tensor | None = None) -> None:
+        self._ops, self._vocab_size, self._target_ids = ops, vocab_size, target_ids
+
+    def __call__(
+        self, logits: Tensor, sequences: list[Sequence], fed: list[int], ahead: int, num_ranks: int
+    ) -> RankedTokens:
+        """Rank the next tokens of ``N`` rows, and wait for the result.
+
+        Args:
+            logits: ``[N, draft_vocab_size]``.
+            sequences: of each row; a sequence may have several rows.
+            fed: the token behind which each row chooses. A repetition penalty does not see the others that this step
+                has drafted: it costs acceptance, no token.
+            ahead: number of tokens drafted before, on the path of each row.
+            num_ranks: at least 1; fewer are returned if the drafter has fewer ids.
+
+        """
+        num_ranks = min(num_ranks, logits.shape[1])
+        sampling = sampling_of(sequences, logits.device, ahead)
+        if sampling is None:
+            found = (logits.float() / GREEDY_TEMPERATURE).log_softmax(dim=-1).topk(num_ranks, dim=-1)
+            ids = found.indices if self._target_ids is None else self._target_ids[found.indices]
+            return RankedTokens(ids.tolist(), found.values.tolist())
+        logits = torch.nan_to_num(logits)  # else a row without a choice would get the same id for each rank
+        if self._target_ids is not None:
+            logits = widened(logits, self._target_ids, self._vocab_size)
+        ids, values = self._drawn(logits, to_device(fed, logits.device), sampling, num_ranks)
+        temperatures = sampling.temperatures[:, None]
+        noise = noise_of_tokens(ids, sampling.seeds[:, None], sampling.positions[:, None])
+        drawn = values / temperatures.clamp(min=1e-6) + noise
+        scores = torch.where(temperatures > 0, drawn, values / GREEDY_TEMPERATURE)
+        return RankedTokens(ids.tolist(), scores.log_softmax(dim=-1).tolist())
+
+    def _drawn(self, logits: Tensor, fed: Tensor, sampling: Sampling, num_ranks: int) -> tuple[Tensor, Tensor]:
+        """Return ids ``[N, num_ranks]`` and their logits, float64, -inf if no id was left; ``logits`` are changed."""
+        ids, values = [], []
+        for _ in range(num_ranks):
+            ids.append(chosen_tokens(self._ops, logits, self._vocab_size, fed, sampling))
+            values.append(logits.gather(1, ids[-1][:, None]))
+            logits.scatter_(1, ids[-1][:, None], float("-inf"))
+        return torch.stack(ids, dim=1), torch.cat(values, dim=1).double()
