@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from specdec_fast.errors import ConfigError
 from specdec_fast.speculation_length.choice_tree import MOST_NODES, fit_tree
 from specdec_fast.training.clover import new_clover, save_clover
+from specdec_fast.training.dflash import BlockSize, new_dflash, rarest_id, save_dflash
 from specdec_fast.training.drafter_loss import Teacher, loss_of
 from specdec_fast.training.drafter_module import DrafterModule
 from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
@@ -169,6 +170,39 @@ class CloverKind(_HeadsKind):
         return {"hit_rates": rates, "choices": choices}
 
 
+class DFlashKind(DrafterKind):
+    """DFlash: blocks over taps, as wide as the target; with a Markov head DSpark."""
+
+    options = ("num_layers", "block_size", "markov_rank", "ffn_size", "tap_layers")
+
+    def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
+        super().__init__(args, target)
+        default = BlockSize()
+        self._block = BlockSize(
+            args.num_layers or default.num_layers, args.block_size or default.block_size, args.markov_rank or 0
+        )
+        if self._block.block_size < 2:
+            raise ConfigError("--block-size 1: expected at least 2 rows, the newest token and a mask.")
+        self._size = DrafterSize(ffn_size=args.ffn_size, tap_layers=args.tap_layers)
+        self._taps = self._size.taps(self._config.num_hidden_layers)
+
+    @property
+    def num_steps(self) -> int:
+        """As many as a block drafts."""
+        return self._block.block_size - (not self._block.markov_rank)
+
+    def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
+        """Begin with random layers between the target's embedding and output layer."""
+        mask = rarest_id(texts, self._config.vocab_size)
+        self._module = new_dflash(self._target, self._size, self._block, mask)
+        return self._module, Teacher(self._target, self._taps, None)
+
+    def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
+        """Write the format of z-lab and SGLang."""
+        save_dflash(self._module, folder, self._target, self._taps)
+        return {}
+
+
 def _tree_nodes(args: argparse.Namespace, default: int = _TREE_NODES) -> int:
     num_nodes: int = args.tree_nodes or default
     if num_nodes > MOST_NODES:
@@ -181,4 +215,5 @@ KINDS: dict[str, type[DrafterKind]] = {
     "medusa": MedusaKind,
     "clover": CloverKind,
     "specblock": SpecBlockKind,
+    "dflash": DFlashKind,
 }

@@ -85,11 +85,11 @@ def loss_of(module: DrafterModule, token_ids: Tensor, lesson: Lesson, num_steps:
 
     """
     total, weights = token_ids.new_zeros((), dtype=torch.float32), 0.0
-    for step, drafted in enumerate(module.unroll(lesson.features, token_ids, num_steps)):
-        learnt = (lesson.counts & (lesson.best >= 0))[:, step + 1 :]
+    for step, (drafted, rows) in enumerate(module.drafts(lesson.features, token_ids, num_steps)):
+        learnt = (lesson.counts & (lesson.best >= 0))[:, rows]
         if not learnt.any():
             continue
-        logits, wanted = drafted.float(), lesson.probabilities[:, step + 1 :]
+        logits, wanted = drafted.float(), lesson.probabilities[:, rows]
         loss = logits.logsumexp(-1) - (wanted * logits).sum(-1)
         total = total + STEP_DISCOUNT**step * loss[learnt].mean()
         weights += STEP_DISCOUNT**step
@@ -105,9 +105,9 @@ def agreement(module: DrafterModule, token_ids: Tensor, lesson: Lesson, num_step
 
     """
     counts = torch.zeros(num_steps, 2, dtype=torch.int64, device="cpu")
-    for step, logits in enumerate(module.unroll(lesson.features, token_ids, num_steps)):
-        valid = lesson.counts[:, step + 1 :]
-        agrees = (logits.argmax(-1) == lesson.best[:, step + 1 :]) & valid
+    for step, (logits, rows) in enumerate(module.drafts(lesson.features, token_ids, num_steps)):
+        valid = lesson.counts[:, rows]
+        agrees = (logits.argmax(-1) == lesson.best[:, rows]) & valid
         counts[step, 0], counts[step, 1] = agrees.sum(), valid.sum()
     return counts
 

@@ -23,3 +23,13 @@ class DrafterModule(nn.Module, ABC):
             Per step k, logits ``[B, L - 1 - k, draft_vocab_size]``: row i for the token at position ``i + 2 + k``.
 
         """
+
+    def drafts(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[tuple[Tensor, slice | Tensor]]:
+        """Draft as ``unroll`` does, from every position or from some that the module chooses.
+
+        Returns:
+            Per step, logits ``[B, N, draft_vocab_size]``, and which ``N`` of the ``L`` positions choose their tokens.
+
+        """
+        logits = self.unroll(features, token_ids, num_steps)
+        return [(drafted, slice(step + 1, None)) for step, drafted in enumerate(logits)]

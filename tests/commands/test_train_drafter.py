@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from specdec_fast.assets import demo_pair
 from specdec_fast.cli import main
 from specdec_fast.drafters.clover_weights import is_clover
+from specdec_fast.drafters.dflash_config import is_dflash
 from specdec_fast.drafters.eagle3_config import is_eagle3
 from specdec_fast.drafters.eagle3_model import load_eagle3
 from specdec_fast.drafters.medusa_weights import is_medusa
@@ -88,6 +89,21 @@ def test_a_specblock_drafter(folder, tmp_path, capsys):
     assert (config.tree_nodes, config.tap_layers, config.draft_vocab_size) == (9, (1, 2, 3), 400)
     assert train(tmp_path, *options, "--num-heads", "3") == 2
     assert "--num-heads is no option of --kind specblock" in capsys.readouterr().err
+
+
+def test_blocks_of_dspark(folder, tmp_path, capsys):
+    (tmp_path / "texts.safetensors").write_bytes((folder / "texts.safetensors").read_bytes())
+    options = ["--kind", "dflash", "--target", TARGET, "--output", str(tmp_path), "--resume", "--held-out", "2"]
+    options += ["--epochs", "1", "--tap-layers", "1,3", "--num-layers", "1", "--markov-rank", "4", "--block-size"]
+    assert main(["train-drafter", *options, "3"]) == 0
+    assert f"pass --draft dflash:{tmp_path}" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "report.json").read_text())["agreement"]) == 3
+    assert is_dflash(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dflash_config"]["target_layer_ids"] == [0, 2]
+    assert main(["train-drafter", *options, "1"]) == 2
+    assert "--block-size 1: expected at least 2" in capsys.readouterr().err
+    assert main(["train-drafter", *options, "3", "--hidden-size", "32"]) == 2
+    assert "--hidden-size is no option of --kind dflash" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["write_texts", "Trainer.run", "Trainer.evaluate"])

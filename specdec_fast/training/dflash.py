@@ -1,0 +1,103 @@
+"""A new DFlash or DSpark drafter for a target, and the checkpoint that it becomes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec_fast.drafters.eagle3_config import LAYER_SIZES
+from specdec_fast.errors import ConfigError
+from specdec_fast.training.dflash_module import DFlashModule
+from specdec_fast.training.eagle3 import DrafterSize, layer_config
+from specdec_fast.training.texts import Texts
+
+_STORED = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """The sizes of a drafter beside those of its layers.
+
+    Attributes:
+        num_layers: of the drafter.
+        block_size: rows of a block; without a Markov head it drafts one token less.
+        markov_rank: of DSpark's Markov head; 0: none.
+
+    """
+
+    num_layers: int = 2
+    block_size: int = 8
+    markov_rank: int = 0
+
+
+def rarest_id(texts: Texts, vocab_size: int) -> int:
+    """Return the id that texts use least, among equals the largest: it will stand for tokens to be drafted."""
+    frequencies = torch.bincount(texts.token_ids.long(), minlength=vocab_size)
+    return vocab_size - 1 - int(frequencies.flip(0).argmin())
+
+
+def new_dflash(target: PreTrainedModel, size: DrafterSize, block: BlockSize, mask_token_id: int) -> DFlashModule:
+    """Return a drafter to be trained, on the target's device, in fp32, with the target's embedding and output layer.
+
+    Args:
+        target: the model that it will draft for.
+        size: of its layers; the hidden size is the target's.
+        block: of its blocks.
+        mask_token_id: stands for a token to be drafted.
+
+    Raises:
+        ConfigError: the target's output layer is not one matrix without a bias.
+
+    """
+    output = target.get_output_embeddings()
+    if not isinstance(output, nn.Linear) or output.bias is not None:
+        raise ConfigError(
+            f"the output layer of {type(target).__name__} is a {type(output).__name__}; a DFlash drafter shares a "
+            "linear layer without a bias."
+        )
+    config = target.config.get_text_config(decoder=True)
+    layer = layer_config(config, size, block.num_layers)
+    shared = target.get_input_embeddings().weight.detach().float(), output.weight.detach().float()
+    feature_size = len(size.taps(config.num_hidden_layers)) * config.hidden_size
+    module = DFlashModule(layer, feature_size, block.block_size, mask_token_id, block.markov_rank, shared)
+    return module.to(target.device)
+
+
+def save_dflash(module: DFlashModule, folder: Path, target: PreTrainedModel, taps: tuple[int, ...]) -> None:
+    """Write ``config.json`` and ``model.safetensors`` in the format of z-lab and SGLang, weights in bf16.
+
+    Args:
+        module: the trained drafter.
+        folder: exists.
+        target: the model that it was trained for.
+        taps: ``DrafterSize.taps``.
+
+    """
+    layer, path = module.config, folder / "model.safetensors"
+    weights = {name: weight.detach().to("cpu", _STORED).contiguous() for name, weight in module.named_parameters()}
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors writes 0600
+    head = module.markov_head
+    markov = {} if head is None else {"markov_rank": head.markov_w1.embedding_dim, "markov_head_type": "vanilla"}
+    config = {
+        "architectures": ["DFlashDraftModel" if head is None else "DSparkDraftModel"],
+        "model_type": "qwen3",
+        **{name: getattr(layer, name) for name in LAYER_SIZES},
+        "rope_parameters": layer.rope_parameters,
+        "rope_theta": layer.rope_parameters["rope_theta"],  # the name that transformers 4 looks for
+        "attention_bias": False,
+        "num_target_layers": target.config.get_text_config(decoder=True).num_hidden_layers,
+        "block_size": module.block_size,
+        **markov,
+        # An id is that of the layer behind which a tap is read.
+        "dflash_config": {"mask_token_id": module.mask_token_id, "target_layer_ids": [tap - 1 for tap in taps]},
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

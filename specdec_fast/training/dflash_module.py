@@ -1,0 +1,200 @@
+"""A DFlash drafter as a module that can be trained (arXiv 2602.06036), with DSpark's Markov head if it has a rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, silu
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+
+from specdec_fast.training.drafter_module import DrafterModule
+
+_ANCHORS_PER_BLOCK = 2  # blocks that start in as many positions as a block has rows
+
+
+class _Attention(nn.Module):
+    """The projections and norms of a layer's attention."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, head_dim = config.hidden_size, config.head_dim
+        self.head_dim, self.groups = head_dim, config.num_attention_heads // config.num_key_value_heads
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, hidden, bias=False)
+        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, config.rms_norm_eps) for _ in range(2))
+
+    def queries(self, rows: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
+        """Return ``[B, heads, n, head_dim]`` for rows ``[B, n, H]``."""
+        return _rotated(self.q_norm(self._split(self.q_proj(rows))), factors)
+
+    def entries(self, rows: Tensor, factors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values of rows ``[B, n, H]``, repeated to as many heads as queries have."""
+        key = _rotated(self.k_norm(self._split(self.k_proj(rows))), factors)
+        value = self._split(self.v_proj(rows))
+        return key.repeat_interleave(self.groups, dim=1), value.repeat_interleave(self.groups, dim=1)
+
+    def _split(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(silu(self.gate_proj(rows)) * self.up_proj(rows))
+        return output
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn, self.mlp = _Attention(config), _MLP(config)
+
+
+class _MarkovHead(nn.Module):
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)  # the bias begins as 0
+
+    def forward(self, previous: Tensor) -> Tensor:
+        output: Tensor = self.markov_w2(self.markov_w1(previous))
+        return output
+
+
+class DFlashModule(DrafterModule):
+    """Layers over the target's features, with the parameter names of checkpoints.
+
+    Args:
+        config: sizes; hidden size and vocabulary are the target's.
+        feature_size: width of a row's taps side by side.
+        block_size: rows of a block.
+        mask_token_id: stands for a token to be drafted.
+        markov_rank: of the Markov head, which makes it DSpark; 0: none.
+        shared: ``[vocab_size, H]`` each, embedding and output layer of the target; they are not trained.
+
+    """
+
+    num_batches: Tensor
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        feature_size: int,
+        block_size: int,
+        mask_token_id: int,
+        markov_rank: int,
+        shared: tuple[Tensor, Tensor],
+    ) -> None:
+        super().__init__()
+        self.config, self.block_size, self.mask_token_id = config, block_size, mask_token_id
+        self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.markov_head = _MarkovHead(config.vocab_size, markov_rank) if markov_rank else None
+        self._embedding, self._head = shared
+        self._rotary = LlamaRotaryEmbedding(config)
+        self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64))  # the anchors depend on it
+
+    @property
+    def most_steps(self) -> int:
+        """The number of tokens that a block drafts: DSpark's first row drafts too."""
+        return self.block_size - (self.markov_head is None)
+
+    def unroll(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
+        """Draft a block behind every token but the first; see ``DrafterModule``."""
+        length = token_ids.shape[1]
+        drafted = self._blocks(features, token_ids, torch.arange(length - 1, device=token_ids.device), num_steps)
+        return [drafted[:, : length - 1 - step, step] for step in range(num_steps)]
+
+    def drafts(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[tuple[Tensor, slice | Tensor]]:
+        """Draft blocks behind tokens at random positions, others in each batch."""
+        length = token_ids.shape[1]
+        generator = torch.Generator(device="cpu").manual_seed(int(self.num_batches))
+        self.num_batches += 1
+        count = max(1, _ANCHORS_PER_BLOCK * length // self.block_size)
+        chosen = torch.randperm(length - 1 - num_steps + 1, generator=generator, device="cpu")[:count].sort().values
+        rows = chosen.to(token_ids.device)
+        drafted = self._blocks(features, token_ids, rows, num_steps)
+        return [(drafted[:, :, step], rows + step + 1) for step in range(num_steps)]
+
+    def _blocks(self, features: Tensor, token_ids: Tensor, rows: Tensor, num_steps: int) -> Tensor:
+        """Draft blocks whose context ends with ``rows``.
+
+        Args:
+            features: ``[B, L, feature_size]``.
+            token_ids: ``[B, L]`` int64.
+            rows: ``[N]`` int64 below L - 1; the newest token of block n is at position ``rows[n] + 1``.
+            num_steps: tokens to draft.
+
+        Returns:
+            Logits ``[B, N, num_steps, vocab_size]``: step k for the token at position ``rows[n] + 2 + k``.
+
+        """
+        length, device = token_ids.shape[1], token_ids.device
+        size = num_steps + (self.markov_head is None)
+        positions = rows[:, None] + 1 + torch.arange(size, device=device)
+        fed = torch.full((len(token_ids), *positions.shape), self.mask_token_id, device=device)
+        fed[:, :, 0] = token_ids[:, rows + 1]
+        context = self.hidden_norm(self.fc(features))
+        everywhere = self._rotary(context, torch.arange(length, device=device)[None])
+        within = self._rotary(context, positions.flatten()[None])
+        visible = torch.arange(length, device=device) <= rows[:, None, None]  # [N, 1, L]
+        hidden = embedding(fed, self._embedding).flatten(1, 2)
+        for layer in self.layers:
+            states, attention = layer.input_layernorm(hidden), layer.self_attn  # type: ignore[operator]
+            own = attention.entries(states, within)  # type: ignore[union-attr,operator]
+            of_context = attention.entries(context, everywhere)  # type: ignore[union-attr,operator]
+            query = attention.queries(states, within)  # type: ignore[union-attr,operator]
+            hidden = hidden + attention.o_proj(_attended(query, of_context, own, visible, size))  # type: ignore[union-attr,operator]
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))  # type: ignore[operator]
+        drafting = self.norm(hidden).unflatten(1, (len(rows), size))[:, :, size - num_steps :]
+        logits = linear(drafting, self._head)
+        if self.markov_head is None:
+            return logits
+        previous = (rows[:, None] + 1 + torch.arange(num_steps, device=device)).clamp(max=length - 1)
+        biased: Tensor = logits + self.markov_head(token_ids[:, previous])
+        return biased
+
+
+def _rotated(states: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = (factor[:, None] for factor in factors)
+    result: Tensor = states * cos + rotate_half(states) * sin
+    return result
+
+
+def _attended(
+    query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], visible: Tensor, size: int
+) -> Tensor:
+    """Attend from blocks to the context that each sees and to all rows of the block itself.
+
+    Args:
+        query: ``[B, heads, N * size, head_dim]``.
+        context: keys and values, ``[B, heads, L, head_dim]`` each.
+        own: those of the blocks' rows, like ``query``.
+        visible: ``[N, 1, L]`` bool, the context of each block.
+        size: rows of a block.
+
+    Returns:
+        ``[B, N * size, heads * head_dim]``.
+
+    """
+    blocks = [states.unflatten(2, (-1, size)) for states in (query, *own)]  # [B, heads, N, size, head_dim]
+    scale, length = query.shape[-1] ** -0.5, visible.shape[-1]
+    scores = (query @ context[0].mT).unflatten(2, (-1, size)).masked_fill(~visible, float("-inf"))
+    weights = (torch.cat([scores, blocks[0] @ blocks[1].mT], dim=-1) * scale).softmax(-1)
+    seen = weights[..., :length].flatten(2, 3) @ context[1]
+    output = seen + (weights[..., length:] @ blocks[2]).flatten(2, 3)
+    return output.transpose(1, 2).flatten(-2)
