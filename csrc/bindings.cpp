@@ -195,12 +195,18 @@ specdec::Choice choice_of(const ChoiceSizes& of, const specdec::Sampling* sampli
           pointer<const std::int64_t>(static_cast<std::uintptr_t>(of[3])), of[4]};
 }
 
+// In the order of specdec::CarriedRows.
+using Carried = std::tuple<std::uintptr_t, std::int64_t, specdec::Program*, std::int64_t,
+                           std::vector<std::pair<std::uintptr_t, std::int64_t>>>;
+
 void draft(specdec::Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
            const std::vector<std::int64_t>& token_ids, const std::vector<std::int64_t>& num_draft_tokens,
-           const std::array<std::int64_t, 2>& carried, const ChoiceSizes& choice,
+           const Carried& carried, const ChoiceSizes& choice,
            const std::vector<std::uintptr_t>& sampling, int num_threads, std::uintptr_t chosen) {
   const specdec::Sampling rules = sampling_at(sampling);
-  const specdec::CarriedRows rows{pointer<const char>(static_cast<std::uintptr_t>(carried[0])), carried[1]};
+  const auto& [first, row_bytes, projection, input_bytes, pieces] = carried;
+  specdec::CarriedRows rows{pointer<const char>(first), row_bytes, projection, input_bytes, {}};
+  for (const auto& [address, count] : pieces) rows.pieces.emplace_back(pointer<const char>(address), count);
   specdec::draft(program, pages_at(pages), {spans_of(spans), token_ids, num_draft_tokens, rows},
                  choice_of(choice, sampling.empty() ? nullptr : &rules), num_threads, pointer<std::int64_t>(chosen));
 }

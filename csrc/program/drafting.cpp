@@ -73,12 +73,14 @@ class WideLogits {
 // The row that each sequence's next forward takes, from the hidden states of the last one.
 class Carried {
  public:
-  Carried(const CarriedRows& rows, std::size_t num_sequences)
-      : rows_(rows), next_(num_sequences * static_cast<std::size_t>(rows.row_bytes)), inputs_(rows.first) {}
+  Carried(const CarriedRows& rows, std::size_t num_sequences, int num_threads)
+      : rows_(rows), next_(num_sequences * static_cast<std::size_t>(rows.row_bytes)), inputs_(rows.first) {
+    if (rows.projection != nullptr) project(num_threads);
+  }
 
   // Gives a forward its inputs, and memory for its hidden states.
   void set(Forward& forward) {
-    if (rows_.first == nullptr) return;
+    if (rows_.row_bytes == 0) return;
     hidden_.resize(std::max(hidden_.size(), static_cast<std::size_t>(forward.num_rows * rows_.row_bytes)));
     forward.inputs = inputs_;
     forward.hidden_states = hidden_.data();
@@ -86,15 +88,31 @@ class Carried {
 
   // Row `row` of the last forward is the input of row `next` of the following one.
   void keep(std::int64_t row, std::size_t next) {
-    if (rows_.first == nullptr) return;
+    if (rows_.row_bytes == 0) return;
     const auto bytes = static_cast<std::size_t>(rows_.row_bytes);
     std::memcpy(next_.data() + next * bytes, hidden_.data() + static_cast<std::size_t>(row) * bytes, bytes);
     inputs_ = next_.data();
   }
 
  private:
-  CarriedRows rows_;
-  std::vector<char> next_, hidden_;
+  void project(int num_threads) {
+    std::vector<char> taken;
+    for (const auto& [piece, count] : rows_.pieces) taken.insert(taken.end(), piece, piece + count * rows_.input_bytes);
+    std::vector<std::int64_t> all(taken.size() / static_cast<std::size_t>(rows_.input_bytes));
+    std::iota(all.begin(), all.end(), 0);
+    projected_.resize(all.size() * static_cast<std::size_t>(rows_.row_bytes));
+    Forward forward{};
+    forward.num_rows = forward.num_logit_rows = static_cast<std::int64_t>(all.size());
+    forward.token_ids = forward.positions = forward.logit_rows = all.data();  // of these it reads the last one alone
+    forward.logits = projected_.data();
+    forward.num_threads = num_threads;
+    forward.inputs = taken.data();
+    rows_.projection->run(forward);
+    inputs_ = projected_.data();
+  }
+
+  const CarriedRows& rows_;
+  std::vector<char> next_, hidden_, projected_;
   const char* inputs_;
 };
 
@@ -106,8 +124,12 @@ void check(const DraftRequest& request, const Choice& choice) {
   }
   std::int64_t num_rows = 0;
   for (const Span& span : request.spans) num_rows += span.count;
+  const CarriedRows& carried = request.carried;
+  std::int64_t num_carried = 0;
+  for (const auto& piece : carried.pieces) num_carried += piece.second;
   const bool fits = static_cast<std::size_t>(num_rows) == request.token_ids.size() &&
-                    request.spans.size() == request.num_draft_tokens.size();
+                    request.spans.size() == request.num_draft_tokens.size() &&
+                    (carried.projection == nullptr || num_carried == num_rows);
   const auto positive = [](std::int64_t count) { return count > 0; };
   if (!fits || !std::all_of(request.num_draft_tokens.begin(), request.num_draft_tokens.end(), positive)) {
     throw std::invalid_argument("a draft of " + std::to_string(request.spans.size()) + " spans of " +
@@ -128,7 +150,7 @@ void draft(Program& program, const Pages& pages, const DraftRequest& request, co
       new char[num_sequences * static_cast<std::size_t>(choice.width * item_size(choice.dtype))]);
   const bool is_wide = choice.target_ids != nullptr && choice.sampling != nullptr;
   const std::unique_ptr<WideLogits> wide = is_wide ? std::make_unique<WideLogits>(choice, num_sequences) : nullptr;
-  Carried carried(request.carried, num_sequences);
+  Carried carried(request.carried, num_sequences, num_threads);
   std::vector<std::int64_t> first(num_sequences + 1);  // index of each sequence's first token
   std::partial_sum(counts.begin(), counts.end(), first.begin() + 1);
   std::vector<std::int32_t> one_each(num_sequences + 1), accepted(num_sequences);

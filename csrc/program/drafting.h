@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "ops/sampling.h"
@@ -26,8 +27,13 @@ struct Choice {
 // The rows that a program takes beside its tokens. The program's hidden states have the same size: those of a sequence's
 // last row are the input of its next one.
 struct CarriedRows {
-  const char* first = nullptr;  // of the first forward's rows; null: the program takes none
-  std::int64_t row_bytes = 0;
+  const char* first = nullptr;  // of the first forward's rows
+  std::int64_t row_bytes = 0;   // 0: the program takes none
+  // If not null, the first forward's rows are the logits of this program, which has no KV entries and reads neither tokens
+  // nor positions.
+  Program* projection = nullptr;
+  std::int64_t input_bytes = 0;                                // of a row that it takes
+  std::vector<std::pair<const char*, std::int64_t>> pieces{};  // address and number of such rows
 };
 
 // The sequences to draft for.

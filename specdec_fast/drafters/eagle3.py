@@ -21,6 +21,7 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext, StepResult
 from specdec_fast.drafters.dynamic_tree import draft_of
 from specdec_fast.drafters.eagle3_model import Eagle3Model, load_eagle3
+from specdec_fast.drafters.eagle3_program import layers_of, projection_of
 from specdec_fast.drafters.eagle3_tree import LastRows, trees_of
 from specdec_fast.drafters.pooled import PooledDrafter
 from specdec_fast.drafters.queued_features import QueuedFeatures, portions, tokens_after
@@ -28,7 +29,7 @@ from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
 from specdec_fast.models.draft_step import by_sequence, chosen_tokens, stages, widened
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.models.row_module import RowModule
-from specdec_fast.program.executors import Choice
+from specdec_fast.program.executors import Choice, Projection
 from specdec_fast.request.sequence import Sequence
 
 _MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are computed at once
@@ -59,12 +60,18 @@ class Eagle3Drafter(PooledDrafter):
         super().__init__(self.model.layout)
         self.taps = self.model.taps
         self._device, config = context.device, context.config
-        self.rows = RowModule(self.model.row_function(), self.model.ops, config.page_size, config.enforce_eager)
+        functions = layers_of(self.model), projection_of(self.model)
+        self.rows, self._projection = (
+            RowModule(function, self.model.ops, config.page_size, config.enforce_eager) for function in functions
+        )
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
         self.limit_prefill(config.max_prefill_tokens)
         self._states: dict[Sequence, QueuedFeatures] = {}
         self._trees = trees_of(self.model, self.rows, context)
         self.max_nodes = 0 if self._trees is None else self._trees.max_nodes
+        # Of a sequence's last step: hidden states ``[n, taps, target's hidden size]``. They wait for the next proposal,
+        # because the call of a program that drafts projects them as well.
+        self._waiting: dict[Sequence, Tensor] = {}
 
     @property
     def name(self) -> str:
@@ -93,10 +100,13 @@ class Eagle3Drafter(PooledDrafter):
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         """Estimate what its forwards need, its logits, and the features that wait."""
         model, itemsize = self.model, self.model.layout.dtype.itemsize
-        rows = max(prefill_rows or MAX_PREFILL_ROWS, num_sequences * (num_draft_tokens + 1))
+        verified = num_sequences * (num_draft_tokens + 1)
         queued = num_sequences * _MOST_QUEUED * model.hidden_size * itemsize
+        queued += verified * len(self.taps) * model.config.target_hidden_size * itemsize
         widths = model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
+        rows = max(prefill_rows or MAX_PREFILL_ROWS, verified)
         forward = self.rows.step_bytes(rows, num_sequences) or rows * model.row_bytes
+        forward += self._projection.step_bytes(verified, verified) or 0
         return forward + queued + num_sequences * widths * itemsize
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
@@ -106,6 +116,7 @@ class Eagle3Drafter(PooledDrafter):
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the present one; forget what an interrupted run left."""
         self._states.clear()
+        self._waiting.clear()
         super().prepare(num_tokens, page_size)
 
     def admit(self, sequences: list[Sequence]) -> None:
@@ -144,46 +155,64 @@ class Eagle3Drafter(PooledDrafter):
         if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
         most = max(self._most_rows, sum(drafting.values()) + len(drafting))
-        if sum(self._states[sequence].num_queued for sequence in drafting) > most:
+        if sum(map(self._num_queued, drafting)) > most:
             self._catch_up(list(drafting))
         return Draft(self._chains(drafting), limits)
 
-    @torch.inference_mode()
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
         """Queue the features of committed tokens; compute their rows if too many wait."""
         if not sequences or result.hidden_states is None:
             return
-        rows = [row for own in result.accepted_rows for row in own]
-        features = result.hidden_states[to_device(rows, self._device)]
-        projected = self.model.project(features).split([len(own) for own in result.accepted_rows])
-        for sequence, added in zip(sequences, projected, strict=True):
-            self._states[sequence].add(added)
-        late = [sequence for sequence in sequences if self._states[sequence].num_queued > _MOST_QUEUED]
+        self._project(sequences)
+        rows, hidden_states = result.accepted_rows, result.hidden_states
+        if len(rows) == 1 and isinstance(rows[0], range):
+            self._waiting[sequences[0]] = hidden_states[rows[0].start : rows[0].stop]
+        else:  # a copy: a view would keep the hidden states of other sequences
+            chosen = hidden_states[to_device([row for own in rows for row in own], self._device)]
+            self._waiting |= zip(sequences, chosen.split(list(map(len, rows))), strict=True)
+        late = [sequence for sequence in sequences if self._num_queued(sequence) > _MOST_QUEUED]
         if late:
             self._catch_up(late)
 
     def release(self, sequence: Sequence) -> None:
         """Return the sequence's pages, and forget its features."""
+        self._waiting.pop(sequence, None)
         if self._states.pop(sequence, None) is not None:
             self._pool().free(sequence)
 
     def _last_rows(self, sequences: list[Sequence]) -> LastRows:
         """Compute the rows of all features, and return the last ones."""
-        if sum(self._states[s].num_queued for s in sequences) > self._most_rows:
+        if sum(map(self._num_queued, sequences)) > self._most_rows:
             self._catch_up(sequences)
-        rows = [Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in sequences]
-        inputs = torch.cat([self._states[s].take(own.count) for s, own in zip(sequences, rows, strict=True)])
+        rows = [Rows(s, self._states[s].kv_length, self._num_queued(s)) for s in sequences]
+        inputs = self._taken(sequences)
         batch = lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device))
         logits, hidden = self.rows(self._pool(), batch, inputs, batch.last_rows)
         return LastRows(inputs[batch.last_rows], hidden[batch.last_rows], logits)
 
     def _is_complete(self, sequence: Sequence) -> bool:
         """Return whether the features of all positions but the newest are known, and there is one to start from."""
-        state = self._states.get(sequence)
-        return state is not None and state.num_queued > 0 and state.kv_length + state.num_queued == sequence.length - 1
+        if (state := self._states.get(sequence)) is None:
+            return False
+        num_queued = self._num_queued(sequence)
+        return num_queued > 0 and state.kv_length + num_queued == sequence.length - 1
+
+    def _num_queued(self, sequence: Sequence) -> int:
+        """Return the number of features whose rows are not computed yet."""
+        return self._states[sequence].num_queued + len(self._waiting.get(sequence, ()))
+
+    @torch.inference_mode()
+    def _project(self, sequences: list[Sequence]) -> None:
+        """Project the hidden states of some sequences that wait."""
+        own = {s: self._waiting.pop(s) for s in sequences if s in self._waiting}
+        if own:
+            projected = self.model.project(torch.cat(list(own.values()))).split([len(each) for each in own.values()])
+            for sequence, added in zip(own, projected, strict=True):
+                self._states[sequence].add(added)
 
     def _catch_up(self, sequences: list[Sequence]) -> None:
         """Compute the rows of queued features, but for the last of each sequence, from which a proposal starts."""
+        self._project(sequences)
         rows: list[Rows] = []
         for sequence in sequences:
             state = self._states[sequence]
@@ -197,12 +226,12 @@ class Eagle3Drafter(PooledDrafter):
     def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
         """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""
         members, counts = list(drafting), list(drafting.values())
-        queued = [Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in members]
-        hidden = torch.cat([self._states[s].take(rows.count) for s, rows in zip(members, queued, strict=True)])
+        queued = [Rows(s, self._states[s].kv_length, self._num_queued(s)) for s in members]
         token_ids = tokens_after(queued)
         if self.rows.program is not None and all(s.params.repetition_penalty == 1 for s in members):
             choice = self._choice(sampling_of(members, self._device))
-            return self.rows.draft(self._pool(), queued, token_ids, hidden, counts, choice)
+            return self.rows.draft(self._pool(), queued, token_ids, self._inputs(members), counts, choice)
+        hidden = self._taken(members)
         tokens = to_device(token_ids, self._device)
         drafted: list[Tensor] = []
         before: list[int] = []
@@ -231,6 +260,22 @@ class Eagle3Drafter(PooledDrafter):
         if len(drafted) == min(counts):  # every sequence gets as many
             return torch.stack(drafted, dim=1).flatten()
         return torch.cat(drafted)[to_device(by_sequence(counts), self._device)]
+
+    def _inputs(self, members: list[Sequence]) -> Tensor | Projection:
+        """Remove and return all queued features of some sequences; as a projection if none is projected yet."""
+        program, states, waiting = self._projection.program, self._states, self._waiting
+        if program is None or any(s not in waiting or states[s].num_queued for s in members):
+            return self._taken(members)
+        if waiting[members[0]].dtype != self.model.layout.dtype:
+            return self._taken(members)
+        for sequence in members:
+            states[sequence].kv_length += len(waiting[sequence])
+        return Projection(program, [waiting.pop(sequence) for sequence in members])
+
+    def _taken(self, members: list[Sequence]) -> Tensor:
+        """Remove and return all queued features of some sequences, ``[T, H]``."""
+        self._project(members)
+        return torch.cat([self._states[s].take(self._states[s].num_queued) for s in members])
 
     def _choice(self, sampling: Sampling | None) -> Choice:
         model = self.model

@@ -25,10 +25,8 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.hidden_states import checked_taps, default_taps
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import Ops
-from specdec_fast.program import RowFunction
 
 _MAPS = ("d2t", "t2d")  # between the ids of drafter and target
-_Pair = tuple[Tensor, Tensor]
 _FIRST_POSITIONS = 512  # of the table of rotary factors; it is doubled as needed
 
 
@@ -223,18 +221,11 @@ class Eagle3Model:
         normed = hidden if self.config.norm_output else self._normed(hidden, self._norm)
         return self._linear(normed, (self._head, None))
 
-    def row_function(self) -> RowFunction:
-        """Return ``forward`` and ``logits`` as one function of rows, for a program."""
-
-        def run(ops: Ops, pool: PagePool, batch: RaggedBatch, hidden: Tensor, wanted: Tensor | None) -> _Pair:
-            model = self
-            if ops is not self.ops:  # it is recorded
-                model = copy(self)
-                model._ops, model._factors = ops, None
-            hidden = model.forward(batch, pool, hidden)
-            return model.logits(hidden if wanted is None else hidden[wanted]), hidden
-
-        return RowFunction(run, self.layout, self.hidden_size, self.hidden_size)
+    def recorded_with(self, ops: Ops) -> Eagle3Model:
+        """Return this model on ops that record; rotary factors are computed in every forward, because a table grows."""
+        model = copy(self)
+        model._ops, model._factors = ops, None
+        return model
 
     def _attend(
         self,
@@ -268,7 +259,7 @@ class Eagle3Model:
 
     def _factors_at(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """Return cosine and sine for every row, ``[T, 1, head_dim]`` each."""
-        if self._factors is None:  # a program computes them anew, because a table grows
+        if self._factors is None:
             cos, sin = self._rotary(self._fc, batch.positions[None])
             return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
         if batch.max_seqlen_k > self._factors.shape[1]:

@@ -58,19 +58,19 @@ class RowFunction:
     Attributes:
         run: from ops, a pool, a batch of ``T`` rows, what the rows take besides their tokens (``[T, input_size]``), and
             the ``[R]`` rows whose logits are wanted (None: all), to the logits ``[R, vocab_size]`` and the hidden
-            states ``[T, hidden_size]``. It calls ``append_kv_``, ``paged_attention``, ``linear`` and ``grouped_linear``
-            of the ops that it receives, with the pages of the pool and the batch as they are. A row may depend on no
-            other row except through the pages.
+            states ``[T, hidden_size]`` or None. It calls ``append_kv_``, ``paged_attention``, ``linear`` and
+            ``grouped_linear`` of the ops that it receives, with the pages of the pool and the batch as they are. A row
+            may depend on no other row except through the pages.
         layout: the layout of its KV entries.
         input_size: numbers that a row takes besides its token, in the dtype of the layout.
-        hidden_size: numbers of its hidden state, in the same dtype.
+        hidden_size: numbers of its hidden state, in the same dtype; 0 if ``run`` returns none.
 
     """
 
-    run: Callable[[Ops, PagePool, RaggedBatch, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    run: Callable[[Ops, PagePool, RaggedBatch, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
     layout: KVLayout
     input_size: int
-    hidden_size: int
+    hidden_size: int = 0
 
 
 @torch.inference_mode()
@@ -136,7 +136,7 @@ def compile_rows(function: RowFunction, ops: Ops) -> Plan:
         recorder.tape.bind_inputs(inputs)
         own_ops = recording_ops(recorder, ops, pool, batch)
         logits, hidden = function.run(own_ops, pool, batch, inputs, logit_rows)
-        return logits, [_tap(recorder.tape, hidden)]
+        return logits, [] if hidden is None else [_tap(recorder.tape, hidden)]
 
     return _planned(run, layout, function.input_size, [])
 

@@ -14,7 +14,7 @@ from specdec_fast.kv_cache.forward_layout import Spans
 from specdec_fast.kv_cache.page_pool import KVPages
 from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
 from specdec_fast.program.cpp_builder import built
-from specdec_fast.program.executors import Choice
+from specdec_fast.program.executors import Choice, Projection
 from specdec_fast.program.forward_memory import working_bytes
 from specdec_fast.program.ir import Plan
 
@@ -100,7 +100,7 @@ class Program:
         token_ids: list[int],
         num_draft_tokens: list[int],
         choice: Choice,
-        inputs: Tensor | None = None,
+        inputs: Tensor | Projection | None = None,
     ) -> Tensor:
         """Run a draft model's forwards, each on the tokens chosen after the one before it.
 
@@ -113,7 +113,7 @@ class Program:
             num_draft_tokens: number of draft tokens per sequence, at least 1. Forward i has one row for every sequence
                 that gets more than i.
             choice: how tokens are chosen. Logits with a NaN choose token 0.
-            inputs: of the first forward's rows, as in ``__call__``.
+            inputs: of the first forward's rows, as in ``__call__``; or how to compute them.
 
         Returns:
             ``[sum(num_draft_tokens)]`` int64, sequence after sequence: ids of the target.
@@ -131,7 +131,7 @@ class Program:
             spans.spans,
             token_ids,
             num_draft_tokens,
-            (self._address_of(inputs, len(token_ids)), self._plan.input_bytes),
+            self._carried(inputs, len(token_ids)),
             (self._logits_code, self._plan.vocab_size, vocab_size, 0 if ids is None else ids.data_ptr(), num_ids),
             addresses_of(sampling),
             torch.get_num_threads(),
@@ -201,6 +201,19 @@ class Program:
         if not inputs.is_contiguous():
             raise ValueError("inputs are not contiguous.")
         return inputs.data_ptr()
+
+    def _carried(self, inputs: Tensor | Projection | None, num_rows: int) -> tuple[object, ...]:
+        """Return the inputs of a draft, in the order of csrc/bindings.cpp."""
+        size = self._plan.input_bytes
+        if not isinstance(inputs, Projection):
+            return self._address_of(inputs, num_rows), size, None, 0, []
+        projection, hidden_states = inputs
+        assert isinstance(projection, Program)
+        plan = projection._plan
+        if plan.vocab_size * plan.logits_dtype.itemsize != size or plan.kv_shapes:
+            raise ValueError("a projection computes rows of another size than the program takes, or has KV entries.")
+        pieces = [(projection._address_of(piece, len(piece)), len(piece)) for piece in hidden_states]
+        return 0, size, projection._program, plan.input_bytes, pieces
 
     def _all_rows(self, num_rows: int) -> Tensor:
         if num_rows not in self._every_row:

@@ -38,6 +38,19 @@ class Choice(NamedTuple):
     num_target_ids: int = 0
 
 
+class Projection(NamedTuple):
+    """What rows take besides their tokens, if another program computes it from hidden states.
+
+    Attributes:
+        program: its logits are what the rows take. It has no KV entries, and reads neither tokens nor positions.
+        hidden_states: its inputs, piece by piece, each ``[n, ...]`` and contiguous.
+
+    """
+
+    program: ForwardProgram
+    hidden_states: list[Tensor]
+
+
 class ForwardProgram(ForwardMemory, Protocol):
     """What an executor builds from a ``Plan``; see ``program/cpp_executor.py``."""
 
@@ -62,7 +75,7 @@ class ForwardProgram(ForwardMemory, Protocol):
         token_ids: list[int],
         num_draft_tokens: list[int],
         choice: Choice,
-        inputs: Tensor | None = None,
+        inputs: Tensor | Projection | None = None,
     ) -> Tensor:
         """Compute spans, then row after row on the tokens chosen before; return all chosen tokens."""
 

@@ -90,9 +90,9 @@ class Course:
             features.fill_(torch.nan)  # the memory belongs to the next forward
             done |= {s: span.stop for s, span in spans.items()}
 
-    def step(self, sequences, largest):
+    def step(self, sequences, largest, least=0):
         """One step: compare the proposals with the formulas, then accept some of each and emit another token."""
-        limits = [self.rng.randint(0, largest) for _ in sequences]
+        limits = [self.rng.randint(least, largest) for _ in sequences]
         proposals = [[] for _ in sequences]
         if any(limits):
             draft = self.drafter.propose(sequences, limits)
@@ -120,7 +120,6 @@ class Course:
             s.token_ids.extend([*proposal[:num_accepted], self.rng.randrange(VOCAB_SIZE)])
         hidden_states = torch.cat(fed)
         self.drafter.commit(sequences, StepResult(accepted_rows, hidden_states))
-        hidden_states.fill_(torch.nan)
 
 
 def make(tmp_path, target, model, options, seed=0, enforce_eager=False, draft_tree=None):
@@ -146,7 +145,20 @@ def test_proposals_are_those_of_the_formulas(tmp_path, target, model, options, e
     for _ in range(6):
         course.step(sequences, 5)
         course.step(sequences[::2], 3)
+        course.step(sequences[1:2], 3)
     assert course.num_proposed > 60
+
+
+@pytest.mark.skipif(not HAS_PROGRAMS, reason="programs run in the C++ extension")
+def test_one_call_projects_and_drafts(tmp_path, target, model, monkeypatch):
+    course = make(tmp_path, target, model, {"fc_norm": True, "draft_vocab_size": 40})
+    sequences = [new_sequence(i, length, sd.SamplingParams(), course.rng) for i, length in enumerate((9, 3))]
+    course.prefill(sequences)
+    course.step(sequences, 3, least=1)
+    for function in ("project", "forward", "logits"):
+        monkeypatch.setattr(course.drafter.model, function, None)
+    for some in (sequences, sequences[:1], sequences, sequences[:1], sequences[1:]):
+        course.step(some, 4, least=1)
 
 
 @eagerly_too

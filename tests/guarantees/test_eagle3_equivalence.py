@@ -51,6 +51,19 @@ def test_trees_have_the_bits_of_plain_decoding(tmp_path, dtype, batch_size, tree
     assert bool(engine.last_run.num_preemptions) == bool(pool), "the small pool must preempt"
 
 
+def test_outputs_are_the_same_where_no_program_drafts(tmp_path, monkeypatch):
+    target = model_in(torch.float32)
+    write_checkpoint(tmp_path, target, draft_vocab_size=60)
+    expected, plain = outputs_of(target, None)
+    monkeypatch.setattr("specdec_fast.models.row_module.executor_for", lambda ops: (None, "no program here"))
+    found, engine = outputs_of(target, f"eagle3:{tmp_path}", kv_cache_tokens=64, page_size=4)
+    assert found == expected
+    assert engine.last_run.num_preemptions > 0
+    described = engine.describe()
+    assert described["draft"]["why_no_program"] == "no program here"
+    assert described["forward_program"] == plain.describe()["forward_program"]
+
+
 def test_auto_k_pauses_and_resumes(tmp_path):
     target = model_in(torch.float32)
     write_checkpoint(tmp_path, target)
