@@ -89,6 +89,8 @@ def compile_variant(variant: Variant, target: GPUTarget) -> Any:
         attrs={(arguments.index(name),): [["tt.divisibility", 16]] for name in variant.divisible},
     )
     options: dict[str, Any] = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    if not variant.fuses:
+        options["enable_fp_fusion"] = False
     if variant.max_registers is not None and target.backend == "cuda":
         options["maxnreg"] = variant.max_registers
     return triton.compile(source, target=target, options=options)

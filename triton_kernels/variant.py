@@ -26,6 +26,7 @@ class Variant:
             Triton's just-in-time compiler does.
         max_registers: registers per thread on NVIDIA; None leaves the number to the assembler, which may spill for more
             occupancy.
+        fuses: whether a product and a sum may become one operation, which rounds once.
 
     """
 
@@ -37,6 +38,7 @@ class Variant:
     num_stages: int = 2
     divisible: tuple[str, ...] = ()
     max_registers: int | None = None
+    fuses: bool = True
 
 
 @dataclass(frozen=True)

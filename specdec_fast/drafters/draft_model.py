@@ -47,7 +47,7 @@ class ModelDrafter(PooledDrafter):
 
     def describe(self) -> dict[str, Any]:
         """Return whether a forward program or graphs run its forwards."""
-        return {"forward_program": self.model.program is not None, **described(self.model.graphs)}
+        return {"forward_program": self.model.has_program, **described(self.model.graphs)}
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
         """Measure the draft model's forwards, and proposals of two lengths for the cost per forward and per call."""

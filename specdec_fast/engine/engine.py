@@ -207,7 +207,7 @@ class Engine:
             "deterministic": self.config.deterministic,
             "row_multiple": self.target.row_padding.multiple,
             "own_linears": len(self.target.hf.linears.served(self.target.row_padding.multiple > 1)),
-            "forward_program": self.target.program is not None,
+            "forward_program": self.target.has_program,
             "why_no_program": self.target.why_no_program,
             "attend_per_row": self.target.row_padding.attend_per_row,
             "rows_one_by_one": self.target.row_padding.one_by_one,

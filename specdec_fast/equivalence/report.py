@@ -163,7 +163,7 @@ class Models:
 
     def _reference(self, sampling: str, enforce_eager: bool) -> list[GenerationOutput]:
         """Return plain decoding one prompt at a time, with PyTorch's forwards if ``enforce_eager``."""
-        if not enforce_eager or self.alone.target.program is None:
+        if not enforce_eager or not self.alone.target.has_program:
             return self.expected[sampling]
         if sampling not in self._expected_eagerly:
             config = replace(self.alone.config, enforce_eager=True)

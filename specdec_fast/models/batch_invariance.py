@@ -59,7 +59,7 @@ def make_deterministic(model: RaggedModel) -> None:
 
 
 def _candidates(model: RaggedModel) -> Iterator[RowPadding]:
-    if model.program is not None:
+    if model.has_program:
         yield RowPadding(1, _LARGEST_OF_PROGRAM)
         return
     attend_per_row = not model.ops.is_invariant("paged_attention")

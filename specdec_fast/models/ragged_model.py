@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Event
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch
 from specdec_fast.models.draft_step import DraftLoop, greedy_tokens
 from specdec_fast.models.hf_model import HFModel
-from specdec_fast.models.hidden_states import checked_taps
+from specdec_fast.models.hidden_states import check_hidden_states, checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
 from specdec_fast.models.model_checks import check_decoder, check_ignores_answers, check_reproduces, max_positions
 from specdec_fast.models.probe_errors import named_failures
@@ -34,7 +35,7 @@ from specdec_fast.models.verification import Verification
 from specdec_fast.models.verify_step import verify_step
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, compile_forward
-from specdec_fast.program.executors import Choice, ForwardProgram, executor_for
+from specdec_fast.program.executors import Choice, DeviceProgram, ForwardProgram, executor_for
 from specdec_fast.request.sequence import Sequence
 
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
@@ -51,8 +52,8 @@ class RaggedModel:
         max_positions: number of positions that it can serve; None if its config has no limit.
         eos_token_ids: ids that end a text, from its generation config.
         is_sharded: whether its weights are sharded over processes. All of them must then compute the same forwards.
-        program: runs its whole forward in one call; None if PyTorch runs it.
-        why_no_program: the reason why ``program`` is None.
+        program, device_program: runs its whole forward in one call, or as few launches; both None if PyTorch does.
+        why_no_program: the reason why PyTorch runs it.
         graphs: graphs of its forwards of few rows; None before ``use_graphs``, and on a device without graphs.
         row_padding: how rows are padded and cut, for its page pools. The default changes nothing;
             ``make_deterministic`` sets it.
@@ -70,8 +71,9 @@ class RaggedModel:
         self.verifies.set()
         self.why_one_by_one: str | None = None
         self.program: ForwardProgram | None = None
+        self.device_program: DeviceProgram | None = None
         self._watch: Watch | None = None
-        self._executor, self.why_no_program = executor_for(ops)
+        self._executor, self.why_no_program = executor_for(ops, model.device)
         self._capture = capture_for(model.device)
         if enforce_eager:
             self._executor, self.why_no_program, self._capture = None, "enforce_eager=True", None
@@ -88,7 +90,7 @@ class RaggedModel:
             logits = self.hf.dense_logits(probe)
             self.layout, self.vocab_size = self.hf.layout, logits.shape[-1]
             self._make_program(probe, logits)
-            if self.program is None:
+            if not self.has_program:
                 self._expect_to_reproduce(probe, logits)
             with self.hf.hooked():
                 check_ignores_answers(type(model).__name__, self.hf.call, self.layout, self.hf.make_cache, page_size)
@@ -102,6 +104,11 @@ class RaggedModel:
     def path(self) -> str:
         """The name or folder from which the model was loaded; empty if it was made in memory."""
         return getattr(self.model.config, "_name_or_path", None) or ""
+
+    @property
+    def has_program(self) -> bool:
+        """Whether a program runs its forwards, in one call or as launches."""
+        return self.program is not None or self.device_program is not None
 
     @property
     def has_fused_step(self) -> bool:
@@ -132,7 +139,10 @@ class RaggedModel:
         if self.program is not None:
             return self.program(batch.token_ids, batch, pool.pages, logit_rows, hidden_states)
         logits = None if self.graphs is None else self.graphs.forward(batch, pool, logit_rows, hidden_states)
-        return self.hf.forward(batch, pool, logit_rows, hidden_states) if logits is None else logits
+        return self._launch(batch, pool, logit_rows, hidden_states) if logits is None else logits
+
+    def _launch(self, *forward: Any) -> Tensor:
+        return self.hf.forward(*forward) if self.device_program is None else self.device_program(*forward)
 
     def empty_hidden_states(self, num_rows: int) -> Tensor | None:
         """Return memory for the taps of ``num_rows`` rows, ``[num_rows, taps, H]``; None before ``use_taps``."""
@@ -207,7 +217,7 @@ class RaggedModel:
     def use_graphs(self, limits: Limits) -> None:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""
         if self.program is None and self._capture is not None:
-            self.graphs = Graphs(self.model, self.hf.forward, self._capture, limits, partial(greedy_tokens, self.ops))
+            self.graphs = Graphs(self.model, self._launch, self._capture, limits, partial(greedy_tokens, self.ops))
 
     def use_taps(self, taps: tuple[int | str, ...]) -> None:
         """From now on compute hidden states for a drafter: its program is made again; () computes none any more.
@@ -225,13 +235,13 @@ class RaggedModel:
             return
         with named_failures(self.model):
             self.hf.use_taps(ids)
-            if self.program is not None:
+            if self.has_program:
                 try:
                     self._compile()
                 except NotLowerableError as error:
                     raise UnsupportedModelError(f"the program of {self.name} has no taps {ids}: {error}") from error
             if ids:
-                self._expect_same_hidden_states(f"{type(self.model).__name__} (taps {ids})")
+                check_hidden_states(self, f"{type(self.model).__name__} (taps {ids})")
         self.release_memory()
 
     def release_memory(self) -> None:
@@ -241,7 +251,7 @@ class RaggedModel:
 
     def attached(self) -> AbstractContextManager[None]:
         """Replace functions and linears once for several forwards of PyTorch: see ``HFModel.attached``."""
-        return nullcontext() if self.program is not None else self.hf.attached()
+        return nullcontext() if self.has_program else self.hf.attached()
 
     def _make_program(self, token_ids: Tensor, dense_logits: Tensor) -> None:
         """Compile the forward to a program, if it can be compiled and reproduces the model's own logits."""
@@ -249,11 +259,12 @@ class RaggedModel:
             return
         try:
             self._compile()
-            self._expect_to_reproduce(token_ids, dense_logits)
+            return self._expect_to_reproduce(token_ids, dense_logits)
         except (NotLowerableError, UnsupportedModelError) as error:
-            self.program, self.why_no_program = None, str(error)
+            why = str(error)
         except Exception as error:  # a model's own code may raise anything here; PyTorch can still run it
-            self.program, self.why_no_program = None, f"recording it failed: {type(error).__name__}: {error}"
+            why = f"recording it failed: {type(error).__name__}: {error}"
+        self.program, self.device_program, self.why_no_program = None, None, why
 
     def _compile(self) -> None:
         assert self._executor is not None
@@ -261,19 +272,8 @@ class RaggedModel:
         with self.hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
             tapped = None if taps is None else taps.collected
             plan = compile_forward(self.model, self.hf.call, self.layout, self.ops, layers, tapped)
-        self.program = self._executor(plan)
+        self.program, self.device_program = self._executor(plan)
         self._watch = Watch(self.model, plan.baked)
-
-    def _expect_same_hidden_states(self, name: str) -> None:
-        probe = torch.arange(8, device=self.layout.device) % self.vocab_size
-        expected = self.hf.dense_hidden_states(probe)
-        check_reproduces(name, self._hidden_states, self.layout, self.page_size, probe, expected, "hidden states")
-
-    def _hidden_states(self, batch: RaggedBatch, pool: PagePool) -> Tensor:
-        hidden_states = self.empty_hidden_states(len(batch.token_ids))
-        assert hidden_states is not None
-        self.forward(batch, pool, batch.last_rows, hidden_states)
-        return hidden_states
 
     def _expect_to_reproduce(self, token_ids: Tensor, dense_logits: Tensor) -> None:
         check_reproduces(type(self.model).__name__, self.forward, self.layout, self.page_size, token_ids, dense_logits)
@@ -285,14 +285,14 @@ class RaggedModel:
             UnsupportedModelError: a change that its program would not see, or PyTorch would run it in training mode.
 
         """
-        if self.program is None and self.model.training:
+        if not self.has_program and self.model.training:
             raise UnsupportedModelError(
                 f"{self.name} has been put in training mode since the engine was made, so dropout would change its "
                 "output; call model.eval() first."
             )
         if self.graphs is not None:
             self.graphs.expect_same_weights()
-        change = None if self.program is None or self._watch is None else self._watch.change()
+        change = self._watch.change() if self.has_program and self._watch is not None else None
         if change is not None:
             raise UnsupportedModelError(
                 f"{self.name} has changed since the engine was made: {change}; make a new Engine. (Other changes "

@@ -35,13 +35,14 @@ class RowModule:
     def __init__(self, function: RowFunction, ops: Ops, page_size: int, enforce_eager: bool = False) -> None:
         self.function, self._ops = function, ops
         self.program: ForwardProgram | None = None
-        executor, self.why_no_program = executor_for(ops)
+        executor, self.why_no_program = executor_for(ops, function.layout.device)
         if enforce_eager:
             executor, self.why_no_program = None, "enforce_eager=True"
         if executor is None:
             return
         try:
-            program = executor(compile_rows(function, ops))
+            program, _ = executor(compile_rows(function, ops))
+            assert program is not None, "a program of launches takes no inputs"
             self._expect_to_reproduce(program, page_size)
             self.program = program
         except NotLowerableError as error:

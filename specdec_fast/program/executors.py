@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.kv_cache.forward_layout import Spans
-from specdec_fast.kv_cache.page_pool import KVPages
+from specdec_fast.kv_cache.page_pool import KVPages, PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.ops.registry import BACKENDS
 from specdec_fast.program.forward_memory import ForwardMemory
@@ -90,39 +91,65 @@ class ForwardProgram(ForwardMemory, Protocol):
         """Verify the draft tokens of every sequence; return logits, emissions, accepted rows, seconds of choosing."""
 
 
-Executor = Callable[[Plan], ForwardProgram]
+class DeviceProgram(Protocol):
+    """A program of launches, which CUDA graphs may record; see ``program/triton_executor.py``."""
 
-# Backend whose ops the executor computes to ``"module:class"``, so the chosen executor alone is imported.
-EXECUTORS = {"cpp": "specdec_fast.program.cpp_executor:Program"}
+    def __call__(
+        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None = None
+    ) -> Tensor:
+        """Compute one batch, as ``HFModel.forward`` does."""
+
+
+class Programs(NamedTuple):
+    """A model's program: one that computes whole steps in a call, or one of launches."""
+
+    program: ForwardProgram | None
+    device_program: DeviceProgram | None
+
+
+Executor = Callable[[Plan], Programs]
+
+
+def _cpp(plan: Plan, ops: Ops) -> Programs:
+    return Programs(importlib.import_module("specdec_fast.program.cpp_executor").Program(plan), None)
+
+
+def _triton(plan: Plan, ops: Ops) -> Programs:
+    return Programs(None, importlib.import_module("specdec_fast.program.triton_executor").TritonProgram(plan, ops))
+
+
+# Backend whose ops the executor computes to the type of its devices and what makes a program, which alone imports it.
+EXECUTORS = {"cpp": ("cpu", _cpp), "triton": ("cuda", _triton)}
 
 # The ops that an executor computes itself: in every program, and by instruction.
 _IN_EVERY_PROGRAM = ("append_kv_", "paged_attention", "verify_chain")
 _OF_INSTRUCTION = {Append: "append_kv_", Attend: "paged_attention", Linear: "linear", GroupedLinear: "grouped_linear"}
 
 
-def executor_for(ops: Ops) -> tuple[Executor | None, str | None]:
+def executor_for(ops: Ops, device: torch.device) -> tuple[Executor | None, str | None]:
     """Return a function that makes a program of a ``Plan``, and None; or None and the reason why there is no executor.
 
-    An executor computes ops itself, so the engine must have chosen the executor's backend for these ops: otherwise a
-    program would have other bits than the chosen ops. Ops that a plan does not use may have any backend, or none.
+    An executor computes ops itself, or lets the engine's ops compute rows of any number, so the engine must have chosen
+    the executor's backend for these ops: otherwise a program would have other bits than the chosen ops. Ops that a plan
+    does not use may have any backend, or none.
 
     Returns:
         A function of a ``Plan``. It raises a NotLowerableError if an op of the plan has another backend.
 
     """
-    for backend, path in EXECUTORS.items():
+    backends = [backend for backend, (device_type, _) in EXECUTORS.items() if device_type == device.type]
+    for backend in backends:
         if not _other_backends(ops, backend, _IN_EVERY_PROGRAM):
-            return partial(_build, ops, backend, path), None
-    return None, _why_none(ops)
+            return partial(_build, ops, backend), None
+    return None, _why_none(ops, backends) or f"no executor runs on {device.type}"
 
 
-def _build(ops: Ops, backend: str, path: str, plan: Plan) -> ForwardProgram:
+def _build(ops: Ops, backend: str, plan: Plan) -> Programs:
     used = {_OF_INSTRUCTION[type(step)] for step in plan.instructions if type(step) in _OF_INSTRUCTION}
     if others := _other_backends(ops, backend, used):
         raise NotLowerableError(f"programs run on {backend}, here {others}")
-    module, name = path.split(":")
-    program: ForwardProgram = getattr(importlib.import_module(module), name)(plan)
-    return program
+    _, make = EXECUTORS[backend]
+    return make(plan, ops)
 
 
 def _other_backends(ops: Ops, backend: str, used: Iterable[str]) -> str:
@@ -134,9 +161,9 @@ def _other_backends(ops: Ops, backend: str, used: Iterable[str]) -> str:
     return "; ".join(f"{other} serves {', '.join(names)}" for other, names in others.items())
 
 
-def _why_none(ops: Ops) -> str:
+def _why_none(ops: Ops, backends: list[str]) -> str:
     reasons = [
-        f"programs run on {backend}, here {_other_backends(ops, backend, _IN_EVERY_PROGRAM)}" for backend in EXECUTORS
+        f"programs run on {backend}, here {_other_backends(ops, backend, _IN_EVERY_PROGRAM)}" for backend in backends
     ]
-    problems = [problem for backend in EXECUTORS if (problem := BACKENDS[backend].why_unavailable())]
+    problems = [problem for backend in backends if (problem := BACKENDS[backend].why_unavailable())]
     return "; ".join([*reasons, *problems])

@@ -54,8 +54,8 @@ class Function(torch.nn.Module):
 
 def compiled(model):
     ops = resolve(CPU)
-    executor, _ = executor_for(ops)
-    program = executor(compile_forward(model, model, NO_LAYERS, ops, frozenset()))
+    executor, _ = executor_for(ops, CPU)
+    program = executor(compile_forward(model, model, NO_LAYERS, ops, frozenset())).program
 
     def run(token_ids):
         pool = PagePool(NO_LAYERS, 256, 16)

@@ -1,0 +1,84 @@
+"""From a plan to launches: what a GPU runs as one kernel, in order.
+
+Consecutive row operations on one domain are one launch, a ``RowRun``: each reads its own row alone, so one program can
+compute a row through all of them, and results that nothing else reads never leave its registers. The append of keys
+and values joins the run before it, because it writes numbers of the same row. Linears, grouped linears, attention and
+the choice of logit rows are launches of their own: they share weights or pages between rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec_fast.program.ir import ROWS, Append, Attend, Gather, GroupedLinear, Instruction, Linear, Plan, RowOp
+
+_ARENA, _SCRATCH = 0, 1
+
+
+@dataclass(frozen=True, eq=False)
+class RowRun:
+    """Instructions that one kernel computes, row by row.
+
+    Attributes:
+        domain: the rows that it computes.
+        steps: row operations and appends, in order.
+        stored: buffers that instructions outside of the run read, the logits and the taps.
+
+    """
+
+    domain: int
+    steps: tuple[RowOp | Append, ...]
+    stored: frozenset[int]
+
+
+Shared = Linear | GroupedLinear | Attend | Gather  # read weights or pages that rows share
+Launch = RowRun | Shared
+
+
+def launches_of(plan: Plan) -> list[Launch]:
+    """Return the launches of a plan, in the order of its instructions."""
+    groups: list[tuple[int, list[Instruction]]] = []  # domain, or -1 for an instruction that is no row operation
+    for step in plan.instructions:
+        domain = _domain(plan, step)
+        if groups and domain >= 0 and groups[-1][0] == domain:
+            groups[-1][1].append(step)
+        else:
+            groups.append((domain, [step]))
+    readers = _readers(plan.instructions)
+    launches: list[Launch] = []
+    for domain, steps in groups:
+        if domain >= 0:
+            own = [step for step in steps if isinstance(step, RowOp | Append)]
+            launches.append(run_of(plan, domain, own, readers))
+        else:
+            launches += [step for step in steps if not isinstance(step, RowOp | Append)]
+    return launches
+
+
+def run_of(plan: Plan, domain: int, steps: Sequence[RowOp | Append], readers: dict[int, set[int]]) -> RowRun:
+    """Return the run of some steps; ``readers`` are the ids of the instructions that read each buffer."""
+    own = {id(step) for step in steps}
+    written = {buffer for step in steps for buffer in step.writes}
+    stored = {b for b in written if readers.get(b, set()) - own or plan.buffers[b].place not in (_ARENA, _SCRATCH)}
+    return RowRun(domain, tuple(steps), frozenset(stored))
+
+
+def halves(plan: Plan, run: RowRun, at: int) -> list[RowRun]:
+    """Return a run as two, the second of which begins with step ``at``; what passes between them is stored."""
+    readers = _readers(plan.instructions)
+    return [run_of(plan, run.domain, part, readers) for part in (run.steps[:at], run.steps[at:])]
+
+
+def _readers(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
+    readers: dict[int, set[int]] = {}
+    for step in instructions:
+        for buffer in step.reads:
+            readers.setdefault(buffer, set()).add(id(step))
+    return readers
+
+
+def _domain(plan: Plan, step: Instruction) -> int:
+    if isinstance(step, RowOp):
+        return plan.buffers[step.writes[0]].domain
+    return ROWS if isinstance(step, Append) else -1

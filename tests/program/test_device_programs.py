@@ -1,0 +1,95 @@
+"""Whole models as launches, in Triton's interpreter; and their kernels, compiled ahead of time."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.ops import resolve
+from specdec_fast.program.executors import executor_for
+from support.grids import grid
+from support.models import CONFIGS, VOCAB_SIZE, tiny_model, truncated_copy
+from support.programs import CPU, needs_programs
+from support.source_tree import ROOT
+
+pytest.importorskip("triton")
+
+from support.device_programs import interpreted
+
+pytestmark = needs_programs
+IDS = torch.arange(12) * 7 % VOCAB_SIZE
+
+
+def logits_of(model, spans, pool=None):
+    """Compute spans of one text of ``IDS``, forward after forward; return the logits of all its rows."""
+    pool = PagePool(model.layout, 64, 16)
+    pool.add("a")
+    starts = [sum(spans[:i]) for i in range(len(spans))]
+    rows = [(start, Rows("a", start, count)) for start, count in zip(starts, spans, strict=True)]
+    return torch.cat([model.forward(lay_out(pool, [r], IDS[s : s + r.count]), pool) for s, r in rows])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    grid(
+        [(architecture, dtype) for architecture in CONFIGS for dtype in (torch.float32, torch.float16)],
+        [("llama", torch.float32), ("qwen3", torch.float16), ("gpt2", torch.float16), ("gpt-neox", torch.float32)],
+    ),
+    ids=str,
+)
+@torch.inference_mode()
+def test_models_are_computed_as_pytorch_does(architecture, dtype):
+    """At most twice as far from the fp64 model as the C++ program and PyTorch, and bits of a row are its own."""
+    model = truncated_copy(tiny_model(architecture), 1).to(dtype)
+    ours = interpreted(model)
+    together = logits_of(ours, [3, 2])
+    assert torch.equal(together, logits_of(ours, [4, 1]))
+    truth = copy.deepcopy(model).double()(IDS[None, :5]).logits[0]
+    theirs = model(IDS[None, :5]).logits[0]
+    assert (together.double() - truth).norm() <= 2 * (theirs.double() - truth).norm()
+
+
+def test_only_gpus_launch_programs():
+    """On a CPU the interpreter would be far slower than PyTorch, so the tests ask for it."""
+    executor, reason = executor_for(resolve(CPU, "triton"), CPU)
+    assert executor is None
+    assert "programs run on cpp, here triton serves" in reason
+    executor, reason = executor_for(resolve(CPU, "triton"), torch.device("cuda"))
+    assert executor is not None
+
+
+def resources(targets, models):
+    """Compile in a process of its own, because this one has the interpreter instead of the compiler."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT / "tests")
+    command = [sys.executable, "-m", "support.device_programs", targets, *models]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("targets", "models"),
+    [
+        pytest.param("sm_90", ["tiny.llama"], id="slice"),
+        *(
+            pytest.param("sm_80,sm_90,sm_100,gfx942", [f"tiny.{each}", f"wide.{each}"], id=each, marks=pytest.mark.grid)
+            for each in CONFIGS
+        ),
+    ],
+)
+def test_kernels_compile_without_spills(targets, models):
+    """``wide`` are the sizes of a model of 8 billion parameters."""
+    rows = resources(targets, models)
+    assert [row for row in rows if row["error"] or row["spill_bytes"]] == []
+    assert len(rows) >= 4 * len(models) * len(targets.split(",")), "each of them has several kernels"
