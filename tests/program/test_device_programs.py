@@ -12,17 +12,23 @@ import pytest
 import torch
 
 from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.cuda_graphs.capture import CAPTURES
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
-from specdec_fast.program.executors import executor_for
+from specdec_fast.program import executors
+from specdec_fast.program.executors import Programs, executor_for
+from support.graphs import LIMITS, Everything
 from support.grids import grid
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model, truncated_copy
 from support.programs import CPU, needs_programs
+from support.repeated import Repeated
 from support.source_tree import ROOT
 
 pytest.importorskip("triton")
 
+from specdec_fast.program.triton_executor import TritonProgram
 from support.device_programs import interpreted
 
 pytestmark = needs_programs
@@ -65,6 +71,30 @@ def test_only_gpus_launch_programs():
     assert "programs run on cpp, here triton serves" in reason
     executor, reason = executor_for(resolve(CPU, "triton"), torch.device("cuda"))
     assert executor is not None
+
+
+@torch.inference_mode()
+def test_models_on_gpus_are_programs_in_graphs(monkeypatch):
+    """A CPU in the place of a GPU: the model makes the program, a graph records its launches, taps are written."""
+    launching = lambda plan, ops: Programs(None, TritonProgram(plan, resolve(CPU, "triton")))  # noqa: E731
+    monkeypatch.setattr(executors, "EXECUTORS", {"cpp": ("cpu", launching)})
+    monkeypatch.setitem(CAPTURES, "cpu", Repeated)
+    model = RaggedModel(truncated_copy(tiny_model("llama"), 1), resolve(CPU))
+    assert model.why_no_program is None
+    assert (model.program, model.has_program, model.has_fused_step) == (None, True, False)
+    model.use_taps((0, "final"))
+    model.use_graphs(LIMITS)
+    pool, launched = PagePool(model.layout, 64, 16), []
+    pool.add("a")
+    for asked in (set(), Everything()):  # nothing is recorded at first
+        model.graphs._asked = asked
+        hidden = model.empty_hidden_states(3)
+        logits = model.forward(lay_out(pool, [Rows("a", 0, 3)], IDS[:3]), pool, None, hidden)
+        launched.append((logits.clone(), hidden))
+        assert torch.equal(hidden[:, 0], model.model.model.embed_tokens(IDS[:3]))
+        assert torch.equal(model.model.lm_head(hidden[:, 1]).argmax(-1), logits.argmax(-1))
+    assert (model.graphs.why_not, model.graphs.num_captured) == (None, 1)
+    assert all(map(torch.equal, *launched))
 
 
 def resources(targets, models):
