@@ -16,17 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext, StepResult, TreeDrafter
 from specdec_fast.drafters.clover_model import load_clover
 from specdec_fast.drafters.pooled import PooledDrafter
-from specdec_fast.drafters.queued_features import QueuedFeatures, portions
+from specdec_fast.drafters.queued_features import QueuedFeatures, portions, tokens_after
 from specdec_fast.drafters.static_trees import empty_draft, num_nodes_of, picked_draft, ranked_tokens, static_tree
-from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.forward_layout import batch_without_pages, lay_out
 from specdec_fast.models.hidden_states import FINAL
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.models.row_module import RowModule
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.choice_tree import ChoiceTree, Shape
 
@@ -59,7 +60,10 @@ class CloverDrafter(PooledDrafter, TreeDrafter):
         with torch.inference_mode():
             self.model = load_clover(Path(folder), context.target)
         super().__init__(self.model.layout)
-        config = self.model.config
+        config, ops, settings = self.model.config, self.model.ops, context.config
+        functions = self.model.row_functions()
+        self._heads = [RowModule(each, ops, settings.page_size, settings.enforce_eager) for each in functions]
+        self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
         self.tree = static_tree(context, config.choices or _DEFAULT_TREE, config.num_heads, self.model.vocab_size)
         self.max_nodes = num_nodes_of(self.tree)
         self._levels = _Levels(self.tree, context.device)
@@ -72,9 +76,13 @@ class CloverDrafter(PooledDrafter, TreeDrafter):
         return f"clover:{self._folder}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of heads and the tree."""
-        choices = [list(choice) for choice in self.tree.choices]
-        return {"num_heads": self.model.config.num_heads, "draft_tree": choices}
+        """Return the number of heads, the tree, and whether forward programs run the heads."""
+        return {
+            "num_heads": self.model.config.num_heads,
+            "draft_tree": [list(choice) for choice in self.tree.choices],
+            "forward_program": all(head.program is not None for head in self._heads),
+            "why_no_program": next((head.why_no_program for head in self._heads if head.program is None), None),
+        }
 
     def weights(self) -> Iterable[Tensor]:
         """Return the checkpoint's weights, and the target's output layer."""
@@ -82,7 +90,7 @@ class CloverDrafter(PooledDrafter, TreeDrafter):
 
     @property
     def estimates_memory(self) -> bool:
-        """PyTorch runs its forwards."""
+        """PyTorch ranks the tokens, and runs the forwards if no program does."""
         return True
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
@@ -91,7 +99,8 @@ class CloverDrafter(PooledDrafter, TreeDrafter):
         rows = max(prefill_rows or MAX_PREFILL_ROWS, num_sequences * (num_draft_tokens + 1))
         queued = num_sequences * _MOST_QUEUED * model.hidden_size
         level = num_sequences * self._levels.widest * (8 * model.hidden_size + 3 * model.vocab_size)
-        return rows * model.row_bytes + (queued + level) * itemsize
+        forward = self._heads[0].step_bytes(rows, num_sequences) or rows * model.row_bytes
+        return forward + (queued + level) * itemsize
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
         """Bound its forwards over queued features, as ``step_bytes`` counts them."""
@@ -153,33 +162,34 @@ class CloverDrafter(PooledDrafter, TreeDrafter):
         """Compute the rows of queued features, but for the last of each sequence, whose h_0 a proposal needs."""
         rows = [Rows(s, self._states[s].kv_length, self._states[s].num_queued - 1) for s in sequences]
         for some in portions([row for row in rows if row.count > 0], self._most_rows):
-            self._augmented(some)
+            batch, features = self._first(some)
+            self._heads[0](self._pool(), batch, features, self._no_rows)
 
-    def _augmented(self, rows: list[Rows]) -> Tensor:
-        """Compute rows of queued features; return h_0 of each sequence's last one, ``[B, H]``."""
-        hidden = torch.cat([self._states[row.owner].take(row.count) for row in rows])  # type: ignore[index]
-        unread = torch.zeros(len(hidden), dtype=torch.int64, device=self._device)
-        batch = lay_out(self._pool(), rows, unread)
-        hidden = self.model.augment(batch, self._pool(), hidden)
-        return hidden[batch.last_rows] if batch.most_rows > 1 else hidden
+    def _first(self, rows: list[Rows]) -> tuple[RaggedBatch, Tensor]:
+        """Return the first head's batch for rows of queued features, and these features."""
+        features = torch.cat([self._states[row.owner].take(row.count) for row in rows])  # type: ignore[index]
+        return lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device)), features
 
     def _ranked(self, sequences: list[Sequence], depth: int) -> Tensor:
         """Return ``[B, width]`` int64: for each level of ``depth``, the likeliest tokens behind each of its nodes."""
         model, num_sequences = self.model, len(sequences)
         if sum(self._states[sequence].num_queued for sequence in sequences) > self._most_rows:
             self._catch_up(sequences)
-        hidden = self._augmented([Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in sequences])
-        tokens = to_device([sequence.token_ids[-1] for sequence in sequences], self._device)
+        rows = [Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in sequences]
+        batch, hidden = self._first(rows)
+        last = batch.last_rows if batch.most_rows > 1 else None
         found: list[Tensor] = []
         for head, level in enumerate(self._levels.levels[:depth]):
             if found:
                 hidden = hidden.unflatten(0, (num_sequences, -1))[:, level.origins].flatten(0, 1)
-                tokens = found[-1][:, level.places].flatten()
-            hidden = model.step(head, hidden, tokens)
+                batch, last = batch_without_pages(found[-1][:, level.places].flatten()), None
+            logits, hidden = self._heads[head](self._pool(), batch, hidden, last)
+            tokens = batch.token_ids
+            if last is not None:
+                hidden, tokens = hidden[last], tokens[last]
             owners = [sequence for sequence in sequences for _ in range(level.num_nodes)]
             sampling = sampling_of(owners, self._device, ahead=head)
-            ranked = ranked_tokens(model.ops, model.logits(head, hidden), level.num_ranks, tokens, sampling)
-            found.append(ranked.view(num_sequences, -1))
+            found.append(ranked_tokens(model.ops, logits, level.num_ranks, tokens, sampling).view(num_sequences, -1))
         return torch.cat(found, dim=1)
 
 

@@ -6,11 +6,12 @@ The paper leaves the attention of a head to its one key open, whose softmax woul
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity, rms_norm, silu
+from torch.nn.functional import embedding, rms_norm, silu
 from transformers.activations import ACT2FN
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
@@ -21,8 +22,11 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops import Ops
+from specdec_fast.program import RowFunction
 
 Linear = tuple[Tensor, Tensor | None]
+_Pair = tuple[Tensor, Tensor]
 _TINY = 1e-12  # the mean square of a row of zeros, which some tokens that no text has are
 
 
@@ -85,7 +89,7 @@ class CloverModel:
         self._sizes = [heads * layer.head_dim for heads in (layer.num_attention_heads, kv_heads, kv_heads)]
         self._gates = (layer.num_attention_heads, layer.hidden_size // layer.num_attention_heads)
         self.layout = KVLayout.uniform(1, kv_heads, layer.head_dim, dtype, device)
-        self._rotary = RotaryTable(layer, dtype, device)
+        self._rotary, self._is_recorded = RotaryTable(layer, dtype, device), False
 
     def weights(self) -> list[Tensor]:
         """Return all tensors that it keeps; the output layer is the target's."""
@@ -116,7 +120,7 @@ class CloverModel:
             query = self._normed(query, block.q_norm)
         if block.k_norm is not None:
             key = self._normed(key, block.k_norm)
-        factors = self._rotary.at(batch.positions, batch.max_seqlen_k)
+        factors = self._factors_at(batch)
         pages = pool.layers[0]
         self._ops.append_kv_(*pages, rotated(key, *factors), value, batch.slot_mapping)
         attended = self._ops.paged_attention(rotated(query, *factors), pages, batch, block.attention)
@@ -138,17 +142,45 @@ class CloverModel:
         """
         head = self._heads[index]
         query = self._linear(self._normed(hidden, head.norm), head.query)
-        embedded = normalised(self._output[0][token_ids])
+        embedded = normalised(embedding(token_ids, self._output[0]))
         parts = (query, *self._linear(embedded, head.key_value).chunk(2, dim=1))
         query, key, value = (part.unflatten(1, self._gates) for part in parts)
-        gate = cosine_similarity(query, key, dim=-1)
-        return hidden + (gate.unsqueeze(-1) * value).flatten(1)
+        gate = (normalised(query) * normalised(key)).mean(dim=-1, keepdim=True)  # the cosine
+        return hidden + (gate * value).flatten(1)
 
     def logits(self, index: int, hidden: Tensor) -> Tensor:
         """Return ``[N, vocab_size]`` for results ``[N, H]`` of ``step``: the target's output layer over the blocks."""
         for block in self._heads[index].blocks:
             hidden = hidden + silu(self._linear(hidden, block))
         return self._linear(hidden, self._output)
+
+    def row_functions(self) -> list[RowFunction]:
+        """Return each head as a function of rows, for programs: the first one is the augmenting block as well.
+
+        A row of the first function takes the token behind its position, and has KV entries. Those of the others take
+        the token that was drafted, and have none.
+        """
+
+        def function(index: int) -> RowFunction:
+            def run(ops: Ops, pool: PagePool, batch: RaggedBatch, hidden: Tensor, wanted: Tensor | None) -> _Pair:
+                model = self
+                if ops is not self.ops:  # it is recorded
+                    model = copy(self)
+                    model._ops, model._is_recorded = ops, True
+                if index == 0:
+                    hidden = model.augment(batch, pool, hidden)
+                hidden = model.step(index, hidden, batch.token_ids)
+                return model.logits(index, hidden if wanted is None else hidden[wanted]), hidden
+
+            return RowFunction(run, self.layout, self.hidden_size, self.hidden_size)
+
+        return [function(index) for index in range(self.config.num_heads)]
+
+    def _factors_at(self, batch: RaggedBatch) -> _Pair:
+        """Return cosine and sine for every row, ``[T, 1, head_dim]`` each."""
+        if self._is_recorded:  # a program computes them anew, because a table grows
+            return self._rotary.computed(batch.positions)
+        return self._rotary.at(batch.positions, batch.max_seqlen_k)
 
     def _linear(self, rows: Tensor, weights: Linear) -> Tensor:
         result: Tensor = self._ops.linear(rows, *weights)
@@ -159,7 +191,7 @@ class CloverModel:
 
 
 def normalised(rows: Tensor) -> Tensor:
-    """Return rows ``[..., H]`` of the output layer, each divided by its root mean square."""
+    """Return rows ``[..., n]``, each divided by its root mean square."""
     return rms_norm(rows, rows.shape[-1:], eps=_TINY)
 
 

@@ -65,6 +65,11 @@ class RotaryTable:
         cos, sin = self.factors[:, positions].unsqueeze(2)
         return cos, sin
 
+    def computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what ``at`` returns, without the table."""
+        cos, sin = self._rotary(self._like, positions[None])
+        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+
     def _computed(self, num_positions: int) -> Tensor:
         """Return cosine and sine of positions 0 to ``num_positions - 1``: ``[2, num_positions, head_dim]``."""
         positions = torch.arange(num_positions, device=self._like.device)

@@ -107,6 +107,19 @@ def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> l
     return [first, *_one_row_each(pool, place, end, table, later)] if later else [first]
 
 
+def batch_without_pages(token_ids: Tensor) -> RaggedBatch:
+    """Return rows of a function that has no KV entries: each is a sequence of its own, on the scratch page."""
+    return _without_pages(len(token_ids), token_ids.device)(token_ids=token_ids)
+
+
+@lru_cache(maxsize=256)
+def _without_pages(num_rows: int, device: torch.device) -> partial[RaggedBatch]:
+    layout = row_layout((1,) * num_rows, device)
+    table = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
+    positions, used = torch.zeros(num_rows, dtype=torch.int64, device=device), torch.ones_like(table[:, 0])
+    return _forward(layout, table, 1, positions, table[:, 0].contiguous(), used)
+
+
 def spans_of(pool: PagePool, rows: Sequence[Rows], ahead: Sequence[int] | None = None) -> Spans:
     """Allocate the pages that one forward's new positions need; a program will lay the rows out.
 

@@ -103,13 +103,14 @@ class Compared:
     [
         ({}, {"draft_tree": TREE}),
         ({"num_blocks": 2, "qk_norm": True}, {"max_prefill_tokens": 7, "num_draft_tokens": 2, "draft_tree": TREE}),
-        ({"num_heads": 4}, {"kv_cache_tokens": 64, "page_size": 4, "draft_tree": "chain"}),
+        ({"num_heads": 4}, {"kv_cache_tokens": 64, "page_size": 4, "enforce_eager": True, "draft_tree": TREE}),
     ],
-    ids=["tree", "chunks", "small-pool"],
+    ids=["tree", "chunks", "pytorch"],
 )
 def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
     weights = random_clover(**options)
     engine = sd.Engine(model, f"clover:{write_clover(tmp_path, weights, VOCAB_SIZE)}", max_batch_size=4, **config)
+    assert engine.drafter.describe()["forward_program"] is not config.get("enforce_eager", False)
     compared = Compared(engine.core.drafter, model, weights)
     for output in engine.generate(PROMPTS, PARAMS):
         output.raise_for_error()
@@ -181,13 +182,13 @@ def test_features_wait_while_nothing_is_drafted(target, model, folder, monkeypat
 def test_forwards_have_as_many_rows_as_the_memory_plan_counts(target, model, folder, monkeypatch):
     course, num_rows = Course(target, model, folder), []
     course.drafter.limit_prefill(8)
-    augment = course.drafter.model.augment
+    first = course.drafter._heads[0]
 
-    def counted(batch, *args):
+    def counted(pool, batch, *args):
         num_rows.append(len(batch.token_ids))
-        return augment(batch, *args)
+        return first(pool, batch, *args)
 
-    monkeypatch.setattr(course.drafter.model, "augment", counted)
+    monkeypatch.setattr(course.drafter, "_heads", [counted, *course.drafter._heads[1:]])
     course.prefill((40, 3, 18))
     for _ in range(12):
         course.step(0)
