@@ -75,8 +75,9 @@ def _calls() -> Iterator[tuple[str, Call]]:
     shape, (in_features, out_features) = gpu_kernels.FULL.verify, gpu_kernels.FULL.linear
     for dtype in floats:
         yield from calls_on(Heads(shape.heads, shape.kv_heads, shape.head_dim, 1024), dtype, ROWS)
-        rows, weight = torch.empty(2, in_features, dtype=dtype), torch.empty(out_features, in_features, dtype=dtype)
-        yield "linear", partial(launcher("linear"), rows, weight)
+        weight = torch.empty(out_features, in_features, dtype=dtype)
+        for count in (1, 64, 65):  # the number of rows chooses one of three compilations
+            yield "linear", partial(launcher("linear"), torch.empty(count, in_features, dtype=dtype), weight)
         for bundled in BUNDLED:
             yield from calls_on(bundled, dtype, ROWS)
     sizes = gpu_decoding.FULL

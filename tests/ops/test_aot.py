@@ -25,9 +25,11 @@ from support.source_tree import ROOT
 triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.timeout(3600)  # the first test waits for the compiler
-# ``make test`` compiles every kernel for one target and one type of numbers, and the two slow ones in one variant.
-SLOW = r"paged_attention\.|sampling\.threshold_"
+# ``make test`` compiles every kernel for one target and one type of numbers, and the slow ones in few variants.
+SLOW = r"paged_attention\.|sampling\.threshold_|linear\."
+FEW_LINEARS = r"linear\.bf16_(1024x151936_[48]|896x896_128_128_bias_4|unaligned)$"
 SLICE = rf"(?!{SLOW}|.*(fp16|fp32|32bit)_)|paged_attention\.bf16_dim128_group4$|sampling\.threshold_bf16_32_"
+SLICE += rf"|{FEW_LINEARS}"
 DISASSEMBLED = r"paged_attention\.|linear\.bf16_1024x"  # takes half a second for each
 REPORTS = [
     pytest.param((("sm_90",), SLICE, DISASSEMBLED), id="slice"),
