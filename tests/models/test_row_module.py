@@ -16,7 +16,7 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.row_module import RowModule
 from specdec_fast.ops import resolve
 from specdec_fast.program import RowFunction
-from specdec_fast.program.executors import Choice
+from specdec_fast.program.executors import Choice, Projection
 from support.programs import CPU, needs_programs
 
 VOCAB, WIDTH, HEAD_DIM, KV_HEADS = 29, 12, 8, 2
@@ -131,3 +131,21 @@ def test_a_function_keeps_to_its_pages_and_its_batch():
         module = RowModule(RowFunction(run, own.layout, WIDTH, WIDTH), OPS, 16)
         assert module.program is None
         assert reason in module.why_no_program
+
+
+@needs_programs
+def test_inputs_of_another_size_are_refused():
+    function = function_of()
+    module, pool, choice = RowModule(function, OPS, 16), pool_of(function), Choice(VOCAB, None)
+    rows, carried = [Rows("a", 0, 2)], torch.zeros(2, WIDTH)
+    for inputs, message in (
+        (carried[:1], "2 rows take"),
+        (carried.double(), "2 rows take"),
+        (torch.zeros(WIDTH, 2).t(), "not contiguous"),
+        (Projection(module.program, [carried]), "has KV entries"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module.draft(pool, rows, [1, 2], inputs, [1], choice)
+    assert len(module.draft(pool, rows, [1, 2], carried, [1], choice)) == 1
+    with pytest.raises(ValueError, match="2 spans of 3 rows"):
+        module.draft(pool, [Rows("a", 0, 2), Rows("b", 0, 1)], [1, 2], carried, [1, 1], choice)
