@@ -21,7 +21,7 @@ from specdec_fast.training.drafter_module import DrafterModule
 from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
 from specdec_fast.training.medusa import hit_counts, new_heads, save_heads
 from specdec_fast.training.specblock import NUM_SLOTS, new_blocks, save_blocks
-from specdec_fast.training.specblock_loss import block_loss
+from specdec_fast.training.specblock_loss import NUM_FEATURES, block_loss
 from specdec_fast.training.texts import Texts
 from specdec_fast.training.trainer import Loss, Recipe, Trainer
 
@@ -102,6 +102,12 @@ class SpecBlockKind(Eagle3Kind):
     def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(args, target)
         self._num_nodes = _tree_nodes(args)
+        num_ids = self._size.draft_vocab_size or self._config.vocab_size
+        if num_ids < NUM_FEATURES:
+            raise ConfigError(
+                f"a SpecBlock drafter of {num_ids} ids: its rank head reads the logits of {NUM_FEATURES}; pass a "
+                f"--draft-vocab-size of {NUM_FEATURES} or more, for a target with at least as many ids."
+            )
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
         """Write the weights, and the configuration that ``specblock_config.py`` reads."""

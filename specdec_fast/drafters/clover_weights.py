@@ -16,7 +16,13 @@ from pathlib import Path
 from torch import Tensor
 
 from specdec_fast.drafters.checkpoints import read_tensors
-from specdec_fast.drafters.eagle3_config import LayerConfig, layer_config, positive_integer, read_json
+from specdec_fast.drafters.eagle3_config import (
+    LayerConfig,
+    expect_no_windows,
+    layer_config,
+    positive_integer,
+    read_json,
+)
 from specdec_fast.drafters.eagle3_weights import Shapes, expect_shapes, layer_shapes
 from specdec_fast.errors import ConfigError
 from specdec_fast.speculation_length.choice_tree import checked_choices
@@ -63,6 +69,7 @@ def read_clover(folder: Path) -> tuple[CloverConfig, dict[str, Tensor]]:
     """
     found = read_json(folder, _KIND)
     layer = layer_config(folder, found)
+    expect_no_windows(folder, found, layer.num_hidden_layers)
     choices = found.get("clover_choices")
     config = CloverConfig(
         folder=folder,

@@ -197,6 +197,17 @@ def sliding_windows(folder: Path, sizes: dict[str, Any], num_layers: int) -> tup
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def expect_no_windows(folder: Path, sizes: dict[str, Any], num_layers: int) -> None:
+    """Raise ``ConfigError`` if a layer has a sliding window; without ``layer_types`` a ``sliding_window`` is of all."""
+    window = sizes.get("sliding_window") if sizes.get("use_sliding_window", True) else None
+    is_named = sizes.get("layer_types") is not None
+    if any(sliding_windows(folder, sizes, num_layers)) or (window is not None and not is_named):
+        raise ConfigError(
+            f"{str(folder)!r} has layers with a sliding window (sliding_window is {window!r}), which this library does "
+            "not serve for this kind of drafter; expected full_attention in each layer."
+        )
+
+
 def positive_integer(folder: Path, found: dict[str, Any], name: str, default: int) -> int:
     """Return a positive integer of ``config.json``, or ``default`` where there is none; else raise ``ConfigError``."""
     value = default if found.get(name) is None else found[name]

@@ -31,7 +31,7 @@ from specdec_fast.drafters.specblock_tree import BEAM, ROOT, BlockTree, Node
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
-from specdec_fast.models.verify_step import why_no_trees
+from specdec_fast.models.verify_step import expect_trees, why_no_trees
 from specdec_fast.request.sequence import Sequence
 
 _MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are computed at once
@@ -49,6 +49,7 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
 
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
+        NotYetSupportedError: ``draft_tree`` is a number of nodes, and the target verifies chains only.
 
     """
 
@@ -63,7 +64,11 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
             self.model: SpecBlockModel = load_specblock(Path(folder), context.target, context.config.tap_layers)
         super().__init__(self.model.layout)
         self.taps, self._device, self._num_slots = self.model.taps, context.device, self.model.num_slots
+        if isinstance(wanted, int):
+            expect_trees(context.target)
         self._is_chain = wanted == "chain" or why_no_trees(context.target) is not None
+        # The second call is a forward over a tree, whatever is drafted, so it needs attention that serves trees.
+        self._most_depth = None if context.target.ops.has_trees("paged_attention") else self._num_slots
         num_nodes = wanted if isinstance(wanted, int) else self.model.config.tree_nodes
         self.max_nodes = 0 if self._is_chain else num_nodes
         self.limit_prefill(context.config.max_prefill_tokens)
@@ -101,11 +106,14 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         """Estimate what its forwards need, its logits, and the features that wait."""
         model, itemsize = self.model, self.model.layout.dtype.itemsize
-        second = num_sequences * (1 + BEAM)  # blocks of the second call
-        blocks = max((prefill_rows or MAX_PREFILL_ROWS) // self._num_slots, num_sequences * num_draft_tokens, second)
+        # Blocks with logits. Where memory is counted, a tree has as many nodes as a chain, so the second call expands
+        # no more.
+        ends = num_sequences * (min(BEAM, num_draft_tokens) if num_draft_tokens > self._num_slots else 1)
+        verified = num_sequences * num_draft_tokens
+        blocks = max((prefill_rows or MAX_PREFILL_ROWS) // self._num_slots, verified, num_sequences + ends)
         queued = num_sequences * _MOST_QUEUED * model.hidden_size * itemsize
-        widths = 3 * model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
-        return self._num_slots * (blocks * model.row_bytes + second * widths * itemsize) + queued
+        ranked = model.ranked_bytes + (0 if model.target_ids is None else model.vocab_size * itemsize)
+        return self._num_slots * (blocks * model.row_bytes + ends * ranked) + queued
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
         """Bound its forwards over queued features, as ``step_bytes`` counts them."""
@@ -173,6 +181,7 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
 
     def _new_tree(self, limit: int, node_limit: int) -> BlockTree:
         """Return an empty tree; one that is no deeper than a block is not expanded."""
+        limit = limit if self._most_depth is None else min(limit, self._most_depth)
         return BlockTree(node_limit, limit, self._is_chain, continues=limit <= self._num_slots)
 
     def _is_complete(self, sequence: Sequence) -> bool:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec_fast.drafters.eagle3_config import Eagle3Config, layer_config, positive_integer
+from specdec_fast.drafters.eagle3_config import Eagle3Config, expect_no_windows, layer_config, positive_integer
 from specdec_fast.errors import ConfigError
+from specdec_fast.speculation_length.choice_tree import MOST_NODES
 
 _SLOTS = "diffspec_draft_token_num"  # the name that published configurations have
 NUM_CLASSES, NUM_FEATURES = 4, 20  # of the rank head; ids whose logits it reads
@@ -47,6 +48,10 @@ def read_config(folder: Path) -> SpecBlockConfig:
     """
     found = _json(folder)
     layer = layer_config(folder, {"num_hidden_layers": 2, **found})
+    expect_no_windows(folder, found, layer.num_hidden_layers)
+    tree_nodes = positive_integer(folder, found, "tree_nodes", _DEFAULT_NODES)
+    if tree_nodes > MOST_NODES:
+        raise ConfigError(f"{str(folder)!r}: tree_nodes is {tree_nodes}; expected at most {MOST_NODES}.")
     draft_vocab_size = positive_integer(folder, found, "draft_vocab_size", layer.vocab_size)
     taps = found.get("tap_layers")
     if taps is not None and not (isinstance(taps, list) and all(type(tap) is int for tap in taps)):
@@ -69,7 +74,7 @@ def read_config(folder: Path) -> SpecBlockConfig:
         norm_output=False,
         verifiers=(),
         num_slots=positive_integer(folder, found, _SLOTS, _DEFAULT_SLOTS),
-        tree_nodes=positive_integer(folder, found, "tree_nodes", _DEFAULT_NODES),
+        tree_nodes=tree_nodes,
     )
 
 

@@ -120,6 +120,14 @@ class SpecBlockModel:
         """Estimate the bytes per slot of a forward, which PyTorch runs: its widest operands and the residual stream."""
         return (5 * self.hidden_size + 3 * self.config.layer.intermediate_size) * self.layout.dtype.itemsize
 
+    @property
+    def ranked_bytes(self) -> int:
+        """Estimate the bytes per slot of ``ranked``: the logits and two copies in fp32, and those of the rank head."""
+        itemsize = self.layout.dtype.itemsize
+        copies = 5 if itemsize < 4 else 3  # of the logits' own size
+        of_rank_head = 2 * len(self._rank_in) * itemsize + NUM_FEATURES * (8 + 4 * 4)
+        return copies * self.config.draft_vocab_size * itemsize + of_rank_head
+
     def project(self, features: Tensor) -> Tensor:
         """Reduce the target's hidden states ``[T, taps, its hidden size]`` to one condition per row, ``[T, H]``."""
         return self._linear(features.to(self.layout.dtype).flatten(1), self._project)

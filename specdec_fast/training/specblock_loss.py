@@ -9,7 +9,7 @@ from torch.nn.functional import one_hot
 from specdec_fast.training.drafter_loss import STEP_DISCOUNT, Lesson
 from specdec_fast.training.specblock_module import SpecBlockModule
 
-_NUM_CLASSES, _NUM_FEATURES = 4, 20
+_NUM_CLASSES, NUM_FEATURES = 4, 20
 _CLASS_BUDGET = 10  # positions of a class and slot that count in full
 _STRIDE = 4  # one of so many positions gets a second block, because these attend without a fused kernel
 
@@ -69,7 +69,7 @@ def _rank_loss(module: SpecBlockModule, normed: Tensor, logits: Tensor, best: Te
     weighs ``1 + |t - p| + max(t - p, 0)``, and a class of n positions of a slot ``min(1, 10 / n)``. So a rank that is
     taken for a better one costs most: the target's token is missed then.
     """
-    top, ids = logits.topk(_NUM_FEATURES, dim=-1)
+    top, ids = logits.topk(NUM_FEATURES, dim=-1)
     predicted = module.rank_head(torch.cat([normed, rank_features(top).to(normed.dtype)], dim=-1)).float()
     labels = rank_labels(ids, best)
     classes = torch.arange(_NUM_CLASSES, device=labels.device)

@@ -89,6 +89,9 @@ def test_a_specblock_drafter(folder, tmp_path, capsys):
     assert (config.tree_nodes, config.tap_layers, config.draft_vocab_size) == (9, (1, 2, 3), 400)
     assert train(tmp_path, *options, "--num-heads", "3") == 2
     assert "--num-heads is no option of --kind specblock" in capsys.readouterr().err
+    options[options.index("400")] = "19"
+    assert train(tmp_path, *options) == 2
+    assert "drafter of 19 ids: its rank head reads the logits of 20" in capsys.readouterr().err
 
 
 def test_blocks_of_dspark(folder, tmp_path, capsys):

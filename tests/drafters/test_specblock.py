@@ -14,7 +14,6 @@ from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.specblock import SpecBlockDrafter
-from specdec_fast.drafters.specblock_tree import ROOT, BlockTree, Slot
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
@@ -260,40 +259,6 @@ def test_blocks_do_not_see_one_another(tmp_path, target, model):
     changed = Blocks(tmp_path, target, model)
     changed.true[-1] += 1.0  # what the blocks behind are made of, and nothing else
     assert torch.equal(blocks.run(range(4)), blocks.true[:4]), "a block sees blocks of later positions"
-
-
-def test_the_best_nodes_are_kept_and_equal_ones_merged():
-    def slot(first, second, rank_class=0, confidence=0.6):
-        return Slot((first, second), (math.log(confidence), math.log(0.3)), rank_class)
-
-    tree = BlockTree(max_nodes=7, max_depth=6)
-    tree.add_block(ROOT, [slot(1, 9), slot(2, 8), slot(3, 7), slot(4, 6)])
-    expanded = tree.to_expand(10)
-    assert [(node.token_id, node.depth) for node in expanded[:3]] == [(1, 1), (2, 2), (9, 1)]
-    assert len(expanded) == 7
-    # Behind token 1 a better informed block drafts 2 again, then 5.
-    tree.add_block(expanded[0].place, [slot(2, 8, confidence=0.99), slot(5, 3, confidence=0.99)])
-    tokens, parents = tree.nodes()
-    assert len(tokens) == 7
-    assert tokens[:3] == [1, 2, 5]
-    assert parents[:3] == [-1, 0, 1]
-    assert tokens.count(2) == 1
-    assert len(set(zip(parents, tokens, strict=True))) == 7
-
-
-def test_a_class_beyond_ends_branching_and_a_nan_ends_the_block():
-    def slot(rank_class, probability=0.5):
-        first = math.log(probability)
-        return Slot((1, 2, 3), (first, math.log(0.2), math.log(0.1)), rank_class)
-
-    tree = BlockTree(max_nodes=50, max_depth=8)
-    tree.add_block(ROOT, [slot(0), slot(3), slot(2), slot(2)])
-    _, parents = tree.nodes()
-    assert parents.count(-1) == 3, "the first slot branches in any case"
-    assert len(parents) == 3 + 1 + 1 + 1
-    tree = BlockTree(max_nodes=50, max_depth=8)
-    tree.add_block(ROOT, [slot(0), slot(1, math.nan), slot(1)])
-    assert len(tree.nodes()[0]) == 3
 
 
 def test_a_sequence_without_all_its_features_gets_no_draft(tmp_path, target, model):

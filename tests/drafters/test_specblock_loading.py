@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.commands.tap_offsets import agreements
@@ -17,6 +18,7 @@ from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.eagle3 import write_checkpoint as write_eagle3
 from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model
+from support.peak_memory import peak_bytes
 from support.specblock import HIDDEN, K, write_checkpoint
 
 
@@ -54,6 +56,20 @@ def test_weights_get_the_targets_dtype_and_memory_is_counted(tmp_path):
     assert sum(tensor.nbytes for tensor in drafter.pool.tensors) == kv_bytes * 16 * (7 + 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_draft_tokens", [K, 2 * K])
+def test_the_memory_of_logits_is_estimated(tmp_path, dtype, num_draft_tokens):
+    """A wide vocabulary, so that logits are most of it."""
+    model = LlamaForCausalLM(LlamaConfig(**TINY_GROUPED | {"vocab_size": 4_000})).to(dtype)
+    write_checkpoint(tmp_path, model)
+    target = RaggedModel(model, resolve(torch.device("cpu")))
+    drafter = SpecBlockDrafter(DrafterContext(target, EngineConfig()), str(tmp_path))
+    blocks = 8 if num_draft_tokens == K else 8 * num_draft_tokens  # of the second call, one behind every node
+    hidden = torch.randn(blocks * K, HIDDEN, dtype=dtype)
+    needed = peak_bytes(lambda: drafter.model.ranked(hidden))
+    assert needed <= drafter.step_bytes(8, num_draft_tokens, 8) < 2 * needed
+
+
 def test_an_engine_with_a_memory_budget_runs(tmp_path, model):
     write_checkpoint(tmp_path, model)
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
@@ -61,6 +77,31 @@ def test_an_engine_with_a_memory_budget_runs(tmp_path, model):
     engine = sd.Engine(model, str(tmp_path), memory_bytes=64 << 20)
     plain = sd.Engine(model, None).generate(prompts, params)
     assert [o.token_ids for o in engine.generate(prompts, params)] == [o.token_ids for o in plain]
+
+
+def test_a_target_without_trees_gets_chains_of_one_block(tmp_path, model, monkeypatch):
+    """The second call is a forward over a tree, which attention of such a target refuses."""
+    write_checkpoint(tmp_path, model)
+    prompts, params = [[1, 2, 3], [4, 5, 6, 7]], sd.SamplingParams(max_new_tokens=12)
+    plain = sd.Engine(model, None).generate(prompts, params)
+    monkeypatch.setattr("specdec_fast.ops.registry.Ops.has_trees", lambda self, op: False)
+    engine = sd.Engine(model, str(tmp_path), num_draft_tokens=2 * K)
+    ops = engine.drafter.model._ops
+
+    class ChainsOnly:
+        def __getattr__(self, name):
+            return getattr(ops, name)
+
+        def paged_attention(self, query, pages, batch, params):
+            assert batch.tree_mask is None
+            return ops.paged_attention(query, pages, batch, params)
+
+    engine.drafter.model._ops = ChainsOnly()
+    assert [o.token_ids for o in engine.generate(prompts, params)] == [o.token_ids for o in plain]
+    assert engine.last_run.decoding.num_draft_tokens >= K
+    assert engine.drafter.describe()["draft_tree"] == "chain"
+    with pytest.raises(sd.NotYetSupportedError, match="verifies no trees"):
+        sd.Engine(model, str(tmp_path), draft_tree=16)
 
 
 def test_the_targets_embedding_is_shared(tmp_path):
@@ -101,7 +142,19 @@ CONFIGS = {
     "no such tap": ({"tap_layers": [0, 1, 77]}, "contain 77"),
     "no default taps": ({"tap_layers": None}, "layers has no default taps"),
     "size": ({"intermediate_size": None}, "lacks intermediate_size"),
+    "nodes": ({"tree_nodes": 65}, "tree_nodes is 65; expected at most 64"),
+    "window of a layer": ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}, "full_attent"),
+    "window of all": ({"sliding_window": 4}, "sliding_window is 4"),
 }
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [{"layer_types": ["full_attention"] * 2, "sliding_window": 4}, {"sliding_window": 4, "use_sliding_window": False}],
+)
+def test_a_window_of_no_layer_is_ignored(tmp_path, model, target, unused):
+    write_checkpoint(tmp_path, model, config=unused)
+    assert load_specblock(tmp_path, target).config.sliding_windows == (None, None)
 
 
 @pytest.mark.parametrize(("wrong", "message"), CONFIGS.values(), ids=CONFIGS)
