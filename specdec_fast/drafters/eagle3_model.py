@@ -15,10 +15,11 @@ from torch.nn.functional import embedding, rms_norm
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
+from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.drafters.checkpoints import check_whole
 from specdec_fast.drafters.eagle3_config import Eagle3Config, LayerConfig, read_config
 from specdec_fast.drafters.eagle3_weights import check_weights, read_weights, target_ids
+from specdec_fast.drafters.layers import LayerWeights, rotated
 from specdec_fast.errors import ConfigError, SpecDecError, VocabularyMismatchError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -90,29 +91,12 @@ def check_target(config: LayerConfig, target: RaggedModel) -> None:
         )
 
 
-class _Layer:
-    """The weights of one layer, those with the same input joined to one matrix."""
+class _Layer(LayerWeights):
+    """The weights of one layer; the first one normalises features too."""
 
     def __init__(self, weights: dict[str, Tensor], index: int, window: int | None, head_dim: int) -> None:
-        prefix = f"layers.{index}."
-        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        self.input_norm, self.hidden_norm = own["input_layernorm.weight"], own.get("hidden_norm.weight")
-        self.mlp_norm = own["post_attention_layernorm.weight"]
-        self.q_norm, self.k_norm = own.get("self_attn.q_norm.weight"), own.get("self_attn.k_norm.weight")
-        self.qkv = _joined(own, [f"self_attn.{name}_proj" for name in "qkv"])
-        self.output = _joined(own, ["self_attn.o_proj"])
-        self.gate_up = _joined(own, ["mlp.gate_proj", "mlp.up_proj"])
-        self.down = _joined(own, ["mlp.down_proj"])
-        self.attention = AttentionParams(head_dim**-0.5, sliding_window=window)
-
-
-def _joined(weights: dict[str, Tensor], names: list[str]) -> tuple[Tensor, Tensor | None]:
-    matrices = [weights[f"{name}.weight"] for name in names]
-    biases = [weights.get(f"{name}.bias") for name in names]
-    if all(bias is None for bias in biases):
-        return torch.cat(matrices), None
-    filled = [m.new_zeros(len(m)) if bias is None else bias for m, bias in zip(matrices, biases, strict=True)]
-    return torch.cat(matrices), torch.cat(filled)
+        super().__init__(weights, index, window, head_dim)
+        self.hidden_norm = weights.get(f"layers.{index}.hidden_norm.weight")
 
 
 class Eagle3Model:
@@ -244,7 +228,7 @@ class Eagle3Model:
             query = self._normed(query, layer.q_norm)
         if layer.k_norm is not None:
             key = self._normed(key, layer.k_norm)
-        query, key = _rotated(query, *factors), _rotated(key, *factors)
+        query, key = rotated(query, *factors), rotated(key, *factors)
         pages = pool.layers[index]
         self._ops.append_kv_(*pages, key, value, batch.slot_mapping)
         attended = self._ops.paged_attention(query, pages, batch, layer.attention)
@@ -272,12 +256,6 @@ class Eagle3Model:
         positions = torch.arange(num_positions, device=self.layout.device)
         cos, sin = self._rotary(self._fc, positions[None])
         return torch.stack([cos[0], sin[0]])
-
-
-def _rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``[T, heads, head_dim]`` by position (Su et al., arXiv 2104.09864, in the half-split order of Llama)."""
-    first, second = rows.chunk(2, dim=-1)
-    return rows * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def target_embedding(config: LayerConfig, target: RaggedModel) -> Tensor:
