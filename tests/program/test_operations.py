@@ -55,6 +55,7 @@ FUNCTIONS = {
     "square": lambda x, p: x**2, "cube": lambda x, p: x**3, "sqrt": lambda x, p: (x * x).sqrt(),
     "rsqrt": lambda x, p: (x * x + 0.1).rsqrt(), "reciprocal": lambda x, p: x.abs().add(1).reciprocal(),
     "exp": lambda x, p: x.exp(), "sin": lambda x, p: x.sin(), "cos": lambda x, p: x.cos(),
+    "sin_of_much": lambda x, p: (widened(x) * 3e4).sin().to(x.dtype), "cos_of_much": lambda x, p: (x * 900).cos(),
     "sigmoid": lambda x, p: x.sigmoid(), "silu": lambda x, p: F.silu(x), "tanh": lambda x, p: x.tanh(),
     "relu": lambda x, p: x.relu(), "gelu": lambda x, p: F.gelu(x),
     "gelu_tanh": lambda x, p: F.gelu(x, approximate="tanh"),
