@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from math import log
 from typing import Any
 
 import numpy as np
 
 from specdec_fast.speculation_length import LengthPolicy, Profiler, StepObservation
+from specdec_fast.speculation_length.choice_tree import fit_tree
 from specdec_fast.speculation_length.fixed import FixedLength
 
 Seconds = Callable[[int], float]
@@ -57,6 +60,9 @@ class World:
         is_profiled: whether the drafter knows its seconds.
         choice: seconds of a choice of K.
         is_refilled: whether a waiting request joins when one ends, not the next batch when all have ended.
+        rates: of a drafter of trees, in place of ``acceptance``: kinds of positions, equally frequent, with the hit
+            rates of the first ranks, which the drafter knows. Its chain has the first rank. None: chains.
+        max_nodes: of its trees.
         seed: of all draws.
 
     """
@@ -77,6 +83,8 @@ class World:
     is_profiled: bool = True
     choice: float = 0.0
     is_refilled: bool = True
+    rates: tuple[tuple[float, ...], ...] | None = None
+    max_nodes: int = 0
     seed: int = 0
 
     def prepared(self, policy: LengthPolicy) -> LengthPolicy:
@@ -89,7 +97,11 @@ class World:
         def drafting(counts: list[int]) -> dict[int, float] | None:
             return measured(self.draft, counts) | {0: self.once} if self.is_profiled else None
 
-        policy.prepare(Profiler(self.batch_size, False, lambda counts: measured(self.verify, counts), drafting))
+        policy.prepare(
+            Profiler(
+                self.batch_size, False, lambda counts: measured(self.verify, counts), drafting, self.max_nodes, True
+            )
+        )
         return policy
 
     def warmed(self, policy: LengthPolicy) -> LengthPolicy:
@@ -135,17 +147,74 @@ def _step(
     counts = [
         k if k and s.draws[1][s.num_emitted] < world.proposes else 0 for s, k in zip(sequences, limits, strict=True)
     ]
-    verify = world.verify(len(batch) + sum(counts)) + world.growth * sum(s.length for s in sequences)
-    accepted = []
-    for (i, s), k in zip(batch, counts, strict=True):
+    rows, accepted, nodes = sum(counts), [], ()
+    if world.rates is not None:
+        rows, counts, accepted, nodes = _verified_trees(world, policy, sequences, counts)
+    verify = world.verify(len(batch) + rows) + world.growth * sum(s.length for s in sequences)
+    for b, ((i, s), k) in enumerate(zip(batch, counts, strict=True)):
         done = s.num_emitted
-        wrong = (j for j in range(k) if s.draws[0][done + j] >= world.acceptance(i, done + j))
-        accepted.append(next(wrong, k))
-        s.length += accepted[-1] + 1
+        if world.rates is None:
+            wrong = (j for j in range(k) if s.draws[0][done + j] >= world.acceptance(i, done + j))
+            accepted.append(next(wrong, k))
+        s.length += accepted[b] + 1
     slow = (1 + world.noise * rng.exponential(size=2)) * np.where(rng.random(2) < 0.01 * (world.noise > 0), 5, 1)
     seconds = float(drafting * slow[0]), float(verify * slow[1]), world.overhead
-    policy.observe(StepObservation(sequences, limits, counts, accepted, *seconds))
+    policy.observe(StepObservation(sequences, limits, counts, accepted, *seconds, *nodes))
     return drafting + verify + world.overhead, sum(accepted) + len(batch)
+
+
+def _verified_trees(
+    world: World, policy: LengthPolicy, sequences: list[Any], depths: list[int]
+) -> tuple[int, list[int], list[int], tuple[list[list[float]], list[list[int]]]]:
+    """Draft trees, or chains where the policy wants no more nodes than these have, and keep what the policy keeps.
+
+    Returns:
+        The number of nodes; per sequence depth and accepted tokens; the scores and the accepted nodes.
+
+    """
+    trees = []
+    for sequence, depth in zip(sequences, depths, strict=True):
+        kinds = [_kind(world, sequence, ahead) for ahead in range(depth)]
+        num_nodes = max(depth, world.max_nodes) if policy.may_branch else 0
+        trees.append(_tree(world.rates or (), tuple(kinds), num_nodes) if depth else {})
+    least = policy.checked_least_score([list(tree.values()) for tree in trees])
+    kept = [{path: score for path, score in tree.items() if score >= least} for tree in trees]
+    found = []
+    for sequence, tree in zip(sequences, kept, strict=True):
+        paths, path, hits = list(tree), (), []
+        while (path := (*path, _rank(world, sequence, len(path)))) in tree:
+            hits.append(paths.index(path))
+        found.append(hits)
+    deepest = [max(map(len, tree), default=0) for tree in kept]
+    scores = [list(tree.values()) for tree in kept]
+    return sum(map(len, kept)), deepest, [len(hits) for hits in found], (scores, found)
+
+
+def _kind(world: World, sequence: Any, ahead: int) -> int:
+    """Return the kind of a position: an index of ``rates``."""
+    draws = sequence.draws[1]
+    return int(draws[min(sequence.num_emitted + ahead, len(draws) - 1)] * len(world.rates or ()))
+
+
+def _rank(world: World, sequence: Any, ahead: int) -> int:
+    """Return the rank of the target's token at a position; beyond all ranks if the drafter does not have it."""
+    draws = sequence.draws[0]
+    if sequence.num_emitted + ahead >= len(draws):
+        return -1
+    total, draw = 0.0, draws[sequence.num_emitted + ahead]
+    for rank, rate in enumerate((world.rates or ())[_kind(world, sequence, ahead)]):
+        total += rate
+        if draw < total:
+            return rank
+    return -1
+
+
+@cache
+def _tree(rates: tuple[tuple[float, ...], ...], kinds: tuple[int, ...], max_nodes: int) -> dict[tuple[int, ...], float]:
+    """Return rank paths and their scores, the best first; the chain of the first ranks if ``max_nodes`` is 0."""
+    by_depth = [rates[kind] for kind in kinds]
+    paths = fit_tree(by_depth, max_nodes) if max_nodes else [(0,) * length for length in range(1, len(kinds) + 1)]
+    return {path: sum(log(by_depth[d][rank]) for d, rank in enumerate(path)) for path in paths}
 
 
 def _num_choices(policy: LengthPolicy) -> int:

@@ -78,11 +78,13 @@ class Drafter(ABC):
             residual stream after l of the target's layers (0: the embeddings), before the final norm; ``"final"`` is
             the input of its output layer. Ids must differ.
         max_nodes: of a ``TreeDrafter``; 0 for a drafter of chains.
+        has_scores: whether its trees have ``Draft.scores``; read once, when the engine is made.
 
     """
 
     taps: tuple[int | str, ...] = ()
     max_nodes: int = 0
+    has_scores: bool = False
 
     @property
     @abstractmethod

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.trees import depths_of
+from specdec_fast.device_copy import to_device
 from specdec_fast.errors import DrafterError
 
 
@@ -56,6 +57,44 @@ class Draft:
         if self.scores is not None:
             self._check_scores(self.scores)
         return depths
+
+    def depths(self) -> list[int]:
+        """Return the depth of each sequence's draft; of a chain, the number of its tokens."""
+        if self.parents is None:
+            return self.num_draft_tokens
+        return [max(depths_of(own), default=0) for own in self._by_sequence(self.parents)]
+
+    def scores_by_sequence(self) -> list[list[float]] | None:
+        """Return the scores of each sequence's tokens."""
+        return None if self.scores is None else self._by_sequence(self.scores)
+
+    def pruned(self, least_score: float) -> Draft:
+        """Return the draft without the tokens of a lower score; a checked draft stays one."""
+        scores = self.scores_by_sequence()
+        assert scores is not None
+        kept: list[int] = []
+        parents: list[int] = []
+        counts = []
+        first = 0
+        above = self._by_sequence(self.parents) if self.parents is not None else [range(-1, len(s) - 1) for s in scores]
+        for own, own_parents in zip(scores, above, strict=True):
+            places = {-1: -1}
+            for node, score in enumerate(own):
+                if score >= least_score:
+                    parents.append(places[own_parents[node]])
+                    places[node] = len(places) - 1
+                    kept.append(first + node)
+            counts.append(len(places) - 1)
+            first += len(own)
+        return Draft(
+            self.token_ids[to_device(kept, self.token_ids.device)],
+            counts,
+            None if self.parents is None else torch.tensor(parents, dtype=torch.int32, device="cpu"),
+            self.scores[kept] if self.scores is not None else None,
+        )
+
+    def _by_sequence(self, per_token: Tensor) -> list[list[Any]]:
+        return [own.tolist() for own in per_token.split(self.num_draft_tokens)]
 
     def _check_tokens(self, limits: list[int]) -> None:
         counts = self.num_draft_tokens

@@ -69,6 +69,7 @@ class Eagle3Drafter(PooledDrafter):
         self._states: dict[Sequence, QueuedFeatures] = {}
         self._trees = trees_of(self.model, self.rows, context)
         self.max_nodes = 0 if self._trees is None else self._trees.max_nodes
+        self.has_scores = self._trees is not None and not self._trees.is_static
         # Of a sequence's last step: hidden states ``[n, taps, target's hidden size]``. They wait for the next proposal,
         # because the call of a program that drafts projects them as well.
         self._waiting: dict[Sequence, Tensor] = {}
@@ -145,7 +146,7 @@ class Eagle3Drafter(PooledDrafter):
         within = [(limits[i], node_limits[i]) for i in chosen]
         trees = self._trees.draft(self._pool(), drafting, within, self._last_rows(drafting))
         found = dict(zip(chosen, trees, strict=True))
-        return draft_of([found.get(i) for i in range(len(sequences))], self._device, not self._trees.is_static)
+        return draft_of([found.get(i) for i in range(len(sequences))], self._device, self.has_scores)
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:

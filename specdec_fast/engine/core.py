@@ -218,9 +218,9 @@ class EngineCore:
             self._prefilling.passed()
             return None
         self._in_step = self.scheduler.plan(ready)
-        limits = draft_limits(self.length_policy, self._in_step)
-        fitting = self._row_limit.fit(self._in_step, limits)
-        room = self._residents.make_room(*fitting, may_branch=self._row_limit.most is None)
+        fitting = self._row_limit.fit(self._in_step, draft_limits(self.length_policy, self._in_step))
+        may_branch = self._row_limit.most is None and self.length_policy.may_branch
+        room = self._residents.make_room(*fitting, may_branch)
         self._in_step = room.batch
         self.stats.num_preemptions += room.num_preempted
         return self._launch(room.batch, room.limits, room.node_limits) if room.batch else None
@@ -232,12 +232,12 @@ class EngineCore:
         started, self._row_limit.num_rows = perf_counter(), len(batch) + sum(node_limits)
         drafting.admit_new(self.drafter, batch, limits, timer, self._prefilling.is_tapped)
         with timer("draft"):
-            draft, depths = drafting.propose(self.drafter, batch, limits, node_limits, self.target.layout.device)
+            draft, depths = drafting.propose(self.drafter, self.length_policy, batch, limits, node_limits)
         drafted, drafts = perf_counter(), (draft.token_ids, draft.num_draft_tokens, draft.parents)
         with timer("verify"):
             verification = self.target.verify_step(self._pools.pool(), batch, *drafts)
         timer.move(verification.accept_seconds, "verify", "accept")
-        return Step(batch, limits, draft.num_draft_tokens, depths, verification, started, drafted)
+        return Step(batch, limits, draft, depths, verification, started, drafted)
 
     def _prepare_retry(self, error: Exception) -> None:
         """Recover from a lack of memory: a sequence that lacks it alone fails. Raise any other error."""
@@ -277,12 +277,12 @@ class EngineCore:
             self._prepare_retry(error)
             return []
         with timer("commit"):
-            drafted, emitted = zip(step.num_draft_tokens, step.depths, strict=True), []
+            drafted, emitted = zip(step.draft.num_draft_tokens, step.depths, strict=True), []
             for sequence, counts, emission, values in zip(batch, drafted, emissions, logprobs, strict=True):
                 if sequence.request_id in self._requests:  # a request that is cancelled stays as it is
                     emitted.append((sequence, commit(sequence, *counts, emission, values)))
             drafting.commit(self.drafter, batch, StepResult(rows, verification.hidden_states), self._requests)
-        self.length_policy.observe(step.observation([len(emission) - 1 for emission in emissions]))
+        self.length_policy.observe(step.observation(outcome))
         self._row_limit.passed()
         self.stats.num_steps += 1
         self.stats.num_sequence_steps += len(batch)

@@ -11,6 +11,7 @@ from specdec_fast.drafters import Draft, Drafter, StepResult
 from specdec_fast.errors import DrafterError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import StageTimer
+from specdec_fast.speculation_length import LengthPolicy
 
 
 def expect_max_nodes(drafter: Drafter) -> None:
@@ -44,26 +45,27 @@ def admit(drafter: Drafter, new: list[Sequence]) -> None:
 
 
 def propose(
-    drafter: Drafter, batch: list[Sequence], limits: list[int], node_limits: list[int], device: torch.device
+    drafter: Drafter, policy: LengthPolicy, batch: list[Sequence], limits: list[int], node_limits: list[int]
 ) -> tuple[Draft, list[int]]:
-    """Ask a drafter for at most ``limits[i]`` tokens of sequence i, and check its draft against the contract.
+    """Ask a drafter for at most ``limits[i]`` tokens of sequence i, and keep those that are worth their rows.
 
     Args:
         drafter: the drafter; not called if all limits are 0 (every sequence is at its last token, or K is 0).
+        policy: decides which of the tokens are kept, if they have scores.
         batch: ``B`` sequences.
         limits: per sequence, the largest number of draft tokens of a chain, and the largest depth of a tree.
         node_limits: per sequence, the largest number of nodes of a tree.
-        device: the target's.
 
     Returns:
         The draft, without ``parents`` if it consists of chains, and the depth of each sequence's draft.
 
     Raises:
         DrafterError: the drafter did not return a valid Draft, or it changed a sequence.
+        LengthPolicyError: the policy broke its contract.
 
     """
     if not any(limits):
-        return Draft(torch.empty(0, dtype=torch.int64, device=device), [0] * len(batch)), limits
+        return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(batch)), limits
     ends = [(s.length, s.token_ids[-1]) for s in batch]  # comparing all tokens would take longer than a step
     draft = drafter.propose_trees(batch, list(limits), list(node_limits))
     if [(s.length, *s.token_ids[-1:]) for s in batch] != ends:
@@ -71,6 +73,11 @@ def propose(
     if not isinstance(draft, Draft):
         raise DrafterError(f"a drafter proposed a {type(draft).__name__}; expected a Draft, empty if it has no tokens.")
     depths = draft.check(limits, node_limits)
+    if (scores := draft.scores_by_sequence()) is not None:
+        least = policy.checked_least_score(scores)
+        if any(score < least for own in scores for score in own):
+            draft = draft.pruned(least)
+            depths = draft.depths()
     if draft.parents is not None and depths == list(draft.num_draft_tokens):  # a tree as deep as it is large is a chain
         draft = replace(draft, parents=None)
     return draft, depths

@@ -112,7 +112,16 @@ class Engine:
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
         is_asynchronous = self.target.layout.device.type != "cpu"
-        self.profiler = Profiler(self.config.max_batch_size, is_asynchronous, verify_seconds, drafter.forward_seconds)
+        # A budget for memory counts K rows per sequence, so trees have K nodes then.
+        max_nodes = drafter.max_nodes if self.config.memory_bytes is None else 0
+        self.profiler = Profiler(
+            self.config.max_batch_size,
+            is_asynchronous,
+            verify_seconds,
+            drafter.forward_seconds,
+            max_nodes,
+            drafter.has_scores,
+        )
         length_policy.prepare(self.profiler)
         self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config)
         self.shared = SharedCore(self.core, self.process)

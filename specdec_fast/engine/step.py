@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
+from specdec_fast.drafters import Draft
 from specdec_fast.errors import RequestError, StepError
-from specdec_fast.models.verification import Verification
+from specdec_fast.models.verification import Outcome, Verification
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import FinishReason
 from specdec_fast.speculation_length import LengthPolicy, StepObservation
@@ -35,7 +36,7 @@ class Step:
     Attributes:
         batch: its ``B`` sequences.
         limits: per sequence, the number of draft tokens that the engine asked for.
-        num_draft_tokens: per sequence, the number of draft tokens that the drafter proposed.
+        draft: the draft tokens that are verified.
         depths: per sequence, the depth of its draft; of a chain, the number of its tokens.
         verification: the target's verification of these tokens.
         started: time at which drafting began, with the drafter's prefill of new sequences, by ``perf_counter``.
@@ -45,18 +46,24 @@ class Step:
 
     batch: list[Sequence]
     limits: list[int]
-    num_draft_tokens: list[int]
+    draft: Draft
     depths: list[int]
     verification: Verification
     started: float
     drafted: float
 
-    def observation(self, num_accepted: list[int]) -> StepObservation:
+    def observation(self, outcome: Outcome) -> StepObservation:
         """Return the counts and times of the finished step, for ``LengthPolicy.observe``."""
         draft_seconds, verify_seconds = self.drafted - self.started, self.verification.forward_seconds
         other_seconds = perf_counter() - self.drafted - verify_seconds
-        counts = (self.limits, self.depths, num_accepted)
-        return StepObservation(self.batch, *counts, draft_seconds, verify_seconds, other_seconds)
+        num_accepted = [len(emission) - 1 for emission in outcome.emissions]
+        counts, seconds = (self.limits, self.depths, num_accepted), (draft_seconds, verify_seconds, other_seconds)
+        scores = self.draft.scores_by_sequence()
+        if scores is None:
+            return StepObservation(self.batch, *counts, *seconds)
+        paths = outcome.paths or [list(range(1, count + 1)) for count in num_accepted]
+        accepted = [[row - 1 for row in path] for path in paths]
+        return StepObservation(self.batch, *counts, *seconds, scores, accepted)
 
 
 def step_error(error: BaseException) -> StepError:

@@ -8,6 +8,7 @@ from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.acceptance import Acceptance
 from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObservation
 from specdec_fast.speculation_length.step_costs import StepCosts
+from specdec_fast.speculation_length.tree_budget import TreeBudget
 
 # A choice holds until 64 draft tokens were tried, for 4 to 16 steps: of short steps it then takes about a percent.
 _STEPS, _LEAST_STEPS, _ENOUGH_TOKENS = 16, 4, 64
@@ -27,11 +28,16 @@ class AdaptiveLength(LengthPolicy):
     Tokens over seconds is the "goodput" by which SmartSpec chooses lengths (Liu et al., arXiv 2406.14066). While no K
     pays, one sequence is drafted for now and then (a probe), because acceptance can be observed only by drafting.
 
+    With a drafter of trees it chooses between as many nodes as tokens of a chain, larger trees, and nothing. If their
+    nodes have scores, it verifies those of a batch that are worth their rows (``tree_budget.py``). A tree of depth K is
+    number ``max_draft_tokens + K`` here, as in ``StepCosts``.
+
     Args:
         max_draft_tokens: the largest K that it may choose.
 
     Attributes:
         num_choices: made so far.
+        may_branch: whether trees of the next step may have more nodes than a chain has tokens.
 
     """
 
@@ -41,7 +47,10 @@ class AdaptiveLength(LengthPolicy):
         self.max_draft_tokens = max_draft_tokens
         self.num_choices = 0
         self._costs = StepCosts({1: 1e-3}, None)  # until ``prepare``
-        self._acceptance = Acceptance(self.max_draft_tokens)
+        self._acceptance = self._of_chains = Acceptance(self.max_draft_tokens)
+        self._of_trees: Acceptance | None = None
+        self._budget = TreeBudget(self._costs)
+        self.may_branch = False
         self._k = self._num_drafting = 0  # the choice: K, and how many sequences get it
         self._size = self._steps_left = 0
         self._is_asynchronous = self._is_probing = False
@@ -55,6 +64,8 @@ class AdaptiveLength(LengthPolicy):
         """Time the forwards of both models."""
         self._is_asynchronous = profiler.is_asynchronous
         self._costs = StepCosts.measured(profiler, self.max_draft_tokens)
+        self._budget = TreeBudget(self._costs)
+        self._of_trees = Acceptance(self.max_draft_tokens) if profiler.max_nodes else None
 
     def limits(self, batch: list[Sequence]) -> list[int]:
         """Return K of each sequence; one that joins between two choices gets the K of the others."""
@@ -62,7 +73,7 @@ class AdaptiveLength(LengthPolicy):
             self._end_round()
             self._choose(batch)
         self._steps_left -= 1
-        k = self._k
+        k = self._costs.depth(self._k)
         if not k:
             return [0] * len(batch)
         limits = [min(k, sequence.num_remaining - 1) for sequence in batch]
@@ -72,6 +83,10 @@ class AdaptiveLength(LengthPolicy):
                 limits[i] = 0
         self._is_admitting = any(limit and not s.is_admitted for s, limit in zip(batch, limits, strict=True))
         return limits
+
+    def least_score(self, scores: list[list[float]]) -> float:
+        """Return the score from which on nodes of trees are worth their rows."""
+        return self._budget.least_score(scores, self._k) if self.may_branch else float("-inf")
 
     def observe(self, step: StepObservation) -> None:
         """Keep what a step took and what was accepted in it, until the next choice."""
@@ -87,13 +102,15 @@ class AdaptiveLength(LengthPolicy):
             if count:
                 self._accepted[accepted] += 1
                 self._rejected[accepted] += accepted < count
+        if self.may_branch and step.scores is not None and step.accepted_nodes is not None:
+            self._budget.observe(k, size, step.scores, step.accepted_nodes)
         self._steps_drafting += 1
         self._num_asked += sum(step.limits)
         self._num_proposed += sum(step.num_draft_tokens)
         if self._is_probing:
             plain_seconds = self._costs.seconds(size, 0) * (1 + sum(step.num_accepted) / size)  # of as many tokens
             self._probe_budget = min(0.0, self._probe_budget - (seconds - plain_seconds))
-        elif sum(step.limits) == k * size and not self._is_admitting:
+        elif sum(step.limits) == self._costs.depth(k) * size and not self._is_admitting:
             self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, k))
             self._others.append(other_seconds)
 
@@ -110,6 +127,7 @@ class AdaptiveLength(LengthPolicy):
         # cold and would make what is used rarely look slow.
         if len(self._ratios) >= (_LEAST_STEPS if self._costs.is_drafter_profiled else 1):
             self._costs.observe(self._size, self._k, median(self._ratios), median(self._others))
+            self._budget.end_round()
         if self._is_probing:
             self._learn_from_probe()
         if self._num_asked:
@@ -118,23 +136,28 @@ class AdaptiveLength(LengthPolicy):
 
     def _learn_from_probe(self) -> None:
         """Weigh the past by how probable it made what the probe shows."""
-        tokens = self._acceptance.expected_tokens()
+        tokens = self._of_chains.expected_tokens()
         probability = tokens[self._probe_k] - tokens[self._probe_k - 1]
         if self._accepted[self._probe_k]:
-            self._acceptance.fade(min(_PROBE_KEEPS, probability))
+            self._of_chains.fade(min(_PROBE_KEEPS, probability))
             self._probe_k = min(_PROBE_K, self.max_draft_tokens)
         else:
-            self._acceptance.fade(_PROBE_KEEPS)
+            self._of_chains.fade(_PROBE_KEEPS)
             self._probe_k = 1
 
     def _choose(self, batch: list[Sequence]) -> None:
         """Choose K for the next steps."""
         self.num_choices += 1
         size, was_plain = len(batch), not self._k or self._is_probing
-        speeds = self._speeds(batch, self._acceptance.expected_tokens())
+        tokens = self._of_chains.expected_tokens()
+        if self._of_trees is not None:
+            tokens += self._of_trees.expected_tokens()[1:]
+        speeds = self._speeds(batch, tokens)
         k = max(range(1, len(speeds)), key=speeds.__getitem__)
         if speeds[k] < (_LEAST_GAIN if was_plain else _LEAST_KEPT_GAIN) * speeds[0]:
             k = 0
+        self.may_branch = k > self.max_draft_tokens
+        self._acceptance = self._of_trees if self.may_branch and self._of_trees else self._of_chains
         num_tried = int(self._acceptance.num_tried)
         self._k, self._num_drafting, self._size, self._steps_left, self._is_probing = k, size, size, _STEPS, False
         if not k:
@@ -144,14 +167,16 @@ class AdaptiveLength(LengthPolicy):
         elif self._wants_plain_steps(speeds[k] / speeds[0]):
             self._k, self._steps_left, self._steps_drafting = 0, _LEAST_STEPS, 0
         elif num_tried < _KNOWN:
-            self._k, self._steps_left = min(k, max(_PROBE_K, num_tried)), 1
+            depth = self._costs.depth(k)
+            self._k, self._steps_left = k - depth + min(depth, max(_PROBE_K, num_tried)), 1
             self._num_drafting = max(1, size // 8, num_tried)
         else:
-            self._steps_left = min(_STEPS, max(_LEAST_STEPS, _ENOUGH_TOKENS // (size * k)))
+            self._steps_left = min(_STEPS, max(_LEAST_STEPS, _ENOUGH_TOKENS // (size * self._costs.depth(k))))
 
     def _may_probe(self, batch: list[Sequence], plain_speed: float) -> bool:
         """Return whether a probe has been paid for, and drafting would pay if every token were accepted."""
-        all_accepted = [k + 1.0 for k in range(self.max_draft_tokens + 1)]
+        num_choices = self.max_draft_tokens * (1 if self._of_trees is None else 2) + 1
+        all_accepted = [self._costs.depth(k) + 1.0 for k in range(num_choices)]
         return self._probe_budget >= 0 and max(self._speeds(batch, all_accepted)) > plain_speed
 
     def _wants_plain_steps(self, gain: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from math import isnan
 from typing import NamedTuple
 
 from specdec_fast.errors import LengthPolicyError
@@ -21,6 +22,8 @@ class StepObservation(NamedTuple):
         draft_seconds: wall-clock time of the drafter, its prefill of sequences that it had not seen included.
         verify_seconds: of the target's forward alone. On a GPU both may have been queued only.
         other_seconds: of everything else: laying the forward out, accept, which waits for it, and commit.
+        scores: of each sequence's draft tokens that were verified (``Draft.scores``); None if the drafter has none.
+        accepted_nodes: if there are scores, the indices of the accepted draft tokens among these, per sequence.
 
     """
 
@@ -31,6 +34,8 @@ class StepObservation(NamedTuple):
     draft_seconds: float
     verify_seconds: float
     other_seconds: float
+    scores: list[list[float]] | None = None
+    accepted_nodes: list[list[int]] | None = None
 
 
 class Profiler(NamedTuple):
@@ -42,6 +47,8 @@ class Profiler(NamedTuple):
         verify_seconds: takes row counts; returns the seconds of one target forward, by row count.
         draft_seconds: takes numbers of sequences; returns the seconds of drafting one token for so many, by number, and
             at 0 those of a proposal besides; None if the drafter does not know.
+        max_nodes: largest number of nodes of the drafter's trees; 0 if it drafts chains.
+        has_scores: whether the nodes of these trees have scores.
 
     """
 
@@ -49,22 +56,27 @@ class Profiler(NamedTuple):
     is_asynchronous: bool
     verify_seconds: Callable[[list[int]], dict[int, float]]
     draft_seconds: Callable[[list[int]], dict[int, float] | None]
+    max_nodes: int = 0
+    has_scores: bool = False
 
 
 class LengthPolicy(ABC):
     """Chooses how many draft tokens each sequence of a step may get. It changes when a token comes, never which (I6).
 
-    Of a tree of draft tokens it chooses the depth.
+    Of a tree of draft tokens it chooses the depth, whether it may have more nodes than a chain has tokens, and which of
+    its nodes are verified.
 
-    The engine calls ``prepare`` when it is made, ``limits`` before a step, ``observe`` after it, and ``forget`` when a
-    sequence leaves. An instance serves one engine.
+    The engine calls ``prepare`` when it is made, ``limits`` before a step, ``least_score`` when the tokens of the step
+    have been drafted, ``observe`` after it, and ``forget`` when a sequence leaves. An instance serves one engine.
 
     Attributes:
         max_draft_tokens: the largest K that it gives.
+        may_branch: whether a tree of the next step may have more nodes than a chain has tokens; read after ``limits``.
 
     """
 
     max_draft_tokens: int
+    may_branch: bool = True
 
     @abstractmethod
     def limits(self, batch: list[Sequence]) -> list[int]:
@@ -77,6 +89,16 @@ class LengthPolicy(ABC):
 
     def prepare(self, profiler: Profiler) -> None:  # noqa: B027
         """Measure what the policy needs to know; nothing is measured unless it asks."""
+
+    def least_score(self, scores: list[list[float]]) -> float:
+        """Return the score from which on draft tokens are verified; the others are dropped.
+
+        Args:
+            scores: of the draft tokens of each sequence (``Draft.scores``). They never rise from a parent to its child,
+                so what is kept contains the parents of each.
+
+        """
+        return float("-inf")
 
     def observe(self, step: StepObservation) -> None:  # noqa: B027
         """Learn what a step took and what was accepted in it.
@@ -106,3 +128,17 @@ class LengthPolicy(ABC):
                     f"come; expected an int from 0 to max_draft_tokens={most}, and less than the tokens to come."
                 )
         return limits
+
+    def checked_least_score(self, scores: list[list[float]]) -> float:
+        """Return ``least_score``, held to the contract.
+
+        Raises:
+            LengthPolicyError: it is no number.
+
+        """
+        least = self.least_score(scores)
+        if not isinstance(least, (int, float)) or isnan(least):
+            raise LengthPolicyError(
+                f"least_score of {type(self).__name__}: {least!r}; expected a number, such as -inf to verify all."
+            )
+        return least

@@ -23,14 +23,31 @@ class StepCosts:
     contexts, two models that alternate in the caches, a drafter that it cannot time) is learned as a factor for each K
     and power of two of B.
 
+    A drafter of trees has further numbers K, those from ``max_draft_tokens + 1`` on: K - ``max_draft_tokens`` is then
+    the depth of a tree of ``max_nodes`` nodes. If their nodes have scores, not all are verified; until steps show how
+    many, such trees are counted as the chains of their depth.
+
+    Args:
+        verify: seconds of the target's forward by rows.
+        draft: seconds of drafting one token by sequences, and at 0 those besides; None if unknown.
+        max_draft_tokens: see above; None if there are no trees.
+        max_nodes: the number of nodes that are verified; 0 if it is not known.
+
     Attributes:
         other: seconds of a step besides forwards: laying rows out, accepting, committing.
         catch_up: seconds in which the drafter computes one token that it has not seen, as profiled.
 
     """
 
-    def __init__(self, verify: Mapping[int, float], draft: Mapping[int, float] | None) -> None:
+    def __init__(
+        self,
+        verify: Mapping[int, float],
+        draft: Mapping[int, float] | None,
+        max_draft_tokens: int | None = None,
+        max_nodes: int = 0,
+    ) -> None:
         self._verify = _Curve(verify)
+        self._max_draft_tokens, self._max_nodes = max_draft_tokens, max_nodes
         self._draft = _Curve({n: s for n, s in draft.items() if n}) if draft else None
         self._once = draft.get(0, 0.0) if draft else 0.0
         self.catch_up = self._draft(_CATCH_UP_ROWS) / _CATCH_UP_ROWS if self._draft else 0.0
@@ -42,23 +59,39 @@ class StepCosts:
     @classmethod
     def measured(cls, profiler: Profiler, max_draft_tokens: int) -> StepCosts:
         """Time the forwards of both models at every row count that a step can have, roughly."""
-        num = profiler.max_batch_size
-        verify = profiler.verify_seconds(_row_counts(num * (max_draft_tokens + 1)))
-        return cls(verify, profiler.draft_seconds(_row_counts(max(num, _CATCH_UP_ROWS))))
+        num, max_nodes = profiler.max_batch_size, profiler.max_nodes
+        verify = profiler.verify_seconds(_row_counts(num * (max(max_draft_tokens, max_nodes) + 1)))
+        draft = profiler.draft_seconds(_row_counts(max(num, _CATCH_UP_ROWS)))
+        return cls(verify, draft, max_draft_tokens, 0 if profiler.has_scores else max_nodes)
 
     def profiled(self, size: int, k: int) -> float:
         """Return the seconds of a step of ``size`` sequences as they were timed at first."""
         seconds = self._profiled.get((size, k))
         if seconds is None:
-            seconds = self._verify(size * (k + 1))
+            seconds = self._verify(self.rows(size, k))
             if k and self._draft:
-                seconds += k * self._draft(size) + self._once
+                seconds += self.depth(k) * self._draft(size) + self._once
             self._profiled[size, k] = seconds
         return seconds
+
+    def depth(self, k: int) -> int:
+        """Return the largest number of draft tokens on a path."""
+        most = self._max_draft_tokens
+        return k if most is None or k <= most else k - most
+
+    def rows(self, size: int, k: int) -> int:
+        """Return the rows of the target's forward; of trees of which not all nodes are verified, at least so many."""
+        depth = self.depth(k)
+        return size * (1 + (k if k == depth else max(depth, self._max_nodes)))
 
     def seconds(self, size: int, k: int) -> float:
         """Return the seconds expected now."""
         return self.profiled(size, k) * exp(self._factor(size, k)) + self.other
+
+    def verify_seconds(self, size: int, rows: float) -> float:
+        """Return the seconds of the target's forward alone, corrected as plain steps of that size were."""
+        factor = self._factor(size, 0) if self.is_observed(size, 0) else 0.0
+        return self._verify(rows) * exp(factor)
 
     @property
     def is_drafter_profiled(self) -> bool:
@@ -112,7 +145,7 @@ class _Curve:
             values.append(min(seconds[count], values[-1] * count / fewer))  # a row costs no more among more rows
         self._values = list(accumulate(reversed(values), min))[::-1]  # and more rows cost no less
 
-    def __call__(self, rows: int) -> float:
+    def __call__(self, rows: float) -> float:
         counts, values = self._counts, self._values
         if len(counts) == 1:
             return values[0] * max(1.0, rows / counts[0])

@@ -213,7 +213,7 @@ def test_trees_shrink_after_a_step_that_ran_out_of_memory(target, expected, monk
 def test_auto_chooses_the_depth_of_trees(target, expected):
     drafter = trees_for(expected, max_nodes=9)
     assert decode(sd.Engine(target, drafter, num_draft_tokens="auto")) == expected
-    assert all(limit <= 8 and nodes == (9 if limit else 0) for limit, nodes in limits_of(drafter))
+    assert all(limit <= 8 and nodes in ((limit, 9) if limit else (0,)) for limit, nodes in limits_of(drafter))
 
 
 def test_trees_of_an_engine_with_a_memory_budget_have_k_nodes(target, expected):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
+from specdec_fast.speculation_length.fixed import FixedLength
 from support.eagle3 import write_checkpoint
 from support.grids import diagonal, grid
 from support.mixed_batch import outputs_of
@@ -68,8 +70,35 @@ def test_auto_k_pauses_and_resumes(tmp_path):
     target = model_in(torch.float32)
     write_checkpoint(tmp_path, target)
     expected, _ = outputs_of(target, None)
-    found, _ = outputs_of(target, str(tmp_path), num_draft_tokens="auto")
+    for tree in ("chain", 12):
+        found, _ = outputs_of(target, str(tmp_path), num_draft_tokens="auto", draft_tree=tree)
+        assert found == expected
+
+
+def test_trees_of_which_a_policy_drops_nodes(tmp_path):
+    """Whatever is dropped, the rest is a tree, and outputs stay; that of all nodes is plain decoding."""
+
+    class Dropping(FixedLength):
+        def __init__(self):
+            super().__init__(4)
+            self.steps = []
+
+        def least_score(self, scores):
+            falling = sorted((score for own in scores for score in own), reverse=True)
+            return falling[len(self.steps) % len(falling)] if len(self.steps) % 3 else math.inf
+
+        def observe(self, step):
+            assert step.scores is not None or not any(step.limits)
+            self.steps.append([len(own) for own in step.scores or []])
+
+    target = model_in(torch.float32)
+    write_checkpoint(tmp_path, target, draft_vocab_size=60)
+    expected, _ = outputs_of(target, None)
+    policy = Dropping()
+    found, engine = outputs_of(target, str(tmp_path), num_draft_tokens=policy, draft_tree=12)
     assert found == expected
+    assert {0, 1, 2, 3} <= {count for step in policy.steps for count in step}
+    assert engine.last_run.decoding.num_draft_tokens == sum(map(sum, policy.steps))
 
 
 def test_the_bundled_drafter_is_accepted():

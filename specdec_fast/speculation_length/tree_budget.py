@@ -1,0 +1,113 @@
+"""How many nodes of a batch's trees are verified: those whose expected tokens are worth their rows."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from math import exp
+
+from specdec_fast.speculation_length.step_costs import StepCosts
+
+_BIN = 0.5  # of a score: nodes whose probabilities differ by less than a factor of 1.65 share a hit rate
+_NUM_BINS = 16
+_PRIOR_NODES = 8.0  # weight of the drafter's own estimate in each bin
+_WINDOW = 256.0  # nodes that a bin remembers
+_RATE = 0.3  # share of a round in the usual number of nodes; that of ``StepCosts`` in its factors
+
+
+class HitRates:
+    """How often nodes of a score are accepted: the drafter's estimates, corrected by what was accepted.
+
+    Every verified node counts, because it is known of each whether it was accepted.
+    """
+
+    def __init__(self) -> None:
+        own = [exp(-_BIN * (i + 0.5)) for i in range(_NUM_BINS)]
+        self._accepted, self._tried = [_PRIOR_NODES * rate for rate in own], [_PRIOR_NODES] * _NUM_BINS
+        self._rates = own
+
+    def add(self, scores: list[float], accepted: list[int]) -> None:
+        """Add the verified nodes of one sequence, and which of them were accepted (as indices)."""
+        hits = set(accepted)
+        for node, score in enumerate(scores):
+            i = _bin_of(score)
+            keep = 1 - 1 / _WINDOW
+            self._tried[i] = keep * self._tried[i] + 1
+            self._accepted[i] = keep * self._accepted[i] + (node in hits)
+
+    def update(self) -> None:
+        """Compute the rates anew; a lower score never has a higher rate, so the order of nodes is that of scores."""
+        rates = [accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)]
+        self._rates = list(accumulate(rates, min))
+
+    def __call__(self, score: float) -> float:
+        """Return the probability that a node of this score is accepted."""
+        return self._rates[_bin_of(score)]
+
+
+class TreeBudget:
+    """Decides how many nodes of a batch's trees are verified.
+
+    Nodes are taken in the order of their probabilities, over all sequences; a score never rises from a parent to its
+    child, so any first ones are closed under parents. R nodes emit ``B + sum of their probabilities`` tokens, in the
+    seconds of a usual step of these trees, corrected by what the target's forward costs at ``B + R`` rows. The R of the
+    most tokens per second is taken, 0 included.
+
+    Args:
+        costs: of steps.
+
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs, self._rates = costs, HitRates()
+        self._usual: dict[tuple[int, int], float] = {}  # nodes of a step, by K and B: those of ``StepCosts.seconds``
+        self._counts: list[int] = []  # nodes of the steps since the last choice
+        self._key = (0, 0)  # K and B of these
+        self._seconds: list[float] = []  # of a step by its number of nodes, as far as they were needed
+
+    def least_score(self, scores: list[list[float]], k: int) -> float:
+        """Return the score of the last node that is worth its row; infinity if none is.
+
+        Args:
+            scores: of each sequence's nodes.
+            k: number of the trees, see ``StepCosts``.
+
+        """
+        falling = sorted((score for own in scores for score in own), reverse=True)
+        size = len(scores)
+        if self._key != (k, size):
+            self._key, self._counts, self._seconds = (k, size), [], []
+        self._time(len(falling))
+        tokens = float(size)
+        best, most = float("inf"), tokens / self._seconds[0]
+        for score, seconds in zip(falling, self._seconds[1:], strict=False):
+            tokens += self._rates(score)
+            if tokens > most * seconds:
+                best, most = score, tokens / seconds
+        return best
+
+    def observe(self, k: int, size: int, scores: list[list[float]], accepted: list[list[int]]) -> None:
+        """Learn from one step: the scores of the verified nodes, and which of them were accepted."""
+        for own, hits in zip(scores, accepted, strict=True):
+            self._rates.add(own, hits)
+        if self._key == (k, size):
+            self._counts.append(sum(map(len, scores)))
+
+    def end_round(self) -> None:
+        """Take the steps since the last choice into account, as ``StepCosts.observe`` does."""
+        self._rates.update()
+        if self._counts:
+            count, usual = sum(self._counts) / len(self._counts), self._usual.get(self._key)
+            self._usual[self._key] = count if usual is None else usual + _RATE * (count - usual)
+        self._counts, self._seconds = [], []
+
+    def _time(self, num_nodes: int) -> None:
+        """Compute the seconds of steps of 0 to ``num_nodes`` nodes."""
+        k, size = self._key
+        usual = self._usual.get(self._key, float(self._costs.rows(size, k) - size))
+        rest = max(0.0, self._costs.seconds(size, k) - self._costs.verify_seconds(size, size + usual))
+        for count in range(len(self._seconds), num_nodes + 1):
+            self._seconds.append(rest + self._costs.verify_seconds(size, size + count))
+
+
+def _bin_of(score: float) -> int:
+    return min(int(-score / _BIN), _NUM_BINS - 1) if score > float("-inf") else _NUM_BINS - 1

@@ -1,0 +1,108 @@
+"""How many nodes of a batch's trees are verified, and whether trees are drafted at all, in simulated time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from math import exp, inf, log
+
+import pytest
+
+from bench.common.simulation import World, speed
+from specdec_fast.speculation_length.adaptive import AdaptiveLength
+from specdec_fast.speculation_length.fixed import FixedLength
+from specdec_fast.speculation_length.step_costs import StepCosts
+from specdec_fast.speculation_length.tree_budget import HitRates, TreeBudget
+from support.grids import diagonal
+
+# A drafter that is sure at every second position and of little use at the others.
+RATES = ((0.92, 0.04, 0.02, 0.01), (0.45, 0.15, 0.08, 0.05))
+WORLDS = {
+    # Rows cost little, so trees pay; then only up to 24 rows; then every row costs; then drafting costs too much.
+    "flat": {"verify": lambda n: 1e-2 * (1 + 0.002 * n), "draft": lambda n: 5e-4},
+    "roofline": {"verify": lambda n: 1e-2 * max(1, n / 24), "draft": lambda n: 5e-4},
+    "linear": {"verify": lambda n: 1e-2 * (0.3 + 0.1 * n), "draft": lambda n: 5e-4},
+    "costly": {"verify": lambda n: 1e-2 * (0.5 + 0.25 * n), "draft": lambda n: 8e-3},
+}
+
+
+class Chains(FixedLength):
+    """A fixed K without trees."""
+
+    may_branch = False
+
+
+class AllNodes(AdaptiveLength):
+    """The policy without its budget."""
+
+    def least_score(self, scores):
+        return -inf
+
+
+def world(name, batch_size, **options):
+    costs = {**WORLDS[name], "acceptance": lambda number, position: 0.7, "num_sequences": max(12, 2 * batch_size)}
+    return World(**costs, batch_size=batch_size, rates=RATES, max_nodes=16, **options)
+
+
+def runs_of(name, batch_size):
+    return [replace(world(name, batch_size), seed=seed) for seed in range(3)]
+
+
+def warm(policy):
+    return lambda run: run.warmed(policy())
+
+
+@diagonal(name=list(WORLDS), batch_size=[8, 1, 32])
+def test_auto_reaches_the_best_of_chains_trees_and_nothing(name, batch_size):
+    runs = runs_of(name, batch_size)
+    plain = speed(runs, lambda run: FixedLength(0))
+    fixed = [speed(runs, lambda run, p=policy, k=k: p(k)) for policy in (Chains, FixedLength) for k in (2, 4, 6)]
+    assert speed(runs, lambda run: run.prepared(AdaptiveLength())) >= 0.97 * plain, "cold"
+    assert speed(runs, warm(AdaptiveLength)) >= 0.93 * max(plain, *fixed)
+
+
+def test_the_budget_pays():
+    """Where 24 rows cost as much as one, 8 sequences get few nodes each: the likeliest of all."""
+    runs = runs_of("roofline", 8)
+    assert speed(runs, warm(AdaptiveLength)) >= 1.05 * speed(runs, warm(AllNodes))
+
+
+def test_trees_pay():
+    class NoTrees(AdaptiveLength):
+        def prepare(self, profiler):
+            super().prepare(profiler._replace(max_nodes=0))
+
+    runs = runs_of("flat", 1)
+    assert speed(runs, warm(AdaptiveLength)) >= 1.05 * speed(runs, warm(NoTrees))
+
+
+def test_nodes_are_taken_by_score_until_a_row_costs_more_than_it_brings():
+    """The number of nodes is the best of all, computed anew; equal scores are kept or dropped together."""
+    verify = {rows: 1.0 if rows <= 4 else 0.25 * rows for rows in range(1, 40)}
+    costs = StepCosts(verify, {0: 0.0, 1: 0.1}, 8, 16)
+    scores = [[log(0.9), log(0.8), log(0.3)], [log(0.6), log(0.1), log(0.05)]]
+    budget = TreeBudget(costs)
+    least = budget.least_score(scores, 10)
+    falling = sorted((s for own in scores for s in own), reverse=True)
+    rates = HitRates()
+    tokens = list(accumulate((rates(s) for s in falling), initial=2.0))
+    usual = costs.seconds(2, 10) - costs.verify_seconds(2, 34)
+    speeds = [emitted / (usual + verify[2 + count]) for count, emitted in enumerate(tokens)]
+    best = max(range(len(speeds)), key=speeds.__getitem__)
+    assert 0 < best < len(falling)
+    assert least == falling[best - 1]
+    unlikely = [[log(0.05), log(0.04)], [log(0.03)]]
+    assert TreeBudget(StepCosts({1: 1.0, 40: 40.0}, None, 8, 16)).least_score(unlikely, 10) == inf
+
+
+def test_hit_rates_follow_what_was_accepted():
+    """Scores that promise too much are corrected, and a lower score never has a higher rate."""
+    rates = HitRates()
+    assert rates(-1.2) == pytest.approx(exp(-1.25), abs=0.01)
+    for _ in range(400):
+        rates.add([-0.1, -1.2, -2.2], [0, 2])
+    rates.update()
+    assert rates(-0.1) > 0.95
+    assert rates(-1.2) < 0.05
+    assert rates(-2.2) == rates(-1.2)
+    assert rates(-inf) <= rates(-100.0) <= rates(-2.2)
