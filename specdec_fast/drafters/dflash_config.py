@@ -14,14 +14,19 @@ from specdec_fast.drafters.eagle3_config import (
     KIND,
     LayerConfig,
     layer_config,
+    mapping,
+    names,
     positive_integer,
+    positive_number,
     read_json,
     sliding_windows,
+    verifiers,
 )
 from specdec_fast.errors import ConfigError
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 _DFLASH, _KINDS = "a DFlash or DSpark drafter", ("dflash", "dspark")
+_SOFTCAP = "final_logit_softcapping"
 _TAPS, _TAPS_OF_SPECULATORS = "target_layer_ids", "aux_hidden_state_layer_ids"
 
 
@@ -62,14 +67,19 @@ class DFlashConfig(LayerConfig):
 
 
 def is_dflash(folder: Path) -> bool:
-    """Return whether a folder has the ``config.json`` of a DFlash or DSpark drafter."""
+    """Return whether a folder has the ``config.json`` of a DFlash or DSpark drafter.
+
+    Raises:
+        ConfigError: ``architectures`` is no list of names.
+
+    """
     try:
         found = read_json(folder, _DFLASH)
     except ConfigError:
         return False
     if KIND in found:
         return found[KIND] in _KINDS
-    return "dflash_config" in found or any(kind in _architectures(found) for kind in _KINDS)
+    return "dflash_config" in found or any(kind in _architectures(folder, found) for kind in _KINDS)
 
 
 def read_config(folder: Path) -> DFlashConfig:
@@ -80,20 +90,19 @@ def read_config(folder: Path) -> DFlashConfig:
 
     """
     found = read_json(folder, _DFLASH)
-    kind = found.get(KIND, "dspark" if "dspark" in _architectures(found) else "dflash")
+    kind = found.get(KIND, "dspark" if "dspark" in _architectures(folder, found) else "dflash")
     if kind not in _KINDS:
         raise ConfigError(f"{str(folder)!r} is a drafter of kind {kind!r}; expected one of {', '.join(_KINDS)}.")
     is_speculators = KIND in found
     sizes = found.get("transformer_layer_config") if is_speculators else found
     if not isinstance(sizes, dict):
         raise ConfigError(f"{str(folder)!r}: config.json has no transformer_layer_config; take a complete checkpoint.")
-    settings = {**found, **(found.get("dflash_config") or {})}
+    settings = {**found, **mapping(folder, found, "dflash_config")}
     _refuse_others(folder, settings | sizes)
     layer = layer_config(folder, sizes)
     windows = _windows(folder, sizes, settings, layer.num_hidden_layers)
     rank = positive_integer(folder, settings, "markov_rank", 1) if settings.get("markov_rank") else 0
     from_anchor = settings.get("sample_from_anchor")
-    verifier = (found.get("speculators_config") or {}).get("verifier") or {}
     return DFlashConfig(
         folder=folder,
         layer=layer,
@@ -101,7 +110,7 @@ def read_config(folder: Path) -> DFlashConfig:
         draft_vocab_size=positive_integer(folder, found, "draft_vocab_size", layer.vocab_size),
         target_hidden_size=positive_integer(folder, settings, "target_hidden_size", layer.hidden_size),
         tap_layers=_tap_layers(folder, settings, is_speculators),
-        verifiers=tuple(verifier.get("architectures") or ()),
+        verifiers=verifiers(folder, found),
         block_size=_block_size(folder, settings),
         mask_token_id=_mask_token_id(folder, settings, layer.vocab_size),
         causal=_causal(folder, sizes, settings, windows),
@@ -109,14 +118,14 @@ def read_config(folder: Path) -> DFlashConfig:
         markov_rank=rank,
         markov_head_type=_markov_head_type(folder, settings),
         confidence_with_markov=_confidence(settings),
-        embedding_scale=float(settings.get("input_embedding_scale") or 1.0),
-        output_scale=float(settings.get("output_multiplier") or 1.0),
-        softcap=settings.get("final_logit_softcapping") or None,
+        embedding_scale=positive_number(folder, settings, "input_embedding_scale", 1.0),
+        output_scale=positive_number(folder, settings, "output_multiplier", 1.0),
+        softcap=None if settings.get(_SOFTCAP) in (None, 0) else positive_number(folder, settings, _SOFTCAP, 1.0),
     )
 
 
-def _architectures(found: dict[str, Any]) -> str:
-    return " ".join(map(str, found.get("architectures") or ())).lower()
+def _architectures(folder: Path, found: dict[str, Any]) -> str:
+    return " ".join(names(folder, found, "architectures")).lower()
 
 
 def _refuse_others(folder: Path, settings: dict[str, Any]) -> None:
@@ -137,8 +146,8 @@ def _windows(folder: Path, sizes: dict[str, Any], settings: dict[str, Any], num_
     """Return the window of each layer; ``use_swa`` gives all layers one, unless ``layer_types`` names some."""
     windows = sliding_windows(folder, sizes, num_layers)
     if settings.get("use_swa") and not any(windows):
-        sizes = {"sliding_window": settings.get("swa_window_size", sizes.get("sliding_window"))}
-        windows = sliding_windows(folder, sizes | {"layer_types": ["sliding_attention"] * num_layers}, num_layers)
+        place, name = (settings, "swa_window_size") if "swa_window_size" in settings else (sizes, "sliding_window")
+        windows = (positive_integer(folder, place, name, None),) * num_layers
     return windows
 
 

@@ -7,12 +7,14 @@ alike), and those of vLLM's ``speculators``.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
 
 from specdec_fast.errors import ConfigError
 
@@ -33,6 +35,7 @@ LAYER_SIZES = (
     "rms_norm_eps",
     "hidden_act",
 )
+_INTEGERS = {*LAYER_SIZES} - {"rms_norm_eps", "hidden_act"}
 _LAYER_KEYS = (*LAYER_SIZES, "rope_theta", "rope_scaling", "rope_parameters")
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
@@ -81,15 +84,20 @@ class Eagle3Config(LayerConfig):
 
 
 def is_eagle3(folder: Path) -> bool:
-    """Return whether a folder has the ``config.json`` of an EAGLE-3 drafter, and not of a model of its own."""
+    """Return whether a folder has the ``config.json`` of an EAGLE-3 drafter, and not of a model of its own.
+
+    Raises:
+        ConfigError: ``architectures`` is no list of names.
+
+    """
     try:
         found = read_json(folder, _EAGLE3)
     except ConfigError:
         return False
     if KIND in found:
         return found[KIND] == "eagle3"
-    architectures = found.get("architectures") or []
-    return "draft_vocab_size" in found or any("eagle3" in str(name).lower() for name in architectures)
+    architectures = names(folder, found, "architectures")
+    return "draft_vocab_size" in found or any("eagle3" in name.lower() for name in architectures)
 
 
 def read_config(folder: Path) -> Eagle3Config:
@@ -108,7 +116,7 @@ def read_config(folder: Path) -> Eagle3Config:
     if not isinstance(sizes, dict):
         raise ConfigError(f"{str(folder)!r}: config.json has no transformer_layer_config; take a complete checkpoint.")
     layer = layer_config(folder, sizes)
-    nested = found.get("eagle_config") or {}
+    nested = mapping(folder, found, "eagle_config")
 
     def flag(name: str) -> bool:
         return bool(found.get(name, nested.get(name, False)))
@@ -119,7 +127,6 @@ def read_config(folder: Path) -> Eagle3Config:
             "reads true. If few draft tokens are accepted, add it to config.json.",
             stacklevel=2,
         )
-    verifier = (found.get("speculators_config") or {}).get("verifier") or {}
     return Eagle3Config(
         folder=folder,
         layer=layer,
@@ -131,7 +138,7 @@ def read_config(folder: Path) -> Eagle3Config:
         norm_before_fc=flag("norm_before_fc"),
         fc_norm=flag("fc_norm"),
         norm_output=flag("norm_output"),
-        verifiers=tuple(verifier.get("architectures") or ()),
+        verifiers=verifiers(folder, found),
     )
 
 
@@ -158,6 +165,12 @@ def layer_config(folder: Path, sizes: dict[str, Any]) -> LlamaConfig:
         raise ConfigError(f"{str(folder)!r}: config.json lacks {', '.join(missing)}; take a complete checkpoint.")
     settings = {name: sizes[name] for name in _LAYER_KEYS if sizes.get(name) is not None}
     settings.setdefault("num_hidden_layers", 1)
+    for name in set(settings) & _INTEGERS:
+        positive_integer(folder, settings, name, 1)
+    positive_number(folder, settings, "rms_norm_eps", 1.0)
+    act = settings.get("hidden_act", "silu")
+    if not isinstance(act, str) or act not in ACT2FN:
+        raise _wrong(folder, "hidden_act", act, "the name of an activation function of transformers, such as 'silu'")
     try:
         layer = LlamaConfig.from_dict(settings)
         rope = layer.rope_parameters
@@ -169,10 +182,10 @@ def layer_config(folder: Path, sizes: dict[str, Any]) -> LlamaConfig:
             f"{str(folder)!r} has the rotary embedding {rope}; expected one of type {', '.join(_ROPE_TYPES)}, "
             "over whole heads."
         )
-    if layer.num_attention_heads % layer.num_key_value_heads or layer.num_hidden_layers < 1:
+    if layer.num_attention_heads % layer.num_key_value_heads:
         raise ConfigError(
-            f"{str(folder)!r} has {layer.num_attention_heads} heads, {layer.num_key_value_heads} KV heads and "
-            f"{layer.num_hidden_layers} layers; expected whole groups of heads, and a layer."
+            f"{str(folder)!r} has {layer.num_attention_heads} heads and {layer.num_key_value_heads} KV heads "
+            "(num_key_value_heads); expected whole groups of heads."
         )
     return layer
 
@@ -184,16 +197,14 @@ def sliding_windows(folder: Path, sizes: dict[str, Any], num_layers: int) -> tup
         ConfigError: a layer is of another type, or its window is missing.
 
     """
-    kinds = sizes.get("layer_types") or ["full_attention"] * num_layers
+    kinds = names(folder, sizes, "layer_types") or ("full_attention",) * num_layers
     if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ConfigError(
-            f"{str(folder)!r} has layer_types {kinds}; expected full_attention or sliding_attention, each layer."
+            f"{str(folder)!r} has layer_types {list(kinds)}; expected full_attention or sliding_attention, each layer."
         )
-    window = sizes.get("sliding_window")
-    if "sliding_attention" in kinds and not isinstance(window, int):
-        raise ConfigError(
-            f"{str(folder)!r} has layers with a sliding window, but no sliding_window in its config.json."
-        )
+    if "sliding_attention" not in kinds:
+        return (None,) * num_layers
+    window = positive_integer(folder, sizes, "sliding_window", None)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -208,12 +219,49 @@ def expect_no_windows(folder: Path, sizes: dict[str, Any], num_layers: int) -> N
         )
 
 
-def positive_integer(folder: Path, found: dict[str, Any], name: str, default: int) -> int:
-    """Return a positive integer of ``config.json``, or ``default`` where there is none; else raise ``ConfigError``."""
+def verifiers(folder: Path, found: dict[str, Any]) -> tuple[str, ...]:
+    """Return ``LayerConfig.verifiers``, which the format of ``speculators`` names; else raise ``ConfigError``."""
+    verifier = mapping(folder, mapping(folder, found, "speculators_config"), "verifier")
+    return names(folder, verifier, "architectures")
+
+
+# Values of ``config.json`` by name, checked. A null is a missing value.
+
+
+def positive_integer(folder: Path, found: dict[str, Any], name: str, default: int | None) -> int:
+    """Return a positive integer, ``default`` where none is given; else raise ``ConfigError``."""
     value = default if found.get(name) is None else found[name]
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{str(folder)!r}: {name} is {value!r}; expected a positive integer.")
+    if type(value) is not int or value < 1:
+        raise _wrong(folder, name, value, "a positive integer")
     return value
+
+
+def positive_number(folder: Path, found: dict[str, Any], name: str, default: float) -> float:
+    """Return a positive finite number, ``default`` where none is given; else raise ``ConfigError``."""
+    value = default if found.get(name) is None else found[name]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise _wrong(folder, name, value, "a positive number")
+    return float(value)
+
+
+def mapping(folder: Path, found: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a JSON object, empty where none is given; else raise ``ConfigError``."""
+    value = {} if found.get(name) is None else found[name]
+    if not isinstance(value, dict):
+        raise _wrong(folder, name, value, "a JSON object")
+    return value
+
+
+def names(folder: Path, found: dict[str, Any], name: str) -> tuple[str, ...]:
+    """Return a list of strings as a tuple, empty where none is given; else raise ``ConfigError``."""
+    value = [] if found.get(name) is None else found[name]
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise _wrong(folder, name, value, "a list of names")
+    return tuple(value)
+
+
+def _wrong(folder: Path, name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{str(folder / 'config.json')!r}: {name} is {value!r}; expected {expected}.")
 
 
 def _tap_layers(

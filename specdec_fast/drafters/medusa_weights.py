@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from specdec_fast.drafters.checkpoints import read_tensors
+from specdec_fast.drafters.eagle3_config import names
 from specdec_fast.errors import ConfigError
 
 _OWN_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -56,12 +57,17 @@ class MedusaWeights:
 
 
 def is_medusa(folder: Path) -> bool:
-    """Return whether a folder holds Medusa heads: by the name of a file, or by its ``config.json``."""
+    """Return whether a folder holds Medusa heads: by the name of a file, or by its ``config.json``.
+
+    Raises:
+        ConfigError: ``architectures`` is no list of names.
+
+    """
     if any((folder / name).exists() for name in _OWN_FILES):
         return True
     config = read_config(folder)
-    names = [config.get("model_type"), *(config.get("architectures") or ())]
-    return any(str(name).lower() in ("medusa", "medusamodel") for name in names)
+    found = [str(config.get("model_type")), *names(folder, config, "architectures")]
+    return any(name.lower() in ("medusa", "medusamodel") for name in found)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

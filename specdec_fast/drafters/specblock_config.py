@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from specdec_fast.drafters.eagle3_config import Eagle3Config, expect_no_windows, layer_config, positive_integer
+from specdec_fast.drafters.eagle3_config import (
+    Eagle3Config,
+    expect_no_windows,
+    layer_config,
+    names,
+    positive_integer,
+    read_json,
+)
 from specdec_fast.errors import ConfigError
 from specdec_fast.speculation_length.choice_tree import MOST_NODES
 
+_KIND = "a SpecBlock drafter"
 _SLOTS = "diffspec_draft_token_num"  # the name that published configurations have
 NUM_CLASSES, NUM_FEATURES = 4, 20  # of the rank head; ids whose logits it reads
 _DEFAULT_SLOTS, _DEFAULT_NODES = 4, 16
@@ -31,12 +37,17 @@ class SpecBlockConfig(Eagle3Config):
 
 
 def is_specblock(folder: Path) -> bool:
-    """Return whether a folder has the ``config.json`` of a SpecBlock drafter."""
+    """Return whether a folder has the ``config.json`` of a SpecBlock drafter.
+
+    Raises:
+        ConfigError: ``architectures`` is no list of names.
+
+    """
     try:
-        found = _json(folder)
+        found = read_json(folder, _KIND)
     except ConfigError:
         return False
-    return _SLOTS in found or any("specblock" in str(name).lower() for name in found.get("architectures") or [])
+    return _SLOTS in found or any("specblock" in name.lower() for name in names(folder, found, "architectures"))
 
 
 def read_config(folder: Path) -> SpecBlockConfig:
@@ -46,7 +57,7 @@ def read_config(folder: Path) -> SpecBlockConfig:
         ConfigError: there is none, or it has settings that are not served.
 
     """
-    found = _json(folder)
+    found = read_json(folder, _KIND)
     layer = layer_config(folder, {"num_hidden_layers": 2, **found})
     expect_no_windows(folder, found, layer.num_hidden_layers)
     tree_nodes = positive_integer(folder, found, "tree_nodes", _DEFAULT_NODES)
@@ -76,14 +87,3 @@ def read_config(folder: Path) -> SpecBlockConfig:
         num_slots=positive_integer(folder, found, _SLOTS, _DEFAULT_SLOTS),
         tree_nodes=tree_nodes,
     )
-
-
-def _json(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {str(path)!r} ({error}); expected the folder of a SpecBlock drafter.") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{str(path)!r} holds a {type(found).__name__}; expected a JSON object.")
-    return found
