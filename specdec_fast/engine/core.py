@@ -258,8 +258,7 @@ class EngineCore:
         """Finish a step, and let the sequences that have ended leave."""
         self._in_step, self._row_limit.num_rows = step.batch, sum(step.verification.counts)
         outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in self._finish(step)]
-        ended = [s for s in self.resident if s.finish_reason is not None or s.request_id not in self._requests]
-        if ended:
+        if ended := [s for s in self.resident if s.finish_reason is not None or s.request_id not in self._requests]:
             self._leave(ended)
         return outputs
 
@@ -281,7 +280,8 @@ class EngineCore:
             for sequence, counts, emission, values in zip(batch, drafted, emissions, logprobs, strict=True):
                 if sequence.request_id in self._requests:  # a request that is cancelled stays as it is
                     emitted.append((sequence, commit(sequence, *counts, emission, values)))
-            drafting.commit(self.drafter, batch, StepResult(rows, verification.hidden_states), self._requests)
+            result = StepResult(rows, verification.hidden_states)
+            self._prefilling.restart(drafting.commit(self.drafter, batch, result, self._requests))
         self.length_policy.observe(step.observation(outcome))
         self._row_limit.passed()
         self.stats.num_steps += 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from specdec_fast.drafters import Draft, Drafter, StepResult
+from specdec_fast.engine.row_limit import is_out_of_memory
 from specdec_fast.errors import DrafterError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import StageTimer
@@ -83,8 +84,10 @@ def propose(
     return draft, depths
 
 
-def commit(drafter: Drafter, batch: list[Sequence], result: StepResult, live: Container[int]) -> None:
+def commit(drafter: Drafter, batch: list[Sequence], result: StepResult, live: Container[int]) -> list[Sequence]:
     """Pass the accepted rows of the unfinished sequences, and the hidden states of all rows, to the drafter.
+
+    If it runs out of memory, the tokens stand, and it admits the sequences again.
 
     Args:
         drafter: the drafter; it receives the sequences that are admitted to it.
@@ -92,10 +95,22 @@ def commit(drafter: Drafter, batch: list[Sequence], result: StepResult, live: Co
         result: of all sequences of the step.
         live: ids of the requests that have not been cancelled.
 
+    Returns:
+        The sequences that the drafter has to admit again.
+
     """
     unfinished, rows = [], []
     for sequence, own in zip(batch, result.accepted_rows, strict=True):
         if sequence.is_admitted and sequence.finish_reason is None and sequence.request_id in live:
             unfinished.append(sequence)
             rows.append(own)
-    drafter.commit(unfinished, StepResult(rows, result.hidden_states))
+    try:
+        drafter.commit(unfinished, StepResult(rows, result.hidden_states))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        for sequence in unfinished:
+            sequence.is_admitted = False
+            drafter.release(sequence)
+        return unfinished
+    return []

@@ -10,7 +10,7 @@ PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length i
 _GREEDY = sd.SamplingParams(max_new_tokens=24, logprobs=True)
 _SAMPLED = sd.SamplingParams(max_new_tokens=24, logprobs=True, temperature=0.8, top_k=20, seed=3)
 _PENALISED = sd.SamplingParams(max_new_tokens=24, logprobs=True, repetition_penalty=1.2)
-_MIXED = [(_GREEDY, _SAMPLED, _PENALISED)[i % 3] for i in range(len(PROMPTS))]
+PARAMS = [(_GREEDY, _SAMPLED, _PENALISED)[i % 3] for i in range(len(PROMPTS))]
 
 
 def outputs_of(target, draft, **config):
@@ -19,5 +19,5 @@ def outputs_of(target, draft, **config):
     The prompts need a target with ``VOCAB_SIZE`` ids.
     """
     engine = sd.Engine(target, draft, **{"max_batch_size": 4, **config})
-    outputs = engine.generate(PROMPTS, _MIXED)
+    outputs = engine.generate(PROMPTS, PARAMS)
     return [(output.raise_for_error().token_ids, output.logprobs) for output in outputs], engine
