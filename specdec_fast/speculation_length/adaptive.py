@@ -98,15 +98,15 @@ class AdaptiveLength(LengthPolicy):
             self._others.append(other_seconds)
             self._probe_budget = min(0.0, self._probe_budget + _PROBE_SHARE * seconds)
             return
-        for count, accepted in zip(step.num_draft_tokens, step.num_accepted, strict=True):
+        for limit, count, accepted in zip(step.limits, step.num_draft_tokens, step.num_accepted, strict=True):
+            self._asked[limit] += 1
+            self._proposed[count] += 1
             if count:
                 self._accepted[accepted] += 1
                 self._rejected[accepted] += accepted < count
         if self.may_branch and step.scores is not None and step.accepted_nodes is not None:
             self._budget.observe(k, size, step.scores, step.accepted_nodes)
         self._steps_drafting += 1
-        self._num_asked += sum(step.limits)
-        self._num_proposed += sum(step.num_draft_tokens)
         if self._is_probing:
             plain_seconds = self._costs.seconds(size, 0) * (1 + sum(step.num_accepted) / size)  # of as many tokens
             self._probe_budget = min(0.0, self._probe_budget - (seconds - plain_seconds))
@@ -119,7 +119,8 @@ class AdaptiveLength(LengthPolicy):
         self._others: list[float] = []  # seconds besides forwards, by step
         self._accepted = [0] * (self.max_draft_tokens + 1)  # sequences that accepted so many draft tokens
         self._rejected = [0] * (self.max_draft_tokens + 1)  # those of them that did not accept the next one
-        self._num_asked = self._num_proposed = 0
+        self._asked = [0] * (self.max_draft_tokens + 1)  # sequences that were asked so many draft tokens for
+        self._proposed = [0] * (self.max_draft_tokens + 1)  # sequences that got so many
 
     def _end_round(self) -> None:
         """Learn from the steps since the last choice."""
@@ -130,8 +131,8 @@ class AdaptiveLength(LengthPolicy):
             self._budget.end_round()
         if self._is_probing:
             self._learn_from_probe()
-        if self._num_asked:
-            self._acceptance.add(self._accepted, self._rejected, self._num_asked, self._num_proposed)
+        if any(self._asked[1:]):
+            self._acceptance.add(self._accepted, self._rejected, self._asked, self._proposed)
         self._begin_round()
 
     def _learn_from_probe(self) -> None:

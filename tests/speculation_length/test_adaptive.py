@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -229,7 +231,7 @@ def test_acceptance_counts_what_was_tried():
     acceptance = Acceptance(4)
     assert acceptance.expected_tokens()[1] > 1.9, "the prior is optimistic: acceptance can be observed only by drafting"
     for _ in range(40):  # of 32 sequences half accept all four tokens, half reject the first
-        acceptance.add([16, 0, 0, 0, 16], [16, 0, 0, 0, 0], 128, 128)
+        acceptance.add([16, 0, 0, 0, 16], [16, 0, 0, 0, 0], [0, 0, 0, 0, 32], [0, 0, 0, 0, 32])
     tokens = acceptance.expected_tokens()
     assert tokens[1] == pytest.approx(1.5, abs=0.07), "shrunk a little to the average"
     assert tokens[4] - tokens[1] > 1.2, "a sequence that accepts the first token accepts the others"
@@ -239,9 +241,9 @@ def test_acceptance_counts_what_was_tried():
 def test_a_change_of_acceptance_outweighs_the_past():
     acceptance = Acceptance(4)
     for _ in range(20):
-        acceptance.add([0, 0, 0, 0, 2], [0] * 5, 8, 8)
+        acceptance.add([0, 0, 0, 0, 2], [0] * 5, [0, 0, 0, 0, 2], [0, 0, 0, 0, 2])
     assert acceptance.average > 0.95
-    acceptance.add([12, 0, 0, 0, 0], [12, 0, 0, 0, 0], 48, 48)
+    acceptance.add([12, 0, 0, 0, 0], [12, 0, 0, 0, 0], [0, 0, 0, 0, 12], [0, 0, 0, 0, 12])
     assert acceptance.average < 0.6
 
 
@@ -249,8 +251,28 @@ def test_acceptance_of_a_drafter_that_is_silent():
     acceptance = Acceptance(4)
     for _ in range(5000):
         acceptance.fade(0.5)
-        acceptance.add([0] * 5, [0] * 5, 4, 0)
+        acceptance.add([0] * 5, [0] * 5, [0, 0, 0, 0, 1], [1, 0, 0, 0, 0])
     assert acceptance.expected_tokens() == pytest.approx([1] * 5)
+
+
+@pytest.mark.parametrize("asked", [3, 8])
+def test_acceptance_of_a_drafter_with_a_largest_depth(asked):
+    """Of at most three tokens each is accepted with probability 0.7: asking for more neither gains nor loses."""
+    acceptance, draws, found = Acceptance(8), random.Random(0), []
+    for _ in range(200):
+        accepted, rejected, asked_for, proposed = ([0] * 9 for _ in range(4))
+        for _ in range(32):
+            count = next((j for j in range(3) if draws.random() > 0.7), 3)
+            accepted[count] += 1
+            rejected[count] += count < 3
+            asked_for[asked] += 1
+            proposed[3] += 1
+        acceptance.add(accepted, rejected, asked_for, proposed)
+        found.append(acceptance.expected_tokens())
+    of_three, of_eight = (fmean(tokens[k] for tokens in found[20:]) for k in (3, 8))
+    assert of_three == pytest.approx(1 + 0.7 + 0.7**2 + 0.7**3, abs=0.1)
+    if asked == 8:
+        assert of_eight == pytest.approx(of_three, abs=0.05)
 
 
 def test_a_busy_moment_does_not_end_the_repeats_of_a_profile(monkeypatch):
