@@ -117,6 +117,14 @@ class Carried {
 };
 
 void check(const DraftRequest& request, const Choice& choice) {
+  if (choice.vocab_size < 1 || choice.vocab_size > choice.width) {
+    throw std::invalid_argument("tokens are chosen from " + std::to_string(choice.vocab_size) + " ids, but a row has " +
+                                std::to_string(choice.width) + " logits");
+  }
+  if (request.carried.projection != nullptr && request.carried.input_bytes < 1) {
+    throw std::invalid_argument("a projection takes rows of " + std::to_string(request.carried.input_bytes) +
+                                " bytes; expected at least 1");
+  }
   for (std::int64_t id = 0; choice.target_ids != nullptr && id < choice.vocab_size; ++id) {
     if (choice.target_ids[id] >= 0 && choice.target_ids[id] < choice.num_target_ids) continue;
     throw std::out_of_range("draft id " + std::to_string(id) + " stands for " + std::to_string(choice.target_ids[id]) +

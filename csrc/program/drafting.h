@@ -32,7 +32,7 @@ struct CarriedRows {
   // If not null, the first forward's rows are the logits of this program, which has no KV entries and reads neither tokens
   // nor positions.
   Program* projection = nullptr;
-  std::int64_t input_bytes = 0;                                // of a row that it takes
+  std::int64_t input_bytes = 0;                                // of a row that it takes, at least 1
   std::vector<std::pair<const char*, std::int64_t>> pieces{};  // address and number of such rows
 };
 
@@ -45,9 +45,9 @@ struct DraftRequest {
 };
 
 // Forward i computes one row for every sequence that gets more than i draft tokens: the token that forward i - 1 chose.
-// `choice` may have no penalties. The token ids that it writes and feeds are the target's. Writes num_draft_tokens[b] tokens, sequence after sequence; logits with a NaN choose
-// token 0.
-// Throws std::invalid_argument if the request's parts do not fit together.
+// `choice` may have no penalties. The token ids that it writes and feeds are the target's. Writes num_draft_tokens[b]
+// tokens, sequence after sequence; logits with a NaN choose token 0.
+// Throws std::invalid_argument if the parts of `request` or `choice` do not fit together.
 void draft(Program& program, const Pages& pages, const DraftRequest& request, const Choice& choice, int num_threads,
            std::int64_t* chosen);
 

@@ -81,12 +81,13 @@ class DFlashDrafter(PooledDrafter):
         return True
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Estimate what its forwards need, the logits of all blocks, and the features that wait."""
+        """Estimate what its forwards need, the logits of all blocks and their copies, and the features that wait."""
         model, itemsize = self.model, self.model.layout.dtype.itemsize
         drafted = num_sequences * min(num_draft_tokens, model.config.most_draft_tokens)
         rows = max(prefill_rows or MAX_PREFILL_ROWS, drafted + num_sequences)
         queued = num_sequences * _MOST_QUEUED * model.hidden_size * itemsize
-        widths = model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
+        copies = 3 if model.config.softcap is not None else 2 if model.config.output_scale != 1 else 1
+        widths = copies * model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
         return rows * model.row_bytes + queued + drafted * widths * itemsize
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:

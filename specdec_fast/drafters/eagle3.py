@@ -38,7 +38,7 @@ _MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are c
 class Eagle3Drafter(PooledDrafter):
     """Proposes what one or more layers over the target's hidden states predict: a chain of K tokens, or a tree.
 
-    Where a tree may have no more nodes than a chain has tokens, it proposes chains, which take fewer rows to draft.
+    Where no tree may have all its nodes, it proposes chains, which take fewer rows to draft.
 
     Args:
         context: the target, the settings (``tap_layers``, ``draft_tree``) and the device.
@@ -48,7 +48,8 @@ class Eagle3Drafter(PooledDrafter):
         max_nodes: of its trees; 0 if it proposes chains.
 
     Raises:
-        ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
+        ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target; or
+            ``draft_tree`` has a node beyond the last id.
         NotYetSupportedError: ``draft_tree`` is a tree, and the target verifies chains only.
 
     """
@@ -108,7 +109,10 @@ class Eagle3Drafter(PooledDrafter):
         rows = max(prefill_rows or MAX_PREFILL_ROWS, verified)
         forward = self.rows.step_bytes(rows, num_sequences) or rows * model.row_bytes
         forward += self._projection.step_bytes(verified, verified) or 0
-        return forward + queued + num_sequences * widths * itemsize
+        logits = num_sequences * widths * itemsize
+        if self._trees is not None and self.max_nodes <= num_draft_tokens:  # else, if memory counts, it drafts chains
+            logits *= self._trees.copies_of_logits(itemsize)
+        return forward + queued + logits
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
         """Bound its forwards over queued features, as ``step_bytes`` counts them."""
@@ -137,13 +141,13 @@ class Eagle3Drafter(PooledDrafter):
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
         """Draft trees: one forward over the rows with new features, then one per further level."""
-        if self._trees is None or node_limits == limits:
+        if self._trees is None or all(most < self.max_nodes for most in node_limits if most):
             return self.propose(sequences, limits)
         chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
         if not chosen:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(sequences))
         drafting = [sequences[i] for i in chosen]
-        within = [(limits[i], node_limits[i]) for i in chosen]
+        within = [(limits[i], min(node_limits[i], self.max_nodes)) for i in chosen]
         trees = self._trees.draft(self._pool(), drafting, within, self._last_rows(drafting))
         found = dict(zip(chosen, trees, strict=True))
         return draft_of([found.get(i) for i in range(len(sequences))], self._device, self.has_scores)
@@ -168,9 +172,10 @@ class Eagle3Drafter(PooledDrafter):
         rows, hidden_states = result.accepted_rows, result.hidden_states
         if len(rows) == 1 and isinstance(rows[0], range):
             self._waiting[sequences[0]] = hidden_states[rows[0].start : rows[0].stop]
-        else:  # a copy: a view would keep the hidden states of other sequences
+        else:  # copies: a view would keep the hidden states of other sequences
             chosen = hidden_states[to_device([row for own in rows for row in own], self._device)]
-            self._waiting |= zip(sequences, chosen.split(list(map(len, rows))), strict=True)
+            parts = (part.clone() for part in chosen.split(list(map(len, rows))))
+            self._waiting |= zip(sequences, parts, strict=True)
         late = [sequence for sequence in sequences if self._num_queued(sequence) > _MOST_QUEUED]
         if late:
             self._catch_up(late)

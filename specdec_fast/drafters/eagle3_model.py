@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.drafters.checkpoints import check_whole
 from specdec_fast.drafters.eagle3_config import Eagle3Config, LayerConfig, read_config
 from specdec_fast.drafters.eagle3_weights import check_weights, read_weights, target_ids
-from specdec_fast.drafters.layers import LayerWeights, rotated
+from specdec_fast.drafters.layers import LayerWeights, rotary_embedding, rotated
 from specdec_fast.errors import ConfigError, SpecDecError, VocabularyMismatchError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -136,7 +135,7 @@ class Eagle3Model:
         self._head_dim, self.hidden_size, kv_heads = layer.head_dim, layer.hidden_size, layer.num_key_value_heads
         self._heads = (layer.num_attention_heads, kv_heads, kv_heads)
         self.layout = KVLayout.uniform(layer.num_hidden_layers, kv_heads, layer.head_dim, dtype, device)
-        self._rotary = LlamaRotaryEmbedding(layer).to(device)
+        self._rotary = rotary_embedding(layer, device)
         self._factors: Tensor | None = self._rotary_factors(_FIRST_POSITIONS)
 
     def weights(self) -> list[Tensor]:

@@ -22,6 +22,7 @@ from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.dynamic_tree import ROOT, DynamicTree, RankPaths, TreeNodes
 from specdec_fast.drafters.eagle3_model import Eagle3Model
 from specdec_fast.drafters.ranked import TokenRanker
+from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.row_module import RowModule
@@ -73,12 +74,15 @@ def trees_of(model: Eagle3Model, rows: RowModule, context: DrafterContext) -> Ea
     """Return what drafts the trees of ``EngineConfig.draft_tree``; None for chains.
 
     Raises:
+        ConfigError: a node has a rank beyond the drafter's last id.
         NotYetSupportedError: the target verifies chains only.
 
     """
-    wanted = context.config.draft_tree
+    wanted, num_ids = context.config.draft_tree, model.config.draft_vocab_size
     if wanted is None or isinstance(wanted, str):
         return None
+    if isinstance(wanted, tuple) and (beyond := [choice for choice in wanted if max(choice) >= num_ids]):
+        raise ConfigError(f"draft_tree has the node {list(beyond[0])}, but the checkpoint has {num_ids} ids.")
     expect_trees(context.target)
     return Eagle3Trees(model, rows, wanted)
 
@@ -109,6 +113,10 @@ class Eagle3Trees:
         """The tree for ``Engine.describe()``."""
         static = self._rank_paths
         return self.max_nodes if static is None else [list(choice) for choice in static.tree.choices]
+
+    def copies_of_logits(self, itemsize: int) -> int:
+        """Return how many rows of logits a sequence has at once, with the ranker's two copies in fp32."""
+        return min(self._width, self.max_nodes) * (5 if itemsize < 4 else 3)
 
     def draft(
         self, pool: PagePool, sequences: list[Sequence], limits: list[tuple[int, int]], last: LastRows

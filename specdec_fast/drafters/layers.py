@@ -50,11 +50,17 @@ def joined(weights: dict[str, Tensor], names: list[str]) -> tuple[Tensor, Tensor
     return torch.cat(matrices), torch.cat(filled)
 
 
+def rotary_embedding(layer: LlamaConfig, device: torch.device) -> LlamaRotaryEmbedding:
+    """Return the rotary embedding of a layer; it is computed on the CPU, whatever the caller's default device."""
+    with torch.device("cpu"):
+        return LlamaRotaryEmbedding(layer).to(device)
+
+
 class RotaryTable:
     """Cosine and sine of every position, computed once and extended as sequences grow."""
 
     def __init__(self, layer: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._rotary = LlamaRotaryEmbedding(layer).to(device)
+        self._rotary = rotary_embedding(layer, device)
         self._like = torch.empty(0, dtype=dtype, device=device)
         self.factors = self._computed(_FIRST_POSITIONS)
 

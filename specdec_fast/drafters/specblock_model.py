@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, silu
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
 from specdec_fast.drafters.eagle3_model import check_target, taps_of, target_embedding
 from specdec_fast.drafters.eagle3_weights import read_weights, target_ids
+from specdec_fast.drafters.layers import rotary_embedding
 from specdec_fast.drafters.specblock_config import NUM_FEATURES, SpecBlockConfig, read_config
 from specdec_fast.drafters.specblock_weights import check_weights
 from specdec_fast.kv_cache.layer_layout import KVLayout
@@ -107,7 +107,7 @@ class SpecBlockModel:
         self._num_heads, self._num_kv_heads = layer.num_attention_heads, layer.num_key_value_heads
         self.layout = KVLayout.uniform(layer.num_hidden_layers, self._num_kv_heads, layer.head_dim, dtype, device)
         self._slots = torch.arange(1, self.num_slots + 1, device=device)
-        self._rotary = LlamaRotaryEmbedding(layer).to(device)
+        self._rotary = rotary_embedding(layer, device)
         self._factors = self._rotary_factors(_FIRST_POSITIONS)
 
     def weights(self) -> list[Tensor]:

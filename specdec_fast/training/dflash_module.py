@@ -106,7 +106,9 @@ class DFlashModule(DrafterModule):
         self.markov_head = _MarkovHead(config.vocab_size, markov_rank) if markov_rank else None
         self._embedding, self._head = shared
         self._rotary = LlamaRotaryEmbedding(config)
-        self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64))  # the anchors depend on it
+        self.register_buffer(
+            "num_batches", torch.zeros((), dtype=torch.int64, device="cpu")
+        )  # the anchors depend on it
 
     @property
     def most_steps(self) -> int:

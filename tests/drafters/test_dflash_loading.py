@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import make_drafter
+from specdec_fast.drafters import DrafterContext, make_drafter
 from specdec_fast.drafters.dflash import DFlashDrafter
 from specdec_fast.drafters.dflash_config import is_dflash, read_config
 from specdec_fast.drafters.dflash_model import load_dflash
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.dflash import FORMATS, MASK, RANK, write_checkpoint
-from support.models import VOCAB_SIZE, tiny_model
+from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model
+from support.peak_memory import peak_bytes
 
 KINDS = {"dflash": {}, "dspark": {"markov": "gated", "draft_vocab_size": 40, "own_embedding": True, "bias": True}}
 
@@ -129,6 +131,18 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, model, target
     write_checkpoint(tmp_path, model, "speculators", config=verifier)
     with pytest.raises(sd.ConfigError, match="made for Qwen3ForCausalLM; the target is a LlamaForCausalLM"):
         load_dflash(tmp_path, target)
+
+
+@pytest.mark.parametrize("settings", [{}, {"output_multiplier": 2.0}, {"final_logit_softcapping": 5.0}], ids=str)
+def test_the_memory_of_logits_is_estimated(tmp_path, settings):
+    """A wide vocabulary, so that logits are most of it."""
+    model = LlamaForCausalLM(LlamaConfig(**TINY_GROUPED | {"vocab_size": 16_000}))
+    write_checkpoint(tmp_path, model, config=settings)
+    target = RaggedModel(model, resolve(torch.device("cpu")))
+    drafter = DFlashDrafter(DrafterContext(target, EngineConfig()), str(tmp_path))
+    hidden = torch.randn(8 * 5, model.config.hidden_size)
+    needed = peak_bytes(lambda: drafter.model.logits(hidden))
+    assert needed <= drafter.step_bytes(8, 5, 8) < 1.4 * needed
 
 
 WEIGHTS = {

@@ -9,8 +9,12 @@ import torch
 
 import specdec_fast as sd
 from support.demo import MAX_NEW_TOKENS
+from support.dflash import write_checkpoint as write_dflash
+from support.eagle3 import write_checkpoint as write_eagle3
 from support.grids import diagonal
+from support.models import tiny_model
 from support.source_tree import PACKAGE, shown
+from support.specblock import write_checkpoint as write_specblock
 
 FACTORIES = {f"torch.{name}" for name in (
     "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
@@ -39,6 +43,20 @@ def test_an_engine_lives_under_another_default_device(target, draft, prompt_ids,
     drawn = sd.SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, repetition_penalty=1.2)
     assert all(len(o.token_ids) for o in engine.generate(prompt_ids[:6], drawn))
     assert [token for chunk in engine.stream([prompt_ids[0]], params[0]) for token in chunk.token_ids] == expected[0]
+
+
+@pytest.mark.parametrize("write", [write_dflash, write_eagle3, write_specblock], ids=lambda write: write.__module__)
+def test_a_learned_drafter_lives_under_another_default_device(tmp_path, write):
+    model, prompts, params = tiny_model("llama"), [[1, 2, 3], [4, 5]], sd.SamplingParams(max_new_tokens=6)
+    write(tmp_path, model)
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            engine = sd.Engine(model, str(tmp_path), num_draft_tokens=3)
+            outputs = [output.token_ids for output in engine.generate(prompts, params)]
+            found.append((outputs, engine.last_run.decoding.num_draft_tokens, engine.describe()["draft"]))
+    assert found[0] == found[1]
+    assert found[0][1] > 0
 
 
 def without_device(tree: ast.AST) -> list[int]:

@@ -134,6 +134,29 @@ def test_a_function_keeps_to_its_pages_and_its_batch():
 
 
 @needs_programs
+def test_a_projection_of_rows_without_bytes_is_refused(monkeypatch):
+    """No program has such rows, but the extension would divide by their size."""
+    function, carried = function_of(), torch.zeros(2, WIDTH)
+    module, pool, choice = RowModule(function, OPS, 16), pool_of(function), Choice(VOCAB, None)
+    monkeypatch.setattr(
+        type(module.program),
+        "_carried",
+        lambda self, inputs, num_rows: (0, 4 * WIDTH, self._program, 0, [(inputs.data_ptr(), num_rows)]),
+    )
+    with pytest.raises(ValueError, match="a projection takes rows of 0 bytes"):
+        module.draft(pool, [Rows("a", 0, 2)], [1, 2], carried, [1], choice)
+
+
+def test_no_program_is_compiled_for_a_gpu(monkeypatch):
+    function = function_of()
+    layout = replace(function.layout, device=torch.device("cuda"))
+    monkeypatch.setattr("specdec_fast.models.row_module.executor_for", lambda ops, device: (pytest.fail, None))
+    module = RowModule(replace(function, layout=layout), OPS, 16)
+    assert module.program is None
+    assert module.why_no_program == "layers of drafters run in PyTorch on GPUs"
+
+
+@needs_programs
 def test_inputs_of_another_size_are_refused():
     function = function_of()
     module, pool, choice = RowModule(function, OPS, 16), pool_of(function), Choice(VOCAB, None)
@@ -146,6 +169,8 @@ def test_inputs_of_another_size_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             module.draft(pool, rows, [1, 2], inputs, [1], choice)
+    with pytest.raises(ValueError, match=f"chosen from {VOCAB + 1} ids, but a row has {VOCAB} logits"):
+        module.draft(pool, rows, [1, 2], carried, [1], Choice(VOCAB + 1, None))
     assert len(module.draft(pool, rows, [1, 2], carried, [1], choice)) == 1
     with pytest.raises(ValueError, match="2 spans of 3 rows"):
         module.draft(pool, [Rows("a", 0, 2), Rows("b", 0, 1)], [1, 2], carried, [1, 1], choice)
