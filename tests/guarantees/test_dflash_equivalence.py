@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specdec_fast.drafters.dflash import _MOST_QUEUED
 from support.dflash import write_checkpoint
 from support.mixed_batch import outputs_of
 from support.models import tiny_model
+from support.pausing import expect_pause_and_resumption
 
 CONFIGS = (
     {"max_batch_size": 1},
@@ -37,9 +39,7 @@ def test_outputs_are_those_of_plain_decoding(tmp_path, dtype, options):
     assert engine.last_run.num_preemptions > 0, "the small pool must preempt"
 
 
-def test_auto_k_pauses_and_resumes(tmp_path):
+def test_drafting_pauses_and_resumes(tmp_path):
     target = tiny_model("llama")
     write_checkpoint(tmp_path, target)
-    expected, _ = outputs_of(target, None)
-    found, _ = outputs_of(target, str(tmp_path), num_draft_tokens="auto")
-    assert found == expected
+    expect_pause_and_resumption(target, str(tmp_path), _MOST_QUEUED)

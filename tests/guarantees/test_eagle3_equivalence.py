@@ -10,11 +10,13 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
+from specdec_fast.drafters.eagle3 import _MOST_QUEUED
 from specdec_fast.speculation_length.fixed import FixedLength
 from support.eagle3 import write_checkpoint
 from support.grids import diagonal, grid
 from support.mixed_batch import outputs_of
 from support.models import tiny_model
+from support.pausing import expect_pause_and_resumption
 
 
 def model_in(dtype):
@@ -66,13 +68,11 @@ def test_outputs_are_the_same_where_no_program_drafts(tmp_path, monkeypatch):
     assert described["forward_program"] == plain.describe()["forward_program"]
 
 
-def test_auto_k_pauses_and_resumes(tmp_path):
+@pytest.mark.parametrize("tree", ["chain", 12])
+def test_drafting_pauses_and_resumes(tmp_path, tree):
     target = model_in(torch.float32)
     write_checkpoint(tmp_path, target)
-    expected, _ = outputs_of(target, None)
-    for tree in ("chain", 12):
-        found, _ = outputs_of(target, str(tmp_path), num_draft_tokens="auto", draft_tree=tree)
-        assert found == expected
+    expect_pause_and_resumption(target, str(tmp_path), _MOST_QUEUED, draft_tree=tree)
 
 
 def test_trees_of_which_a_policy_drops_nodes(tmp_path):
