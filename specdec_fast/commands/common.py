@@ -90,12 +90,12 @@ def add_drafter_options(parser: argparse.ArgumentParser) -> None:
     """Add --tap-layers and --draft-tree."""
     add_tap_layers(parser)
     meaning = "'chain', a number of nodes, or rank paths as JSON, such as [[0],[0,0],[1]] (default: the drafter's own)"
-    parser.add_argument("--draft-tree", type=_tree, metavar="TREE", help=f"of EAGLE-3, Medusa or Clover: {meaning}")
+    parser.add_argument("--draft-tree", type=_tree, metavar="TREE", help=f"of a learned drafter: {meaning}")
 
 
 def add_tap_layers(parser: argparse._ActionsContainer, default: str = "its checkpoint's") -> None:
     """Add --tap-layers; ``default`` describes what None means."""
-    meaning = f"layers that an EAGLE-3 drafter reads (default: {default})"
+    meaning = f"layers that an EAGLE-3, DFlash or SpecBlock drafter reads (default: {default})"
     parser.add_argument("--tap-layers", type=_layers, metavar="L,L,...", help=meaning)
 
 

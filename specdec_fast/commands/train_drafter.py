@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_share,
         default=default.early_share,
         metavar="X",
-        help="of the batches, that train 2 draft tokens in a row and not 7: faster (default: %(default)s)",
+        help="of the batches, that train 2 draft tokens in a row instead of all: faster (default: %(default)s)",
     )
     recipe.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (default: 0)")
     recipe.add_argument(

@@ -77,7 +77,7 @@ class Drafter(ABC):
         taps: the hidden states that the drafter asks for; the engine reads it once, when it is made. Tap l is the
             residual stream after l of the target's layers (0: the embeddings), before the final norm; ``"final"`` is
             the input of its output layer. Ids must differ.
-        max_nodes: of a ``TreeDrafter``; 0 for a drafter of chains.
+        max_nodes: the largest number of nodes of its trees, see ``TreeDrafter``; 0 for a drafter of chains.
         has_scores: whether its trees have ``Draft.scores``; read once, when the engine is made.
 
     """
@@ -96,7 +96,8 @@ class Drafter(ABC):
         """Propose up to ``limits[i]`` tokens to follow ``sequences[i].token_ids``, which must not be changed.
 
         At least one limit is above 0. The tokens may also be the nodes of a tree (``Draft.parents``). A drafter whose
-        trees have more nodes than a chain has tokens is a ``TreeDrafter``.
+        trees may have more nodes than a chain has tokens sets ``max_nodes`` and overrides ``propose_trees``; if it
+        proposes nothing but trees, it is a ``TreeDrafter``.
         """
 
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:

@@ -30,8 +30,8 @@ from specdec_fast.models.verify_step import expect_trees
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.choice_tree import ChoiceTree
 
-# Of a frontier, and children named for each of its nodes. For trees of 16 nodes 8 accepted no more tokens than 4; the
-# reference has 10 for trees of 60.
+# Nodes of a frontier, and children named for each of them. With trees of 16 nodes, 8 had no more accepted tokens than 4
+# for greedy requests, and 3.42 a step instead of 3.35 for sampled ones (bundled drafter). EAGLE-2 has 10 for 60 nodes.
 WIDTH = 4
 
 

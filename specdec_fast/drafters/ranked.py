@@ -15,7 +15,7 @@ from specdec_fast.oracle.sampling import noise_of_tokens
 from specdec_fast.request.sequence import Sequence
 
 # A drafter learns how often the target draws a token at temperature 1. That its logit is the largest is likelier than
-# that for a likely token, and less likely for others. Measured with the bundled EAGLE-3 drafter (docs/drafters.md).
+# that for a likely token, and less likely for others. Measured with the bundled EAGLE-3 drafter (docs/design.md).
 GREEDY_TEMPERATURE = 0.5
 
 

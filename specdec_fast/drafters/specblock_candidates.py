@@ -14,8 +14,8 @@ from specdec_fast.drafters.specblock_tree import BEAM, Slot
 from specdec_fast.models.draft_step import chosen_tokens, widened
 from specdec_fast.request.sequence import Sequence
 
-# For a request that samples, the score of a candidate: how often the target draws the token of each rank, roughly 0.6,
-# 0.1, 0.05 and 0.03. Sums of these numbers are exact, so equal paths have equal scores.
+# For a request that samples, the score of a candidate by its rank: a guess of how often the target draws that token
+# (0.6, 0.1, 0.05, 0.03), not measured. Sums of these numbers are exact, so equal paths have equal scores.
 _SAMPLED_LOG_PROBS = (-0.5, -2.25, -3.0, -3.5)
 
 

@@ -49,8 +49,8 @@ class BlockTree:
         max_nodes: the largest number of nodes that are proposed.
         max_depth: the largest depth.
         is_chain: whether slots have no alternatives.
-        continues: whether the slots behind an alternative go on behind it too. They do not know of it, but a tree that
-            is not expanded has nothing better there.
+        continues: whether the candidates of the slots behind an alternative are used behind it too. These slots were
+            not conditioned on the alternative, but without a second call there are no other candidates.
 
     Attributes:
         max_depth: as passed.

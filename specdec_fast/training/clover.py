@@ -1,6 +1,6 @@
 """New Clover heads for a target, their training, and the checkpoint that they become (Xiao et al., arXiv 2405.00263).
 
-The loss is that of EAGLE-3: head i plays the part of drafting step i. The output layer stays the target's.
+The loss is that of EAGLE-3: head i is trained as drafting step i. The output layer stays the target's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """New Medusa heads for a target, their training, and the checkpoint that they become (Cai et al., arXiv 2401.10774).
 
-The loss is that of EAGLE-3: head i plays the part of drafting step i. So the heads learn the target's distribution
+The loss is that of EAGLE-3: head i is trained as drafting step i. So the heads learn the target's distribution
 instead of the one token that it drew, which has the same gradient on average, and less noise.
 """
 

@@ -46,7 +46,7 @@ def new_blocks(
         for decoder in module.decoder_layers():
             decoder.self_attn.o_proj.weight.zero_()
             decoder.mlp.down_proj.weight.zero_()
-        if layer.hidden_size == config.hidden_size:  # the last tap is what the output layer reads, but for later layers
+        if layer.hidden_size == config.hidden_size:  # the last tap and the output layer's input differ by few layers
             project = module.input_layer.condition_proj.weight
             project.normal_(std=_NOISE)[:, -layer.hidden_size :] += same
         module.input_layer.position_queries.weight.normal_(std=_NOISE)
