@@ -159,7 +159,7 @@ def _step(
         s.length += accepted[b] + 1
     slow = (1 + world.noise * rng.exponential(size=2)) * np.where(rng.random(2) < 0.01 * (world.noise > 0), 5, 1)
     seconds = float(drafting * slow[0]), float(verify * slow[1]), world.overhead
-    policy.observe(StepObservation(sequences, limits, counts, accepted, *seconds, *nodes))
+    policy.observe(StepObservation(sequences, limits, counts, accepted, *seconds, policy.may_branch, *nodes))
     return drafting + verify + world.overhead, sum(accepted) + len(batch)
 
 

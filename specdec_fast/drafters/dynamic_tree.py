@@ -147,7 +147,7 @@ class DynamicTree:
 
 
 class RankPaths:
-    """A static tree as a ``DynamicTree``: scores are places among its nodes, whatever the drafter's confidence.
+    """A static tree as a ``DynamicTree``: a node's score is minus its place in the tree, not a log-probability.
 
     Args:
         tree: the rank paths, the likeliest first.

@@ -14,8 +14,8 @@ from specdec_fast.ops import Ops
 from specdec_fast.oracle.sampling import noise_of_tokens
 from specdec_fast.request.sequence import Sequence
 
-# A drafter learns how often the target draws a token at temperature 1. That its logit is the largest is likelier than
-# that for a likely token, and less likely for others. Measured with the bundled EAGLE-3 drafter (docs/design.md).
+# A drafter learns how often the target draws a token at temperature 1. A likely token has the largest logit more often
+# than it is drawn, and an unlikely one less often. Measured with the bundled EAGLE-3 drafter (docs/design.md).
 GREEDY_TEMPERATURE = 0.5
 
 
@@ -77,12 +77,13 @@ class TokenRanker:
         logits = torch.nan_to_num(logits)  # else a row without a choice would get the same id for each rank
         if self._target_ids is not None:
             logits = widened(logits, self._target_ids, self._vocab_size)
+        total = (logits.double() / GREEDY_TEMPERATURE).logsumexp(dim=-1, keepdim=True)  # before `_drawn` changes them
         ids, values = self._drawn(logits, to_device(fed, logits.device), sampling, num_ranks)
         temperatures = sampling.temperatures[:, None]
         noise = noise_of_tokens(ids, sampling.seeds[:, None], sampling.positions[:, None])
-        drawn = values / temperatures.clamp(min=1e-6) + noise
-        scores = torch.where(temperatures > 0, drawn, values / GREEDY_TEMPERATURE)
-        return RankedTokens(ids.tolist(), scores.log_softmax(dim=-1).tolist())
+        drawn = (values / temperatures.clamp(min=1e-6) + noise).log_softmax(dim=-1)
+        log_probs = torch.where(temperatures > 0, drawn, values / GREEDY_TEMPERATURE - total)
+        return RankedTokens(ids.tolist(), log_probs.tolist())
 
     def _drawn(self, logits: Tensor, fed: Tensor, sampling: Sampling, num_ranks: int) -> tuple[Tensor, Tensor]:
         """Return ids ``[N, num_ranks]`` and their logits, float64, -inf if no id was left; ``logits`` are changed."""

@@ -219,8 +219,7 @@ class EngineCore:
             return None
         self._in_step = self.scheduler.plan(ready)
         fitting = self._row_limit.fit(self._in_step, draft_limits(self.length_policy, self._in_step))
-        may_branch = self._row_limit.most is None and self.length_policy.may_branch
-        room = self._residents.make_room(*fitting, may_branch)
+        room = self._residents.make_room(*fitting, self._row_limit.most is None and self.length_policy.may_branch)
         self._in_step = room.batch
         self.stats.num_preemptions += room.num_preempted
         return self._launch(room.batch, room.limits, room.node_limits) if room.batch else None
@@ -237,7 +236,7 @@ class EngineCore:
         with timer("verify"):
             verification = self.target.verify_step(self._pools.pool(), batch, *drafts)
         timer.move(verification.accept_seconds, "verify", "accept")
-        return Step(batch, limits, draft, depths, verification, started, drafted)
+        return Step(batch, limits, draft, depths, verification, started, drafted, node_limits != limits)
 
     def _prepare_retry(self, error: Exception) -> None:
         """Recover from a lack of memory: a sequence that lacks it alone fails. Raise any other error."""
@@ -281,9 +280,10 @@ class EngineCore:
                 if sequence.request_id in self._requests:  # a request that is cancelled stays as it is
                     emitted.append((sequence, commit(sequence, *counts, emission, values)))
             result = StepResult(rows, verification.hidden_states)
-            self._prefilling.restart(drafting.commit(self.drafter, batch, result, self._requests))
+            lost = drafting.commit(self.drafter, batch, result, self._requests, self._row_limit)
+            self._prefilling.restart(lost)
         self.length_policy.observe(step.observation(outcome))
-        self._row_limit.passed()
+        self.stats.num_out_of_memory += bool(lost)
         self.stats.num_steps += 1
         self.stats.num_sequence_steps += len(batch)
         return emitted

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from specdec_fast.drafters import Draft, Drafter, StepResult
-from specdec_fast.engine.row_limit import is_out_of_memory
+from specdec_fast.engine.row_limit import RowLimit
 from specdec_fast.errors import DrafterError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import StageTimer
@@ -84,16 +84,19 @@ def propose(
     return draft, depths
 
 
-def commit(drafter: Drafter, batch: list[Sequence], result: StepResult, live: Container[int]) -> list[Sequence]:
+def commit(
+    drafter: Drafter, batch: list[Sequence], result: StepResult, live: Container[int], row_limit: RowLimit
+) -> list[Sequence]:
     """Pass the accepted rows of the unfinished sequences, and the hidden states of all rows, to the drafter.
 
-    If it runs out of memory, the tokens stand, and it admits the sequences again.
+    If it runs out of memory, the tokens stand, it admits the sequences again, and the next forwards are smaller.
 
     Args:
         drafter: the drafter; it receives the sequences that are admitted to it.
         batch: the sequences of a step.
         result: of all sequences of the step.
         live: ids of the requests that have not been cancelled.
+        row_limit: counts the step, as passed or as one without enough memory.
 
     Returns:
         The sequences that the drafter has to admit again.
@@ -107,10 +110,7 @@ def commit(drafter: Drafter, batch: list[Sequence], result: StepResult, live: Co
     try:
         drafter.commit(unfinished, StepResult(rows, result.hidden_states))
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        for sequence in unfinished:
-            sequence.is_admitted = False
-            drafter.release(sequence)
+        row_limit.recover(error, unfinished, drafter)  # raises it, if it says something else
         return unfinished
+    row_limit.passed()
     return []

@@ -53,8 +53,8 @@ class RowLimit:
     def recover(self, error: Exception, batch: list[Sequence], drafter: Drafter) -> bool:
         """Let the next forward have half of the rows of one that ran out of memory.
 
-        Nothing has been committed. KV entries beyond the committed tokens are rewritten (I4), but a drafter may have
-        counted tokens that were not verified, so it admits the sequences again.
+        KV entries beyond the committed tokens are rewritten (I4), but a drafter may have counted tokens that were not
+        verified, or not all that were committed, so it admits the sequences again.
 
         Args:
             error: the exception of the forward.

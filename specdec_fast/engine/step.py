@@ -41,6 +41,7 @@ class Step:
         verification: the target's verification of these tokens.
         started: time at which drafting began, with the drafter's prefill of new sequences, by ``perf_counter``.
         drafted: time at which it ended.
+        may_branch: whether a tree might have more nodes than a chain has tokens.
 
     """
 
@@ -51,6 +52,7 @@ class Step:
     verification: Verification
     started: float
     drafted: float
+    may_branch: bool
 
     def observation(self, outcome: Outcome) -> StepObservation:
         """Return the counts and times of the finished step, for ``LengthPolicy.observe``."""
@@ -60,10 +62,10 @@ class Step:
         counts, seconds = (self.limits, self.depths, num_accepted), (draft_seconds, verify_seconds, other_seconds)
         scores = self.draft.scores_by_sequence()
         if scores is None:
-            return StepObservation(self.batch, *counts, *seconds)
+            return StepObservation(self.batch, *counts, *seconds, self.may_branch)
         paths = outcome.paths or [list(range(1, count + 1)) for count in num_accepted]
         accepted = [[row - 1 for row in path] for path in paths]
-        return StepObservation(self.batch, *counts, *seconds, scores, accepted)
+        return StepObservation(self.batch, *counts, *seconds, self.may_branch, scores, accepted)
 
 
 def step_error(error: BaseException) -> StepError:

@@ -65,7 +65,7 @@ class AdaptiveLength(LengthPolicy):
         self._is_asynchronous = profiler.is_asynchronous
         self._costs = StepCosts.measured(profiler, self.max_draft_tokens)
         self._budget = TreeBudget(self._costs)
-        self._of_trees = Acceptance(self.max_draft_tokens) if profiler.max_nodes else None
+        self._of_trees = Acceptance(self.max_draft_tokens) if profiler.max_nodes > self.max_draft_tokens else None
 
     def limits(self, batch: list[Sequence]) -> list[int]:
         """Return K of each sequence; one that joins between two choices gets the K of the others."""
@@ -93,6 +93,8 @@ class AdaptiveLength(LengthPolicy):
         size, k = len(step.batch), self._k
         seconds = step.draft_seconds + step.verify_seconds + step.other_seconds
         other_seconds = 0.0 if self._is_asynchronous else step.other_seconds
+        if self.may_branch and not step.may_branch:
+            return  # chains, because memory or KV pages were short: they say nothing of trees
         if not k:
             self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, 0))
             self._others.append(other_seconds)
@@ -104,13 +106,14 @@ class AdaptiveLength(LengthPolicy):
             if count:
                 self._accepted[accepted] += 1
                 self._rejected[accepted] += accepted < count
+        is_usual = sum(step.limits) == self._costs.depth(k) * size and not self._is_admitting and not self._is_probing
         if self.may_branch and step.scores is not None and step.accepted_nodes is not None:
-            self._budget.observe(k, size, step.scores, step.accepted_nodes)
+            self._budget.observe(k, step.scores, step.accepted_nodes, is_usual)
         self._steps_drafting += 1
         if self._is_probing:
             plain_seconds = self._costs.seconds(size, 0) * (1 + sum(step.num_accepted) / size)  # of as many tokens
             self._probe_budget = min(0.0, self._probe_budget - (seconds - plain_seconds))
-        elif sum(step.limits) == self._costs.depth(k) * size and not self._is_admitting:
+        elif is_usual:
             self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, k))
             self._others.append(other_seconds)
 

@@ -9,6 +9,7 @@ from math import exp, log
 
 from specdec_fast.speculation_length.base import Profiler
 
+_MOST_PROFILED_ROWS = 2048  # of a forward: more are extrapolated, and their logits may not fit
 _CATCH_UP_ROWS = 64  # rows of the draft model's forward from which the cost of prefilling one token is taken
 _LARGEST_SURPRISE = 0.4  # of the logarithm of a ratio: more is a disturbance, such as another process
 _OWN_RATE = 0.3  # of a surprise that the factor of its K follows,
@@ -32,6 +33,7 @@ class StepCosts:
         draft: seconds of drafting one token by sequences, and at 0 those besides; None if unknown.
         max_draft_tokens: see above; None if there are no trees.
         max_nodes: the number of nodes that are verified; 0 if it is not known.
+        is_asynchronous: whether forwards are only queued, so that the time of whole steps says nothing of one row.
 
     Attributes:
         other: seconds of a step besides forwards: laying rows out, accepting, committing.
@@ -45,9 +47,11 @@ class StepCosts:
         draft: Mapping[int, float] | None,
         max_draft_tokens: int | None = None,
         max_nodes: int = 0,
+        is_asynchronous: bool = False,
     ) -> None:
         self._verify = _Curve(verify)
         self._max_draft_tokens, self._max_nodes = max_draft_tokens, max_nodes
+        self._is_asynchronous = is_asynchronous
         self._draft = _Curve({n: s for n, s in draft.items() if n}) if draft else None
         self._once = draft.get(0, 0.0) if draft else 0.0
         self.catch_up = self._draft(_CATCH_UP_ROWS) / _CATCH_UP_ROWS if self._draft else 0.0
@@ -60,9 +64,11 @@ class StepCosts:
     def measured(cls, profiler: Profiler, max_draft_tokens: int) -> StepCosts:
         """Time the forwards of both models at every row count that a step can have, roughly."""
         num, max_nodes = profiler.max_batch_size, profiler.max_nodes
-        verify = profiler.verify_seconds(_row_counts(num * (max(max_draft_tokens, max_nodes) + 1)))
+        most = min(num * (max(max_draft_tokens, max_nodes) + 1), max(num, _MOST_PROFILED_ROWS))
+        verify = profiler.verify_seconds(_row_counts(most))
         draft = profiler.draft_seconds(_row_counts(max(num, _CATCH_UP_ROWS)))
-        return cls(verify, draft, max_draft_tokens, 0 if profiler.has_scores else max_nodes)
+        verified = 0 if profiler.has_scores else max_nodes
+        return cls(verify, draft, max_draft_tokens, verified, profiler.is_asynchronous)
 
     def profiled(self, size: int, k: int) -> float:
         """Return the seconds of a step of ``size`` sequences as they were timed at first."""
@@ -90,7 +96,8 @@ class StepCosts:
 
     def verify_seconds(self, size: int, rows: float) -> float:
         """Return the seconds of the target's forward alone, corrected as plain steps of that size were."""
-        factor = self._factor(size, 0) if self.is_observed(size, 0) else 0.0
+        is_known = self.is_observed(size, 0) and not self._is_asynchronous
+        factor = self._factor(size, 0) if is_known else 0.0
         return self._verify(rows) * exp(factor)
 
     @property
@@ -129,7 +136,11 @@ class StepCosts:
     def _factor(self, size: int, k: int) -> float:
         """Return the logarithm of the factor of K, or of the nearest K observed at about that size, or at any."""
         factors = self._factors.get(size.bit_length()) or self._latest
-        return factors[k if k in factors else min(factors, key=lambda each: abs(each - k))] if factors else 0.0
+        if not factors or k in factors:
+            return factors.get(k, 0.0)
+        depth, is_tree = self.depth(k), k != self.depth(k)
+        own = [each for each in factors if (each != self.depth(each)) == is_tree] or list(factors)
+        return factors[min(own, key=lambda each: abs(self.depth(each) - depth))]
 
 
 class _Curve:

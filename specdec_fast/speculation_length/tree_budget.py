@@ -85,11 +85,19 @@ class TreeBudget:
                 best, most = score, tokens / seconds
         return best
 
-    def observe(self, k: int, size: int, scores: list[list[float]], accepted: list[list[int]]) -> None:
-        """Learn from one step: the scores of the verified nodes, and which of them were accepted."""
+    def observe(self, k: int, scores: list[list[float]], accepted: list[list[int]], is_usual: bool) -> None:
+        """Learn from one step.
+
+        Args:
+            k: number of the trees, see ``StepCosts``.
+            scores: of each sequence's verified nodes.
+            accepted: which of them were accepted.
+            is_usual: whether ``StepCosts`` learns from the seconds of this step, too.
+
+        """
         for own, hits in zip(scores, accepted, strict=True):
             self._rates.add(own, hits)
-        if self._key == (k, size):
+        if is_usual and self._key == (k, len(scores)):
             self._counts.append(sum(map(len, scores)))
 
     def end_round(self) -> None:

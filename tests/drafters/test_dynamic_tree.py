@@ -134,6 +134,7 @@ def test_ranks_are_in_the_order_of_the_targets_rule(is_mapped):
     assert found.token_ids[0] == alone.token_ids[0] == ids[logits[0].topk(6).indices].tolist()
     softmax = (logits[0] / GREEDY_TEMPERATURE).log_softmax(0).topk(6).values.tolist()
     assert alone.log_probs[0] == pytest.approx(softmax)
+    assert found.log_probs[0] == pytest.approx(softmax), "whatever the rules of its neighbours"
     drawn = (logits[1].double() / 0.7) + gumbel_noise(VOCAB, 3, 5, logits.device)[ids]
     best = drawn.topk(6)
     assert found.token_ids[1] == ids[best.indices].tolist()

@@ -38,6 +38,7 @@ def test_a_commit_without_memory_changes_no_output(target, tmp_path, monkeypatch
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [(o.raise_for_error().token_ids, o.logprobs) for o in outputs] == expected
     assert num_calls > max(FAILING)
+    assert engine.last_run.num_out_of_memory == len(FAILING)
     assert engine.last_run.decoding.num_draft_tokens > 0
     assert engine.core.pool.is_vacant
 

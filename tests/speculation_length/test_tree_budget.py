@@ -10,6 +10,7 @@ import pytest
 
 from bench.common.simulation import World, speed
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
+from specdec_fast.speculation_length.base import Profiler, StepObservation
 from specdec_fast.speculation_length.fixed import FixedLength
 from specdec_fast.speculation_length.step_costs import StepCosts
 from specdec_fast.speculation_length.tree_budget import HitRates, TreeBudget
@@ -106,3 +107,50 @@ def test_hit_rates_follow_what_was_accepted():
     assert rates(-1.2) < 0.05
     assert rates(-2.2) == rates(-1.2)
     assert rates(-inf) <= rates(-100.0) <= rates(-2.2)
+
+
+def test_a_tree_takes_the_factor_of_the_nearest_tree_and_not_of_a_chain():
+    costs = StepCosts({1: 1.0, 40: 2.0}, {0: 0.0, 1: 0.1}, 8, 16)
+    for k, ratio in ((8, 3.0), (8 + 5, 1.0)):
+        for _ in range(60):
+            costs.observe(1, k, ratio, 0.0)
+    slow, usual = (costs.seconds(1, k) / costs.profiled(1, k) for k in (8, 8 + 5))
+    assert costs.seconds(1, 8 + 1) / costs.profiled(1, 8 + 1) == pytest.approx(usual)
+    assert costs.seconds(1, 7) / costs.profiled(1, 7) == pytest.approx(slow)
+
+
+def test_a_row_costs_what_was_profiled_where_only_whole_steps_are_timed():
+    rows = []
+    for is_asynchronous in (False, True):
+        costs = StepCosts({1: 1.0, 40: 2.0}, None, 8, 16, is_asynchronous)
+        costs.observe(1, 0, 2.0, 0.0)  # as much time again on the host
+        rows.append(costs.verify_seconds(1, 20) - costs.verify_seconds(1, 10))
+    assert rows[0] == pytest.approx(2 * rows[1])
+
+
+def test_larger_forwards_than_a_prefill_are_not_profiled():
+    asked = []
+
+    def verify_seconds(row_counts):
+        asked.extend(row_counts)
+        return {count: 1.0 + count for count in row_counts}
+
+    profiler = Profiler(64, False, verify_seconds, lambda counts: None, 64, False)
+    costs = StepCosts.measured(profiler, 8)
+    assert max(asked) == 2048
+    assert costs.profiled(64, 8 + 3) > costs.profiled(64, 8)
+
+
+def test_chains_for_lack_of_memory_say_nothing_of_trees():
+    policy, (run, *_) = AdaptiveLength(), runs_of("flat", 8)
+    speed([run], lambda each: each.warmed(policy))
+    assert policy.may_branch
+    policy._end_round()
+    before = policy._of_trees.expected_tokens(), policy._costs.seconds(8, policy._k)
+    step = StepObservation([None] * 8, [5] * 8, [5] * 8, [0] * 8, 1.0, 1.0, 1.0, False, [[-0.1] * 5] * 8, [[]] * 8)
+    policy.observe(step)
+    policy._end_round()
+    assert (policy._of_trees.expected_tokens(), policy._costs.seconds(8, policy._k)) == before
+    policy.observe(step._replace(may_branch=True))
+    policy._end_round()
+    assert policy._of_trees.expected_tokens() != before[0]
