@@ -94,7 +94,7 @@ def _compare(model: PreTrainedModel, expected: list[list[int]]) -> tuple[str, st
         return "wrong", f"{len(failed)} of {len(PROMPTS)} outputs failed: {failed[0]}"
     if min(same, bits) < len(PROMPTS):
         return "wrong", f"of {len(PROMPTS)} outputs {same} have generate()'s tokens, {bits} the bits of plain decoding"
-    return ("program", "") if engine.target.program else ("pytorch", engine.describe()["why_no_program"] or "")
+    return ("program", "") if engine.target.has_program else ("pytorch", engine.describe()["why_no_program"] or "")
 
 
 def logprobs_of(output: sd.GenerationOutput) -> object:

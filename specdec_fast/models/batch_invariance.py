@@ -7,11 +7,11 @@ model,
 * linears are computed in chunks of sizes with the same order of sums (``row_counts.py``),
 * attention gets each row as a sequence of its own, unless the chosen implementation reduces each row by itself,
 * all other operations depend on one row at a time, which is checked operation by operation (``row_mixing.py``); they
-  are
-  computed on one thread and on a multiple of 64 rows, so that no element is left after the last full vector.
+  are computed on one thread and on a multiple of 64 rows, so that no element is left after the last full vector.
 
 If an operation of a model mixes rows, the model is computed one row at a time. None of this depends on batch size or K,
-so all engines over one model have the same bits. A run of the whole model checks the construction.
+so all engines over one model have the same bits. A run of the whole model checks the construction. If a program of
+launches fails it, PyTorch runs the model.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.errors import DeterminismError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.model_checks import check_reproduces
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS, RaggedModel
 from specdec_fast.models.row_mixing import RowMixing, sizes_of_rows
 
@@ -32,6 +33,7 @@ from specdec_fast.models.row_mixing import RowMixing, sizes_of_rows
 # registers. On CUDA, a mean over features has another order at 1, 2, 4 and 8 rows.
 ROW_MULTIPLE = 64
 _LARGEST_OF_PROGRAM = 512  # rows of a prefill forward
+_OTHER_BITS = "rows had other bits in another batch"
 _TEXT = 80  # tokens of the text that the model computes in several ways
 _OTHER, _NUM_OTHERS = 32, 3  # tokens of another sequence, and the number of such sequences
 
@@ -50,7 +52,7 @@ def make_deterministic(model: RaggedModel) -> None:
         if _reproduces(model, row_padding):
             model.row_padding = row_padding
             return
-        model.why_one_by_one = "rows had other bits in another batch"
+        model.why_one_by_one = _OTHER_BITS
     raise DeterminismError(
         f"{model.name} in {model.layout.dtype} on {model.layout.device} does not give one text the same bits in every "
         "batch, not even one row at a time; pass deterministic=False, and near-ties between tokens may fall "
@@ -61,12 +63,22 @@ def make_deterministic(model: RaggedModel) -> None:
 def _candidates(model: RaggedModel) -> Iterator[RowPadding]:
     if model.has_program:
         yield RowPadding(1, _LARGEST_OF_PROGRAM)
-        return
+        if model.program is not None:
+            return
+        _run_in_pytorch(model)
     attend_per_row = not model.ops.is_invariant("paged_attention")
     model.why_one_by_one = _why_mixing(model)
     if model.why_one_by_one is None:
         yield RowPadding(ROW_MULTIPLE, MAX_PREFILL_ROWS, attend_per_row)
     yield RowPadding(1, MAX_PREFILL_ROWS, one_by_one=True)
+
+
+def _run_in_pytorch(model: RaggedModel) -> None:
+    """Drop a program of launches whose rows have other bits in another batch; check PyTorch's forward in its place."""
+    model.device_program, model.why_no_program = None, _OTHER_BITS
+    probe = _tokens(0, model.vocab_size)[:8].to(model.layout.device)
+    dense = model.hf.dense_logits(probe)
+    check_reproduces(type(model.model).__name__, model.forward, model.layout, model.page_size, probe, dense)
 
 
 def _why_mixing(model: RaggedModel) -> str | None:

@@ -121,8 +121,9 @@ def _triton(plan: Plan, ops: Ops) -> Programs:
 # Backend whose ops the executor computes to the type of its devices and what makes a program, which alone imports it.
 EXECUTORS = {"cpp": ("cpu", _cpp), "triton": ("cuda", _triton)}
 
-# The ops that an executor computes itself: in every program, and by instruction.
-_IN_EVERY_PROGRAM = ("append_kv_", "paged_attention", "verify_chain")
+# The ops that an executor computes itself: in every program, and by instruction. Models have linears, so another
+# backend of that op is noticed before a model is recorded.
+_IN_EVERY_PROGRAM = ("append_kv_", "linear", "paged_attention", "verify_chain")
 _OF_INSTRUCTION = {Append: "append_kv_", Attend: "paged_attention", Linear: "linear", GroupedLinear: "grouped_linear"}
 
 

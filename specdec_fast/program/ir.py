@@ -80,6 +80,10 @@ class RowOp:
     scalar: float = 0.0
     by_position: bool = False
 
+    def shape_of(self, operand: Operand) -> tuple[int, ...]:
+        """Return the shape of one of its operands."""
+        return (*self.shape[:-1], operand.length)
+
     @property
     def reads(self) -> list[int]:
         """Indices of buffers."""
@@ -224,13 +228,16 @@ class Gather:
 
 Instruction = RowOp | Linear | GroupedLinear | Append | Attend | Gather
 
+# Places of buffers: shared memory, a thread's own, and what a forward returns, writes into or receives.
+ARENA, SCRATCH, LOGITS, TAPS, INPUTS = range(5)
+
 
 @dataclass(frozen=True)
 class Placed:
     """The memory of a buffer while a program runs.
 
-    ``place`` 0 is shared memory, 1 a thread's own, 2 the logits, 3 the hidden states, 4 the inputs: ``offset`` bytes
-    into a row, and ``row_bytes`` from one row to the next.
+    ``place`` is ``ARENA``, ``SCRATCH``, ``LOGITS``, ``TAPS`` (the hidden states) or ``INPUTS``. A buffer begins
+    ``offset`` bytes into a row, and ``row_bytes`` are from one row to the next.
     """
 
     place: int

@@ -11,9 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec_fast.program.ir import ROWS, Append, Attend, Gather, GroupedLinear, Instruction, Linear, Plan, RowOp
-
-_ARENA, _SCRATCH = 0, 1
+from specdec_fast.program.ir import (
+    ARENA,
+    ROWS,
+    SCRATCH,
+    Append,
+    Attend,
+    Gather,
+    GroupedLinear,
+    Instruction,
+    Linear,
+    Plan,
+    RowOp,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +70,7 @@ def run_of(plan: Plan, domain: int, steps: Sequence[RowOp | Append], readers: di
     """Return the run of some steps; ``readers`` are the ids of the instructions that read each buffer."""
     own = {id(step) for step in steps}
     written = {buffer for step in steps for buffer in step.writes}
-    stored = {b for b in written if readers.get(b, set()) - own or plan.buffers[b].place not in (_ARENA, _SCRATCH)}
+    stored = {b for b in written if readers.get(b, set()) - own or plan.buffers[b].place not in (ARENA, SCRATCH)}
     return RowRun(domain, tuple(steps), frozenset(stored))
 
 

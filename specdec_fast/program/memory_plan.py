@@ -6,10 +6,22 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from specdec_fast.program.ir import ROWS, Append, Buffer, Instruction, Linear, Placed, RowOp
+from specdec_fast.program.ir import (
+    ARENA,
+    INPUTS,
+    LOGITS,
+    ROWS,
+    SCRATCH,
+    TAPS,
+    Append,
+    Buffer,
+    Instruction,
+    Linear,
+    Placed,
+    RowOp,
+)
 
 _ALIGNMENT = 64  # bytes; a cache line
-_ARENA, _SCRATCH, _LOGITS, _TAPS, _INPUTS = range(5)
 
 
 class Life(NamedTuple):
@@ -71,21 +83,21 @@ def placed(
     by_step, by_operation = _lives(instructions, steps.__getitem__), _lives(instructions, lambda i: i)
     others = {n for i in instructions if not isinstance(i, RowOp) for n in (*i.reads, *i.writes)}
     is_local = {n: life.first == life.last and n not in others for n, life in by_step.items()}
-    places = [Placed(_LOGITS, buffer.domain, 0, buffer.size * buffer.dtype.itemsize) for buffer in buffers]
-    spaces = {(_ARENA, 0): _Space(), (_ARENA, 1): _Space(), (_SCRATCH, 0): _Space()}
+    places = [Placed(LOGITS, buffer.domain, 0, buffer.size * buffer.dtype.itemsize) for buffer in buffers]
+    spaces = {(ARENA, 0): _Space(), (ARENA, 1): _Space(), (SCRATCH, 0): _Space()}
     for number in sorted(by_step, key=lambda n: by_operation[n].first):
         if number in (logits, inputs) or number in taps:
             continue
         buffer, row_bytes = buffers[number], places[number].row_bytes
-        place, life = (_SCRATCH, by_operation[number]) if is_local[number] else (_ARENA, by_step[number])
-        space = spaces[place, 0 if place == _SCRATCH else buffer.domain]
+        place, life = (SCRATCH, by_operation[number]) if is_local[number] else (ARENA, by_step[number])
+        space = spaces[place, 0 if place == SCRATCH else buffer.domain]
         places[number] = Placed(place, buffer.domain, space.take(row_bytes, life), row_bytes)
     offsets = [0, *accumulate(places[number].row_bytes for number in taps)]
     for number, offset in zip(taps, offsets, strict=False):
-        places[number] = Placed(_TAPS, ROWS, offset, offsets[-1])
+        places[number] = Placed(TAPS, ROWS, offset, offsets[-1])
     if inputs is not None:
-        places[inputs] = Placed(_INPUTS, ROWS, 0, places[inputs].row_bytes)
-    return places, (spaces[_ARENA, 0].size, spaces[_ARENA, 1].size), spaces[_SCRATCH, 0].size
+        places[inputs] = Placed(INPUTS, ROWS, 0, places[inputs].row_bytes)
+    return places, (spaces[ARENA, 0].size, spaces[ARENA, 1].size), spaces[SCRATCH, 0].size
 
 
 def _steps(instructions: Sequence[Instruction], buffers: Sequence[Buffer]) -> list[int]:

@@ -1,8 +1,9 @@
-"""Places within a row as sums over axes, and the inverse question: which number of an operation stands at a place.
+"""Places within a row as sums over axes, and the inverse question.
 
-An operation writes its result to ``offset + sum(coordinate * stride)``, and a later one reads it by other axes, as
-views allow. ``located`` returns the writer's coordinates of what is read. Where they do not depend on the reader's axes
-in one way, it asks for an axis to be split in two, or to be cut into two parts.
+Given a place that is read, find which result of an earlier operation was written there. An operation writes its result
+to ``offset + sum(coordinate * stride)``, and a later one reads it by other axes, as views allow. ``located`` returns
+the writer's coordinates of what is read. Where they do not depend on the reader's axes in one way, it asks for an axis
+to be split in two, or to be cut into two parts.
 """
 
 from __future__ import annotations

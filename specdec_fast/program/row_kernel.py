@@ -14,7 +14,7 @@ from math import prod
 
 from torch import Tensor
 
-from specdec_fast.program.ir import LOGIT_ROWS, Append, Operand, Plan, RowOp
+from specdec_fast.program.ir import LOGIT_ROWS, Append, Plan, RowOp
 from specdec_fast.program.launches import RowRun
 from specdec_fast.program.row_index import Axis, CutError, Place, SplitError, of_axis, padded, place_of
 from specdec_fast.program.row_values import Pointers, Values
@@ -127,8 +127,8 @@ def _targets(plan: Plan, run: RowRun) -> list[list[_Store]]:
     for buffer in sorted(run.stored):
         stores = []
         for step in run.steps:
-            if isinstance(step, RowOp) and step.out.source == buffer and 0 not in _shape(step, step.out):
-                place = place_of(step.out.offset, step.out.strides, coordinates(_shape(step, step.out)))
+            if isinstance(step, RowOp) and step.out.source == buffer and 0 not in step.shape_of(step.out):
+                place = place_of(step.out.offset, step.out.strides, coordinates(step.shape_of(step.out)))
                 stores.append(_Store(buffer, place, buffer, place))
         found.append(stores)
     for step in run.steps:
@@ -143,10 +143,6 @@ def _targets(plan: Plan, run: RowRun) -> list[list[_Store]]:
                 store = _Store(heads.buffer, place, f"{name} {step.layer}", target, shape.num_kv_heads * size)
                 found.append([store])
     return found
-
-
-def _shape(step: RowOp, operand: Operand) -> tuple[int, ...]:
-    return (*step.shape[:-1], operand.length)
 
 
 def _evaluated(

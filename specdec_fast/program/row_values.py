@@ -147,7 +147,7 @@ class Values:
         for number in reversed(range(before)):
             step = self._steps[number]
             if isinstance(step, RowOp) and step.out.source == source:
-                coordinates = located(place, step.out.offset, _shape(step, step.out), step.out.strides)
+                coordinates = located(place, step.out.offset, step.shape_of(step.out), step.out.strides)
                 if coordinates is not None:
                     key = (number, coordinates)
                     if key not in self._known:
@@ -248,10 +248,6 @@ class Values:
             text = f"tl.where({self.axis(axis, axes)} < {axis.size}, {text}, {lowest})"
         kept = tuple(each for each in axes if each is not axis)
         return self.line(f"tl.{how}({text}, axis={axes.index(axis)})", kept)
-
-
-def _shape(step: RowOp, operand: Operand) -> tuple[int, ...]:
-    return (*step.shape[:-1], operand.length)
 
 
 def _literal(number: float) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from hashlib import sha256
 from typing import Any
@@ -22,14 +23,13 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
-from specdec_fast.program.ir import LOGIT_ROWS, Attend, Gather, GroupedLinear, Linear, Plan, RowOp
+from specdec_fast.program.ir import LOGIT_ROWS, LOGITS, TAPS, Attend, Gather, GroupedLinear, Linear, Plan, RowOp
 from specdec_fast.program.launches import Launch, RowRun, Shared, halves, launches_of
 from specdec_fast.program.row_kernel import RowKernel, row_kernel
 from specdec_fast.program.row_values import NotEmittableError
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.triton_kernels import row_functions
 
-_TAPS = 3  # the place of a buffer that is part of the hidden states
 # A product and a sum are rounded one after the other, as the instructions say.
 OPTIONS = {"enable_fp_fusion": False}
 
@@ -86,7 +86,7 @@ class TritonProgram:
         self._plan, self._ops = plan, ops if ops.unchecked is None else ops.unchecked
         self._dtypes = dtypes_of(plan)
         launches = kernels_of(plan)
-        self._logits = next(b for b, placed in enumerate(plan.buffers) if placed.place == 2 and b in self._dtypes)
+        self._logits = next(b for b, placed in enumerate(plan.buffers) if placed.place == LOGITS and b in self._dtypes)
         last = {buffer: i for i, launch in enumerate(launches) for buffer in _reads(launch)}
         self._steps = [
             (self._step(launch), [b for b, at in last.items() if at == i]) for i, launch in enumerate(launches)
@@ -98,10 +98,14 @@ class TritonProgram:
     ) -> Tensor:
         """Compute a batch's rows; arguments and result are those of ``HFModel.forward``."""
         forward = _Forward(self._plan, batch, pool, logit_rows, hidden_states)
-        for step, unused in self._steps:
-            step(forward)
-            for buffer in unused:
-                forward.memory.pop(buffer, None)
+        device = batch.token_ids.device
+        with (
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        ):  # Triton launches on the current one
+            for step, unused in self._steps:
+                step(forward)
+                for buffer in unused:
+                    forward.memory.pop(buffer, None)
         return forward.memory[self._logits]
 
     def _step(self, launch: Prepared) -> Callable[[_Forward], None]:
@@ -142,7 +146,7 @@ class TritonProgram:
                 result = self._ops.grouped_linear(
                     wide[:, None], only, weight[None], None if bias is None else bias[None]
                 )
-            forward.memory[step.out] = result.view(len(rows), -1)
+            forward.memory[step.out] = result.view(len(rows), step.num_vectors * weight.shape[0])
 
         return launch
 
@@ -153,8 +157,7 @@ class TritonProgram:
             rows, chosen = forward.memory[step.source], forward.memory[step.experts]
             wide = rows[:, step.offset : step.offset + step.num_vectors * in_features].unflatten(1, (-1, in_features))
             ids = chosen[:, step.experts_offset : step.experts_offset + step.choices].long()
-            result = self._ops.grouped_linear(wide, ids, step.weight, step.bias)
-            forward.memory[step.out] = result.view(len(rows), -1)
+            forward.memory[step.out] = self._ops.grouped_linear(wide, ids, step.weight, step.bias).flatten(1)
 
         return launch
 
@@ -167,7 +170,7 @@ class TritonProgram:
             shape, strides = (len(rows), step.num_heads, head_dim), (rows.stride(0), heads.stride, 1)
             query = rows.as_strided(shape, strides, rows.storage_offset() + heads.offset)
             result = self._ops.paged_attention(query, forward.pool.layers[step.layer], forward.batch, params)
-            forward.memory[step.out] = result.view(len(rows), -1)
+            forward.memory[step.out] = result.flatten(1)
 
         return launch
 
@@ -198,12 +201,12 @@ class _Forward:
         if buffer in self.memory:
             return
         device = self.batch.token_ids.device
-        if placed.place != _TAPS:
+        if placed.place != TAPS:
             self.memory[buffer] = torch.empty(num_rows, placed.row_bytes // dtype.itemsize, dtype=dtype, device=device)
             return
         if self._hidden_states is None:
             self._hidden_states = torch.empty(num_rows, placed.row_bytes, dtype=torch.uint8, device=device)
-        taps = self._hidden_states.view(num_rows, -1).view(dtype)
+        taps = self._hidden_states.flatten(1).view(dtype)
         self.memory[buffer] = taps[:, placed.offset // dtype.itemsize :]
 
     def tensor(self, source: int | Tensor | str) -> Tensor:

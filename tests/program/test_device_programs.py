@@ -7,6 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,7 +57,7 @@ def logits_of(model, spans, pool=None):
 )
 @torch.inference_mode()
 def test_models_are_computed_as_pytorch_does(architecture, dtype):
-    """At most twice as far from the fp64 model as the C++ program and PyTorch, and bits of a row are its own."""
+    """At most twice as far from the fp64 model as PyTorch, and bits of a row are its own."""
     model = truncated_copy(tiny_model(architecture), 1).to(dtype)
     ours = interpreted(model)
     together = logits_of(ours, [3, 2])
@@ -71,6 +74,42 @@ def test_only_gpus_launch_programs():
     assert "programs run on cpp, here triton serves" in reason
     executor, reason = executor_for(resolve(CPU, "triton"), torch.device("cuda"))
     assert executor is not None
+
+
+def test_engines_whose_linears_pytorch_computes_record_nothing():
+    """On a GPU the op ``linear`` is PyTorch's by default: the model would be recorded in vain."""
+    ops = resolve(CPU, "triton")
+    executor, reason = executor_for(replace(ops, chosen={**ops.chosen, "linear": "torch"}), torch.device("cuda"))
+    assert executor is None
+    assert reason.startswith("programs run on triton, here torch serves linear")
+
+
+def test_launches_go_to_the_device_of_the_batch(monkeypatch):
+    """Triton launches on the current device, which need not be the model's."""
+    program, current = interpreted(truncated_copy(tiny_model("llama"), 1)).device_program, []
+
+    @contextmanager
+    def device(entered):
+        current.append(entered)
+        yield
+        current.pop()
+
+    found = []
+    note = lambda forward: found.append([*current]) or forward.memory.update({program._logits: None})  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(program, "_steps", [(note, [])])
+    token_ids = SimpleNamespace(device=torch.device("cuda", 1), shape=(3,))
+    program(SimpleNamespace(token_ids=token_ids), None)
+    assert (found, current) == ([[torch.device("cuda", 1)]], [])
+
+
+@torch.inference_mode()
+def test_no_logits_are_asked_for():
+    model = interpreted(truncated_copy(tiny_model("llama"), 1))
+    pool = PagePool(model.layout, 64, 16)
+    pool.add("a")
+    logits = model.forward(lay_out(pool, [Rows("a", 0, 3)], IDS[:3]), pool, torch.empty(0, dtype=torch.int64))
+    assert logits.shape == (0, VOCAB_SIZE)
 
 
 @torch.inference_mode()
