@@ -6,8 +6,8 @@
 It runs in a checkout, with any Python that has torch, Triton and transformers; it installs nothing and does not need
 the C++ extension. It writes DIR/gpu.json after every check, and prints a short table last. Tasks run one after the
 other, each in a process of its own and within its share of the budget, which includes all that the task does. The
-report names the checks for which there was no time. The first task compiles everything on all cores; then come
-measurements, and gates last. The exit status is 1 if a task failed or a gate was red.
+report names the checks for which there was no time. The first task compiles the kernels of the ops on all cores;
+then come measurements, and gates last. The exit status is 1 if a task failed or a gate was red.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import equivalence as gpu_equivalence
 from bench.gpu_ import graphs as gpu_graphs
 from bench.gpu_ import kernels as gpu_kernels
+from bench.gpu_ import programs as gpu_programs
 from bench.gpu_ import timings as gpu_timings
 from bench.gpu_.isolated_tasks import Progress, Result, Settings, Task, inline, is_red, isolated, run_tasks
 from specdec_fast.commands.common import format_table
@@ -47,6 +48,7 @@ TASKS = (
     Task("kernels", gpu_kernels.run, 3),
     Task("graph_gates", gpu_graphs.run_gates, 2),
     Task("equivalence", gpu_equivalence.run, 2),
+    Task("programs", gpu_programs.run, 2),
 )
 ROOT = Path(__file__).parents[1]
 

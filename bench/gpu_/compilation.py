@@ -1,8 +1,9 @@
-"""Task "compile" of ``bench.gpu``: everything that the other tasks launch, compiled on all cores into Triton's cache.
+"""Task "compile" of ``bench.gpu``: the ops that the other tasks launch, compiled on all cores into Triton's cache.
 
 If each kernel were compiled at its first launch, compilation would take longer than all measurements. The task calls
 the launchers on the CPU to find what will be launched (``launches.py``). Several processes then compile a share each,
-and all later processes find the results in the cache. On a CPU it compiles for Hopper.
+and all later processes find the results in the cache. The kernels of forward programs are generated when an engine is
+made, and compiled at their first launch. On a CPU the task compiles for Hopper.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_.isolated_tasks import Progress, Settings
 from bench.gpu_.launches import Call, Heads, Note, calls_of_cases, calls_on, launcher, notes_of
 from specdec_fast.ops.registry import INTERPRETING
+from specdec_fast.triton_kernels.linear import linears
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = (Heads(4, 2, 32, 1024), Heads(2, 1, 32, 1024))  # target and draft
@@ -77,7 +79,9 @@ def _calls() -> Iterator[tuple[str, Call]]:
         yield from calls_on(Heads(shape.heads, shape.kv_heads, shape.head_dim, 1024), dtype, ROWS)
         weight = torch.empty(out_features, in_features, dtype=dtype)
         for count in (1, 64, 65):  # the number of rows chooses one of three compilations
-            yield "linear", partial(launcher("linear"), torch.empty(count, in_features, dtype=dtype), weight)
+            rows = torch.empty(count, in_features, dtype=dtype)
+            yield "linear", partial(launcher("linear"), rows, weight)
+            yield "linears", partial(linears, rows, gpu_kernels.parts_of_weight(weight))
         for bundled in BUNDLED:
             yield from calls_on(bundled, dtype, ROWS)
     sizes = gpu_decoding.FULL

@@ -29,6 +29,7 @@ from specdec_fast.equivalence.compare import (
     transformers_greedy_batch,
 )
 from specdec_fast.models.loading import load_model
+from specdec_fast.ops.registry import AUTO
 from specdec_fast.request.detokenizer import load_tokenizer
 
 FP32_NOISE = 1e-4  # relative to the largest logit: about a hundred times the error of fp32 sums of these lengths
@@ -58,9 +59,10 @@ SMOKE = Sizes(3, 6, ((2,), (3,)), ((2,), (3,)))
 
 
 class Pair:
-    """The bundled pair in one dtype, on one device, and its prompts."""
+    """The bundled pair in one dtype, on one device, and its prompts; engines over it run on ``backend``."""
 
-    def __init__(self, dtype: torch.dtype, settings: Settings, sizes: Sizes) -> None:
+    def __init__(self, dtype: torch.dtype, settings: Settings, sizes: Sizes, backend: str = AUTO) -> None:
+        self.backend = backend
         folder, device = demo_pair(), torch.device(settings.device)
         self.target = load_model(str(folder / "target"), dtype, device)
         self.draft = load_model(str(folder / "draft"), dtype, device)
@@ -79,6 +81,7 @@ class Pair:
             method="eqspec" if plain else method,
             max_batch_size=batch_size,
             num_draft_tokens=num_draft_tokens,
+            backend=self.backend,
         )
         outputs = engine.generate(self.prompts, SamplingParams(max_new_tokens=self.max_new_tokens), progress=False)
         return [output.raise_for_error().token_ids for output in outputs], engine
@@ -103,25 +106,26 @@ def run(settings: Settings, progress: Progress) -> None:
 
 def _compare_exact(settings: Settings, sizes: Sizes, progress: Progress) -> None:
     pair = Pair(torch.float32, settings, sizes)
-    _compare_all(pair, pair.transformers(1), sizes.exact, progress, gate=True)
+    compare_all(pair, pair.transformers(1), sizes.exact, progress, gate=True)
 
 
 def _compare_noisy(settings: Settings, sizes: Sizes, progress: Progress) -> None:
     pair = Pair(torch.bfloat16, settings, sizes)
-    _compare_all(pair, pair.decode(PLAIN, 1, 0)[0], sizes.noisy, progress, gate=False)
+    compare_all(pair, pair.decode(PLAIN, 1, 0)[0], sizes.noisy, progress, gate=False)
     _noise_floor(pair, sizes.noisy[0], progress)
 
 
-def _compare_all(
+def compare_all(
     pair: Pair, expected: Tokens, settings: tuple[tuple[int, ...], tuple[int, ...]], progress: Progress, gate: bool
 ) -> None:
+    """Compare plain and speculative decoding, every scheduler, batch size and K, with the expected tokens."""
     batch_sizes, ks = settings
     speculative = [(method, b, k) for method in ("eqspec", "exspec") for b in batch_sizes for k in ks]
     plain = [(PLAIN, b, 0) for b in batch_sizes if gate or b > 1]  # in bf16 plain decoding at batch 1 is the reference
     for method, batch_size, k in plain + speculative:
         setting = Setting(method, batch_size, k or None)
         check = partial(_compare, pair, setting, expected, progress, gate)
-        progress.attempt(_name(pair, method, batch_size, k), check)
+        progress.attempt(name_of(pair, method, batch_size, k), check)
 
 
 def _compare(pair: Pair, setting: Setting, expected: Tokens, progress: Progress, gate: bool) -> None:
@@ -135,7 +139,7 @@ def _compare(pair: Pair, setting: Setting, expected: Tokens, progress: Progress,
     wrong = [one for one in shown if not one["relative_gap"] <= FP32_NOISE]  # a NaN is wrong, too
     if gate and wrong:
         why = f"{len(wrong)} of {len(expected)} outputs differ where the best logit leads by more than fp32 noise"
-        progress.fail(_name(pair, method, batch_size, k), why, divergences=wrong)
+        progress.fail(name_of(pair, method, batch_size, k), why, divergences=wrong)
 
 
 def _noise_floor(pair: Pair, batch_sizes: tuple[int, ...], progress: Progress) -> None:
@@ -150,7 +154,8 @@ def _noise_floor(pair: Pair, batch_sizes: tuple[int, ...], progress: Progress) -
             progress.row(**_described(found, pair), divergences=_shown(found, pair, expected))
 
 
-def _name(pair: Pair, method: str, batch_size: int, k: int) -> str:
+def name_of(pair: Pair, method: str, batch_size: int, k: int) -> str:
+    """Return the name of a check."""
     return f"{method} at batch {batch_size}, K {k}, {str(pair.target.dtype).removeprefix('torch.')}"
 
 

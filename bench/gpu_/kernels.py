@@ -105,6 +105,9 @@ def run(settings: Settings, progress: Progress) -> None:
             if not _misinterprets(linear, backend, dtype):
                 what = f"linear on {backend} in {name_of(dtype)}"
                 progress.attempt(what, partial(_check_linear, linear, backend, dtype, device, sizes, progress))
+                if backend == "triton":
+                    joint = partial(_check_linears, dtype, device, sizes, progress)
+                    progress.attempt(f"linears on triton in {name_of(dtype)}", joint)
 
 
 def backends_on(op: Op, device: torch.device) -> Iterator[str]:
@@ -242,6 +245,27 @@ def _check_linear(
     progress.row(check=what, checks=len(same), wrong=same.count(False))
     if not all(same):
         progress.fail(what, f"{same.count(False)} of {len(same)} calls have other bits")
+
+
+def parts_of_weight(weight: Tensor) -> tuple[Tensor, ...]:
+    """Return three matrices, as those of queries, keys and values; one has more rows than the others."""
+    few = len(weight) // 6
+    return weight.split([len(weight) - 2 * few, few, few])
+
+
+def _check_linears(dtype: torch.dtype, device: torch.device, sizes: Sizes, progress: Progress) -> None:
+    """Compare three matrices in one launch with one matrix of all their rows, at several numbers of rows."""
+    from specdec_fast.triton_kernels.linear import linear, linears
+
+    generator, (in_features, out_features) = torch.Generator().manual_seed(0), sizes.linear
+    rows = torch.randn(65, in_features, generator=generator).to(dtype).to(device)
+    whole = torch.randn(out_features, in_features, generator=generator).to(dtype).to(device)
+    parts = parts_of_weight(whole)
+    what = f"linears on triton in {name_of(dtype)}"
+    same = [same_bits(torch.cat(linears(rows[:n], parts), 1), linear(rows[:n], whole)) for n in (1, 16, 17, 64, 65)]
+    progress.row(check=what, checks=len(same), wrong=same.count(False))
+    if not all(same):
+        progress.fail(what, f"{same.count(False)} of {len(same)} calls have other bits than one matrix")
 
 
 def parts_of(args: dict[str, Any], shape: AttentionShape) -> Iterator[tuple[dict[str, Any], slice]]:

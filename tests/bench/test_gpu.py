@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from time import monotonic
@@ -111,6 +112,16 @@ def test_equivalence_covers_the_schedulers_and_the_noise_floor(smoke):
     assert speculative == {(m, d) for m in ("eqspec", "exspec") for d in ("float32", "bfloat16")}
     assert all(row["equal"] == row["outputs"] for row in rows if row["dtype"] == "float32")
     assert [row["dtype"] for row in rows if row["method"] == "transformers"] == ["bfloat16"]
+
+
+def test_programs_run_with_every_scheduler(smoke):
+    found = smoke[1]["parts"]["programs"]
+    assert found["backend"] == "cpp", "the programs of a CPU"
+    assert [(row["method"], row["dtype"]) for row in found["rows"]] == [
+        *((method, "float32") for method in ("plain", *METHODS)),
+        *((method, "bfloat16") for method in METHODS),
+    ]
+    assert all(row["equal"] == row["outputs"] > 0 for row in found["rows"])
 
 
 def test_decoding_measures_what_was_requested(smoke):
@@ -247,6 +258,19 @@ def test_kernel_gates_reject(op, function, what, why, on_cpp):
     assert any(failure["what"].startswith(what) and why in failure["why"] for failure in failures), failures
 
 
+def test_matrices_of_one_launch_must_have_the_bits_of_one_matrix(monkeypatch):
+    if not INTERPRETING:
+        pytest.skip("needs the Triton kernels on the CPU")
+    triton_linear = importlib.import_module("specdec_fast.triton_kernels.linear")
+    linears = triton_linear.linears
+    what = "linears on triton in float32"
+    assert [row["wrong"] for row in result_of("kernels")["rows"] if row.get("check") == what] == [0]
+    spoil = lambda rows, weights, *rest: [x * (1 + 1e-6 * (len(weights) > 1)) for x in linears(rows, weights, *rest)]  # noqa: E731
+    monkeypatch.setattr(triton_linear, "linears", spoil)
+    failures = {failure["what"]: failure["why"] for failure in result_of("kernels")["failures"]}
+    assert failures == {what: "5 of 5 calls have other bits than one matrix"}
+
+
 def test_a_limit_that_a_backend_reports_is_no_failure(on_cpp):
     def limited(**args):
         raise BackendError("no heads of that size")
@@ -286,6 +310,26 @@ def test_another_token_is_red_unless_the_best_logits_are_near(monkeypatch):
     assert where["relative_gap"] > gpu_equivalence.FP32_NOISE
     monkeypatch.setattr(gpu_equivalence, "FP32_NOISE", 2.0)
     assert not result_of("equivalence")["failures"]
+
+
+def test_programs_that_change_tokens_or_are_missing_are_red(monkeypatch):
+    if all_ops()["linear"].why_unavailable("cpp"):
+        pytest.skip("a CPU has programs in C++ only")
+    generate, made = Engine.generate, []
+
+    def wrong(self, *args, **kwargs):
+        outputs = generate(self, *args, **kwargs)
+        made.append(self)
+        outputs[1].token_ids[2] += len(made)  # another token in every run
+        return outputs
+
+    monkeypatch.setattr(Engine, "generate", wrong)
+    methods = [failure["what"].split(" at batch 2")[0] for failure in result_of("programs")["failures"]]
+    assert methods == ["plain", *METHODS, *METHODS]
+    monkeypatch.setattr(Engine, "generate", generate)
+    monkeypatch.setattr("specdec_fast.models.ragged_model.executor_for", lambda *_: (None, "no program here"))
+    whys = {failure["why"] for failure in result_of("programs")["failures"]}
+    assert whys == {"RuntimeError: the target has no program: no program here"}
 
 
 def test_an_exception_ends_its_check_only(monkeypatch):
@@ -398,6 +442,7 @@ def test_what_a_task_has_no_time_for_is_named(name, monkeypatch):
         "kernels": "append_kv_ on cpp in float32",
         "timings": "paged_attention verify_2x40 bfloat16",
         "equivalence": "float32",
+        "programs": "float32",
         "graphs": "plain step at batch 2",
         "graph_gates": "eqspec in float32",
         "decoding": "logits of a verification",
