@@ -22,16 +22,6 @@ from support.peak_memory import peak_bytes
 from support.specblock import HIDDEN, K, write_checkpoint
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def target(model):
-    return RaggedModel(model, resolve(torch.device("cpu")))
-
-
 @pytest.mark.parametrize("draft_vocab_size", [None, 40])
 def test_a_folder_is_recognised(tmp_path, model, target, draft_vocab_size):
     write_checkpoint(tmp_path, model, draft_vocab_size=draft_vocab_size)

@@ -6,15 +6,9 @@ import pytest
 
 import specdec_fast as sd
 from support.eagle3 import write_checkpoint
-from support.models import tiny_model
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 PARAMS = sd.SamplingParams(max_new_tokens=20)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
 
 
 @pytest.fixture(scope="module")

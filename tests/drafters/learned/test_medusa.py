@@ -11,28 +11,16 @@ import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, make_drafter
 from specdec_fast.drafters.medusa import MedusaDrafter
-from specdec_fast.models.ragged_model import RaggedModel
-from specdec_fast.ops import resolve
 from specdec_fast.oracle.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from support.medusa import FORMATS, logits_by_formula, named, random_heads, write_heads
-from support.models import VOCAB_SIZE, tiny_model
+from support.models import VOCAB_SIZE
 
 HIDDEN = 32
 TREE = [[0], [1], [0, 0], [0, 1], [2], [1, 0], [0, 0, 0], [0, 0, 3]]
 PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 2, 33, 9, 17))]
 GREEDY = sd.SamplingParams(max_new_tokens=8)
 SAMPLED = sd.SamplingParams(max_new_tokens=8, temperature=0.8)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def target(model):
-    return RaggedModel(model, resolve(torch.device("cpu")))
 
 
 def load(target, folder, **config):

@@ -16,20 +16,10 @@ from specdec_fast.drafters.dflash_model import load_dflash
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.dflash import FORMATS, MASK, RANK, write_checkpoint
-from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model
+from support.models import TINY_GROUPED, VOCAB_SIZE
 from support.peak_memory import peak_bytes
 
 KINDS = {"dflash": {}, "dspark": {"markov": "gated", "draft_vocab_size": 40, "own_embedding": True, "bias": True}}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def target(model):
-    return RaggedModel(model, resolve(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)

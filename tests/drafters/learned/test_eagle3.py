@@ -16,14 +16,12 @@ from specdec_fast.drafters.dynamic_tree import ROOT, DynamicTree, RankPaths
 from specdec_fast.drafters.eagle3 import Eagle3Drafter
 from specdec_fast.drafters.eagle3_tree import WIDTH
 from specdec_fast.drafters.ranked import TokenRanker
-from specdec_fast.models.ragged_model import RaggedModel
-from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.oracle.ops.verify_chain import verify_chain
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.choice_tree import ChoiceTree
 from support.eagle3 import dense_chain, write_checkpoint
-from support.models import VOCAB_SIZE, tiny_model
+from support.models import VOCAB_SIZE
 
 TAPS = (0, 1, 2)
 HAS_PROGRAMS = all_ops()["linear"].why_unavailable("cpp") is None
@@ -34,16 +32,6 @@ OPTIONS = {
     "v31": {"fc_norm": True, "norm_output": True, "qk_norm": True},
     "deep": {"num_layers": 2, "norm_before_fc": True, "bias": True},
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def target(model):
-    return RaggedModel(model, resolve(torch.device("cpu")))
 
 
 @torch.no_grad()

@@ -23,16 +23,6 @@ from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model
 OPTIONS = {"draft_vocab_size": 30, "norm_before_residual": True, "fc_norm": True, "norm_output": True, "num_layers": 2}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def target(model):
-    return RaggedModel(model, resolve(torch.device("cpu")))
-
-
 def tensors_of(value):
     """Every tensor of a loaded drafter, in order."""
     if isinstance(value, torch.Tensor):

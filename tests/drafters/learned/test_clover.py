@@ -14,12 +14,10 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, StepResult, make_drafter
 from specdec_fast.drafters.clover import CloverDrafter
 from specdec_fast.drafters.clover_model import output_layer
-from specdec_fast.models.ragged_model import RaggedModel
-from specdec_fast.ops import resolve
 from specdec_fast.oracle.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from support.clover import HIDDEN, augmented, behind, logits_of, random_clover, write_clover
-from support.models import VOCAB_SIZE, tiny_model
+from support.models import VOCAB_SIZE
 
 # Nodes of one depth have different numbers of children, and a deep node hangs below a second-ranked one.
 TREE = [[0], [1], [0, 0], [1, 1], [0, 1], [1, 0], [2], [0, 0, 0], [1, 1, 0], [0, 0, 3]]
@@ -30,16 +28,6 @@ KINDS = (
     sd.SamplingParams(max_new_tokens=8, repetition_penalty=1.5),
 )
 PARAMS = [KINDS[i % 3] for i in range(len(PROMPTS))]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def target(model):
-    return RaggedModel(model, resolve(torch.device("cpu")))
 
 
 @pytest.fixture

@@ -5,17 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.dflash import DFlashDrafter
-from specdec_fast.models.ragged_model import RaggedModel
-from specdec_fast.ops import resolve
 from support.courses import Course, new_sequence
 from support.dflash import BLOCK, dense_block, write_checkpoint
-from support.models import tiny_model
 
 OPTIONS = {
     "dflash": {},
@@ -26,16 +22,6 @@ OPTIONS = {
     "gated": {"markov": "gated", "draft_vocab_size": 40},
     "rnn": {"markov": "rnn"},
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def target(model):
-    return RaggedModel(model, resolve(torch.device("cpu")))
 
 
 def make(folder, target, model, options, seed=0):

@@ -15,11 +15,9 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.specblock import SpecBlockDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
-from specdec_fast.models.ragged_model import RaggedModel
-from specdec_fast.ops import resolve
 from specdec_fast.oracle.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
-from support.models import VOCAB_SIZE, tiny_model
+from support.models import VOCAB_SIZE
 from support.specblock import (
     TAPS,
     K,
@@ -57,16 +55,6 @@ WRONG_MASKS = {
     "one slot too few": _misses_the_chosen_slot,
     "slots of later positions": _sees_later_positions,
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def target(model):
-    return RaggedModel(model, resolve(torch.device("cpu")))
 
 
 @torch.no_grad()
