@@ -19,11 +19,11 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, StepResult, TreeDrafter
+from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
 from specdec_fast.drafters.clover_model import load_clover
-from specdec_fast.drafters.pooled import PooledDrafter
-from specdec_fast.drafters.queued_features import QueuedFeatures, portions, tokens_after
+from specdec_fast.drafters.queued_features import tokens_after
 from specdec_fast.drafters.static_trees import empty_draft, num_nodes_of, picked_draft, ranked_tokens, static_tree
+from specdec_fast.drafters.tapped import MOST_QUEUED, TappedDrafter
 from specdec_fast.kv_cache.forward_layout import batch_without_pages, lay_out
 from specdec_fast.models.hidden_states import FINAL
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
@@ -31,11 +31,10 @@ from specdec_fast.models.row_module import RowModule
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.choice_tree import ChoiceTree, Shape
 
-_MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are computed at once
 _DEFAULT_TREE = ((0,), (0, 0), (0, 0, 0), (1,))
 
 
-class CloverDrafter(PooledDrafter, TreeDrafter):
+class CloverDrafter(TappedDrafter, TreeDrafter):
     """Proposes a tree of the tokens that successive heads find likeliest, or a chain.
 
     For a request that samples, a head's tokens are ranked by the target's own rule, with the noise with which the
@@ -56,10 +55,10 @@ class CloverDrafter(PooledDrafter, TreeDrafter):
     taps = (FINAL,)
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
-        self._folder, self._device = folder, context.device
+        self._folder = folder
         with torch.inference_mode():
             self.model = load_clover(Path(folder), context.target)
-        super().__init__(self.model.layout)
+        super().__init__(self.model.layout, context.device, context.config.max_prefill_tokens)
         config, ops, settings = self.model.config, self.model.ops, context.config
         functions = self.model.row_functions()
         self._heads = [RowModule(each, ops, settings.page_size, settings.enforce_eager) for each in functions]
@@ -67,8 +66,6 @@ class CloverDrafter(PooledDrafter, TreeDrafter):
         self.tree = static_tree(context, config.choices or _DEFAULT_TREE, config.num_heads, self.model.vocab_size)
         self.max_nodes = num_nodes_of(self.tree)
         self._levels = _Levels(self.tree, context.device)
-        self.limit_prefill(context.config.max_prefill_tokens)
-        self._states: dict[Sequence, QueuedFeatures] = {}
 
     @property
     def name(self) -> str:
@@ -88,59 +85,14 @@ class CloverDrafter(PooledDrafter, TreeDrafter):
         """Return the checkpoint's weights, and the target's output layer."""
         return self.model.weights()
 
-    @property
-    def estimates_memory(self) -> bool:
-        """PyTorch ranks the tokens, and runs the forwards if no program does."""
-        return True
-
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         """Estimate what the augmenting block needs, the features that wait, and the widest level's rows and logits."""
         model, itemsize = self.model, self.model.layout.dtype.itemsize
         rows = max(prefill_rows or MAX_PREFILL_ROWS, num_sequences * (num_draft_tokens + 1))
-        queued = num_sequences * _MOST_QUEUED * model.hidden_size
+        queued = num_sequences * MOST_QUEUED * model.hidden_size
         level = num_sequences * self._levels.widest * (8 * model.hidden_size + 3 * model.vocab_size)
         forward = self._heads[0].step_bytes(rows, num_sequences) or rows * model.row_bytes
         return forward + (queued + level) * itemsize
-
-    def limit_prefill(self, max_prefill_tokens: int | None) -> None:
-        """Bound its forwards over queued features, as ``step_bytes`` counts them."""
-        self._most_rows = min(max_prefill_tokens or MAX_PREFILL_ROWS, MAX_PREFILL_ROWS)
-
-    def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the present one; forget what an interrupted run left."""
-        self._states.clear()
-        super().prepare(num_tokens, page_size)
-
-    def admit(self, sequences: list[Sequence]) -> None:
-        """Admit sequences; their features follow."""
-        for sequence in sequences:
-            self._pool().add(sequence)
-            self._states[sequence] = QueuedFeatures()
-
-    @torch.inference_mode()
-    def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
-        """Queue the features of prompts, and compute all rows but the last of each sequence."""
-        own = features[:, 0].to(self.model.layout.dtype).split([len(span) for span in positions])
-        for sequence, rows in zip(sequences, own, strict=True):
-            self._states[sequence].add(rows.clone() if len(rows) == 1 else rows)  # of more, `take` copies the last
-        self._catch_up(sequences)
-
-    @torch.inference_mode()
-    def commit(self, sequences: list[Sequence], result: StepResult) -> None:
-        """Queue the features of committed tokens; compute their rows if too many wait."""
-        if not sequences or result.hidden_states is None:
-            return
-        rows = to_device([row for own in result.accepted_rows for row in own], self._device)
-        features = result.hidden_states[rows, 0].to(self.model.layout.dtype)  # a copy
-        for sequence, own in zip(sequences, features.split([len(own) for own in result.accepted_rows]), strict=True):
-            self._states[sequence].add(own)
-        if late := [sequence for sequence in sequences if self._states[sequence].num_queued > _MOST_QUEUED]:
-            self._catch_up(late)
-
-    def release(self, sequence: Sequence) -> None:
-        """Return the sequence's pages, and forget its features."""
-        if self._states.pop(sequence, None) is not None:
-            self._pool().free(sequence)
 
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
@@ -153,30 +105,24 @@ class CloverDrafter(PooledDrafter, TreeDrafter):
         picked = {i: self._levels.picked(min(limits[i], depth), node_limits[i]) for i in chosen}
         return picked_draft(tokens, picked, len(sequences), self._device)
 
-    def _is_complete(self, sequence: Sequence) -> bool:
-        """Return whether the features of all positions but the newest are known, and the last one is queued."""
-        state = self._states.get(sequence)
-        return state is not None and state.num_queued > 0 and state.kv_length + state.num_queued == sequence.length - 1
+    def _projected(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states[:, 0].to(self.model.layout.dtype)
 
-    def _catch_up(self, sequences: list[Sequence]) -> None:
-        """Compute the rows of queued features, but for the last of each sequence, whose h_0 a proposal needs."""
-        rows = [Rows(s, self._states[s].kv_length, self._states[s].num_queued - 1) for s in sequences]
-        for some in portions([row for row in rows if row.count > 0], self._most_rows):
-            batch, features = self._first(some)
-            self._heads[0](self._pool(), batch, features, self._no_rows)
+    def _compute(self, rows: list[Rows]) -> None:
+        """Compute rows of the augmenting block."""
+        batch, features = self._first(rows)
+        self._heads[0](self._pool(), batch, features, self._no_rows)
 
     def _first(self, rows: list[Rows]) -> tuple[RaggedBatch, Tensor]:
         """Return the first head's batch for rows of queued features, and these features."""
-        features = torch.cat([self._states[row.owner].take(row.count) for row in rows])  # type: ignore[index]
-        return lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device)), features
+        return lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device)), self._taken(rows)
 
     def _ranked(self, sequences: list[Sequence], depth: int) -> Tensor:
         """Return ``[B, width]`` int64: for each level of ``depth``, the likeliest tokens behind each of its nodes."""
         model, num_sequences = self.model, len(sequences)
-        if sum(self._states[sequence].num_queued for sequence in sequences) > self._most_rows:
+        if sum(map(self._num_queued, sequences)) > self._most_rows:
             self._catch_up(sequences)
-        rows = [Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in sequences]
-        batch, hidden = self._first(rows)
+        batch, hidden = self._first(self._queued_rows(sequences))
         last = batch.last_rows if batch.most_rows > 1 else None
         found: list[Tensor] = []
         for head, level in enumerate(self._levels.levels[:depth]):

@@ -18,19 +18,16 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, StepResult
+from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.dflash_model import DFlashModel, load_dflash
-from specdec_fast.drafters.pooled import PooledDrafter
-from specdec_fast.drafters.queued_features import QueuedFeatures, portions
+from specdec_fast.drafters.tapped import MOST_QUEUED, TappedDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.models.draft_step import by_sequence, greedy_tokens, stages, widened
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.request.sequence import Sequence
 
-_MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are written at once
 
-
-class DFlashDrafter(PooledDrafter):
+class DFlashDrafter(TappedDrafter):
     """Proposes a chain of K tokens from one forward over K + 1 rows, or K rows of a DSpark checkpoint.
 
     A block has no more rows than the checkpoint was trained with, so a larger K proposes fewer tokens than K. DSpark's
@@ -46,15 +43,14 @@ class DFlashDrafter(PooledDrafter):
 
     """
 
+    keeps_last = False  # a block begins behind the context, whose entries are all written
+
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder = folder
         with torch.inference_mode():
             self.model: DFlashModel = load_dflash(Path(folder), context.target, context.config.tap_layers)
-        super().__init__(self.model.layout)
+        super().__init__(self.model.layout, context.device, context.config.max_prefill_tokens)
         self.taps = self.model.taps
-        self._device = context.device
-        self.limit_prefill(context.config.max_prefill_tokens)
-        self._states: dict[Sequence, QueuedFeatures] = {}
 
     @property
     def name(self) -> str:
@@ -75,60 +71,15 @@ class DFlashDrafter(PooledDrafter):
         """Return the checkpoint's weights, and those of the target that it shares."""
         return self.model.weights()
 
-    @property
-    def estimates_memory(self) -> bool:
-        """PyTorch runs its forwards."""
-        return True
-
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         """Estimate what its forwards need, the logits of all blocks and their copies, and the features that wait."""
         model, itemsize = self.model, self.model.layout.dtype.itemsize
         drafted = num_sequences * min(num_draft_tokens, model.config.most_draft_tokens)
         rows = max(prefill_rows or MAX_PREFILL_ROWS, drafted + num_sequences)
-        queued = num_sequences * _MOST_QUEUED * model.hidden_size * itemsize
+        queued = num_sequences * MOST_QUEUED * model.hidden_size * itemsize
         copies = 3 if model.config.softcap is not None else 2 if model.config.output_scale != 1 else 1
         widths = copies * model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
         return rows * model.row_bytes + queued + drafted * widths * itemsize
-
-    def limit_prefill(self, max_prefill_tokens: int | None) -> None:
-        """Bound its forwards over queued features, as ``step_bytes`` counts them."""
-        self._most_rows = min(max_prefill_tokens or MAX_PREFILL_ROWS, MAX_PREFILL_ROWS)
-
-    def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the present one; forget what an interrupted run left."""
-        self._states.clear()
-        super().prepare(num_tokens, page_size)
-
-    def admit(self, sequences: list[Sequence]) -> None:
-        """Admit sequences; their features follow."""
-        for sequence in sequences:
-            self._pool().add(sequence)
-            self._states[sequence] = QueuedFeatures()
-
-    @torch.inference_mode()
-    def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
-        """Write the context's entries of prompts."""
-        projected = self.model.project(features).split([len(own) for own in positions])
-        for sequence, rows in zip(sequences, projected, strict=True):
-            self._states[sequence].add(rows)
-        self._write_context(sequences)
-
-    @torch.inference_mode()
-    def commit(self, sequences: list[Sequence], result: StepResult) -> None:
-        """Queue the features of committed tokens; write their entries if too many wait."""
-        if not sequences or result.hidden_states is None:
-            return
-        rows = [row for own in result.accepted_rows for row in own]
-        features = result.hidden_states[to_device(rows, self._device)]
-        projected = self.model.project(features).split([len(own) for own in result.accepted_rows])
-        for sequence, added in zip(sequences, projected, strict=True):
-            self._states[sequence].add(added)
-        self._write_context([s for s in sequences if self._states[s].num_queued > _MOST_QUEUED])
-
-    def release(self, sequence: Sequence) -> None:
-        """Return the sequence's pages, and forget its features."""
-        if self._states.pop(sequence, None) is not None:
-            self._pool().free(sequence)
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
@@ -138,21 +89,16 @@ class DFlashDrafter(PooledDrafter):
         drafting = {sequence: count for sequence, count in zip(sequences, counts, strict=True) if count}
         if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), counts)
-        self._write_context(list(drafting))
+        self._catch_up(list(drafting))
         return Draft(self._chains(list(drafting), list(drafting.values())), counts)
 
-    def _is_complete(self, sequence: Sequence) -> bool:
-        """Return whether the features of all positions but the newest are known."""
-        state = self._states.get(sequence)
-        return state is not None and state.kv_length + state.num_queued == sequence.length - 1
+    def _projected(self, hidden_states: Tensor) -> Tensor:
+        return self.model.project(hidden_states)
 
-    def _write_context(self, sequences: list[Sequence]) -> None:
-        """Write the entries of all queued features."""
-        rows = [Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in sequences]
-        for some in portions([own for own in rows if own.count], self._most_rows):
-            features = torch.cat([self._states[own.owner].take(own.count) for own in some])  # type: ignore[index]
-            batch = lay_out(self._pool(), some, torch.empty(0, dtype=torch.int64, device=self._device))
-            self.model.write_context(batch, self._pool(), features)
+    def _compute(self, rows: list[Rows]) -> None:
+        """Write the context's entries of queued features."""
+        batch = lay_out(self._pool(), rows, torch.empty(0, dtype=torch.int64, device=self._device))
+        self.model.write_context(batch, self._pool(), self._taken(rows))
 
     def _chains(self, members: list[Sequence], counts: list[int]) -> Tensor:
         """Return the draft tokens ``[sum(counts)]``, sequence after sequence."""

@@ -23,8 +23,8 @@ from specdec_fast.drafters.dynamic_tree import draft_of
 from specdec_fast.drafters.eagle3_model import Eagle3Model, load_eagle3
 from specdec_fast.drafters.eagle3_program import layers_of, projection_of
 from specdec_fast.drafters.eagle3_tree import LastRows, trees_of
-from specdec_fast.drafters.pooled import PooledDrafter
-from specdec_fast.drafters.queued_features import QueuedFeatures, portions, tokens_after
+from specdec_fast.drafters.queued_features import tokens_after
+from specdec_fast.drafters.tapped import MOST_QUEUED, TappedDrafter
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
 from specdec_fast.models.draft_step import by_sequence, chosen_tokens, stages, widened
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
@@ -32,10 +32,8 @@ from specdec_fast.models.row_module import RowModule
 from specdec_fast.program.executors import Choice, Projection
 from specdec_fast.request.sequence import Sequence
 
-_MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are computed at once
 
-
-class Eagle3Drafter(PooledDrafter):
+class Eagle3Drafter(TappedDrafter):
     """Proposes what one or more layers over the target's hidden states predict: a chain of K tokens, or a tree.
 
     Where no tree may have all its nodes, it proposes chains, which take fewer rows to draft.
@@ -58,16 +56,14 @@ class Eagle3Drafter(PooledDrafter):
         self._folder = folder
         with torch.inference_mode():
             self.model: Eagle3Model = load_eagle3(Path(folder), context.target, context.config.tap_layers)
-        super().__init__(self.model.layout)
+        config = context.config
+        super().__init__(self.model.layout, context.device, config.max_prefill_tokens)
         self.taps = self.model.taps
-        self._device, config = context.device, context.config
         functions = layers_of(self.model), projection_of(self.model)
         self.rows, self._projection = (
             RowModule(function, self.model.ops, config.page_size, config.enforce_eager) for function in functions
         )
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
-        self.limit_prefill(config.max_prefill_tokens)
-        self._states: dict[Sequence, QueuedFeatures] = {}
         self._trees = trees_of(self.model, self.rows, context)
         self.max_nodes = 0 if self._trees is None else self._trees.max_nodes
         self.has_scores = self._trees is not None and not self._trees.is_static
@@ -94,16 +90,11 @@ class Eagle3Drafter(PooledDrafter):
         """Return the checkpoint's weights, and the target's embedding if the checkpoint has none."""
         return self.model.weights()
 
-    @property
-    def estimates_memory(self) -> bool:
-        """PyTorch projects the features, and runs the forwards if no program does."""
-        return True
-
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         """Estimate what its forwards need, its logits, and the features that wait."""
         model, itemsize = self.model, self.model.layout.dtype.itemsize
         verified = num_sequences * (num_draft_tokens + 1)
-        queued = num_sequences * _MOST_QUEUED * model.hidden_size * itemsize
+        queued = num_sequences * MOST_QUEUED * model.hidden_size * itemsize
         queued += verified * len(self.taps) * model.config.target_hidden_size * itemsize
         widths = model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
         rows = max(prefill_rows or MAX_PREFILL_ROWS, verified)
@@ -114,29 +105,10 @@ class Eagle3Drafter(PooledDrafter):
             logits *= self._trees.copies_of_logits(itemsize)
         return forward + queued + logits
 
-    def limit_prefill(self, max_prefill_tokens: int | None) -> None:
-        """Bound its forwards over queued features, as ``step_bytes`` counts them."""
-        self._most_rows = min(max_prefill_tokens or MAX_PREFILL_ROWS, MAX_PREFILL_ROWS)
-
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the present one; forget what an interrupted run left."""
-        self._states.clear()
         self._waiting.clear()
         super().prepare(num_tokens, page_size)
-
-    def admit(self, sequences: list[Sequence]) -> None:
-        """Admit sequences; their features follow."""
-        for sequence in sequences:
-            self._pool().add(sequence)
-            self._states[sequence] = QueuedFeatures()
-
-    @torch.inference_mode()
-    def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
-        """Project the features of prompts, and compute all rows but the last of each sequence."""
-        projected = self.model.project(features).split([len(own) for own in positions])
-        for sequence, rows in zip(sequences, projected, strict=True):
-            self._states[sequence].add(rows.clone() if len(rows) == 1 else rows)  # of more, `take` copies the last
-        self._catch_up(sequences)
 
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
@@ -176,32 +148,23 @@ class Eagle3Drafter(PooledDrafter):
             chosen = hidden_states[to_device([row for own in rows for row in own], self._device)]
             parts = (part.clone() for part in chosen.split(list(map(len, rows))))
             self._waiting |= zip(sequences, parts, strict=True)
-        late = [sequence for sequence in sequences if self._num_queued(sequence) > _MOST_QUEUED]
-        if late:
-            self._catch_up(late)
+        self._catch_up([sequence for sequence in sequences if self._num_queued(sequence) > MOST_QUEUED])
 
     def release(self, sequence: Sequence) -> None:
         """Return the sequence's pages, and forget its features."""
         self._waiting.pop(sequence, None)
-        if self._states.pop(sequence, None) is not None:
-            self._pool().free(sequence)
+        super().release(sequence)
 
     def _last_rows(self, sequences: list[Sequence]) -> LastRows:
         """Compute the rows of all features, and return the last ones."""
         if sum(map(self._num_queued, sequences)) > self._most_rows:
             self._catch_up(sequences)
-        rows = [Rows(s, self._states[s].kv_length, self._num_queued(s)) for s in sequences]
-        inputs = self._taken(sequences)
+        rows = self._queued_rows(sequences)
+        self._project(sequences)
+        inputs = self._taken(rows)
         batch = lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device))
         logits, hidden = self.rows(self._pool(), batch, inputs, batch.last_rows)
         return LastRows(inputs[batch.last_rows], hidden[batch.last_rows], logits)
-
-    def _is_complete(self, sequence: Sequence) -> bool:
-        """Return whether the features of all positions but the newest are known, and there is one to start from."""
-        if (state := self._states.get(sequence)) is None:
-            return False
-        num_queued = self._num_queued(sequence)
-        return num_queued > 0 and state.kv_length + num_queued == sequence.length - 1
 
     def _num_queued(self, sequence: Sequence) -> int:
         """Return the number of features whose rows are not computed yet."""
@@ -216,28 +179,29 @@ class Eagle3Drafter(PooledDrafter):
             for sequence, added in zip(own, projected, strict=True):
                 self._states[sequence].add(added)
 
+    def _projected(self, hidden_states: Tensor) -> Tensor:
+        return self.model.project(hidden_states)
+
     def _catch_up(self, sequences: list[Sequence]) -> None:
-        """Compute the rows of queued features, but for the last of each sequence, from which a proposal starts."""
+        """Compute the rows of queued features, those that wait to be projected among them."""
         self._project(sequences)
-        rows: list[Rows] = []
-        for sequence in sequences:
-            state = self._states[sequence]
-            if state.num_queued > 1:
-                rows.append(Rows(sequence, state.kv_length, state.num_queued - 1))
-        for some in portions(rows, self._most_rows):
-            hidden = torch.cat([self._states[row.owner].take(row.count) for row in some])  # type: ignore[index]
-            batch = lay_out(self._pool(), some, to_device(tokens_after(some), self._device))
-            self.rows(self._pool(), batch, hidden, self._no_rows)
+        super()._catch_up(sequences)
+
+    def _compute(self, rows: list[Rows]) -> None:
+        """Compute rows of queued features."""
+        batch = lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device))
+        self.rows(self._pool(), batch, self._taken(rows), self._no_rows)
 
     def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
         """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""
         members, counts = list(drafting), list(drafting.values())
-        queued = [Rows(s, self._states[s].kv_length, self._num_queued(s)) for s in members]
+        queued = self._queued_rows(members)
         token_ids = tokens_after(queued)
         if self.rows.program is not None and all(s.params.repetition_penalty == 1 for s in members):
             choice = self._choice(sampling_of(members, self._device))
-            return self.rows.draft(self._pool(), queued, token_ids, self._inputs(members), counts, choice)
-        hidden = self._taken(members)
+            return self.rows.draft(self._pool(), queued, token_ids, self._inputs(queued), counts, choice)
+        self._project(members)
+        hidden = self._taken(queued)
         tokens = to_device(token_ids, self._device)
         drafted: list[Tensor] = []
         before: list[int] = []
@@ -267,21 +231,17 @@ class Eagle3Drafter(PooledDrafter):
             return torch.stack(drafted, dim=1).flatten()
         return torch.cat(drafted)[to_device(by_sequence(counts), self._device)]
 
-    def _inputs(self, members: list[Sequence]) -> Tensor | Projection:
+    def _inputs(self, queued: list[Rows]) -> Tensor | Projection:
         """Remove and return all queued features of some sequences; as a projection if none is projected yet."""
         program, states, waiting = self._projection.program, self._states, self._waiting
-        if program is None or any(s not in waiting or states[s].num_queued for s in members):
-            return self._taken(members)
-        if waiting[members[0]].dtype != self.model.layout.dtype:
-            return self._taken(members)
+        members: list[Sequence] = [own.owner for own in queued]  # type: ignore[misc]
+        is_projected = any(s not in waiting or states[s].num_queued for s in members)
+        if program is None or is_projected or waiting[members[0]].dtype != self.model.layout.dtype:
+            self._project(members)
+            return self._taken(queued)
         for sequence in members:
             states[sequence].kv_length += len(waiting[sequence])
         return Projection(program, [waiting.pop(sequence) for sequence in members])
-
-    def _taken(self, members: list[Sequence]) -> Tensor:
-        """Remove and return all queued features of some sequences, ``[T, H]``."""
-        self._project(members)
-        return torch.cat([self._states[s].take(self._states[s].num_queued) for s in members])
 
     def _choice(self, sampling: Sampling | None) -> Choice:
         model = self.model

@@ -22,22 +22,20 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, StepResult, TreeDrafter
-from specdec_fast.drafters.pooled import PooledDrafter
-from specdec_fast.drafters.queued_features import QueuedFeatures, portions, tokens_after
+from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
+from specdec_fast.drafters.queued_features import tokens_after
 from specdec_fast.drafters.specblock_candidates import Candidates
 from specdec_fast.drafters.specblock_model import SpecBlockModel, load_specblock
 from specdec_fast.drafters.specblock_tree import BEAM, ROOT, BlockTree, Node
+from specdec_fast.drafters.tapped import MOST_QUEUED, TappedDrafter
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.models.verify_step import expect_trees, why_no_trees
 from specdec_fast.request.sequence import Sequence
 
-_MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are computed at once
 
-
-class SpecBlockDrafter(PooledDrafter, TreeDrafter):
+class SpecBlockDrafter(TappedDrafter, TreeDrafter):
     """Proposes a tree of what blocks over the target's hidden states predict, or a chain.
 
     For a request that samples, candidates are ranked by the target's own rule, with the noise with which the target
@@ -62,8 +60,8 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
             )
         with torch.inference_mode():
             self.model: SpecBlockModel = load_specblock(Path(folder), context.target, context.config.tap_layers)
-        super().__init__(self.model.layout)
-        self.taps, self._device, self._num_slots = self.model.taps, context.device, self.model.num_slots
+        self.taps, self._num_slots = self.model.taps, self.model.num_slots
+        super().__init__(self.model.layout, context.device, context.config.max_prefill_tokens)
         if isinstance(wanted, int):
             expect_trees(context.target)
         self._is_chain = wanted == "chain" or why_no_trees(context.target) is not None
@@ -71,9 +69,7 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
         self._most_depth = None if context.target.ops.has_trees("paged_attention") else self._num_slots
         num_nodes = wanted if isinstance(wanted, int) else self.model.config.tree_nodes
         self.max_nodes = 0 if self._is_chain else num_nodes
-        self.limit_prefill(context.config.max_prefill_tokens)
         self._candidates = Candidates(self.model, self._device)
-        self._states: dict[Sequence, QueuedFeatures] = {}
 
     @property
     def name(self) -> str:
@@ -98,11 +94,6 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
         """Bytes of its KV entries of one position, one per slot."""
         return self._num_slots * super().bytes_per_token
 
-    @property
-    def estimates_memory(self) -> bool:
-        """PyTorch runs its forwards."""
-        return True
-
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         """Estimate what its forwards need, its logits, and the features that wait."""
         model, itemsize = self.model, self.model.layout.dtype.itemsize
@@ -111,56 +102,22 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
         ends = num_sequences * (min(BEAM, num_draft_tokens) if num_draft_tokens > self._num_slots else 1)
         verified = num_sequences * num_draft_tokens
         blocks = max((prefill_rows or MAX_PREFILL_ROWS) // self._num_slots, verified, num_sequences + ends)
-        queued = num_sequences * _MOST_QUEUED * model.hidden_size * itemsize
+        queued = num_sequences * MOST_QUEUED * model.hidden_size * itemsize
         ranked = model.ranked_bytes + (0 if model.target_ids is None else model.vocab_size * itemsize)
         return self._num_slots * (blocks * model.row_bytes + ends * ranked) + queued
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
         """Bound its forwards over queued features, as ``step_bytes`` counts them."""
-        most_rows = min(max_prefill_tokens or MAX_PREFILL_ROWS, MAX_PREFILL_ROWS)
-        self._most_blocks = max(1, most_rows // self._num_slots)
+        super().limit_prefill(max_prefill_tokens)
+        self._most_rows = max(1, self._most_rows // self._num_slots)  # blocks, each of a feature
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the present one; forget what an interrupted run left."""
-        self._states.clear()
         super().prepare(self._num_slots * num_tokens, self._num_slots * page_size)
 
     def grow(self, num_tokens: int) -> None:
         """Replace the pool by a larger one that holds the same pages."""
         super().grow(self._num_slots * num_tokens)
-
-    def admit(self, sequences: list[Sequence]) -> None:
-        """Admit sequences; their features follow."""
-        for sequence in sequences:
-            self._pool().add(sequence)
-            self._states[sequence] = QueuedFeatures()
-
-    @torch.inference_mode()
-    def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
-        """Project the features of prompts, and compute all blocks but the last of each sequence."""
-        projected = self.model.project(features).split([len(own) for own in positions])
-        for sequence, rows in zip(sequences, projected, strict=True):
-            self._states[sequence].add(rows.clone() if len(rows) == 1 else rows)  # of more, `take` copies the last
-        self._catch_up(sequences)
-
-    @torch.inference_mode()
-    def commit(self, sequences: list[Sequence], result: StepResult) -> None:
-        """Queue the features of committed tokens; compute their blocks if too many wait."""
-        if not sequences or result.hidden_states is None:
-            return
-        rows = [row for own in result.accepted_rows for row in own]
-        features = result.hidden_states[to_device(rows, self._device)]
-        projected = self.model.project(features).split([len(own) for own in result.accepted_rows])
-        for sequence, added in zip(sequences, projected, strict=True):
-            self._states[sequence].add(added)
-        late = [sequence for sequence in sequences if self._states[sequence].num_queued > _MOST_QUEUED]
-        if late:
-            self._catch_up(late)
-
-    def release(self, sequence: Sequence) -> None:
-        """Return the sequence's pages, and forget its features."""
-        if self._states.pop(sequence, None) is not None:
-            self._pool().free(sequence)
 
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
@@ -184,36 +141,23 @@ class SpecBlockDrafter(PooledDrafter, TreeDrafter):
         limit = limit if self._most_depth is None else min(limit, self._most_depth)
         return BlockTree(node_limit, limit, self._is_chain, continues=limit <= self._num_slots)
 
-    def _is_complete(self, sequence: Sequence) -> bool:
-        """Return whether the features of all positions but the newest are known, and there is one to start from."""
-        state = self._states.get(sequence)
-        return state is not None and state.num_queued > 0 and state.kv_length + state.num_queued == sequence.length - 1
+    def _projected(self, hidden_states: Tensor) -> Tensor:
+        return self.model.project(hidden_states)
 
-    def _catch_up(self, sequences: list[Sequence]) -> None:
-        """Compute the blocks of queued features, but for the last of each sequence, from which a proposal starts."""
-        blocks: list[Rows] = []
-        for sequence in sequences:
-            state = self._states[sequence]
-            if state.num_queued > 1:
-                blocks.append(Rows(sequence, state.kv_length, state.num_queued - 1))
-        for some in portions(blocks, self._most_blocks):
-            self._true_blocks(some)
-
-    def _true_blocks(self, blocks: list[Rows]) -> tuple[Tensor, Tensor]:
-        """Compute the blocks of queued features: conditions ``[N, H]`` and hidden states ``[N, K, H]``."""
-        conditions = torch.cat([self._states[own.owner].take(own.count) for own in blocks])  # type: ignore[index]
-        bases = [start + i for _, start, count in blocks for i in range(count)]
-        k = self._num_slots
-        rows = [Rows(owner, k * start, k * count) for owner, start, count in blocks]
-        batch = lay_out(self._pool(), rows, to_device(tokens_after(blocks), self._device))
+    def _compute(self, rows: list[Rows]) -> tuple[Tensor, Tensor]:
+        """Compute the blocks of queued features, one each: conditions ``[N, H]`` and hidden states ``[N, K, H]``."""
+        conditions, k = self._taken(rows), self._num_slots
+        bases = [start + i for _, start, count in rows for i in range(count)]
+        slots = [Rows(owner, k * start, k * count) for owner, start, count in rows]
+        batch = lay_out(self._pool(), slots, to_device(tokens_after(rows), self._device))
         return conditions, self.model.forward(batch, self._pool(), conditions, to_device(bases, self._device))
 
     def _first_call(self, drafting: list[Sequence], trees: list[BlockTree]) -> None:
         """Compute the blocks with new features, and draft from the last of each sequence."""
-        if sum(self._states[s].num_queued for s in drafting) > max(self._most_blocks, 2 * len(drafting)):
+        if sum(map(self._num_queued, drafting)) > max(self._most_rows, 2 * len(drafting)):
             self._catch_up(drafting)
-        queued = [Rows(s, self._states[s].kv_length, self._states[s].num_queued) for s in drafting]
-        conditions, hidden = self._true_blocks(queued)
+        queued = self._queued_rows(drafting)
+        conditions, hidden = self._compute(queued)
         if len(hidden) > len(drafting):
             ends = torch.tensor([own.count for own in queued], device="cpu").cumsum(0) - 1
             last = to_device(ends.tolist(), self._device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec_fast.drafters.dflash import _MOST_QUEUED
+from specdec_fast.drafters.tapped import MOST_QUEUED
 from support.dflash import write_checkpoint
 from support.mixed_batch import outputs_of
 from support.models import tiny_model
@@ -42,4 +42,4 @@ def test_outputs_are_those_of_plain_decoding(tmp_path, dtype, options):
 def test_drafting_pauses_and_resumes(tmp_path):
     target = tiny_model("llama")
     write_checkpoint(tmp_path, target)
-    expect_pause_and_resumption(target, str(tmp_path), _MOST_QUEUED)
+    expect_pause_and_resumption(target, str(tmp_path), MOST_QUEUED)

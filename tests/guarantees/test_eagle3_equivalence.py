@@ -10,7 +10,7 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
-from specdec_fast.drafters.eagle3 import _MOST_QUEUED
+from specdec_fast.drafters.tapped import MOST_QUEUED
 from specdec_fast.speculation_length.fixed import FixedLength
 from support.eagle3 import write_checkpoint
 from support.grids import diagonal, grid
@@ -72,7 +72,7 @@ def test_outputs_are_the_same_where_no_program_drafts(tmp_path, monkeypatch):
 def test_drafting_pauses_and_resumes(tmp_path, tree):
     target = model_in(torch.float32)
     write_checkpoint(tmp_path, target)
-    expect_pause_and_resumption(target, str(tmp_path), _MOST_QUEUED, draft_tree=tree)
+    expect_pause_and_resumption(target, str(tmp_path), MOST_QUEUED, draft_tree=tree)
 
 
 def test_trees_of_which_a_policy_drops_nodes(tmp_path):

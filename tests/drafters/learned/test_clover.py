@@ -153,7 +153,7 @@ class Course:
 
 
 def test_features_wait_while_nothing_is_drafted(target, model, folder, monkeypatch):
-    monkeypatch.setattr("specdec_fast.drafters.clover._MOST_QUEUED", 8)
+    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED", 8)
     course = Course(target, model, folder)
     course.prefill((5, 2, 9))
     course.step(3)

@@ -44,7 +44,7 @@ def test_proposals_are_those_of_the_formulas(tmp_path, target, model, options):
 
 
 def test_features_wait_while_nothing_is_drafted(tmp_path, target, model, monkeypatch):
-    monkeypatch.setattr("specdec_fast.drafters.dflash._MOST_QUEUED", 6)
+    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED", 6)
     course = make(tmp_path, target, model, {})
     sequences = [new_sequence(i, 5, sd.SamplingParams(), course.rng) for i in range(2)]
     course.prefill(sequences)
