@@ -18,7 +18,7 @@ from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.drafters.checkpoints import check_whole
 from specdec_fast.drafters.eagle3_config import Eagle3Config, LayerConfig, read_config
 from specdec_fast.drafters.eagle3_weights import check_weights, read_weights, target_ids
-from specdec_fast.drafters.layers import LayerWeights, rotary_embedding, rotated
+from specdec_fast.drafters.layers import LayerWeights, RotaryTable, rotated
 from specdec_fast.errors import ConfigError, SpecDecError, VocabularyMismatchError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -27,7 +27,6 @@ from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import Ops
 
 _MAPS = ("d2t", "t2d")  # between the ids of drafter and target
-_FIRST_POSITIONS = 512  # of the table of rotary factors; it is doubled as needed
 
 
 def load_eagle3(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] | None = None) -> Eagle3Model:
@@ -135,17 +134,17 @@ class Eagle3Model:
         self._head_dim, self.hidden_size, kv_heads = layer.head_dim, layer.hidden_size, layer.num_key_value_heads
         self._heads = (layer.num_attention_heads, kv_heads, kv_heads)
         self.layout = KVLayout.uniform(layer.num_hidden_layers, kv_heads, layer.head_dim, dtype, device)
-        self._rotary = rotary_embedding(layer, device)
-        self._factors: Tensor | None = self._rotary_factors(_FIRST_POSITIONS)
+        self._rotary, self._is_recorded = RotaryTable(layer, dtype, device), False
 
     def weights(self) -> list[Tensor]:
         """Return all tensors that it keeps; the embedding may be the target's."""
-        found = [self._embedding, self._fc, self._norm, self._head, self._input_norm, self._factors, self.target_ids]
-        found += self._fc_norms or []
-        for layer in self._layers:
-            for value in vars(layer).values():
-                found += value if isinstance(value, tuple) else [value]
-        return [tensor for tensor in found if isinstance(tensor, Tensor)]
+        found = [self._embedding, self._fc, self._norm, self._head, self._input_norm, self.target_ids]
+        found += [
+            self._rotary.factors,
+            *(self._fc_norms or ()),
+            *(x for layer in self._layers for x in layer.tensors()),
+        ]
+        return [tensor for tensor in found if tensor is not None]
 
     @property
     def row_bytes(self) -> int:
@@ -207,7 +206,7 @@ class Eagle3Model:
     def recorded_with(self, ops: Ops) -> Eagle3Model:
         """Return this model on ops that record; rotary factors are computed in every forward, because a table grows."""
         model = copy(self)
-        model._ops, model._factors = ops, None
+        model._ops, model._is_recorded = ops, True
         return model
 
     def _attend(
@@ -242,19 +241,9 @@ class Eagle3Model:
 
     def _factors_at(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """Return cosine and sine for every row, ``[T, 1, head_dim]`` each."""
-        if self._factors is None:
-            cos, sin = self._rotary(self._fc, batch.positions[None])
-            return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
-        if batch.max_seqlen_k > self._factors.shape[1]:
-            self._factors = self._rotary_factors(max(batch.max_seqlen_k, 2 * self._factors.shape[1]))
-        cos, sin = self._factors[:, batch.positions].unsqueeze(2)
-        return cos, sin
-
-    def _rotary_factors(self, num_positions: int) -> Tensor:
-        """Return cosine and sine of positions 0 to ``num_positions - 1``: ``[2, num_positions, head_dim]``."""
-        positions = torch.arange(num_positions, device=self.layout.device)
-        cos, sin = self._rotary(self._fc, positions[None])
-        return torch.stack([cos[0], sin[0]])
+        if self._is_recorded:
+            return self._rotary.computed(batch.positions)
+        return self._rotary.at(batch.positions, batch.max_seqlen_k)
 
 
 def target_embedding(config: LayerConfig, target: RaggedModel) -> Tensor:

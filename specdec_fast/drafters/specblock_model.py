@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, silu
 from transformers.activations import ACT2FN
 
-from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
+from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.drafters.eagle3_model import check_target, taps_of, target_embedding
 from specdec_fast.drafters.eagle3_weights import read_weights, target_ids
-from specdec_fast.drafters.layers import rotary_embedding
+from specdec_fast.drafters.layers import LayerWeights, rotary_embedding
 from specdec_fast.drafters.specblock_config import NUM_FEATURES, SpecBlockConfig, read_config
 from specdec_fast.drafters.specblock_weights import check_weights
 from specdec_fast.kv_cache.layer_layout import KVLayout
@@ -50,17 +50,12 @@ def load_specblock(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...
     return SpecBlockModel(config, taps, weights, target)
 
 
-class _Layer:
-    """The weights of one layer, those with the same input joined to one matrix."""
+class _Layer(LayerWeights):
+    """The weights of one layer; all but the first one mix slots before."""
 
-    def __init__(self, weights: dict[str, Tensor], index: int) -> None:
-        prefix = f"layers.{index}."
-        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    def __init__(self, weights: dict[str, Tensor], index: int, head_dim: int) -> None:
+        super().__init__(weights, index, None, head_dim)
         self.shift = weights.get(f"shift_proj.{index - 1}.weight")
-        self.input_norm, self.mlp_norm = own["input_layernorm.weight"], own["post_attention_layernorm.weight"]
-        self.qkv = torch.cat([own[f"self_attn.{name}_proj.weight"] for name in "qkv"])
-        self.output, self.down = own["self_attn.o_proj.weight"], own["mlp.down_proj.weight"]
-        self.gate_up = torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]])
 
 
 class SpecBlockModel:
@@ -99,11 +94,11 @@ class SpecBlockModel:
         self._fuse = first["fuse.weight"][:, : 2 * self.hidden_size].contiguous()
         queries = self._normed(first["position_queries.weight"], first["query_norm.weight"])
         self._queries = queries @ first["fuse.weight"][:, 2 * self.hidden_size :].T  # the same for all blocks
-        self._layers = [_Layer(own, i) for i in range(layer.num_hidden_layers)]
+        self._layers = [_Layer(own, i, layer.head_dim) for i in range(layer.num_hidden_layers)]
         self._norm, self._head = own["norm.weight"], own["lm_head.weight"]
         self._rank_in = _without_gaps(own["rank_head.0.weight"], self.hidden_size)
         self._rank_out = own["rank_head.2.weight"]
-        self._act, self._attention = ACT2FN[layer.hidden_act], AttentionParams(layer.head_dim**-0.5)
+        self._act = ACT2FN[layer.hidden_act]
         self._num_heads, self._num_kv_heads = layer.num_attention_heads, layer.num_key_value_heads
         self.layout = KVLayout.uniform(layer.num_hidden_layers, self._num_kv_heads, layer.head_dim, dtype, device)
         self._slots = torch.arange(1, self.num_slots + 1, device=device)
@@ -112,7 +107,7 @@ class SpecBlockModel:
 
     def weights(self) -> list[Tensor]:
         """Return all tensors that it keeps; the embedding may be the target's."""
-        values = [*vars(self).values(), *(value for layer in self._layers for value in vars(layer).values())]
+        values = [*vars(self).values(), *(tensor for layer in self._layers for tensor in layer.tensors())]
         return [value for value in values if isinstance(value, Tensor)]
 
     @property
@@ -155,8 +150,8 @@ class SpecBlockModel:
                 hidden = self._shifted(hidden, layer.shift)
             rows = self._normed(hidden, layer.input_norm)
             hidden = hidden + self._attend(layer, index, rows, factors, batch, pool)
-            gate, up = self._linear(self._normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-            hidden = hidden + self._linear(self._act(gate) * up, layer.down)
+            gate, up = self._linear(self._normed(hidden, layer.mlp_norm), *layer.gate_up).chunk(2, dim=-1)
+            hidden = hidden + self._linear(self._act(gate) * up, *layer.down)
         return hidden.view(-1, self.num_slots, self.hidden_size)
 
     def ranked(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -196,7 +191,7 @@ class SpecBlockModel:
         batch: RaggedBatch,
         pool: PagePool,
     ) -> Tensor:
-        heads = self._linear(rows, layer.qkv).unflatten(1, (-1, self._head_dim))
+        heads = self._linear(rows, *layer.qkv).unflatten(1, (-1, self._head_dim))
         turned, value = heads.split([self._num_heads + self._num_kv_heads, self._num_kv_heads], dim=1)
         # Su et al., arXiv 2104.09864, in the half-split order of Llama; the sine has the sign of each half.
         first, second = turned.chunk(2, dim=-1)
@@ -204,11 +199,11 @@ class SpecBlockModel:
         query, key = turned.split([self._num_heads, self._num_kv_heads], dim=1)
         pages = pool.layers[index]
         self._ops.append_kv_(*pages, key, value, batch.slot_mapping)
-        attended = self._ops.paged_attention(query, pages, batch, self._attention)
-        return self._linear(attended.flatten(1), layer.output)
+        attended = self._ops.paged_attention(query, pages, batch, layer.attention)
+        return self._linear(attended.flatten(1), *layer.output)
 
-    def _linear(self, rows: Tensor, weight: Tensor) -> Tensor:
-        result: Tensor = self._ops.linear(rows, weight, None)
+    def _linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        result: Tensor = self._ops.linear(rows, weight, bias)
         return result
 
     def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:

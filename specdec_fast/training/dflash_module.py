@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, linear
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from specdec_fast.training.drafter_module import DrafterModule
+from specdec_fast.training.eagle3_module import MLP
 
 _ANCHORS_PER_BLOCK = 2  # blocks that start in as many positions as a block has rows
 
@@ -40,25 +41,12 @@ class _Attention(nn.Module):
         return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-class _MLP(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(silu(self.gate_proj(rows)) * self.up_proj(rows))
-        return output
-
-
 class _Layer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn, self.mlp = _Attention(config), _MLP(config)
+        self.self_attn, self.mlp = _Attention(config), MLP(config)
 
 
 class _MarkovHead(nn.Module):
