@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+import specdec_fast as sd
 from bench.common.simulation import World, best_fixed, speed, tokens_per_second
 from specdec_fast.models import profiling
 from specdec_fast.speculation_length.acceptance import Acceptance
@@ -287,14 +288,8 @@ def test_a_busy_moment_does_not_end_the_repeats_of_a_profile(monkeypatch):
 
     monkeypatch.setattr(profiling, "_forward", forward)
     monkeypatch.setattr(profiling, "perf_counter", lambda: clock[0])
-    model = tiny_ragged_model()
+    model = sd.Engine(tiny_model("llama"), None).target
     assert profiling.forward_seconds(model, [1, 4, 8], 8) == pytest.approx({1: 0.001, 4: 0.004, 8: 0.008})
-
-
-def tiny_ragged_model():
-    import specdec_fast as sd
-
-    return sd.Engine(tiny_model("llama"), None).target
 
 
 def test_fixed_k():

@@ -68,17 +68,8 @@ def random_weights(vocab_size: int, hidden: int, target_hidden: int, num_taps: i
     return weights
 
 
-def write_checkpoint(
-    folder: Path, target: torch.nn.Module, kind: str = "z-lab", taps: tuple[int, ...] | None = (1, 2), **options
-) -> dict[str, Tensor]:
-    """Write a random drafter for ``target`` and return its weights by name, the target's own where it has none.
-
-    Options: markov (a head's type, which makes it DSpark), draft_vocab_size, own_embedding, bias, num_layers, windows
-    (per layer, None or a number), causal, softcap, seed, ``config`` (entries that replace those written).
-    """
-    text, num_layers = target.config, options.get("num_layers", 2)
-    hidden = 24 if options.get("own_embedding") else text.hidden_size
-    weights = random_weights(text.vocab_size, hidden, text.hidden_size, len(taps or (1, 2)), options)
+def _layer_config(target: torch.nn.Module, hidden: int, options: dict) -> dict:
+    """Return the entries of ``config.json`` for the layers."""
     layer = {
         "model_type": "qwen3",
         "hidden_size": hidden,
@@ -86,8 +77,8 @@ def write_checkpoint(
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
-        "num_hidden_layers": num_layers,
-        "vocab_size": text.vocab_size,
+        "num_hidden_layers": options.get("num_layers", 2),
+        "vocab_size": target.config.vocab_size,
         "max_position_embeddings": 64,
         "rms_norm_eps": EPSILON,
         "rope_theta": THETA,
@@ -96,6 +87,21 @@ def write_checkpoint(
     if windows := options.get("windows"):
         layer["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
         layer["sliding_window"] = max(window or 0 for window in windows)
+    return layer
+
+
+def write_checkpoint(
+    folder: Path, target: torch.nn.Module, kind: str = "z-lab", taps: tuple[int, ...] | None = (1, 2), **options
+) -> dict[str, Tensor]:
+    """Write a random drafter for ``target`` and return its weights by name, the target's own where it has none.
+
+    Options: markov (a head's type, which makes it DSpark), draft_vocab_size, own_embedding, bias, num_layers, windows
+    (per layer, None or a number), causal, softcap, seed, ``config`` (entries that replace those written).
+    """
+    text = target.config
+    hidden = 24 if options.get("own_embedding") else text.hidden_size
+    weights = random_weights(text.vocab_size, hidden, text.hidden_size, len(taps or (1, 2)), options)
+    layer = _layer_config(target, hidden, options)
     shared = {"draft_vocab_size": options.get("draft_vocab_size"), "target_hidden_size": text.hidden_size}
     if options.get("markov"):
         shared |= {"markov_rank": RANK, "markov_head_type": options["markov"]}

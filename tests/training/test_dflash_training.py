@@ -21,11 +21,6 @@ TAPS, CPU = (1, 2), torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def target():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
 def texts():
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(VOCAB_SIZE, (n,), generator=generator) for n in (12, 19, 19, 25, 30, 14)]

@@ -14,15 +14,10 @@ from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, 
 from specdec_fast.training.texts import Texts, write_texts
 from specdec_fast.training.trainer import Recipe, Trainer
 from support import eagle3
-from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model
+from support.models import TINY_GROUPED, VOCAB_SIZE
 
 TAPS, STEPS = (0, 1, 2), 3
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_model("llama")
 
 
 @pytest.fixture(scope="module")

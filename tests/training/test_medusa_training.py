@@ -16,20 +16,9 @@ from specdec_fast.ops import resolve
 from specdec_fast.training.drafter_loss import Teacher, loss_of, padded
 from specdec_fast.training.medusa import hit_counts, new_heads, save_heads
 from specdec_fast.training.trainer import Recipe, Trainer
-from support.models import VOCAB_SIZE, tiny_model
+from support.models import VOCAB_SIZE
 
 CPU, NUM_HEADS = torch.device("cpu"), 3
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def texts():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(VOCAB_SIZE, (int(n),), generator=generator) for n in (9, 17, 17, 6, 30, 12)]
 
 
 def test_heads_begin_as_the_targets_output_layer(target, texts):

@@ -16,21 +16,10 @@ from specdec_fast.training.specblock import new_blocks, save_blocks
 from specdec_fast.training.specblock_loss import _rank_loss, _slots_loss, block_loss, rank_labels
 from specdec_fast.training.specblock_module import SpecBlockModule
 from specdec_fast.training.trainer import Recipe, Trainer
-from support.models import VOCAB_SIZE, tiny_model
+from support.models import VOCAB_SIZE
 from support.specblock import HIDDEN, TAPS, K, config_of, dense_blocks, random_weights
 
 CPU, SIZE = torch.device("cpu"), DrafterSize(hidden_size=16, tap_layers=TAPS)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def texts():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(VOCAB_SIZE, (int(n),), generator=generator) for n in (9, 17, 17, 6, 30, 12)]
 
 
 @torch.no_grad()

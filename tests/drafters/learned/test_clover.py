@@ -19,7 +19,7 @@ from specdec_fast.request.sequence import Sequence
 from support.clover import HIDDEN, augmented, behind, logits_of, random_clover, write_clover
 from support.models import VOCAB_SIZE
 
-# Nodes of one depth have different numbers of children, and a deep node hangs below a second-ranked one.
+# Nodes of one depth have different numbers of children, and a deep node is the child of a second-ranked one.
 TREE = [[0], [1], [0, 0], [1, 1], [0, 1], [1, 0], [2], [0, 0, 0], [1, 1, 0], [0, 0, 3]]
 PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 2, 33, 9, 17, 5))]
 KINDS = (

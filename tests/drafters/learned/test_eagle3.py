@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, StepResult
 from specdec_fast.drafters.dynamic_tree import ROOT, DynamicTree, RankPaths
@@ -17,9 +16,8 @@ from specdec_fast.drafters.eagle3 import Eagle3Drafter
 from specdec_fast.drafters.eagle3_tree import WIDTH
 from specdec_fast.drafters.ranked import TokenRanker
 from specdec_fast.ops.registry import all_ops
-from specdec_fast.oracle.ops.verify_chain import verify_chain
-from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.choice_tree import ChoiceTree
+from support.courses import Course, chosen_by_rule, features_of, new_sequence
 from support.eagle3 import dense_chain, write_checkpoint
 from support.models import VOCAB_SIZE
 
@@ -34,49 +32,12 @@ OPTIONS = {
 }
 
 
-@torch.no_grad()
-def features_of(model, token_ids):
-    """The taps at every position: ``[n, taps, H]``."""
-    states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-    return torch.stack([states[tap][0] for tap in TAPS], dim=1)
-
-
-def new_sequence(index, length, params, rng):
-    token_ids = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
-    return Sequence(index, token_ids, length, length + 90, params, frozenset(), seed=7 * index)
-
-
-def chosen_by_rule(sequence):
-    def choose(logits, ahead):
-        if not sequence.samples:
-            return int(logits.argmax())
-        cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
-        sampling = sampling_of([sequence], logits.device, ahead)
-        return int(verify_chain(logits[None], torch.zeros(1, dtype=torch.int64), cu_seqlens, sampling)[0])
-
-    return choose
-
-
-class Course:
-    """Decodes sequences as the engine does, with tokens and acceptances that a seed decides."""
+class Eagle3Course(Course):
+    """Compares with the formulas of EAGLE-3; the drafter may keep the hidden states of a step."""
 
     def __init__(self, model, drafter, weights, options, seed):
-        self.model, self.drafter, self.weights, self.options = model, drafter, weights, options
-        self.rng, self.num_proposed = random.Random(seed), 0
-
-    def prefill(self, sequences):
-        """Admit sequences, and hand over the features of their prompts in chunks that mix them."""
-        self.drafter.admit(sequences)
-        done = dict.fromkeys(sequences, 0)
-        while any(done[s] < s.length - 1 for s in sequences):
-            spans = {s: range(done[s], min(s.length - 1, done[s] + self.rng.randint(1, 9))) for s in sequences}
-            spans = {s: span for s, span in spans.items() if span}
-            features = torch.cat(
-                [features_of(self.model, s.token_ids)[span.start : span.stop] for s, span in spans.items()]
-            )
-            self.drafter.observe(list(spans), list(spans.values()), features)
-            features.fill_(torch.nan)  # the memory belongs to the next forward
-            done |= {s: span.stop for s, span in spans.items()}
+        super().__init__(model, drafter, None, seed)
+        self.weights, self.options = weights, options
 
     def step(self, sequences, largest, least=0):
         """One step: compare the proposals with the formulas, then accept some of each and emit another token."""
@@ -88,7 +49,7 @@ class Course:
             proposals = [part.tolist() for part in draft.token_ids.split(draft.num_draft_tokens)]
             for s, limit, proposal in zip(sequences, limits, proposals, strict=True):
                 if limit and s.length > 1:
-                    features = features_of(self.model, s.token_ids)[:-1]
+                    features = self.features(s.token_ids)[:-1]
                     expected = dense_chain(self.weights, self.options, features, s.token_ids, chosen_by_rule(s), limit)
                     assert proposal == expected
                     self.num_proposed += limit
@@ -103,8 +64,7 @@ class Course:
             first = sum(map(len, fed))
             accepted_rows.append(range(first, first + num_accepted + 1))
             # A proposed token stands in a row of the forward, whether it is accepted or not.
-            all_features = features_of(self.model, [*s.token_ids, *proposal])[s.length - 1 :]
-            fed.append(all_features)
+            fed.append(self.features([*s.token_ids, *proposal])[s.length - 1 :])
             s.token_ids.extend([*proposal[:num_accepted], self.rng.randrange(VOCAB_SIZE)])
         hidden_states = torch.cat(fed)
         self.drafter.commit(sequences, StepResult(accepted_rows, hidden_states))
@@ -116,11 +76,7 @@ def make(tmp_path, target, model, options, seed=0, enforce_eager=False, draft_tr
     drafter = Eagle3Drafter(DrafterContext(target, config), str(tmp_path / "drafter"))
     assert drafter.taps == TAPS
     assert drafter.describe()["forward_program"] == (HAS_PROGRAMS and not enforce_eager), drafter.describe()
-    drafter.prepare(2000, 16)
-    for keys, values in drafter.pool.layers:
-        keys.fill_(torch.nan)  # an entry that was never written must not be read
-        values.fill_(torch.nan)
-    return Course(model, drafter, weights, options, seed)
+    return Eagle3Course(model, drafter, weights, options, seed)
 
 
 @eagerly_too
@@ -172,7 +128,7 @@ def test_trees_are_those_of_the_formulas(tmp_path, target, model, tree, enforce_
 
 def dense_tree(course, sequence, shape, depth, num_nodes):
     """Draft a tree with every node's logits computed from the formulas, along its path alone."""
-    features = features_of(course.model, sequence.token_ids)[:-1]
+    features = features_of(course.model, sequence.token_ids, TAPS)[:-1]
     ranker = TokenRanker(course.drafter.model.ops, VOCAB_SIZE)
     static = RankPaths(ChoiceTree(shape)) if isinstance(shape, tuple) else None
     tree = DynamicTree(num_nodes, WIDTH if static is None else len(shape))
@@ -253,7 +209,7 @@ def test_what_waits_of_a_prompt_keeps_no_memory_of_the_rest(tmp_path, target, mo
     rng = random.Random(0)
     sequences = [new_sequence(i, length, sd.SamplingParams(), rng) for i, length in enumerate((2, 40))]
     drafter.admit(sequences)
-    features = torch.cat([features_of(model, s.token_ids)[:-1] for s in sequences])
+    features = torch.cat([features_of(model, s.token_ids, TAPS)[:-1] for s in sequences])
     drafter.observe(sequences, [range(1), range(39)], features)
     for sequence in sequences:
         (queued,) = drafter._states[sequence].queued

@@ -17,6 +17,7 @@ from specdec_fast.drafters.specblock import SpecBlockDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.oracle.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
+from support.courses import features_of
 from support.models import VOCAB_SIZE
 from support.specblock import (
     TAPS,
@@ -55,13 +56,6 @@ WRONG_MASKS = {
     "one slot too few": _misses_the_chosen_slot,
     "slots of later positions": _sees_later_positions,
 }
-
-
-@torch.no_grad()
-def features_of(model, token_ids):
-    """The taps at every position: ``[n, taps, H]``."""
-    states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-    return torch.stack([states[tap][0] for tap in TAPS], dim=1)
 
 
 class Compared:
@@ -111,7 +105,7 @@ class Compared:
     @torch.no_grad()
     def candidates(self, s, limit, num_nodes):
         """The score of every node that two calls find, by path."""
-        features = features_of(self.model, s.token_ids)[:-1]
+        features = features_of(self.model, s.token_ids, TAPS)[:-1]
         scores = {}
         self.add_block(scores, (), dense_blocks(self.weights, features, s.token_ids)[-1], s, limit)
         if limit <= K:
@@ -197,7 +191,7 @@ class Blocks:
             keys.fill_(torch.nan)  # an entry that was never written must not be read
             values.fill_(torch.nan)
         self.token_ids = PROMPTS[3]
-        self.features = features_of(model, self.token_ids)[:-1]
+        self.features = features_of(model, self.token_ids, TAPS)[:-1]
         self.drafter.pool.add("own")
         self.conditions = self.drafter.model.project(self.features)
         self.true = self.run(range(len(self.features)))
@@ -255,7 +249,7 @@ def test_a_sequence_without_all_its_features_gets_no_draft(tmp_path, target, mod
     drafter.prepare(200, 16)
     sequences = [Sequence(i, list(PROMPTS[3]), 9, 40, GREEDY, frozenset(), seed=i) for i in range(2)]
     drafter.admit(sequences)
-    drafter.observe(sequences[:1], [range(8)], features_of(model, PROMPTS[3])[:-1])
+    drafter.observe(sequences[:1], [range(8)], features_of(model, PROMPTS[3], TAPS)[:-1])
     draft = drafter.propose_trees(sequences, [3, 3], [16, 16])
     assert draft.num_draft_tokens[0] > 3
     assert draft.num_draft_tokens[1] == 0
