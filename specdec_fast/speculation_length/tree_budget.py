@@ -47,8 +47,8 @@ class HitRates:
 class TreeBudget:
     """Decides how many nodes of a batch's trees are verified.
 
-    Nodes are taken in the order of their probabilities, over all sequences; a score never rises from a parent to its
-    child, so any first ones are closed under parents. R nodes emit ``B + sum of their probabilities`` tokens, in the
+    The likeliest R nodes of all sequences are verified. A score never rises from a parent to its child, so they are
+    closed under parents. R nodes emit ``B + sum of their probabilities`` tokens, in the
     seconds of a usual step of these trees, corrected by what the target's forward costs at ``B + R`` rows. The R of the
     most tokens per second is taken, 0 included.
 
