@@ -1,8 +1,8 @@
 // Tile instructions (AMX), behind the few functions that linear_tiles.h calls, and the same arithmetic in plain C++.
 //
 // A tile is 16 rows of up to 64 bytes. Tiles 0 to 3 hold sums, 16 x columns of fp32. Tiles 4 and 5 hold weights, 16 x 32 of
-// bf16. Tiles 6 and 7 hold inputs, 16 x columns of bf16 pairs. No machine with AMX has run AmxTiles yet: the tests run
-// PortableTiles.
+// bf16, or as many inputs. Tiles 6 and 7 hold the other operand, 16 x columns of bf16 pairs. The tests run both classes where
+// a machine has AMX (an Intel Xeon of the Granite Rapids generation gave equal bits), and PortableTiles everywhere.
 #pragma once
 
 #include <cmath>

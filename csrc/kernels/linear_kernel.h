@@ -24,7 +24,7 @@ constexpr std::int64_t kWeightRows = 6;  // transposing weights takes about as l
 // transpose.
 template <typename Product>
 std::int64_t least_panel_rows(std::int64_t in_features, std::int64_t num_steps) {
-  if (kLanes == 16) return std::min<std::int64_t>(12 * num_steps, 64);
+  if (kLanes == 16) return std::min<std::int64_t>(5 * num_steps, 64);
   constexpr std::int64_t kMost = Product::kStep * sizeof(typename Product::Storage) < sizeof(Vector) ? 48 : 24;
   return std::max<std::int64_t>(12, std::min(kMost, in_features / 32));
 }

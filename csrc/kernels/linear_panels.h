@@ -71,7 +71,7 @@ void pack_rows(const LinearArgs& args, std::int64_t row, std::int64_t count, std
 }
 
 // How many lanes are summed at a time.
-constexpr std::int64_t kFewSteps = 64;
+constexpr std::int64_t kFewSteps = 32;
 static_assert(kFewSteps <= kChunkSteps, "");
 SPECDEC_INLINE int lanes_at_once(std::int64_t num_steps) { return num_steps <= kFewSteps ? 2 : 1; }
 
@@ -96,6 +96,10 @@ struct Ahead {
   std::int64_t step_bytes;
 };
 
+// Units between the inputs that are multiplied and those that are fetched. Processors stop fetching ahead at the end of a
+// page, and the last cache is far away where many cores share it.
+constexpr std::int64_t kInputsAhead = 2048;
+
 // sums[a][r][o] += steps [first, last) of the a-th of the kA lanes.
 template <int kA, int kR, typename Units>
 SPECDEC_INLINE void add_steps(const float* const (&inputs)[kA], const Vector* weights, std::int64_t weight_stride,
@@ -103,6 +107,7 @@ SPECDEC_INLINE void add_steps(const float* const (&inputs)[kA], const Vector* we
   using From = Inputs<kA, kR>;
   for (std::int64_t step = first; step < last; ++step) {
     __builtin_prefetch(ahead.from + step * ahead.step_bytes, 0, 2);  // into the second-level cache, as in linear_rows.h
+    if constexpr (From::kTransposed) __builtin_prefetch(inputs[0] + step * From::kStepUnits + kInputsAhead, 0, 2);
     for (int a = 0; a < kA; ++a) {
       Vector own[kBlocks];
       for (int o = 0; o < kBlocks; ++o) own[o] = weights[a * weight_stride + step * kBlocks + o];
@@ -218,14 +223,17 @@ void panel_outputs(const LinearWork& work, Range blocks, Range outputs, void* bu
   for (std::int64_t output = outputs.begin; output < outputs.end; output += kPanel) {
     const std::int64_t own = std::min<std::int64_t>(kPanel, outputs.end - output);
     pack_panel<Product>(work.args, output, own, num_steps, panel);
-    // The next panel's weights; the first blocks of rows fetch them while they are multiplied with this panel.
+    // The next panel's weights; the last blocks of rows fetch them while they are multiplied with this panel. What the
+    // first blocks fetched would be evicted by the inputs of the others.
     const char* weights = static_cast<const char*>(work.args.weight);
     const char* next = weights + (output + kPanel) * row_bytes;
     const char* end = weights + std::min(outputs.end, output + 2 * kPanel) * row_bytes;
     for (std::int64_t block = blocks.begin; block < blocks.end; ++block) {
       const std::int64_t count = work.rows_of(block);
-      const Ahead ahead = next < end ? Ahead{next, kLine} : Ahead{reinterpret_cast<const char*>(panel), 0};
-      next += kLanes / at_once * num_steps * ahead.step_bytes;
+      const std::int64_t fetched = kLanes / at_once * num_steps * kLine, later = (blocks.end - block - 1) * fetched;
+      const bool fetches = next < end && later < end - next;
+      const Ahead ahead = fetches ? Ahead{next, kLine} : Ahead{reinterpret_cast<const char*>(panel), 0};
+      if (fetches) next += fetched;
       Vector totals[kTileRows][kBlocks];
       tile_of<typename Product::Units>(at_once, count)(reinterpret_cast<const float*>(work.prepared(block)), panel,
                                                        num_steps, ahead, totals);

@@ -96,9 +96,12 @@ def test_transposed_weights_in_every_version(version, dtype, in_features, out_fe
                 assert torch.equal(bits(together), bits(alone[first : first + count]))
     finally:
         _C.choose_linear_transposed_version(_C.linear_transposed_versions()[-1])
-    exact, theirs = rows.double() @ weight[0].double() + bias[0].double(), rows @ weight[0] + bias[0]
-    seen = exact.isfinite()
-    assert (alone.double() - exact)[seen].norm() <= 2 * (theirs.double() - exact)[seen].norm()
+    # PyTorch with AMX lets a NaN reach the rows beside it, so it is given finite rows only.
+    finite = rows.isfinite().all(dim=1)
+    exact, theirs = rows.double() @ weight[0].double() + bias[0].double(), rows[finite] @ weight[0] + bias[0]
+    assert not alone[~finite].isfinite().any()
+    assert alone[finite].isfinite().all()
+    assert (alone.double() - exact)[finite].norm() <= 2 * (theirs.double() - exact[finite]).norm()
 
 
 def bits(tensor):

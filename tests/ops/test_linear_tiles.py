@@ -1,4 +1,4 @@
-"""The kernel on tiles (AMX) adds in the order that is documented for TDPBF16PS, as its portable arithmetic shows."""
+"""The kernel on tiles (AMX) adds in the order that is documented for TDPBF16PS, on portable arithmetic and on AMX."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from specdec_fast.ops import all_ops
 _C = pytest.importorskip("specdec_fast._C", reason="built without C++")
 linear = all_ops()["linear"].load("cpp")
 PORTABLE = "amx-bf16-portable"
+TILES = [version for version in (PORTABLE, "amx-bf16") if version in _C.linear_versions()]
 
 
-@pytest.fixture(autouse=True)
-def tiles() -> Iterator[None]:
-    _C.choose_linear_version(PORTABLE)
+@pytest.fixture(autouse=True, params=TILES)
+def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    _C.choose_linear_version(request.param)
     yield
     _C.choose_linear_version(_C.linear_versions()[-1])
 
@@ -63,8 +64,11 @@ def cancelling(num_rows: int, in_features: int, out_features: int) -> tuple[Tens
     return rows, weight
 
 
-# One row and one tile; tiles not full; two tiles of rows; many rows, packed weights, sums that wait in memory.
-@pytest.mark.parametrize("shape", [(1, 32, 16), (3, 75, 5), (19, 64, 33), (40, 1100, 40)], ids=str)
+# One row and one tile; tiles not full; two tiles of rows; several pairs of tiles; many rows, so packed weights: in one
+# group of steps, and in two, between which sums wait in memory.
+@pytest.mark.parametrize(
+    "shape", [(1, 32, 16), (3, 75, 5), (19, 64, 33), (40, 1100, 40), (257, 75, 40), (275, 2100, 33)], ids=str
+)
 def test_sums_are_those_of_the_manual(shape: tuple[int, int, int]) -> None:
     rows, weight = cancelling(*shape)
     expected = by_the_manual(rows, weight)
