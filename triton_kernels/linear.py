@@ -2,7 +2,8 @@
 
 A program computes tiles of ``out^T = weight rows^T``: outputs are the tall side of a product on tensor cores, rows the
 wide side, of which there may be few. ``linears`` multiplies the same rows with up to three matrices in one launch, as a
-layer does for queries, keys and values, or for gate and up. The matrices stay where they are.
+layer does for queries, keys and values, or for gate and up. The matrices stay where they are, and their outputs have
+the bits that ``linear`` gives them.
 
 Bytes: ``out_features * in_features * itemsize`` of weights, read from memory once for up to 64 rows, because one
 program computes all of them. With more rows, programs that share weights run next to each other, and all but the first
@@ -13,8 +14,9 @@ outputs x groups of rows), groups of rows fastest.
 A row's bits depend on that row and the weights alone. One program adds up a whole sum, in the order of the features,
 and rounds once; no sum is split between programs. Rows are multiplied in blocks of 16. The number of rows determines
 only how many blocks share the weights that a program has loaded: 1, 4 or 8, each a compilation of its own. The
-instructions that multiply a block depend on the type and the sizes of the matrices, and not on the number of blocks. No
-argument of the rows is specialised.
+instructions that multiply a block depend on the type and on whether the matrix has enough outputs for high tiles
+(``has_high_tiles``), and not on the number of blocks. The two heights of low tiles have the same instruction and the
+same steps through the features, so they give the same bits. No argument of the rows is specialised.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ MAX_WEIGHTS = 3  # matrices of one launch
 _BLOCK_ROWS = 16  # rows of one product on tensor cores
 _NUM_BLOCKS = (1, 4, 8)  # of a program; the second are the rows of most verifications, the third serves prompts
 _ENOUGH_PROGRAMS = 96  # each loads at least 24 KiB of weights at a time, so many saturate a large device
+_HIGH = 64  # outputs of a high tile
 _UNSPECIALISED = ("num_rows", "stride_rows_row")  # specialised by them, other rows would get another kernel
 
 
@@ -106,16 +109,22 @@ def _matrix_of(
     return weight, bias, out_at, out_features, place
 
 
-def _launch(dtype: torch.dtype, in_features: int, out_features: int, num_rows: int) -> Launch:
-    """Choose tiles and warps. Only the number of blocks depends on the rows, as it changes no row's bits.
+def has_high_tiles(dtype: torch.dtype, out_features: int) -> bool:
+    """Return whether a matrix is multiplied in high tiles; other instructions than those of low tiles compute them."""
+    return dtype != torch.float32 and out_features >= _HIGH * _ENOUGH_PROGRAMS
+
+
+def _launch(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int) -> Launch:
+    """Choose tiles and warps for matrices of these outputs. Only the number of blocks depends on the rows.
 
     Few outputs get low tiles, so that enough programs run to use the whole bandwidth. Splitting their sums instead
     would need a second launch, which takes longer than reading so few weights. With 16-bit numbers a warp computes at
     least 8 outputs, so a low tile has work for two warps. fp32 uses no tensor cores; higher tiles would spill.
     """
     is_fp32, alignment = dtype == torch.float32, _alignment(dtype, in_features)
-    heights = (32,) if is_fp32 else (64, 32)
-    block_out = next((size for size in heights if size * _ENOUGH_PROGRAMS <= out_features), 16)
+    block_out = 32 if sum(sizes) >= 32 * _ENOUGH_PROGRAMS else 16
+    if has_high_tiles(dtype, sizes[0]):
+        block_out = _HIGH
     most = 1 if alignment == 1 else 4 if is_fp32 or block_out == 16 else 8  # as many as do not spill
     num_blocks = next(n for n in _NUM_BLOCKS if n == most or num_rows <= n * _BLOCK_ROWS)
     constexprs = {
@@ -124,13 +133,19 @@ def _launch(dtype: torch.dtype, in_features: int, out_features: int, num_rows: i
         "NUM_BLOCKS": num_blocks,
         "BLOCK_ROWS": _BLOCK_ROWS,
         "BLOCK_OUT": block_out,
-        "BLOCK_IN": 64 if is_fp32 else 256 if block_out == 16 else 128,
+        "BLOCK_IN": 64 if is_fp32 else 128,
     }
     # Four warps would spill a tile of 32 x 64.
     num_warps = 2 if not is_fp32 and (block_out == 16 or (block_out, num_blocks) == (32, 4)) else 4
-    # More stages load more tiles of weights ahead. Blocks of rows take the same shared memory; AMD has less of it.
-    stages = {1: 4, 4: 3, 8: 2}[num_blocks] if torch.version.hip is None else 2
-    return Launch(constexprs, num_warps, stages)
+    return Launch(constexprs, num_warps, _num_stages(is_fp32, block_out, num_blocks))
+
+
+def _num_stages(is_fp32: bool, block_out: int, num_blocks: int) -> int:
+    """Return how many tiles of weights are loaded ahead. Blocks of rows take the same shared memory; AMD has less."""
+    is_small = block_out == 16 and not is_fp32  # half of the bytes of the other tiles
+    if torch.version.hip is not None:
+        return 3 if is_small else 2
+    return {1: 7, 4: 5}[num_blocks] if is_small else {1: 4, 4: 3, 8: 2}[num_blocks]
 
 
 def _alignment(dtype: torch.dtype, in_features: int) -> int:
@@ -159,13 +174,12 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Multiply the same rows with several matrices in one launch.
-
-    A row's bits depend on the row, the weights and the sum of ``out_features_i``, which determines the tiles.
+    """Multiply the same rows with several matrices in one launch; each result has the bits that ``linear`` gives it.
 
     Args:
         rows: ``[T, in_features]``.
-        weights: 1 to ``MAX_WEIGHTS`` matrices ``[out_features_i, in_features]``, contiguous.
+        weights: 1 to ``MAX_WEIGHTS`` matrices ``[out_features_i, in_features]``, contiguous; ``has_high_tiles`` is the
+            same for all of them.
         biases: ``[out_features_i]`` for each matrix, or None.
 
     Returns:
@@ -178,7 +192,7 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | 
     outs = [piece.view(num_rows, size) for piece, size in zip(pieces, sizes, strict=True)]
     if out.numel() == 0:
         return outs
-    launch = _with(_launch(rows.dtype, in_features, sum(sizes), num_rows), len(weights), biases is not None)
+    launch = _with(_launch(rows.dtype, in_features, sizes, num_rows), len(weights), biases is not None)
     blocks = launch.constexprs
     rows = _aligned(rows, blocks["ALIGNMENT"])
     num_tiles = sum(triton.cdiv(size, blocks["BLOCK_OUT"]) for size in sizes)
@@ -206,6 +220,7 @@ _USUAL = (
     (2100, (50_257,), False),
     (1024, (2048, 1024, 1024), False),
     (896, (896, 128, 128), True),
+    (4096, (4096, 1024, 1024), False),
     (4096, (12_288, 12_288), False),
 )
 
@@ -218,10 +233,10 @@ def variants() -> Iterator[Variant]:
         for in_features, sizes, has_bias in _USUAL:
             aligned = (*_POINTERS, *_SIZES) if all(size % 16 == 0 for size in sizes) else _POINTERS
             name = f"{kind}_{in_features}x{'_'.join(map(str, sizes))}{'_bias' * has_bias}"
-            for launch in _launches(dtype, in_features, sum(sizes)):
+            for launch in _launches(dtype, in_features, sizes):
                 blocks, launched = launch.constexprs["NUM_BLOCKS"], _with(launch, len(sizes), has_bias)
                 yield launched.variant(f"{name}_{blocks}", _linear_kernel, signature, aligned)
-        (launch,) = _launches(dtype, 67, 33)
+        (launch,) = _launches(dtype, 67, (33,))
         yield _with(launch, 1, True).variant(f"{kind}_unaligned", _linear_kernel, signature, _POINTERS)
         launch = _with(launch, 1, True)  # Triton treats an integer that is 1 as a constant
         launch = replace(launch, constexprs={**launch.constexprs, **dict.fromkeys(_SIZES, 1)})
@@ -229,7 +244,7 @@ def variants() -> Iterator[Variant]:
         yield launch.variant(f"{kind}_one_output_unaligned", _linear_kernel, one, _POINTERS)
 
 
-def _launches(dtype: torch.dtype, in_features: int, out_features: int) -> list[Launch]:
+def _launches(dtype: torch.dtype, in_features: int, sizes: Sequence[int]) -> list[Launch]:
     """Return the launches for all numbers of rows."""
-    launches = [_launch(dtype, in_features, out_features, blocks * _BLOCK_ROWS) for blocks in _NUM_BLOCKS]
+    launches = [_launch(dtype, in_features, sizes, blocks * _BLOCK_ROWS) for blocks in _NUM_BLOCKS]
     return list({launch.constexprs["NUM_BLOCKS"]: launch for launch in launches}.values())

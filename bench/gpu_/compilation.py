@@ -81,7 +81,10 @@ def _calls() -> Iterator[tuple[str, Call]]:
         for count in (1, 64, 65):  # the number of rows chooses one of three compilations
             rows = torch.empty(count, in_features, dtype=dtype)
             yield "linear", partial(launcher("linear"), rows, weight)
-            yield "linears", partial(linears, rows, gpu_kernels.parts_of_weight(weight))
+            parts = gpu_kernels.parts_of_weight(weight)
+            yield "linears", partial(linears, rows, parts)
+            for part in parts[:2]:  # the third has the size of the second
+                yield "linear", partial(launcher("linear"), rows, part)
         for bundled in BUNDLED:
             yield from calls_on(bundled, dtype, ROWS)
     sizes = gpu_decoding.FULL

@@ -1,9 +1,9 @@
 """The kernels that a forward launches on a GPU, with the bytes that each moves and its floating-point operations.
 
 Both ways begin from the instructions of the forward program. *present*: PyTorch runs the model within a CUDA graph, one
-kernel for each instruction, with rows padded as deterministic forwards pad them. *fused*: row operations that follow
-one another, and the append of keys and values, are one kernel, which keeps in registers what nothing else reads; and
-linears of one input are one kernel. Attention is the same in both.
+kernel for each instruction, with rows padded as deterministic forwards pad them. *fused*: the launches of the program
+(``program/launches.py``). Row operations that follow one another, and the append of keys and values, are one kernel,
+which keeps in registers what nothing else reads; linears of one input are one kernel. Attention is the same in both.
 
 Bytes: what a kernel reads and writes, each number once. Weights and constants count once per launch, everything else
 per row; no result counts as found in a cache. Operations: two per weight and row; in attention two per number of a key
@@ -12,9 +12,8 @@ or value, row and query head; one per number that a row operation writes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from math import ceil, prod
 
 import torch
@@ -27,7 +26,6 @@ from specdec_fast.kv_cache.layer_layout import KVShape
 from specdec_fast.models.batch_invariance import ROW_MULTIPLE
 from specdec_fast.planner.costs import Device
 from specdec_fast.program.ir import (
-    ROWS,
     Append,
     Attend,
     Gather,
@@ -38,6 +36,7 @@ from specdec_fast.program.ir import (
     Plan,
     RowOp,
 )
+from specdec_fast.program.launches import JointLinear, RowRun, launches_of
 from specdec_fast.triton_kernels.paged_attention import launch_config, num_splits_of
 
 LAUNCH_SECONDS = 2e-6  # of one kernel in a graph, besides what it reads and computes
@@ -121,18 +120,14 @@ class _Costs:
 
     def groups(self) -> Iterator[tuple[int, list[Instruction]]]:
         """Yield the instructions of each kernel, and the index of the first one."""
-        for _, same in groupby(enumerate(self._plan.instructions), self._kernel_of):
-            indices, group = zip(*same, strict=True)
-            yield indices[0], list(group)
-
-    def _kernel_of(self, numbered: tuple[int, Instruction]) -> Hashable:
-        """Return what neighbouring instructions of one kernel have in common."""
-        index, each = numbered
-        if self._is_fused and isinstance(each, Linear):
-            return each.source, each.offset, each.num_vectors
-        if self._is_fused and isinstance(each, (RowOp, Append)):
-            return "rows", self._plan.buffers[each.writes[0]].domain if isinstance(each, RowOp) else ROWS
-        return index
+        instructions = self._plan.instructions
+        if not self._is_fused:
+            yield from ((index, [each]) for index, each in enumerate(instructions))
+            return
+        index_of = {id(each): index for index, each in enumerate(instructions)}
+        for launch in launches_of(self._plan):
+            group = list(launch.steps) if isinstance(launch, (RowRun, JointLinear)) else [launch]
+            yield index_of[id(group[0])], group
 
     def kernels_of(self, group: list[Instruction]) -> Iterator[Kernel]:
         """Yield the kernel of a group, or two for attention in pieces.

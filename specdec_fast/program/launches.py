@@ -3,7 +3,8 @@
 Consecutive row operations on one domain are one launch, a ``RowRun``: each reads its own row alone, so one program can
 compute a row through all of them, and results that nothing else reads never leave its registers. The append of keys
 and values joins the run before it, because it writes numbers of the same row. Linears, grouped linears, attention and
-the choice of logit rows are launches of their own: they share weights or pages between rows.
+the choice of logit rows are launches of their own: they share weights or pages between rows. Linears of one input, such
+as queries, keys and values, are one launch, a ``JointLinear``, if that leaves every result its bits.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from specdec_fast.program.ir import (
     Plan,
     RowOp,
 )
+from specdec_fast.triton_kernels.linear import MAX_WEIGHTS, has_high_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,30 @@ class RowRun:
     stored: frozenset[int]
 
 
-Shared = Linear | GroupedLinear | Attend | Gather  # read weights or pages that rows share
+@dataclass(frozen=True, eq=False)
+class JointLinear:
+    """Linears of the same vectors that one kernel computes: see ``triton_kernels.linear.linears``.
+
+    Attributes:
+        steps: two to ``MAX_WEIGHTS`` of them, in order.
+
+    """
+
+    steps: tuple[Linear, ...]
+
+    @property
+    def reads(self) -> list[int]:
+        """Indices of buffers."""
+        return self.steps[0].reads
+
+    @property
+    def writes(self) -> list[int]:
+        """Indices of buffers."""
+        return [buffer for step in self.steps for buffer in step.writes]
+
+
+_Single = Linear | GroupedLinear | Attend | Gather
+Shared = _Single | JointLinear  # read weights or pages that rows share
 Launch = RowRun | Shared
 
 
@@ -51,7 +76,7 @@ def launches_of(plan: Plan) -> list[Launch]:
     groups: list[tuple[int, list[Instruction]]] = []  # domain, or -1 for an instruction that is no row operation
     for step in plan.instructions:
         domain = _domain(plan, step)
-        if groups and domain >= 0 and groups[-1][0] == domain:
+        if groups and groups[-1][0] == domain:
             groups[-1][1].append(step)
         else:
             groups.append((domain, [step]))
@@ -62,7 +87,7 @@ def launches_of(plan: Plan) -> list[Launch]:
             own = [step for step in steps if isinstance(step, RowOp | Append)]
             launches.append(run_of(plan, domain, own, readers))
         else:
-            launches += [step for step in steps if not isinstance(step, RowOp | Append)]
+            launches += _joined([step for step in steps if not isinstance(step, RowOp | Append)])
     return launches
 
 
@@ -72,6 +97,45 @@ def run_of(plan: Plan, domain: int, steps: Sequence[RowOp | Append], readers: di
     written = {buffer for step in steps for buffer in step.writes}
     stored = {b for b in written if readers.get(b, set()) - own or plan.buffers[b].place not in (ARENA, SCRATCH)}
     return RowRun(domain, tuple(steps), frozenset(stored))
+
+
+def _joined(steps: Sequence[_Single]) -> list[Shared]:
+    """Return steps that follow one another, with linears that may be one launch in the place of the first of them.
+
+    A linear may be moved there across the steps between them: they write other buffers than those that it reads.
+    """
+    joined: list[list[_Single]] = []
+    open_groups: dict[object, list[_Single]] = {}
+    for step in steps:
+        key = _joint_key(step)
+        group = open_groups.get(key) if key is not None else None
+        if group is not None and len(group) < MAX_WEIGHTS:
+            group.append(step)
+            continue
+        joined.append([step])
+        if key is not None:
+            open_groups[key] = joined[-1]
+    return [_launch_of(group) for group in joined]
+
+
+def _joint_key(step: Instruction) -> object:
+    """Return what linears of one launch have in common; None for what is a launch of its own.
+
+    The kernel reads weights as they are stored, and multiplies all matrices in tiles of one height. Its results lie one
+    after the other, at addresses that must be multiples of 16 bytes for every number of rows: Triton compiles another
+    kernel for an argument with another alignment.
+    """
+    if not isinstance(step, Linear) or not step.weight.is_contiguous():
+        return None
+    weight = step.weight
+    if weight.shape[0] * weight.itemsize % 16:
+        return None
+    high, has_bias = has_high_tiles(weight.dtype, weight.shape[0]), step.bias is not None
+    return step.source, step.offset, step.num_vectors, weight.dtype, weight.shape[1], high, has_bias
+
+
+def _launch_of(group: Sequence[_Single]) -> Shared:
+    return group[0] if len(group) == 1 else JointLinear(tuple(step for step in group if isinstance(step, Linear)))
 
 
 def halves(plan: Plan, run: RowRun, at: int) -> list[RowRun]:

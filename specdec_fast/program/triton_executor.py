@@ -1,9 +1,10 @@
 """Forward programs on a GPU: one Triton kernel per run of row operations, and the ops for everything else.
 
 The kernels compute what the C++ executor computes, from the same instructions. Linears and attention run on the ops
-that the engine chose. Buffers are allocated when they are written and freed after their last use, because the ops
-allocate their results too; inside a CUDA graph the graph's own memory serves them. Not yet run on a GPU: Triton's
-interpreter has run the kernels, and they have been compiled ahead of time.
+that the engine chose, which are those of Triton; linears of one input are launched together. Buffers are allocated when
+they are written and freed after their last use, because the ops allocate their results too; inside a CUDA graph the
+graph's own memory serves them. Not yet run on a GPU: Triton's interpreter has run the kernels, and they have been
+compiled ahead of time.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.program.ir import LOGIT_ROWS, LOGITS, TAPS, Attend, Gather, GroupedLinear, Linear, Plan, RowOp
-from specdec_fast.program.launches import Launch, RowRun, Shared, halves, launches_of
+from specdec_fast.program.launches import JointLinear, Launch, RowRun, Shared, halves, launches_of
 from specdec_fast.program.row_kernel import RowKernel, row_kernel
 from specdec_fast.program.row_values import NotEmittableError
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.triton_kernels import row_functions
+from specdec_fast.triton_kernels.linear import linears
 
 # A product and a sum are rounded one after the other, as the instructions say.
 OPTIONS = {"enable_fp_fusion": False}
@@ -113,6 +115,8 @@ class TritonProgram:
             return self._row_run(*launch)
         if isinstance(launch, Linear):
             return self._linear(launch)
+        if isinstance(launch, JointLinear):
+            return self._joint_linear(launch)
         if isinstance(launch, GroupedLinear):
             return self._grouped_linear(launch)
         if isinstance(launch, Attend):
@@ -134,11 +138,10 @@ class TritonProgram:
         return launch
 
     def _linear(self, step: Linear) -> Callable[[_Forward], None]:
-        in_features, weight, bias = step.weight.shape[1], step.weight, step.bias
+        weight, bias = step.weight, step.bias
 
         def launch(forward: _Forward) -> None:
-            rows = forward.memory[step.source]
-            wide = rows[:, step.offset : step.offset + step.num_vectors * in_features].reshape(-1, in_features)
+            wide = forward.vectors(step)
             if weight.is_contiguous():
                 result = self._ops.linear(wide, weight, bias)
             else:  # as the only expert: the op ``linear`` reads no transposed weights
@@ -146,7 +149,19 @@ class TritonProgram:
                 result = self._ops.grouped_linear(
                     wide[:, None], only, weight[None], None if bias is None else bias[None]
                 )
-            forward.memory[step.out] = result.view(len(rows), step.num_vectors * weight.shape[0])
+            forward.memory[step.out] = result.view(forward.count(step), step.num_vectors * weight.shape[0])
+
+        return launch
+
+    @staticmethod
+    def _joint_linear(joint: JointLinear) -> Callable[[_Forward], None]:
+        weights = [step.weight for step in joint.steps]
+        biases = [step.bias for step in joint.steps if step.bias is not None] or None  # all have one, or none
+
+        def launch(forward: _Forward) -> None:
+            results = linears(forward.vectors(joint.steps[0]), weights, biases)
+            for step, result in zip(joint.steps, results, strict=True):
+                forward.memory[step.out] = result.view(forward.count(step), step.num_vectors * step.weight.shape[0])
 
         return launch
 
@@ -208,6 +223,15 @@ class _Forward:
             self._hidden_states = torch.empty(num_rows, placed.row_bytes, dtype=torch.uint8, device=device)
         taps = self._hidden_states.flatten(1).view(dtype)
         self.memory[buffer] = taps[:, placed.offset // dtype.itemsize :]
+
+    def vectors(self, step: Linear) -> Tensor:
+        """Return the input of a linear, ``[T * num_vectors, in_features]``."""
+        in_features, rows = step.weight.shape[1], self.memory[step.source]
+        return rows[:, step.offset : step.offset + step.num_vectors * in_features].reshape(-1, in_features)
+
+    def count(self, step: Linear) -> int:
+        """Return the number of rows of a linear."""
+        return len(self.memory[step.source])
 
     def tensor(self, source: int | Tensor | str) -> Tensor:
         """Return what a kernel calls by ``RowKernel.tensors``."""

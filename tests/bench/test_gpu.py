@@ -258,7 +258,7 @@ def test_kernel_gates_reject(op, function, what, why, on_cpp):
     assert any(failure["what"].startswith(what) and why in failure["why"] for failure in failures), failures
 
 
-def test_matrices_of_one_launch_must_have_the_bits_of_one_matrix(monkeypatch):
+def test_matrices_of_one_launch_must_have_the_bits_of_a_launch_for_each(monkeypatch):
     if not INTERPRETING:
         pytest.skip("needs the Triton kernels on the CPU")
     triton_linear = importlib.import_module("specdec_fast.triton_kernels.linear")
@@ -268,7 +268,7 @@ def test_matrices_of_one_launch_must_have_the_bits_of_one_matrix(monkeypatch):
     spoil = lambda rows, weights, *rest: [x * (1 + 1e-6 * (len(weights) > 1)) for x in linears(rows, weights, *rest)]  # noqa: E731
     monkeypatch.setattr(triton_linear, "linears", spoil)
     failures = {failure["what"]: failure["why"] for failure in result_of("kernels")["failures"]}
-    assert failures == {what: "5 of 5 calls have other bits than one matrix"}
+    assert failures == {what: "5 of 5 calls have other bits than a launch for each matrix"}
 
 
 def test_a_limit_that_a_backend_reports_is_no_failure(on_cpp):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.cuda_graphs.capture import CAPTURES
@@ -24,14 +25,16 @@ from specdec_fast.program import executors
 from specdec_fast.program.executors import Programs, executor_for
 from support.graphs import LIMITS, Everything
 from support.grids import grid
-from support.models import CONFIGS, VOCAB_SIZE, tiny_model, truncated_copy
+from support.models import CONFIGS, TINY_GROUPED, VOCAB_SIZE, tiny_model, truncated_copy
 from support.programs import CPU, needs_programs
 from support.repeated import Repeated
 from support.source_tree import ROOT
 
 pytest.importorskip("triton")
 
+from specdec_fast.program import launches
 from specdec_fast.program.triton_executor import TritonProgram
+from specdec_fast.triton_kernels import linear as linear_module
 from support.device_programs import interpreted
 
 pytestmark = needs_programs
@@ -65,6 +68,37 @@ def test_models_are_computed_as_pytorch_does(architecture, dtype):
     truth = copy.deepcopy(model).double()(IDS[None, :5]).logits[0]
     theirs = model(IDS[None, :5]).logits[0]
     assert (together.double() - truth).norm() <= 2 * (theirs.double() - truth).norm()
+
+
+def model_with_biases():
+    """Build a layer of Qwen2: queries, keys and values have biases, and two heads of four have no keys of their own."""
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**{**TINY_GROUPED, "num_hidden_layers": 1})).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.normal_()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "joint"),
+    [
+        (lambda: truncated_copy(tiny_model("llama"), 1), torch.float32, 3),  # q, k and v; gate and up
+        (model_with_biases, torch.float16, 3),
+        (lambda: truncated_copy(tiny_model("qwen3"), 1), torch.float16, 2),  # the queries have high tiles
+    ],
+    ids=["llama", "qwen2", "qwen3"],
+)
+@torch.inference_mode()
+def test_linears_of_one_launch_have_the_bits_of_separate_launches(make, dtype, joint, monkeypatch):
+    """All heights of tiles occur: they are those that sizes such as 1024, 4096 and 12,288 have."""
+    monkeypatch.setattr(linear_module, "_ENOUGH_PROGRAMS", 1)
+    model = make().to(dtype)
+    together = interpreted(model)
+    monkeypatch.setattr(launches, "MAX_WEIGHTS", 1)
+    apart = interpreted(model)
+    assert len(apart.device_program._steps) - len(together.device_program._steps) == joint
+    for spans in ([5], [3, 2]):
+        assert torch.equal(logits_of(together, spans), logits_of(apart, spans))
 
 
 def test_only_gpus_launch_programs():

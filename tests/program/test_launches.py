@@ -10,18 +10,19 @@ from torch.nn import functional as F
 
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
-from specdec_fast.program.ir import Append, Attend, RowOp
-from specdec_fast.program.launches import RowRun, launches_of
+from specdec_fast.program.ir import Append, Attend, Linear, RowOp
 from support.models import CONFIGS, tiny_model
-from support.programs import CPU, NO_LAYERS, Function, needs_programs
+from support.programs import CPU, NO_LAYERS, WIDTH, Function, needs_programs
 
 pytest.importorskip("triton")
 
+from specdec_fast.program.launches import JointLinear, RowRun, launches_of
 from specdec_fast.program.triton_executor import kernels_of
+from specdec_fast.triton_kernels import linear as linear_module
 from support.device_programs import launched, plan_of
 
 pytestmark = needs_programs
-MOST = 12  # launches of a layer
+MOST = 9  # launches of a layer
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -44,6 +45,54 @@ def test_runs_have_every_row_operation_once_and_in_order(architecture):
     assert not any(
         isinstance(a, RowRun) and isinstance(b, RowRun) and a.domain == b.domain for a, b in pairwise(launches)
     )
+
+
+def matrices(*sizes, in_features=WIDTH):
+    return [torch.linspace(-1, 1, size * in_features).sin().view(size, in_features) for size in sizes]
+
+
+Q, K, V, GATE, ODD = matrices(16, 8, 8, 40, 7)
+(AGAIN,) = matrices(8, in_features=8)
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes"),
+    [
+        (lambda x: [F.linear(x, w) for w in (Q, K, V)], [[16, 8, 8]]),
+        (lambda x: [F.linear(x, w, w[:, 0].clone()) for w in (Q, K, V)], [[16, 8, 8]]),
+        (lambda x: [F.linear(x, w) for w in (Q, K, V, GATE, V)], [[16, 8, 8], [40, 8]]),
+        (lambda x: [F.linear(x, Q), F.linear(x, K, K[:, 0].clone()), F.linear(x, V)], [[16, 8], [8]]),
+        (lambda x: [F.linear(x, Q), F.linear(x, ODD), F.linear(x, V)], [[16, 8], [7]]),
+        (lambda x: [F.linear(x, Q), x @ K.t().contiguous(), F.linear(x, V)], [[16, 8], [8]]),
+        (lambda x: [F.linear(F.linear(x, K), AGAIN), F.linear(x, V)], [[8, 8], [8]]),
+        (lambda x: [F.linear(x, Q), F.linear(x * 2, K)], [[16], [8]]),
+        (lambda x: [F.linear(x[..., :8], AGAIN), F.linear(x[..., 8:16], AGAIN)], [[8], [8]]),
+        (lambda x: [F.linear(x.view(1, -1, 3, 8), AGAIN).flatten(2), F.linear(x[..., :8], AGAIN)], [[8], [8]]),
+    ],
+    ids=[
+        "three", "with biases", "more than fit", "a bias for some", "a size that would not be aligned", "transposed",
+        "one depends on another", "other rows", "other features", "other vectors",
+    ],
+)  # fmt: skip
+@torch.inference_mode()
+def test_linears_of_one_input_are_one_launch(function, sizes):
+    model = Function(lambda x, p: torch.cat(function(x), -1))
+    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
+    launches = [each for each in launches_of(plan) if isinstance(each, JointLinear | Linear)]
+    steps = [each.steps if isinstance(each, JointLinear) else (each,) for each in launches]
+    assert sorted([len(step.weight) for step in group] for group in steps) == sorted(sizes)
+    token_ids = torch.tensor([5, 40, 60])
+    expected = model(token_ids[None], torch.arange(3)[None])[0]
+    torch.testing.assert_close(launched(model)(token_ids), expected)
+
+
+def test_linears_with_tiles_of_other_instructions_are_launched_apart(monkeypatch):
+    """Llama-3-70B's queries have high tiles, its keys and values low ones."""
+    monkeypatch.setattr(linear_module, "_ENOUGH_PROGRAMS", 1)
+    model = Function(lambda x, p: torch.cat([F.linear(x, w.half()) for w in matrices(64, 16, 8)], -1), torch.float16)
+    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
+    launches = [each for each in launches_of(plan) if isinstance(each, JointLinear | Linear)]
+    assert [len(each.writes) for each in launches] == [1, 2]
 
 
 def overwritten_after_it_is_read(x):
