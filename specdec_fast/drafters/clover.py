@@ -23,7 +23,7 @@ from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
 from specdec_fast.drafters.clover_model import load_clover
 from specdec_fast.drafters.queued_features import tokens_after
 from specdec_fast.drafters.static_trees import empty_draft, num_nodes_of, picked_draft, ranked_tokens, static_tree
-from specdec_fast.drafters.tapped import MOST_QUEUED, TappedDrafter
+from specdec_fast.drafters.tapped import TappedDrafter
 from specdec_fast.kv_cache.forward_layout import batch_without_pages, lay_out
 from specdec_fast.models.hidden_states import FINAL
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
@@ -58,7 +58,7 @@ class CloverDrafter(TappedDrafter, TreeDrafter):
         self._folder = folder
         with torch.inference_mode():
             self.model = load_clover(Path(folder), context.target)
-        super().__init__(self.model.layout, context.device, context.config.max_prefill_tokens)
+        super().__init__(self.model.layout, context)
         config, ops, settings = self.model.config, self.model.ops, context.config
         functions = self.model.row_functions()
         self._heads = [RowModule(each, ops, settings.page_size, settings.enforce_eager) for each in functions]
@@ -89,10 +89,9 @@ class CloverDrafter(TappedDrafter, TreeDrafter):
         """Estimate what the augmenting block needs, the features that wait, and the widest level's rows and logits."""
         model, itemsize = self.model, self.model.layout.dtype.itemsize
         rows = max(prefill_rows or MAX_PREFILL_ROWS, num_sequences * (num_draft_tokens + 1))
-        queued = num_sequences * MOST_QUEUED * model.hidden_size
         level = num_sequences * self._levels.widest * (8 * model.hidden_size + 3 * model.vocab_size)
         forward = self._heads[0].step_bytes(rows, num_sequences) or rows * model.row_bytes
-        return forward + (queued + level) * itemsize
+        return forward + self._kept_bytes(num_sequences, rows) + level * itemsize
 
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:

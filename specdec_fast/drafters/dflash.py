@@ -20,7 +20,7 @@ from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.dflash_model import DFlashModel, load_dflash
-from specdec_fast.drafters.tapped import MOST_QUEUED, TappedDrafter
+from specdec_fast.drafters.tapped import TappedDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.models.draft_step import by_sequence, greedy_tokens, stages, widened
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
@@ -49,7 +49,7 @@ class DFlashDrafter(TappedDrafter):
         self._folder = folder
         with torch.inference_mode():
             self.model: DFlashModel = load_dflash(Path(folder), context.target, context.config.tap_layers)
-        super().__init__(self.model.layout, context.device, context.config.max_prefill_tokens)
+        super().__init__(self.model.layout, context)
         self.taps = self.model.taps
 
     @property
@@ -76,10 +76,9 @@ class DFlashDrafter(TappedDrafter):
         model, itemsize = self.model, self.model.layout.dtype.itemsize
         drafted = num_sequences * min(num_draft_tokens, model.config.most_draft_tokens)
         rows = max(prefill_rows or MAX_PREFILL_ROWS, drafted + num_sequences)
-        queued = num_sequences * MOST_QUEUED * model.hidden_size * itemsize
         copies = 3 if model.config.softcap is not None else 2 if model.config.output_scale != 1 else 1
         widths = copies * model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
-        return rows * model.row_bytes + queued + drafted * widths * itemsize
+        return rows * model.row_bytes + self._kept_bytes(num_sequences, rows) + drafted * widths * itemsize
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:

@@ -18,13 +18,13 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, StepResult
+from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.dynamic_tree import draft_of
 from specdec_fast.drafters.eagle3_model import Eagle3Model, load_eagle3
 from specdec_fast.drafters.eagle3_program import layers_of, projection_of
 from specdec_fast.drafters.eagle3_tree import LastRows, trees_of
 from specdec_fast.drafters.queued_features import tokens_after
-from specdec_fast.drafters.tapped import MOST_QUEUED, TappedDrafter
+from specdec_fast.drafters.tapped import TappedDrafter
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
 from specdec_fast.models.draft_step import by_sequence, chosen_tokens, stages, widened
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
@@ -57,7 +57,7 @@ class Eagle3Drafter(TappedDrafter):
         with torch.inference_mode():
             self.model: Eagle3Model = load_eagle3(Path(folder), context.target, context.config.tap_layers)
         config = context.config
-        super().__init__(self.model.layout, context.device, config.max_prefill_tokens)
+        super().__init__(self.model.layout, context)
         self.taps = self.model.taps
         functions = layers_of(self.model), projection_of(self.model)
         self.rows, self._projection = (
@@ -67,9 +67,6 @@ class Eagle3Drafter(TappedDrafter):
         self._trees = trees_of(self.model, self.rows, context)
         self.max_nodes = 0 if self._trees is None else self._trees.max_nodes
         self.has_scores = self._trees is not None and not self._trees.is_static
-        # Of a sequence's last step: hidden states ``[n, taps, target's hidden size]``. They wait for the next proposal,
-        # because the call of a program that drafts projects them as well.
-        self._waiting: dict[Sequence, Tensor] = {}
 
     @property
     def name(self) -> str:
@@ -91,24 +88,17 @@ class Eagle3Drafter(TappedDrafter):
         return self.model.weights()
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Estimate what its forwards need, its logits, and the features that wait."""
+        """Estimate what its forwards need, its logits, and the hidden states that wait."""
         model, itemsize = self.model, self.model.layout.dtype.itemsize
         verified = num_sequences * (num_draft_tokens + 1)
-        queued = num_sequences * MOST_QUEUED * model.hidden_size * itemsize
-        queued += verified * len(self.taps) * model.config.target_hidden_size * itemsize
         widths = model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
         rows = max(prefill_rows or MAX_PREFILL_ROWS, verified)
         forward = self.rows.step_bytes(rows, num_sequences) or rows * model.row_bytes
-        forward += self._projection.step_bytes(verified, verified) or 0
+        forward += self._projection.step_bytes(rows, rows) or 0
         logits = num_sequences * widths * itemsize
         if self._trees is not None and self.max_nodes <= num_draft_tokens:  # else, if memory counts, it drafts chains
             logits *= self._trees.copies_of_logits(itemsize)
-        return forward + queued + logits
-
-    def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the present one; forget what an interrupted run left."""
-        self._waiting.clear()
-        super().prepare(num_tokens, page_size)
+        return forward + self._kept_bytes(num_sequences, rows) + logits
 
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
@@ -136,56 +126,18 @@ class Eagle3Drafter(TappedDrafter):
             self._catch_up(list(drafting))
         return Draft(self._chains(drafting), limits)
 
-    def commit(self, sequences: list[Sequence], result: StepResult) -> None:
-        """Queue the features of committed tokens; compute their rows if too many wait."""
-        if not sequences or result.hidden_states is None:
-            return
-        self._project(sequences)
-        rows, hidden_states = result.accepted_rows, result.hidden_states
-        if len(rows) == 1 and isinstance(rows[0], range):
-            self._waiting[sequences[0]] = hidden_states[rows[0].start : rows[0].stop]
-        else:  # copies: a view would keep the hidden states of other sequences
-            chosen = hidden_states[to_device([row for own in rows for row in own], self._device)]
-            parts = (part.clone() for part in chosen.split(list(map(len, rows))))
-            self._waiting |= zip(sequences, parts, strict=True)
-        self._catch_up([sequence for sequence in sequences if self._num_queued(sequence) > MOST_QUEUED])
-
-    def release(self, sequence: Sequence) -> None:
-        """Return the sequence's pages, and forget its features."""
-        self._waiting.pop(sequence, None)
-        super().release(sequence)
-
     def _last_rows(self, sequences: list[Sequence]) -> LastRows:
         """Compute the rows of all features, and return the last ones."""
         if sum(map(self._num_queued, sequences)) > self._most_rows:
             self._catch_up(sequences)
         rows = self._queued_rows(sequences)
-        self._project(sequences)
         inputs = self._taken(rows)
         batch = lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device))
         logits, hidden = self.rows(self._pool(), batch, inputs, batch.last_rows)
         return LastRows(inputs[batch.last_rows], hidden[batch.last_rows], logits)
 
-    def _num_queued(self, sequence: Sequence) -> int:
-        """Return the number of features whose rows are not computed yet."""
-        return self._states[sequence].num_queued + len(self._waiting.get(sequence, ()))
-
-    @torch.inference_mode()
-    def _project(self, sequences: list[Sequence]) -> None:
-        """Project the hidden states of some sequences that wait."""
-        own = {s: self._waiting.pop(s) for s in sequences if s in self._waiting}
-        if own:
-            projected = self.model.project(torch.cat(list(own.values()))).split([len(each) for each in own.values()])
-            for sequence, added in zip(own, projected, strict=True):
-                self._states[sequence].add(added)
-
     def _projected(self, hidden_states: Tensor) -> Tensor:
         return self.model.project(hidden_states)
-
-    def _catch_up(self, sequences: list[Sequence]) -> None:
-        """Compute the rows of queued features, those that wait to be projected among them."""
-        self._project(sequences)
-        super()._catch_up(sequences)
 
     def _compute(self, rows: list[Rows]) -> None:
         """Compute rows of queued features."""
@@ -200,7 +152,6 @@ class Eagle3Drafter(TappedDrafter):
         if self.rows.program is not None and all(s.params.repetition_penalty == 1 for s in members):
             choice = self._choice(sampling_of(members, self._device))
             return self.rows.draft(self._pool(), queued, token_ids, self._inputs(queued), counts, choice)
-        self._project(members)
         hidden = self._taken(queued)
         tokens = to_device(token_ids, self._device)
         drafted: list[Tensor] = []
@@ -232,16 +183,11 @@ class Eagle3Drafter(TappedDrafter):
         return torch.cat(drafted)[to_device(by_sequence(counts), self._device)]
 
     def _inputs(self, queued: list[Rows]) -> Tensor | Projection:
-        """Remove and return all queued features of some sequences; as a projection if none is projected yet."""
-        program, states, waiting = self._projection.program, self._states, self._waiting
-        members: list[Sequence] = [own.owner for own in queued]  # type: ignore[misc]
-        is_projected = any(s not in waiting or states[s].num_queued for s in members)
-        if program is None or is_projected or waiting[members[0]].dtype != self.model.layout.dtype:
-            self._project(members)
-            return self._taken(queued)
-        for sequence in members:
-            states[sequence].kv_length += len(waiting[sequence])
-        return Projection(program, [waiting.pop(sequence) for sequence in members])
+        """Remove and return all queued features of some sequences; the call of a program projects them as well."""
+        pieces, program = self._pieces(queued), self._projection.program
+        if program is None or pieces[0].dtype != self.model.layout.dtype:
+            return self._projected(torch.cat(pieces))
+        return Projection(program, pieces)
 
     def _choice(self, sampling: Sampling | None) -> Choice:
         model = self.model

@@ -1,7 +1,9 @@
-"""Features of committed positions that wait until a drafter with KV entries of its own computes their rows."""
+"""Hidden states of committed positions that wait until a drafter with KV entries of its own computes their rows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 import torch
@@ -11,32 +13,104 @@ from specdec_fast.batch.ragged_batch import Rows
 
 
 @dataclass
+class KeptRows:
+    """How many rows of hidden states one drafter keeps."""
+
+    num_rows: int = 0
+
+
+class KeptStates:
+    """The hidden states ``[T, taps, H]`` of one forward, which several sequences share without a copy.
+
+    Args:
+        hidden_states: what is kept.
+        total: counts its rows, those for which nobody waits among them, as long as a sequence waits for one.
+
+    """
+
+    __slots__ = ("_num_spans", "_total", "hidden_states")
+
+    def __init__(self, hidden_states: Tensor, total: KeptRows) -> None:
+        self.hidden_states, self._total, self._num_spans = hidden_states, total, 0
+
+    def hold(self) -> None:
+        """Count a span of rows that waits."""
+        if not self._num_spans:
+            self._total.num_rows += len(self.hidden_states)
+        self._num_spans += 1
+
+    def drop(self) -> None:
+        """Count a span less."""
+        self._num_spans -= 1
+        if not self._num_spans:
+            self._total.num_rows -= len(self.hidden_states)
+
+
+@dataclass
 class QueuedFeatures:
     """What the drafter knows of one admitted sequence.
 
     Attributes:
         kv_length: number of rows whose KV entries were made of true features.
-        queued: projected features of the rows behind them, each ``[n, H]``.
-        num_queued: their number.
+        queued: of the positions behind them: hidden states, first row and end of each span, in order.
+        num_queued: number of these positions.
 
     """
 
     kv_length: int = 0
-    queued: list[Tensor] = field(default_factory=list)
+    queued: list[tuple[KeptStates, int, int]] = field(default_factory=list)
     num_queued: int = 0
 
-    def add(self, features: Tensor) -> None:
-        """Queue features ``[n, H]`` of the next positions."""
-        self.queued.append(features)
-        self.num_queued += len(features)
+    def add(self, kept: KeptStates, rows: Many[int]) -> None:
+        """Queue rows of a forward for the next positions."""
+        for start, stop in _spans(rows):
+            kept.hold()
+            self.queued.append((kept, start, stop))
+            self.num_queued += stop - start
 
-    def take(self, count: int) -> Tensor:
-        """Remove and return the first ``count`` queued features, ``[count, H]``."""
-        joined = self.queued[0] if len(self.queued) == 1 else torch.cat(self.queued)
-        # A copy: a view would keep the features of a whole prefill forward.
-        self.queued, self.num_queued = [joined[count:].clone()] if count < len(joined) else [], self.num_queued - count
+    def take(self, count: int) -> list[Tensor]:
+        """Remove the first ``count`` positions; return their hidden states piece by piece, ``[n, taps, H]`` each."""
+        pieces: list[Tensor] = []
+        num_done, left = 0, count
+        while left:
+            kept, start, stop = self.queued[num_done]
+            end = min(stop, start + left)
+            pieces.append(kept.hidden_states[start:end])
+            left -= end - start
+            if end < stop:
+                self.queued[num_done] = (kept, end, stop)
+            else:
+                kept.drop()
+                num_done += 1
+        del self.queued[:num_done]
+        self.num_queued -= count
         self.kv_length += count
-        return joined[:count]
+        return pieces
+
+    def copy_rest(self, total: KeptRows) -> None:
+        """Copy what still waits, so that it no longer keeps the rows of other positions and sequences."""
+        if self.queued:
+            rest = torch.cat([kept.hidden_states[start:stop] for kept, start, stop in self.queued])
+            self.clear()
+            self.add(KeptStates(rest, total), range(len(rest)))
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        for kept, _, _ in self.queued:
+            kept.drop()
+        self.queued, self.num_queued = [], 0
+
+
+def _spans(rows: Many[int]) -> Iterator[tuple[int, int]]:
+    """Yield first row and end of each run of rows that follow each other."""
+    if isinstance(rows, range):
+        yield rows.start, rows.stop
+        return
+    start = 0
+    for i in range(1, len(rows) + 1):
+        if i == len(rows) or rows[i] != rows[i - 1] + 1:
+            yield rows[start], rows[i - 1] + 1
+            start = i
 
 
 def tokens_after(rows: list[Rows]) -> list[int]:

@@ -27,7 +27,7 @@ from specdec_fast.drafters.queued_features import tokens_after
 from specdec_fast.drafters.specblock_candidates import Candidates
 from specdec_fast.drafters.specblock_model import SpecBlockModel, load_specblock
 from specdec_fast.drafters.specblock_tree import BEAM, ROOT, BlockTree, Node
-from specdec_fast.drafters.tapped import MOST_QUEUED, TappedDrafter
+from specdec_fast.drafters.tapped import TappedDrafter
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
@@ -61,7 +61,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         with torch.inference_mode():
             self.model: SpecBlockModel = load_specblock(Path(folder), context.target, context.config.tap_layers)
         self.taps, self._num_slots = self.model.taps, self.model.num_slots
-        super().__init__(self.model.layout, context.device, context.config.max_prefill_tokens)
+        super().__init__(self.model.layout, context)
         if isinstance(wanted, int):
             expect_trees(context.target)
         self._is_chain = wanted == "chain" or why_no_trees(context.target) is not None
@@ -102,9 +102,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         ends = num_sequences * (min(BEAM, num_draft_tokens) if num_draft_tokens > self._num_slots else 1)
         verified = num_sequences * num_draft_tokens
         blocks = max((prefill_rows or MAX_PREFILL_ROWS) // self._num_slots, verified, num_sequences + ends)
-        queued = num_sequences * MOST_QUEUED * model.hidden_size * itemsize
         ranked = model.ranked_bytes + (0 if model.target_ids is None else model.vocab_size * itemsize)
-        return self._num_slots * (blocks * model.row_bytes + ends * ranked) + queued
+        return self._num_slots * (blocks * model.row_bytes + ends * ranked) + self._kept_bytes(num_sequences, blocks)
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
         """Bound its forwards over queued features, as ``step_bytes`` counts them."""

@@ -8,27 +8,30 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import StepResult
+from specdec_fast.drafters.base import DrafterContext, StepResult
 from specdec_fast.drafters.pooled import PooledDrafter
-from specdec_fast.drafters.queued_features import QueuedFeatures, portions
+from specdec_fast.drafters.queued_features import KeptRows, KeptStates, QueuedFeatures, portions
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.request.sequence import Sequence
 
-MOST_QUEUED = 64  # features of a sequence that wait for a proposal; more are computed at once
+# Of hidden states that are kept, per admitted sequence: so many rows, or so many bytes if these are more rows.
+MOST_QUEUED, MOST_QUEUED_BYTES = 64, 512 << 10
 
 
 class TappedDrafter(PooledDrafter):
-    """Queues a feature for every committed position, and computes rows of features when it drafts.
+    """Keeps the hidden states of every committed position, and computes rows of their features when it drafts.
+
+    A step only notes where its hidden states are: on a small target, a few calls of PyTorch take as long as a step. If
+    too many rows are kept, they are computed.
 
     A subclass says how hidden states become features (``_projected``) and how rows of them are computed
     (``_compute``), and drafts.
 
     Args:
         layout: shapes of its KV entries.
-        device: the target's.
-        max_prefill_tokens: bounds its forwards over queued features; None: ``MAX_PREFILL_ROWS`` does.
+        context: the target, its device, and the settings. ``max_prefill_tokens`` bounds its forwards over queued
+            features; if it is None, ``MAX_PREFILL_ROWS`` does.
 
     Attributes:
         keeps_last: whether a proposal starts from the last feature, which is then not computed before.
@@ -37,11 +40,13 @@ class TappedDrafter(PooledDrafter):
 
     keeps_last = True
 
-    def __init__(self, layout: KVLayout, device: torch.device, max_prefill_tokens: int | None) -> None:
+    def __init__(self, layout: KVLayout, context: DrafterContext) -> None:
         super().__init__(layout)
-        self._device = device
+        self._device = context.device
+        self._target_size: int = context.target.hf.config.hidden_size
         self._states: dict[Sequence, QueuedFeatures] = {}
-        self.limit_prefill(max_prefill_tokens)
+        self._kept = KeptRows()
+        self.limit_prefill(context.config.max_prefill_tokens)
 
     @abstractmethod
     def _projected(self, hidden_states: Tensor) -> Tensor:
@@ -63,6 +68,7 @@ class TappedDrafter(PooledDrafter):
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the present one; forget what an interrupted run left."""
         self._states.clear()
+        self._kept = KeptRows()
         super().prepare(num_tokens, page_size)
 
     def admit(self, sequences: list[Sequence]) -> None:
@@ -73,27 +79,40 @@ class TappedDrafter(PooledDrafter):
 
     @torch.inference_mode()
     def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
-        """Queue the features of prompts, and compute their rows."""
-        projected = self._projected(features).split([len(own) for own in positions])
-        for sequence, rows in zip(sequences, projected, strict=True):
-            self._states[sequence].add(rows.clone() if len(rows) == 1 else rows)  # of more, `take` copies the last
-        self._catch_up(sequences)
+        """Keep a copy of the hidden states of prompts; if they are too many, compute their rows instead."""
+        is_kept = self._kept.num_rows + len(features) <= self._most_kept(features)
+        kept, end = KeptStates(features.clone() if is_kept else features, self._kept), 0
+        for sequence, own in zip(sequences, positions, strict=True):
+            self._states[sequence].add(kept, range(end, end + len(own)))
+            end += len(own)
+        if not is_kept:
+            self._catch_up(sequences)
 
     @torch.inference_mode()
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
-        """Queue the features of committed tokens; compute their rows if too many wait."""
+        """Keep the hidden states of committed tokens; if too many are kept, compute the rows of these sequences."""
         if not sequences or result.hidden_states is None:
             return
-        rows = to_device([row for own in result.accepted_rows for row in own], self._device)
-        projected = self._projected(result.hidden_states[rows]).split([len(own) for own in result.accepted_rows])
-        for sequence, added in zip(sequences, projected, strict=True):
-            self._states[sequence].add(added)
-        self._catch_up([sequence for sequence in sequences if self._num_queued(sequence) > MOST_QUEUED])
+        kept = KeptStates(result.hidden_states, self._kept)
+        for sequence, rows in zip(sequences, result.accepted_rows, strict=True):
+            self._states[sequence].add(kept, rows)
+        if self._kept.num_rows > self._most_kept(result.hidden_states):
+            self._catch_up(sequences)
 
     def release(self, sequence: Sequence) -> None:
         """Return the sequence's pages, and forget its features."""
-        if self._states.pop(sequence, None) is not None:
+        if (state := self._states.pop(sequence, None)) is not None:
+            state.clear()
             self._pool().free(sequence)
+
+    def _most_kept(self, hidden_states: Tensor) -> int:
+        """Return how many rows of hidden states may be kept for the admitted sequences."""
+        return len(self._states) * _most_queued(hidden_states.nbytes // len(hidden_states))
+
+    def _kept_bytes(self, num_sequences: int, num_rows: int) -> int:
+        """Return the memory of hidden states for ``step_bytes``: what is kept, and a copy of ``num_rows`` rows."""
+        row_bytes = len(self.taps) * self._target_size * self._kv_layout.dtype.itemsize
+        return (num_sequences * _most_queued(row_bytes) + num_rows) * row_bytes
 
     def _is_complete(self, sequence: Sequence) -> bool:
         """Return whether the features of all positions but the newest are known, and there is one to start from."""
@@ -110,12 +129,23 @@ class TappedDrafter(PooledDrafter):
         """Return the rows of all queued features of each sequence, or of all but the last."""
         return [Rows(s, self._states[s].kv_length, self._num_queued(s) - but_last) for s in sequences]
 
+    def _pieces(self, rows: list[Rows]) -> list[Tensor]:
+        """Remove and return the hidden states of the first queued features of some sequences."""
+        return [piece for row in rows for piece in self._states[row.owner].take(row.count)]  # type: ignore[index]
+
     def _taken(self, rows: list[Rows]) -> Tensor:
         """Remove and return the first queued features of some sequences, ``[sum of counts, H]``."""
-        return torch.cat([self._states[row.owner].take(row.count) for row in rows])  # type: ignore[index]
+        pieces = self._pieces(rows)
+        return self._projected(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
     def _catch_up(self, sequences: list[Sequence]) -> None:
         """Compute the rows of queued features, but for the last of each sequence if a proposal starts from it."""
         rows = self._queued_rows(sequences, but_last=self.keeps_last)
         for some in portions([own for own in rows if own.count > 0], self._most_rows):
             self._compute(some)
+        for sequence in sequences:
+            self._states[sequence].copy_rest(self._kept)
+
+
+def _most_queued(row_bytes: int) -> int:
+    return max(MOST_QUEUED, MOST_QUEUED_BYTES // max(1, row_bytes))

@@ -88,6 +88,4 @@ class Course:
             # A proposed token stands in a row of the forward, whether it is accepted or not.
             fed.append(self.features([*s.token_ids, *proposal])[s.length - 1 :])
             s.token_ids.extend([*proposal[:num_accepted], self.rng.randrange(VOCAB_SIZE)])
-        hidden_states = torch.cat(fed)
-        self.drafter.commit(sequences, StepResult(accepted_rows, hidden_states))
-        hidden_states.fill_(torch.nan)
+        self.drafter.commit(sequences, StepResult(accepted_rows, torch.cat(fed)))  # which the drafter may keep

@@ -10,7 +10,7 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import DrafterContext, StepResult
+from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.dynamic_tree import ROOT, DynamicTree, RankPaths
 from specdec_fast.drafters.eagle3 import Eagle3Drafter
 from specdec_fast.drafters.eagle3_tree import WIDTH
@@ -33,7 +33,7 @@ OPTIONS = {
 
 
 class Eagle3Course(Course):
-    """Compares with the formulas of EAGLE-3; the drafter may keep the hidden states of a step."""
+    """Compares with the formulas of EAGLE-3."""
 
     def __init__(self, model, drafter, weights, options, seed):
         super().__init__(model, drafter, None, seed)
@@ -56,18 +56,6 @@ class Eagle3Course(Course):
                 else:
                     assert not proposal
         self.emit(sequences, proposals)
-
-    def emit(self, sequences, proposals):
-        fed, accepted_rows = [], []
-        for s, proposal in zip(sequences, proposals, strict=True):
-            num_accepted = self.rng.randint(0, len(proposal))
-            first = sum(map(len, fed))
-            accepted_rows.append(range(first, first + num_accepted + 1))
-            # A proposed token stands in a row of the forward, whether it is accepted or not.
-            fed.append(self.features([*s.token_ids, *proposal])[s.length - 1 :])
-            s.token_ids.extend([*proposal[:num_accepted], self.rng.randrange(VOCAB_SIZE)])
-        hidden_states = torch.cat(fed)
-        self.drafter.commit(sequences, StepResult(accepted_rows, hidden_states))
 
 
 def make(tmp_path, target, model, options, seed=0, enforce_eager=False, draft_tree=None):
@@ -156,16 +144,57 @@ def dense_tree(course, sequence, shape, depth, num_nodes):
 
 
 @eagerly_too
-def test_features_wait_while_nothing_is_drafted(tmp_path, target, model, enforce_eager):
+def test_features_wait_while_nothing_is_drafted(tmp_path, target, model, monkeypatch, enforce_eager):
+    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
     course = make(tmp_path, target, model, {}, enforce_eager=enforce_eager)
     sequences = [new_sequence(i, 5, sd.SamplingParams(), course.rng) for i in range(2)]
     course.prefill(sequences)
     for _ in range(70):
         course.step(sequences, 0)
-        assert all(state.num_queued <= 65 for state in course.drafter._states.values())
+        assert kept_rows(course.drafter) <= 2 * 64
+    assert course.drafter._states[sequences[0]].kv_length
     course.step(sequences, 5)
     course.step(sequences, 5)
     assert course.num_proposed
+
+
+@eagerly_too
+def test_small_hidden_states_wait_however_many(tmp_path, target, model, monkeypatch, enforce_eager):
+    course = make(tmp_path, target, model, {}, enforce_eager=enforce_eager)
+    sequences = [new_sequence(i, 5, sd.SamplingParams(), course.rng) for i in range(2)]
+    course.prefill(sequences)
+    with monkeypatch.context() as patched:
+        for method in ("_projected", "_compute"):
+            patched.setattr(course.drafter, method, None)
+        for _ in range(70):
+            course.step(sequences, 0)
+    assert kept_rows(course.drafter) == 2 * 74
+    course.drafter.release(sequences[1])
+    assert kept_rows(course.drafter) == 2 * 70 + 8, "the others of a step still need its hidden states"
+    course.step(sequences[:1], 5, least=1)
+    assert course.drafter._kept.num_rows == kept_rows(course.drafter) <= 6
+
+
+def test_rejected_rows_count_while_they_are_kept(tmp_path, target, model, monkeypatch):
+    """One sequence is drafted for, the other only keeps rows of the same forwards: it is caught up in time."""
+    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED", 8)
+    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
+    course = make(tmp_path, target, model, {})
+    sequences = [new_sequence(i, 5, sd.SamplingParams(), course.rng) for i in range(2)]
+    course.prefill(sequences)
+    for _ in range(9):
+        draft = course.drafter.propose(sequences, [5, 0])
+        course.emit(sequences, [draft.token_ids.tolist(), []])
+        assert kept_rows(course.drafter) <= 2 * 8
+    course.step(sequences, 5, least=1)
+
+
+def kept_rows(drafter):
+    """The rows of hidden states in memory: those for which no sequence waits are part of their forward's tensor."""
+    kept = {id(each): each for state in drafter._states.values() for each, _, _ in state.queued}
+    found = sum(each.hidden_states.untyped_storage().nbytes() // each.hidden_states[0].nbytes for each in kept.values())
+    assert found == drafter._kept.num_rows
+    return found
 
 
 @eagerly_too
@@ -204,16 +233,22 @@ def test_a_sequence_without_all_its_features_gets_no_draft(tmp_path, target, mod
     assert draft.num_draft_tokens == [3, 0]
 
 
-def test_what_waits_of_a_prompt_keeps_no_memory_of_the_rest(tmp_path, target, model):
+def test_what_waits_of_a_long_prompt_keeps_no_memory_of_the_rest(tmp_path, target, model, monkeypatch):
+    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED", 19)
+    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
     drafter = make(tmp_path, target, model, {}).drafter
     rng = random.Random(0)
     sequences = [new_sequence(i, length, sd.SamplingParams(), rng) for i, length in enumerate((2, 40))]
+    drafter.prepare(2000, 16)
     drafter.admit(sequences)
     features = torch.cat([features_of(model, s.token_ids, TAPS)[:-1] for s in sequences])
     drafter.observe(sequences, [range(1), range(39)], features)
     for sequence in sequences:
-        (queued,) = drafter._states[sequence].queued
-        assert queued.untyped_storage().nbytes() == queued.nbytes == drafter.model.hidden_size * 4
+        ((kept, start, stop),) = drafter._states[sequence].queued
+        waiting = kept.hidden_states
+        assert (start, stop) == (0, 1)
+        assert waiting.untyped_storage().nbytes() == waiting.nbytes == features[0].nbytes
+    assert kept_rows(drafter) == 2
 
 
 @eagerly_too

@@ -62,19 +62,3 @@ def test_a_rank_beyond_the_last_id_is_refused(folder, model):
     sd.Engine(model, folder, draft_tree=[[0], [39]])
     with pytest.raises(sd.ConfigError, match=r"draft_tree has the node \[40\], but the checkpoint has 40 ids"):
         sd.Engine(model, folder, draft_tree=[[0], [40]])
-
-
-def test_what_waits_of_a_step_keeps_no_memory_of_other_sequences(folder, model):
-    engine, seen = sd.Engine(model, folder, num_draft_tokens=3), []
-    drafter = engine.core.drafter
-    commit = drafter.commit
-
-    def recorded(*args):
-        commit(*args)
-        if len(drafter._waiting) > 1:
-            seen.extend((own.untyped_storage().nbytes(), own.nbytes) for own in drafter._waiting.values())
-
-    drafter.commit = recorded
-    engine.generate(PROMPTS, PARAMS)
-    assert seen
-    assert all(held == own for held, own in seen)

@@ -48,8 +48,9 @@ def test_weights_get_the_targets_dtype_and_memory_is_counted(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_draft_tokens", [K, 2 * K])
-def test_the_memory_of_logits_is_estimated(tmp_path, dtype, num_draft_tokens):
-    """A wide vocabulary, so that logits are most of it."""
+def test_the_memory_of_logits_is_estimated(tmp_path, monkeypatch, dtype, num_draft_tokens):
+    """A wide vocabulary, and few hidden states that wait, so that logits are most of it."""
+    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
     model = LlamaForCausalLM(LlamaConfig(**TINY_GROUPED | {"vocab_size": 4_000})).to(dtype)
     write_checkpoint(tmp_path, model)
     target = RaggedModel(model, resolve(torch.device("cpu")))
