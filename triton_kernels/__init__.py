@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import pkgutil
 from types import ModuleType
 
@@ -12,3 +14,7 @@ def kernel_modules() -> list[ModuleType]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return [module for module in modules if hasattr(module, "variants")]
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+    importlib.import_module(f"{__name__}.interpreted").install()
