@@ -18,7 +18,7 @@ from specdec_fast.drafters import Drafter, checked_draft, make_drafter
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.drafting import expect_max_nodes
 from specdec_fast.engine.input import RequestBuilder, as_params_list
-from specdec_fast.engine.memory import affordable_draft, plan_memory
+from specdec_fast.engine.memory import affordable_draft, plan_memory, return_freed_memory
 from specdec_fast.engine.output import Outputs, chunks_of, output_of, outputs_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.progress import Progress
@@ -123,6 +123,8 @@ class Engine:
             drafter.has_scores,
         )
         length_policy.prepare(self.profiler)
+        if self.memory_plan is not None:
+            return_freed_memory()
         self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config)
         self.shared = SharedCore(self.core, self.process)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import specdec_fast as sd
+from specdec_fast.engine.memory import return_freed_memory
 
 TARGET = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 7}
 DRAFT = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2}
@@ -49,7 +49,7 @@ def main(drafts: bool) -> None:
     torch.manual_seed(0)
     # What is imported, and what libraries keep for matrices of these sizes.
     decode(model_of({**TARGET, **ONE_LAYER}), model_of({**DRAFT, **ONE_LAYER}) if drafts else None)
-    gc.collect()
+    return_freed_memory()
     before = status("VmRSS")
     target, draft = model_of(TARGET), model_of(DRAFT) if drafts else None
     Path("/proc/self/clear_refs").write_text("5")  # the peak of the process begins anew
