@@ -64,6 +64,7 @@ __all__ = [
     "StepResult",
     "TreeDrafter",
     "checked_draft",
+    "expect_settings_read",
     "is_draft_model",
     "make_drafter",
 ]
@@ -131,6 +132,23 @@ def make_drafter(
     model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))
     _check_vocabulary(model, target, tokenizer)
     return ModelDrafter(model, target.vocab_size, config.max_prefill_tokens)
+
+
+def expect_settings_read(drafter: Drafter, config: EngineConfig) -> None:
+    """Check that the drafter reads every setting for drafters that was given; ``draft_tree="chain"`` is for all.
+
+    Raises:
+        ConfigError: ``tap_layers`` or ``draft_tree`` would have no effect.
+
+    """
+    given = {"tap_layers": config.tap_layers, "draft_tree": None if config.draft_tree == "chain" else config.draft_tree}
+    for name, value in given.items():
+        if value is not None and name not in drafter.settings:
+            reads = f"it reads {' and '.join(drafter.settings)} only" if drafter.settings else "it has no such setting"
+            raise ConfigError(
+                f"{name}={value!r} has no effect on the drafter {drafter.name!r}: {reads}; leave it out, or pass a "
+                "drafter that reads it (docs/drafters.md)."
+            )
 
 
 def is_draft_model(draft: Any) -> bool:

@@ -52,6 +52,8 @@ class CloverDrafter(TappedDrafter, TreeDrafter):
 
     """
 
+    settings = ("draft_tree",)
+
     taps = (FINAL,)
 
     def __init__(self, context: DrafterContext, folder: str) -> None:

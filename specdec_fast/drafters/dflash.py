@@ -43,6 +43,8 @@ class DFlashDrafter(TappedDrafter):
 
     """
 
+    settings = ("tap_layers",)
+
     keeps_last = False  # a block begins behind the context, whose entries are all written
 
     def __init__(self, context: DrafterContext, folder: str) -> None:

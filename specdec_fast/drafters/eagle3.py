@@ -52,6 +52,8 @@ class Eagle3Drafter(TappedDrafter):
 
     """
 
+    settings = ("tap_layers", "draft_tree")
+
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder = folder
         with torch.inference_mode():

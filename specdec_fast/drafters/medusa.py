@@ -56,6 +56,8 @@ class MedusaDrafter(TreeDrafter):
 
     """
 
+    settings = ("draft_tree",)
+
     taps = (FINAL,)
 
     def __init__(self, context: DrafterContext, folder: str) -> None:

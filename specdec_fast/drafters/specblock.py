@@ -51,6 +51,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
 
     """
 
+    settings = ("tap_layers", "draft_tree")
+
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder, wanted = folder, context.config.draft_tree
         if isinstance(wanted, tuple):

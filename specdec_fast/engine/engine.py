@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig, as_config
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.graphs import described
-from specdec_fast.drafters import Drafter, checked_draft, make_drafter
+from specdec_fast.drafters import Drafter, checked_draft, expect_settings_read, make_drafter
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.drafting import expect_max_nodes
 from specdec_fast.engine.input import RequestBuilder, as_params_list
@@ -98,6 +98,8 @@ class Engine:
             self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
+        if draft is not None:
+            expect_settings_read(drafter, self.config)
         self.target.use_taps(drafter.taps)
         expect_max_nodes(drafter)
         if drafter.max_nodes:

@@ -19,6 +19,7 @@ class Trained(sd.Drafter):
     """Proposes the target's own token if it reads the taps that it was made for, and token 0 otherwise."""
 
     name = "trained"
+    settings = ("tap_layers",)
 
     def __init__(self, context, named):
         named_taps = () if named == "without" else tuple(int(tap) for tap in named.split(","))
