@@ -9,7 +9,10 @@ generation must equal. In bf16 and fp16 it is the engine's own plain decoding at
 from __future__ import annotations
 
 import argparse
+import atexit
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers.utils import logging
@@ -17,7 +20,8 @@ from transformers.utils import logging
 from bench.common import report
 from bench.common.device import full_precision
 from bench.common.measurement import MethodSetting, measure
-from bench.common.workload import add_workload_options, check_workload, load
+from bench.common.random_eagle3 import write_random_eagle3
+from bench.common.workload import Workload, add_workload_options, check_workload, load
 from bench.engine_.methods import DEFAULT_METHODS, METHODS, NOT_REPLAYED, Bench
 from bench.engine_.summary import print_tables, summarise
 from specdec_fast.errors import SpecDecError
@@ -39,6 +43,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=report.probabilities,
         metavar="P,P",
         help="replay the target's own tokens with these probabilities in place of what the draft model proposes",
+    )
+    parser.add_argument(
+        "--eagle3",
+        type=int,
+        metavar="IDS",
+        help="draft with an EAGLE-3 layer of the target's hidden size, random weights and so many ids, in place of the "
+        "draft model; needs --acceptance",
     )
     parser.add_argument(
         "--no-deterministic", action="store_true", help="do not pad the engine's forwards; the gate does not change"
@@ -66,6 +77,8 @@ def _check_methods(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
             f"--acceptance: {', '.join(sorted(running))} would run the draft model's own proposals, which cannot be "
             "replayed there; leave --acceptance out to time the draft as it is"
         )
+    if args.eagle3 is not None and not args.acceptance:
+        parser.error("--eagle3: its weights are random, so nothing would be accepted; add --acceptance, such as 0.8")
     if args.repeats < 1 or min(args.batch_sizes) < 1:
         parser.error("--repeats and --batch-sizes: expected 1 or more")
 
@@ -79,6 +92,16 @@ def make_settings(bench: Bench, args: argparse.Namespace) -> list[MethodSetting]
     return settings
 
 
+def _drafter(args: argparse.Namespace, workload: Workload) -> str | None:
+    """Return the drafter of ``--eagle3``; its folder is left to be deleted when the process ends."""
+    if args.eagle3 is None:
+        return None
+    folder = TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    write_random_eagle3(workload.target, args.eagle3, Path(folder.name))
+    return f"eagle3:{folder.name}"
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the tables, end in one JSON line."""
     args = parse_args(argv)
@@ -88,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     logging.set_verbosity_error()  # assisted generation warns about its own settings
     try:
         workload = load(args, 2 * max(args.batch_sizes))
-        bench = Bench(workload, not args.no_deterministic, args.peer_models)
+        bench = Bench(workload, not args.no_deterministic, args.peer_models, _drafter(args, workload))
         settings = make_settings(bench, args)
         reference = bench.reference(settings)
     except SpecDecError as error:
@@ -110,6 +133,7 @@ def main(argv: list[str] | None = None) -> None:
         "prompt_tokens": sum(map(len, workload.prompts)),
         "max_new_tokens": args.max_new_tokens,
         "ignore_eos": args.ignore_eos,
+        "eagle3_ids": args.eagle3,
         "dtype": args.dtype,
         "deterministic": not args.no_deterministic,
         "repeats": args.repeats,

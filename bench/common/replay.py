@@ -23,10 +23,11 @@ class ReplayDrafter(Drafter):
 
     Each token is the target's own with a given probability, else another one. The choice depends on the seed, the
     prompt and the position, so it is the same in every batch, with every K and every scheduler. A draft model continues
-    from its own tokens, so its costs are real. It keeps KV entries of its own tokens, which are never proposed.
+    from its own tokens, so its costs are real. It keeps KV entries of its own tokens, which are never proposed. A
+    drafter with taps receives the target's hidden states, as it would by itself.
 
     Args:
-        inner: the drafter whose costs are measured.
+        inner: the drafter whose costs are measured; it proposes chains.
         transcripts: the tokens that the target emits for every prompt, in the order of the prompts.
         probability: probability that a token is the target's own, given that the tokens before it are; one for each
             prompt, if it changes in mid-run.
@@ -45,7 +46,7 @@ class ReplayDrafter(Drafter):
         device: torch.device,
         seed: int = 0,
     ) -> None:
-        self.inner = inner
+        self.inner, self.taps = inner, inner.taps
         longest = max(map(len, transcripts), default=0)
         probabilities = [probability] * len(transcripts) if isinstance(probability, (int, float)) else probability
         table = np.full((len(transcripts), longest + 1), _BEYOND, np.int64)
@@ -95,6 +96,10 @@ class ReplayDrafter(Drafter):
     def admit(self, sequences: list[Sequence]) -> None:
         """Call the inner drafter."""
         self.inner.admit(sequences)
+
+    def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
+        """Call the inner drafter."""
+        self.inner.observe(sequences, positions, features)
 
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
         """Call the inner drafter."""

@@ -23,6 +23,7 @@ from bench.common.workload import Workload
 from bench.engine_.peers import PEERS
 from specdec_fast import DecodingStats, Drafter, Engine, SamplingParams, oracle
 from specdec_fast.drafters.draft_model import ModelDrafter
+from specdec_fast.drafters.pooled import PooledDrafter
 from specdec_fast.equivalence.compare import transformers_greedy_batch
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.loading import eos_token_ids
@@ -51,6 +52,7 @@ class EngineRunner:
         self.engine, self.drafter, self.workload = engine, drafter, workload
         self._params = SamplingParams(max_new_tokens=workload.max_new_tokens)
         inner = drafter.inner if isinstance(drafter, ReplayDrafter) else drafter
+        self._pooled = inner if isinstance(inner, PooledDrafter) else None
         self._draft = inner if isinstance(inner, ModelDrafter) else None
         self._pool_tokens = 0
 
@@ -100,7 +102,7 @@ class EngineRunner:
         """Free the pools; return their bytes."""
         engine, num_bytes = self.engine, 0
         self._pool_tokens = engine.core.pool.num_pages * engine.config.page_size
-        for owner in (engine.core, self._draft):
+        for owner in (engine.core, self._pooled):
             if owner is not None and owner.pool is not None:
                 num_bytes += owner.pool.num_pages * owner.pool.page_size * owner.pool.layout.bytes_per_token
                 owner.pool = None
@@ -108,10 +110,25 @@ class EngineRunner:
 
 
 class Bench:
-    """The models and prompts of one benchmark, and every method to decode them. All methods share the models."""
+    """The models and prompts of one benchmark, and every method to decode them. All methods share the models.
 
-    def __init__(self, workload: Workload, deterministic: bool = True, peer_models: Path | None = None) -> None:
+    Args:
+        workload: the models, the prompts and how many tokens to decode.
+        deterministic: whether the engine pads its forwards.
+        peer_models: folder with the models of other libraries.
+        drafter: what the engine drafts with, if not with the draft model: ``"kind:FOLDER"``.
+
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        deterministic: bool = True,
+        peer_models: Path | None = None,
+        drafter: str | None = None,
+    ) -> None:
         self.workload, self.deterministic = workload, deterministic
+        self._drafter = drafter
         self.target, self.draft, self.prompts = workload.target, workload.draft, workload.prompts
         self.limits = oracle.StopRule(workload.max_new_tokens, eos_token_ids(self.target))
         self.engine = cache(self._engine)
@@ -239,7 +256,8 @@ class Bench:
         return EngineRunner(engine, drafter, self.workload)
 
     def _engine(self, batch_size: int, method: str, num_draft_tokens: int | str | None) -> tuple[Engine, Drafter]:
-        draft, k = (None, {}) if method in PLAIN_METHODS else (self.draft, {"num_draft_tokens": num_draft_tokens})
+        own = self.draft if self._drafter is None else self._drafter
+        draft, k = (None, {}) if method in PLAIN_METHODS else (own, {"num_draft_tokens": num_draft_tokens})
         scheduler = PLAIN_METHODS.get(method, method)
         options = {"max_batch_size": batch_size, "deterministic": self.deterministic, **k}
         engine = Engine(self.target, draft, method=scheduler, **options)

@@ -152,6 +152,26 @@ def test_replayed_acceptances_share_an_engine(capsys, monkeypatch):
     assert len({id(args[0]) for args in made}) == len({id(args[1]) for args in made if args[1] is not None}) == 1
 
 
+@pytest.mark.parametrize("num_ids", [97, 50])
+def test_an_eagle3_layer_of_random_weights_is_replayed(num_ids, capsys, monkeypatch):
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Engine(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr("bench.engine_.methods.Engine", make)
+    options = ["--acceptance", "1", "--batch-sizes", "2", "--num-draft-tokens", "3", "--eagle3", str(num_ids)]
+    _, result = run(capsys, [*SMOKE, *options, "--methods", "autoregressive,exspec"])
+    row = next(row for row in result["rows"] if row["method"] == "exspec")
+    assert row["mean_acceptance_length"] == 4, "8 tokens are two full steps"
+    assert result["eagle3_ids"] == num_ids
+    drafter = next(engine.drafter.inner for engine in made if engine.drafter.taps)
+    assert drafter.describe()["draft_vocab_size"] == num_ids
+    assert drafter.model.hidden_size == PAIRS["smoke"].target.hidden_size
+    assert drafter.pool is None, "its pool is freed between runs"
+
+
 def test_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"
@@ -336,6 +356,7 @@ def test_auto_is_for_the_engine_only(monkeypatch):
         (["--methods", "eqspec,vllm"], "--methods: vllm; expected some of autoregressive"),
         (["--acceptance", "0.8", "--methods", "oracle-eqspec,eqspec"], "--acceptance: oracle-eqspec would run"),
         (["--acceptance", "0", "--methods", "transformers-assisted"], "cannot be replayed there"),
+        (["--eagle3", "50"], "--eagle3: its weights are random, so nothing would be accepted; add --acceptance"),
         (["--repeats", "0"], "expected 1 or more"),
         (["--times", "0"], "--times 0: expected 1 or more"),
     ],

@@ -13,6 +13,7 @@ from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.request.sequence import Sequence
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
+from support.recording_drafter import Recording
 
 CPU = torch.device("cpu")
 NEW_TOKENS = 40
@@ -139,3 +140,26 @@ def test_the_draft_model_works_as_hard_as_it_would_by_itself(pair, transcripts, 
         counted.append(list(rows))
     assert counted[0] == counted[1]
     assert len(counted[0]) > 20
+
+
+def test_a_drafter_with_taps_receives_what_it_would_by_itself(pair, transcripts):
+    """The drafter asserts by itself that no hidden states are missing or come twice."""
+    target, _ = pair
+    received = []
+    for replays in (False, True):
+        inner = Recording((0, 1, "final"), lambda sequence, limit: next_tokens(transcripts, sequence, limit))
+        drafter = ReplayDrafter(inner, transcripts, 1.0, VOCAB_SIZE, CPU) if replays else inner
+        outputs, engine = decode(target, drafter, max_batch_size=2, num_draft_tokens=3)
+        assert [output.token_ids for output in outputs] == transcripts
+        assert engine.last_run.decoding.num_accepted_tokens == engine.last_run.decoding.num_draft_tokens
+        received.append(inner)
+    assert received[0].num_observed == received[1].num_observed
+    assert sum(received[0].num_observed) == sum(len(prompt) - 1 for prompt in PROMPTS)
+    for own, replayed in zip(received[0].released, received[1].released, strict=True):
+        assert own[0] == replayed[0]
+        assert torch.equal(own[1], replayed[1])
+
+
+def next_tokens(transcripts, sequence, limit):
+    start = sequence.length - sequence.prompt_length
+    return transcripts[sequence.index][start : start + limit]

@@ -1,0 +1,38 @@
+"""An EAGLE-3 drafter with random weights for any target: one layer of the target's hidden size, whose costs are timed.
+
+Its own proposals are worthless, so ``bench/common/replay.py`` replaces them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from bench.common.pairs import SEED
+from specdec_fast.models.hidden_states import default_taps
+from specdec_fast.training.eagle3 import DrafterSize, new_module, save_drafter
+
+_LAYERS_OF_DEFAULT_TAPS = 7  # the least number of layers of a target that has default taps
+
+
+def write_random_eagle3(target: PreTrainedModel, num_draft_ids: int, folder: Path) -> None:
+    """Write a checkpoint whose layer has random weights; embedding and output layer are the target's.
+
+    Args:
+        target: the model that it drafts for; its embeddings are not stored again.
+        num_draft_ids: number of ids that it can propose, the first ones. Published checkpoints often have 32,000.
+        folder: exists.
+
+    Raises:
+        ConfigError: the target has fewer ids, or sizes that no drafter can have.
+
+    """
+    config = target.config.get_text_config(decoder=True)
+    num_layers = config.num_hidden_layers
+    taps = default_taps(num_layers) if num_layers >= _LAYERS_OF_DEFAULT_TAPS else tuple(range(min(3, num_layers)))
+    ids = None if num_draft_ids == config.vocab_size else torch.arange(num_draft_ids, device="cpu")
+    torch.manual_seed(SEED)
+    module = new_module(target, DrafterSize(tap_layers=taps), num_draft_ids, ids)
+    save_drafter(module, folder, target, taps, ids)
