@@ -200,8 +200,8 @@ class TreeDrafter(Drafter):
     """Proposes trees of draft tokens, so that one verification tries several continuations of a sequence.
 
     K bounds the depth of a tree. The number of its nodes has a limit of its own, because every node is a row of the
-    verification and a KV entry: ``max_nodes``, or K if that is more. If KV pages or memory run short, or the engine has
-    a memory budget, it is K, as for a chain.
+    verification and a KV entry: ``max_nodes``, or K if that is more. If KV pages or memory run short, or the engine's
+    memory budget has no room for that many, it is K, as for a chain.
 
     Attributes:
         max_nodes: the largest number of nodes that it proposes for one sequence; constant.

@@ -40,6 +40,7 @@ class EngineCore:
         scheduler: decides which sequences join, and which take part in a step.
         length_policy: decides how many draft tokens each sequence of a step gets.
         config: page size, and the size of the KV pool if it is fixed.
+        max_nodes: largest number of nodes of a tree; where it is less than K, trees have K nodes.
 
     Attributes:
         waiting: sequences that hold no pages (any more), in the order in which they were added.
@@ -56,6 +57,7 @@ class EngineCore:
         scheduler: Scheduler,
         length_policy: LengthPolicy,
         config: EngineConfig,
+        max_nodes: int,
     ) -> None:
         self.target, self.drafter = target, drafter
         self.scheduler, self.length_policy = scheduler, length_policy
@@ -63,7 +65,7 @@ class EngineCore:
         self._pools = Pools(target, drafter, config)
         self._row_limit = RowLimit()
         self._prefilling = Prefilling(target, drafter, config.max_prefill_tokens, self._row_limit)
-        self._residents = Residents(self._pools, self._prefilling, scheduler, drafter, config)
+        self._residents = Residents(self._pools, self._prefilling, scheduler, drafter, config, max_nodes)
         self.waiting, self.resident = self._residents.waiting, self._residents.resident
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
         self.failed: list[Sequence] = []

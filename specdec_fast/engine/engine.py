@@ -114,8 +114,7 @@ class Engine:
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
         is_asynchronous = self.target.layout.device.type != "cpu"
-        # A budget for memory counts K rows per sequence, so trees have K nodes then.
-        max_nodes = drafter.max_nodes if self.config.memory_bytes is None else 0
+        max_nodes = drafter.max_nodes if self.memory_plan is None else self.memory_plan.max_nodes
         self.profiler = Profiler(
             self.config.max_batch_size,
             is_asynchronous,
@@ -127,7 +126,7 @@ class Engine:
         length_policy.prepare(self.profiler)
         if self.memory_plan is not None:
             return_freed_memory()
-        self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config)
+        self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config, max_nodes)
         self.shared = SharedCore(self.core, self.process)
 
     @property

@@ -31,6 +31,7 @@ class MemoryPlan(NamedTuple):
         has_drafter: whether it drafts; plain decoding is the last resort.
         terms: bytes by term.
         is_estimate: whether some of them are estimates.
+        max_nodes: largest number of nodes of the drafter's trees; 0 if the budget has no room for more than K.
 
     """
 
@@ -38,6 +39,7 @@ class MemoryPlan(NamedTuple):
     has_drafter: bool
     terms: dict[str, int]
     is_estimate: bool
+    max_nodes: int
 
     def describe(self) -> dict[str, Any]:
         """Return the entry of ``Engine.describe()``."""
@@ -50,6 +52,7 @@ class MemoryPlan(NamedTuple):
             "max_batch_size": config.max_batch_size,
             "has_drafter": self.has_drafter,
             "most_draft_tokens": config.most_draft_tokens if self.has_drafter else 0,
+            "max_nodes": self.max_nodes,
             "kv_cache_tokens": config.kv_cache_tokens,
             "max_prefill_tokens": config.max_prefill_tokens,
         }
@@ -91,8 +94,8 @@ def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
 def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, drafts: bool) -> MemoryPlan | None:
     """Choose the largest settings within ``memory_bytes``; None without a budget.
 
-    What is lowered first: the rows of a prefill forward, the sequences beyond the batch that exspec keeps resident, K
-    down to 1, the batch. If one sequence with K 1 does not fit, the engine decodes plainly.
+    What is lowered first: the rows of a prefill forward, the sequences beyond the batch that exspec keeps resident, the
+    nodes of a tree to K, K down to 1, the batch. If one sequence with K 1 does not fit, the engine decodes plainly.
 
     Args:
         target: the loaded target.
@@ -110,7 +113,7 @@ def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, 
     gc.collect()  # the tensors of recorded forwards lie in reference cycles
     memory = loaded_memory(target, drafter, config.page_size)
     each = memory.rounded(min(_POSITIONS_EACH, target.max_positions or _POSITIONS_EACH))
-    lengths = _lengths(config) if drafts else [0]
+    lengths = _numbers_of_nodes(drafter, config) if drafts else [0]
     for positions in (each, 1):  # one page, if the budget holds no more
         for nodes in (lengths, [0]) if lengths != [0] else ([0],):
             ask = _ask(config, target, nodes, positions)
@@ -122,10 +125,15 @@ def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, 
     raise budget_error(memory, budget, Setting(1, 0, 1, config.kv_cache_tokens or 1, 1))
 
 
-def _lengths(config: EngineConfig) -> list[int]:
-    """Return the values of K to which it may be lowered, the largest first; a policy of the caller's own has one."""
+def _numbers_of_nodes(drafter: Drafter, config: EngineConfig) -> list[int]:
+    """Return the numbers of draft tokens per sequence that are tried, the largest first: the nodes of a tree, then K.
+
+    K is lowered down to 1, unless the caller's own policy chooses it. A tree that does not fit is no tree of fewer
+    nodes: most drafters of trees draft a chain then.
+    """
     most, is_own = config.most_draft_tokens, not isinstance(config.num_draft_tokens, (int, str))
-    return [most] if is_own or not most else list(range(most, 0, -1))
+    lengths = [most] if is_own or not most else list(range(most, 0, -1))
+    return [drafter.max_nodes, *lengths] if drafter.max_nodes > most > 0 else lengths
 
 
 def _ask(config: EngineConfig, target: RaggedModel, lengths: list[int], positions_each: int) -> Ask:
@@ -148,13 +156,15 @@ def _plan(memory: EngineMemory, setting: Setting, target: RaggedModel, config: E
         if target.max_positions is not None:
             num_positions = min(num_positions, setting.num_resident * memory.rounded(target.max_positions))
     setting = setting._replace(num_positions=num_positions)
+    num_nodes = setting.num_draft_tokens
+    max_nodes = num_nodes if num_nodes > config.most_draft_tokens else 0
     planned = replace(
         _with_batch(config, setting.batch_size, setting.num_resident),
-        num_draft_tokens=_shortened(config, setting.num_draft_tokens),
+        num_draft_tokens=config.num_draft_tokens if max_nodes else _shortened(config, num_nodes),
         kv_cache_tokens=num_positions,
         max_prefill_tokens=setting.max_prefill_tokens,
     )
-    return MemoryPlan(planned, setting.num_draft_tokens > 0, memory.terms(setting), memory.is_estimate)
+    return MemoryPlan(planned, num_nodes > 0, memory.terms(setting), memory.is_estimate, max_nodes)
 
 
 def _shortened(config: EngineConfig, most: int) -> int | str | LengthPolicy:

@@ -62,13 +62,19 @@ class Residents:
     """
 
     def __init__(
-        self, pools: Pools, prefilling: Prefilling, scheduler: Scheduler, drafter: Drafter, config: EngineConfig
+        self,
+        pools: Pools,
+        prefilling: Prefilling,
+        scheduler: Scheduler,
+        drafter: Drafter,
+        config: EngineConfig,
+        max_nodes: int,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.resident: list[Sequence] = []
         self._pools, self._prefilling = pools, prefilling
         self._scheduler, self._drafter = scheduler, drafter
-        self._max_nodes = 0 if config.memory_bytes is not None else drafter.max_nodes  # a budget counts K rows each
+        self._max_nodes = max_nodes
         # At least a step, so that what is admitted is not preempted in its first one.
         self._headroom = max(_HEADROOM_PAGES * config.page_size, config.most_draft_tokens + 1)
 

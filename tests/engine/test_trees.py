@@ -216,9 +216,15 @@ def test_auto_chooses_the_depth_of_trees(target, expected):
     assert all(limit <= 8 and nodes in ((limit, 9) if limit else (0,)) for limit, nodes in limits_of(drafter))
 
 
-def test_trees_of_an_engine_with_a_memory_budget_have_k_nodes(target, expected):
+def test_trees_have_k_nodes_where_a_memory_budget_has_no_room_for_more(target, expected):
+    settings = {"num_draft_tokens": 4, "kv_cache_tokens": 2048, "max_prefill_tokens": 1}
     drafter = trees_for(expected, max_nodes=9)
-    assert decode(sd.Engine(target, drafter, num_draft_tokens=4, memory_bytes=1 << 30)) == expected
+    engine = sd.Engine(target, drafter, memory_bytes=1 << 30, **settings)
+    assert decode(engine) == expected
+    assert {nodes for limit, nodes in limits_of(drafter) if limit} == {9}
+    less = sum(engine.memory_plan.terms.values()) - 1
+    drafter = trees_for(expected, max_nodes=9)
+    assert decode(sd.Engine(target, drafter, memory_bytes=less, **settings)) == expected
     assert limits_of(drafter)
     assert all(limit == nodes for limit, nodes in limits_of(drafter))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -252,3 +253,26 @@ def test_a_drafter_of_hidden_states_is_counted(target, tmp_path):
     assert plan.terms["drafter weights"] == sum(others.values()) > 0
     assert plan.terms["hidden states"] == engine.target.empty_hidden_states(512).nbytes
     assert engine.target.program.held_bytes == plan.terms["target arenas"]
+
+
+@needs_programs
+@pytest.mark.parametrize("tree", [7, [[0], [1], [0, 0], [2]]], ids=["dynamic", "static"])
+def test_the_nodes_of_trees_are_counted(target, tmp_path, tree, monkeypatch):
+    """A verification has a row per node; a budget one byte short of it keeps K and gives up the tree."""
+    write_checkpoint(tmp_path, target)
+    settings = {"max_batch_size": BATCH, "method": "eqspec", "kv_cache_tokens": 640, "max_prefill_tokens": 9}
+    most = 7 if tree == 7 else len(tree)
+    make = partial(sd.Engine, target, f"eagle3:{tmp_path}", num_draft_tokens=K, draft_tree=tree, **settings)
+    engine = make(memory_bytes=10**9)
+    assert engine.describe()["memory"]["max_nodes"] == engine.memory_plan.max_nodes == most
+    sizes = largest_logits(engine, monkeypatch)
+    prompts = prompts_of([9] * BATCH)
+    outputs = engine.generate(prompts, PARAMS)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in sd.Engine(target, None).generate(prompts, PARAMS)]
+    terms = engine.memory_plan.terms
+    assert max(sizes) == terms["logits"]
+    assert engine.target.program.held_bytes == terms["target arenas"]
+    less = make(memory_bytes=sum(terms.values()) - 1)
+    assert less.config.most_draft_tokens == K
+    assert less.memory_plan.max_nodes == 0
+    assert less.memory_plan.terms["logits"] == terms["logits"] * (1 + K) // (1 + most)

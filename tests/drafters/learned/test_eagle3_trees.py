@@ -50,10 +50,15 @@ def test_a_tree_of_fewer_nodes_than_a_chain_is_drafted(folder, model, expected, 
         assert [-1, 0, -1] in trees
 
 
-def test_chains_are_drafted_where_a_tree_may_not_have_all_its_nodes(folder, model, expected):
-    engine = sd.Engine(model, folder, num_draft_tokens=5, draft_tree=6, memory_bytes=64 << 20)
-    shapes = shapes_of(engine)
-    assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected
+def test_chains_are_drafted_where_a_budget_has_no_room_for_all_nodes(folder, model, expected):
+    settings = {"num_draft_tokens": 5, "draft_tree": 6, "kv_cache_tokens": 256, "max_prefill_tokens": 1}
+    whole = sd.Engine(model, folder, memory_bytes=64 << 20, **settings)
+    assert whole.memory_plan.max_nodes == 6
+    needed = sum(whole.memory_plan.terms.values())
+    for less in (0, 1):
+        engine = sd.Engine(model, folder, memory_bytes=needed - less, **settings)
+        shapes = shapes_of(engine)
+        assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected
     assert shapes
     assert {shape for _, shape in shapes} == {None}
 
