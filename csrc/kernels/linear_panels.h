@@ -71,7 +71,7 @@ void pack_rows(const LinearArgs& args, std::int64_t row, std::int64_t count, std
 }
 
 // How many lanes are summed at a time.
-constexpr std::int64_t kFewSteps = 32;
+constexpr std::int64_t kFewSteps = 16;
 static_assert(kFewSteps <= kChunkSteps, "");
 SPECDEC_INLINE int lanes_at_once(std::int64_t num_steps) { return num_steps <= kFewSteps ? 2 : 1; }
 
@@ -119,47 +119,95 @@ SPECDEC_INLINE void add_steps(const float* const (&inputs)[kA], const Vector* we
   }
 }
 
+// sums[0] = steps [first, last) of kA lanes, the lanes from index * kA on; the other sums are left over.
+template <int kA, int kR, typename Units>
+SPECDEC_INLINE void sum_lanes(const float* block, const Vector* weights, std::int64_t num_steps, int index, Range steps,
+                              Ahead ahead, Vector sums[kA][kR][kBlocks]) {
+  const float* inputs[kA];
+  for (int a = 0; a < kA; ++a) inputs[a] = Inputs<kA, kR>::of_lane(block, index * kA + a, num_steps);
+  const std::int64_t stride = panel_stride(num_steps);
+  ahead.from += index * num_steps * ahead.step_bytes;
+  add_steps<kA, kR, Units>(inputs, weights + index * kA * stride, stride, steps.begin, steps.end, ahead, sums);
+  for (int half = 1; half < kA; half *= 2) {
+    for (int a = 0; a < kA; a += 2 * half) {
+      for (int r = 0; r < kR; ++r) {
+        for (int o = 0; o < kBlocks; ++o) sums[a][r][o] += sums[a + half][r][o];
+      }
+    }
+  }
+}
+
+// How many waiting sums are added to those of the lanes with this index: 2^n neighbours are complete after the n-th.
+constexpr int complete_pairs(int index) { return __builtin_ctz(~static_cast<unsigned>(index)); }
+
+// The sums over all lanes of kR rows of many steps. Sums wait on a stack for those that belong with them: a chunk for the
+// lane's next chunk, a lane for its neighbour, a pair for the next pair. One loop adds all that waits, because GCC keeps
+// sums in memory if several paths meet.
+template <int kR, typename Units>
+SPECDEC_INLINE void tile_of_many_steps(const float* block, const Vector* weights, std::int64_t num_steps, Ahead ahead,
+                                       Vector totals[kTileRows][kBlocks]) {
+  Vector waiting[5][kR][kBlocks];
+  Vector(*top)[kR][kBlocks] = waiting;
+  for (int index = 0; index < kLanes; ++index) {
+    Range steps = {0, 0};
+    do {
+      steps.end = std::min(num_steps, steps.begin + kChunkSteps);
+      Vector sums[1][kR][kBlocks] = {};
+      sum_lanes<1, kR, Units>(block, weights, num_steps, index, steps, ahead, sums);
+      const bool is_last = steps.end == num_steps;
+      int complete = (steps.begin > 0 ? 1 : 0) + (is_last ? complete_pairs(index) : 0);
+#pragma GCC unroll 1
+      for (; complete > 0; --complete) {
+        --top;
+        for (int r = 0; r < kR; ++r) {
+          for (int o = 0; o < kBlocks; ++o) sums[0][r][o] += (*top)[r][o];
+        }
+      }
+      Vector(*to)[kBlocks] = is_last && index + 1 == kLanes ? totals : *top;
+      for (int r = 0; r < kR; ++r) {
+        for (int o = 0; o < kBlocks; ++o) to[r][o] = sums[0][r][o];
+      }
+      ++top;
+      steps.begin = steps.end;
+    } while (steps.begin < num_steps);
+  }
+}
+
+// Sums the kIndex-th kA lanes, adds those of waiting[0], waiting[1], ... that are complete, and lets the result wait.
+template <int kIndex, int kA, int kR, typename Units>
+SPECDEC_INLINE void add_lanes(const float* block, const Vector* weights, std::int64_t num_steps, Ahead ahead,
+                              Vector (*waiting)[kR][kBlocks], Vector totals[kTileRows][kBlocks]) {
+  constexpr int kComplete = complete_pairs(kIndex);
+  Vector sums[kA][kR][kBlocks] = {};
+  sum_lanes<kA, kR, Units>(block, weights, num_steps, kIndex, {0, num_steps}, ahead, sums);
+  Vector(*to)[kBlocks] = kIndex + 1 == kLanes / kA ? totals : waiting[kComplete];
+  for (int r = 0; r < kR; ++r) {
+    for (int o = 0; o < kBlocks; ++o) {
+      for (int level = 0; level < kComplete; ++level) sums[0][r][o] += waiting[level][r][o];
+      to[r][o] = sums[0][r][o];
+    }
+  }
+  asm volatile("" : : "r"(waiting) : "memory");  // GCC 12 would otherwise move sums between registers and memory again
+}
+
+// The same of few steps, kA lanes at a time. No branch chooses what is added, as a wrong guess costs as much as a step.
+template <int kA, int kR, typename Units, int... kIndices>
+SPECDEC_INLINE void tile_of_few_steps(const float* block, const Vector* weights, std::int64_t num_steps, Ahead ahead,
+                                      Vector totals[kTileRows][kBlocks], std::integer_sequence<int, kIndices...>) {
+  Vector waiting[5][kR][kBlocks];
+  (add_lanes<kIndices, kA, kR, Units>(block, weights, num_steps, ahead, waiting, totals), ...);
+}
+
 // The sums over all lanes of kR rows and a panel's outputs, kA lanes at a time. If steps are few, it is faster to add sums
 // in registers than to store them; if steps are many, it is faster to use each weight for many rows.
 template <int kA, int kR, typename Units>
 void tile(const float* block, const Vector* weights, std::int64_t num_steps, Ahead ahead,
           Vector totals[kTileRows][kBlocks]) {
-  Vector levels[5][kR][kBlocks];  // sums of kA, 2 kA, 4 kA, ... lanes, kept until as many others are summed
-  const std::int64_t weight_stride = panel_stride(num_steps);
-  for (int index = 0; index < kLanes / kA; ++index) {
-    const float* inputs[kA];
-    for (int a = 0; a < kA; ++a) inputs[a] = Inputs<kA, kR>::of_lane(block, index * kA + a, num_steps);
-    Vector sums[kA][kR][kBlocks] = {};
-    add_steps<kA, kR, Units>(inputs, weights, weight_stride, 0, std::min(num_steps, kChunkSteps), ahead, sums);
-    if constexpr (kA == 1) {  // with more lanes there is one chunk only, and a loop would take registers from the sums
-      for (std::int64_t first = kChunkSteps; first < num_steps; first += kChunkSteps) {
-        Vector chunk[kA][kR][kBlocks] = {};
-        add_steps<kA, kR, Units>(inputs, weights, weight_stride, first, std::min(num_steps, first + kChunkSteps), ahead,
-                                 chunk);
-        for (int r = 0; r < kR; ++r) {
-          for (int o = 0; o < kBlocks; ++o) sums[0][r][o] += chunk[0][r][o];
-        }
-      }
-    }
-    ahead.from += num_steps * ahead.step_bytes;
-    weights += kA * weight_stride;
-    for (int half = 1; half < kA; half *= 2) {
-      for (int a = 0; a < kA; a += 2 * half) {
-        for (int r = 0; r < kR; ++r) {
-          for (int o = 0; o < kBlocks; ++o) sums[a][r][o] += sums[a + half][r][o];
-        }
-      }
-    }
-    int level = 0;
-    for (; (index >> level & 1) != 0; ++level) {
-      for (int r = 0; r < kR; ++r) {
-        for (int o = 0; o < kBlocks; ++o) sums[0][r][o] += levels[level][r][o];
-      }
-    }
-    Vector(*to)[kBlocks] = index + 1 == kLanes / kA ? totals : levels[level];
-    for (int r = 0; r < kR; ++r) {
-      for (int o = 0; o < kBlocks; ++o) to[r][o] = sums[0][r][o];
-    }
+  if constexpr (kA == 1) {
+    tile_of_many_steps<kR, Units>(block, weights, num_steps, ahead, totals);
+  } else {
+    tile_of_few_steps<kA, kR, Units>(block, weights, num_steps, ahead, totals,
+                                     std::make_integer_sequence<int, kLanes / kA>());
   }
 }
 
