@@ -59,7 +59,8 @@ def subjects(args: argparse.Namespace) -> Iterator[Subject]:
         op = all_ops()[name]
         able = [b for b in args.backends or op.implementations if why_not(op, b, device) is None]
         backends = (BASELINE, *(b for b in able if b != BASELINE))
-        for case in op.benchmarks():
+        cases = op.benchmarks_of_rows(args.rows) if op.benchmarks_of_rows and args.rows else op.benchmarks()
+        for case in cases:
             for dtype in args.dtypes:
                 if args.cases in case.name:
                     yield Subject(op, case, dtype, device, backends)
@@ -173,6 +174,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ops", type=report.names, default=list(all_ops()), help="such as verify_chain,append_kv_")
     parser.add_argument("--backends", type=report.names, help="besides torch (default: all that run here)")
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--rows", type=report.integers, help="numbers of rows of linear, such as 1,8,64")
     parser.add_argument(
         "--dtypes", type=report.names, default=["bfloat16", "float32"], help=f"some of {','.join(report.DTYPES)}"
     )
@@ -188,6 +190,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         reason = why_not(all_ops()[op], backend, torch.device(args.device))
         if reason:
             parser.error(f"--backends: {backend} cannot run {op} here: {reason}")
+    if min(args.rows or [1]) < 1:
+        parser.error(f"--rows: {min(args.rows)}; expected 1 or more")
+    fixed = [op for op in args.ops if args.rows and all_ops()[op].benchmarks_of_rows is None]
+    if fixed:
+        able = ", ".join(name for name, op in all_ops().items() if op.benchmarks_of_rows)
+        parser.error(f"--rows: {', '.join(fixed)} cannot vary the number of rows; expected --ops {able}")
     args.dtypes = [report.DTYPES[name] for name in args.dtypes]
     return args
 

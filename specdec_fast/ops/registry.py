@@ -74,6 +74,7 @@ class Op:
         check: raises on arguments outside the contract; called before every implementation.
         cases: argument sets for which every implementation must agree with the oracle.
         benchmarks: argument sets of the sizes of real models, for ``python -m bench.ops``.
+        benchmarks_of_rows: the same for given numbers of rows; None if rows are not what an op's sizes differ in.
         bytes_moved: returns the least number of bytes to read and write, for given arguments.
         exact: whether implementations must agree bit for bit (integers, copies) or within rounding.
         preference: device type to the backends that "auto" chooses from, where the general order does not hold.
@@ -92,6 +93,7 @@ class Op:
     preference: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     invariant: frozenset[str] = frozenset()
     trees: frozenset[str] = frozenset()
+    benchmarks_of_rows: Callable[[Iterable[int]], Iterable[Case]] | None = None
 
     def load(self, backend: str, check: bool = True) -> Callable[..., Any]:
         """Import the backend's implementation, and add the argument check if ``check``.

@@ -46,6 +46,25 @@ def test_last_line_is_the_report(capsys, tmp_path):
         assert (row["ratio_to_reference"] is None) == (row["op"] == "append_kv_")
 
 
+def test_rows_replace_the_benchmarks_row_counts():
+    args = ops.parse_args(["--ops", "linear", "--cases", "tiny", "--rows", "3,70", "--dtypes", "float32"])
+    made = [subject.make() for subject in ops.subjects(args)]
+    assert [tuple(one["rows"].shape) for one in made] == [(3, 128), (70, 128)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ops", "linear", "--rows", "8,0"], "--rows: 0; expected 1 or more"),
+        (["--ops", "linear,append_kv_", "--rows", "8"], "append_kv_ cannot vary the number of rows"),
+    ],
+)
+def test_rows_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit):
+        ops.parse_args(options)
+    assert message in capsys.readouterr().err
+
+
 def forgets_to_write(key_cache, value_cache, key, value, slot_mapping):
     pass
 
