@@ -26,14 +26,14 @@ class Agreement(NamedTuple):
 
     Attributes:
         offset: added to every tap.
-        taps: the layers after that.
+        taps: the layers after that; ``"final"`` for a drafter of the output layer's input.
         num_accepted: draft tokens that were the target's own.
         num_drafts: draft tokens, one per step.
 
     """
 
     offset: int
-    taps: tuple[int, ...]
+    taps: tuple[int | str, ...]
     num_accepted: int
     num_drafts: int
 
@@ -55,29 +55,33 @@ def agreements(
 
     Args:
         target: a loaded model.
-        drafter: as ``Engine`` takes it, with taps that ``EngineConfig.tap_layers`` sets.
+        drafter: as ``Engine`` takes it, with taps. Without ones that ``EngineConfig.tap_layers`` sets (``"final"``),
+            it is measured at offset 0 only.
         config: the settings; ``tap_layers`` are the taps at offset 0, None: those that the checkpoint names.
         prompts: as ``Engine.generate`` takes them; at least one.
         num_tokens: tokens to write in all, rounded up to equally many per prompt.
 
     Raises:
-        ConfigError: the drafter reads no layers of the target.
+        ConfigError: the drafter reads no hidden states of the target.
         RequestError: a prompt cannot be served; a subclass says why.
 
     """
     config = replace(config, num_draft_tokens=1, draft_tree="chain")
     engine = Engine(target, drafter, config)
     taps = engine.drafter.taps
-    if not taps or not all(isinstance(tap, int) for tap in taps):
+    if not taps:
         raise ConfigError(f"{engine.drafter.name} reads no layers of the target, so there are no taps to compare.")
+    layers = tuple(tap for tap in taps if isinstance(tap, int))
+    has_neighbours = len(layers) == len(taps)  # "final" has none: then the agreement alone is measured
     params = SamplingParams(max_new_tokens=-(-num_tokens // len(prompts)), ignore_eos=True)
     found = []
-    for offset in OFFSETS:
-        shifted = tuple(int(tap) + offset for tap in taps)
-        if min(shifted) < 0 or max(shifted) > engine.target.layout.num_layers:
-            continue
-        config = replace(config, tap_layers=shifted)
-        measured = Engine(target, drafter, config) if offset else engine
+    for offset in OFFSETS if has_neighbours else (0,):
+        measured, shifted = engine, taps
+        if offset:
+            moved = tuple(tap + offset for tap in layers)
+            if min(moved) < 0 or max(moved) > engine.target.layout.num_layers:
+                continue
+            measured, shifted = Engine(target, drafter, replace(config, tap_layers=moved)), moved
         stats = [output.raise_for_error().stats for output in measured.generate(prompts, params, progress=False)]
         counts = (sum(each.num_accepted_tokens for each in stats), sum(each.num_draft_tokens for each in stats))
         found.append(Agreement(offset, shifted, *counts))

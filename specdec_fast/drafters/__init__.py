@@ -23,6 +23,7 @@ from specdec_fast.drafters.eagle3 import Eagle3Drafter
 from specdec_fast.drafters.eagle3_config import is_eagle3
 from specdec_fast.drafters.medusa import MedusaDrafter
 from specdec_fast.drafters.medusa_weights import is_medusa
+from specdec_fast.drafters.mtp import MtpDrafter, holds_mtp
 from specdec_fast.drafters.ngram import NgramDrafter
 from specdec_fast.drafters.ngram_trie import NgramTrieDrafter
 from specdec_fast.drafters.none import NoDrafter
@@ -40,6 +41,7 @@ NO_DRAFT = "none"  # the same as None; the command line needs a string
 
 # Every drafter that has a name, and the function that makes it. Any other string names a draft model or its folder.
 DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {
+    "mtp": MtpDrafter,
     "ngram": NgramDrafter,
     "ngram-trie": NgramTrieDrafter,
     NO_DRAFT: NoDrafter,
@@ -52,6 +54,7 @@ CHECKPOINT_DRAFTERS: dict[str, tuple[Callable[[DrafterContext, str], Drafter], C
     "clover": (CloverDrafter, is_clover),
     "eagle3": (Eagle3Drafter, is_eagle3),
     "medusa": (MedusaDrafter, is_medusa),
+    "mtp": (MtpDrafter, holds_mtp),
 }
 
 __all__ = [
@@ -82,9 +85,10 @@ def checked_draft(draft: Any, config: EngineConfig) -> Any:
             f"draft is a {type(draft).__name__}; expected a model, its name or folder, "
             f"{', '.join(map(repr, DRAFTERS))}, a Drafter (an instance, not its class), or None."
         )
-    if isinstance(draft, str) and draft in CHECKPOINT_DRAFTERS:
+    if isinstance(draft, str) and draft in CHECKPOINT_DRAFTERS and draft not in DRAFTERS:
         raise ConfigError(f"draft={draft!r} needs a checkpoint: pass '{draft}:FOLDER'.")
-    close = difflib.get_close_matches(draft, DRAFTERS) if isinstance(draft, str) and draft not in DRAFTERS else []
+    is_named = isinstance(draft, str) and (draft in DRAFTERS or draft.partition(":")[0] in CHECKPOINT_DRAFTERS)
+    close = difflib.get_close_matches(draft, DRAFTERS) if isinstance(draft, str) and not is_named else []
     if close:
         raise ConfigError(f"draft={draft!r}: did you mean {close[0]!r}? For a folder of that name, pass './{draft}'.")
     is_plain = not config.most_draft_tokens or (isinstance(draft, str) and draft == NO_DRAFT)

@@ -1,9 +1,6 @@
 """The ``"eagle3"`` drafter: a layer over the target's hidden states (Li et al., arXiv 2503.01840).
 
-Row i of a sequence is made of the target's feature at position i and of the token at position i + 1, and its logits
-choose the token at i + 2. A sequence of n tokens has features of positions 0 to n - 2. So its first draft token comes
-from row n - 2, which is true. The rows behind it are provisional: they are made of the drafter's own hidden states.
-Features of accepted tokens arrive after the step, and the next proposal overwrites the provisional rows with true ones.
+How rows belong to positions: see ``chain_drafter.py``.
 """
 
 from __future__ import annotations
@@ -15,25 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.sampling_batch import Sampling, sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext
+from specdec_fast.drafters.chain_drafter import ChainDrafter
 from specdec_fast.drafters.dynamic_tree import draft_of
 from specdec_fast.drafters.eagle3_model import Eagle3Model, load_eagle3
 from specdec_fast.drafters.eagle3_program import layers_of, projection_of
 from specdec_fast.drafters.eagle3_tree import LastRows, trees_of
 from specdec_fast.drafters.queued_features import tokens_after
-from specdec_fast.drafters.tapped import TappedDrafter
-from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
-from specdec_fast.models.draft_step import by_sequence, chosen_tokens, stages, widened
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.models.draft_step import chosen_tokens, widened
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.models.row_module import RowModule
 from specdec_fast.program.executors import Choice, Projection
 from specdec_fast.request.sequence import Sequence
 
 
-class Eagle3Drafter(TappedDrafter):
+class Eagle3Drafter(ChainDrafter):
     """Proposes what one or more layers over the target's hidden states predict: a chain of K tokens, or a tree.
 
     Where no tree may have all its nodes, it proposes chains, which take fewer rows to draft.
@@ -116,18 +113,6 @@ class Eagle3Drafter(TappedDrafter):
         found = dict(zip(chosen, trees, strict=True))
         return draft_of([found.get(i) for i in range(len(sequences))], self._device, self.has_scores)
 
-    @torch.inference_mode()
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Draft chains: one forward over the rows with new features, then one row per sequence and further token."""
-        limits = [limit if self._is_complete(s) else 0 for s, limit in zip(sequences, limits, strict=True)]
-        drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
-        if not drafting:
-            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
-        most = max(self._most_rows, sum(drafting.values()) + len(drafting))
-        if sum(map(self._num_queued, drafting)) > most:
-            self._catch_up(list(drafting))
-        return Draft(self._chains(drafting), limits)
-
     def _last_rows(self, sequences: list[Sequence]) -> LastRows:
         """Compute the rows of all features, and return the last ones."""
         if sum(map(self._num_queued, sequences)) > self._most_rows:
@@ -149,40 +134,15 @@ class Eagle3Drafter(TappedDrafter):
     def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
         """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""
         members, counts = list(drafting), list(drafting.values())
-        queued = self._queued_rows(members)
-        token_ids = tokens_after(queued)
         if self.rows.program is not None and all(s.params.repetition_penalty == 1 for s in members):
+            queued = self._queued_rows(members)
+            token_ids = tokens_after(queued)
             choice = self._choice(sampling_of(members, self._device))
             return self.rows.draft(self._pool(), queued, token_ids, self._inputs(queued), counts, choice)
-        hidden = self._taken(queued)
-        tokens = to_device(token_ids, self._device)
-        drafted: list[Tensor] = []
-        before: list[int] = []
-        for num_forwards, chosen in stages(counts):
-            own = [members[i] for i in chosen]
-            # A repetition penalty does not see what this step has drafted so far: it costs acceptance, no token.
-            sampling = sampling_of(own, self._device, ahead=len(drafted))
-            rows = queued
-            if drafted:
-                kept = to_device([before.index(i) for i in chosen], self._device)
-                rows, hidden, tokens = (
-                    [Rows(s, s.length - 2 + len(drafted), 1) for s in own],
-                    hidden[kept],
-                    tokens[kept],
-                )
-            for batch_of in decode_batches(self._pool(), rows, num_forwards):
-                batch = batch_of(token_ids=tokens)
-                last = batch.last_rows if batch.most_rows > 1 else None
-                logits, hidden = self.rows(self._pool(), batch, hidden, last)
-                if last is not None:
-                    hidden, tokens = hidden[last], tokens[last]
-                tokens = self._next_tokens(logits, tokens, sampling)
-                sampling = sampling and after(sampling, tokens)
-                drafted.append(tokens)
-            before = chosen
-        if len(drafted) == min(counts):  # every sequence gets as many
-            return torch.stack(drafted, dim=1).flatten()
-        return torch.cat(drafted)[to_device(by_sequence(counts), self._device)]
+        return super()._chains(drafting)
+
+    def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.rows(self._pool(), batch, inputs, wanted)
 
     def _inputs(self, queued: list[Rows]) -> Tensor | Projection:
         """Remove and return all queued features of some sequences; the call of a program projects them as well."""
@@ -198,7 +158,6 @@ class Eagle3Drafter(TappedDrafter):
         return Choice(len(model.target_ids), sampling, model.target_ids, model.vocab_size)
 
     def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
-        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own."""
         model = self.model
         if model.target_ids is None:
             return chosen_tokens(model.ops, logits, model.vocab_size, fed, sampling)

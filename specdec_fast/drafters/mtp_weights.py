@@ -1,0 +1,190 @@
+"""The weights of a multi-token prediction (MTP) layer, found in the target's own checkpoint, under one set of names.
+
+A layer consists of a norm of the embedding (``enorm``), a norm of the hidden state (``hnorm``), the linear that joins
+both (``eh_proj``), a decoder layer of the target's class, and a norm before the target's output layer. Three sets of
+names are known (``FORMATS``):
+
+* DeepSeek-V3, GLM-4.5: the layer is the one behind the target's last, ``model.layers.N.``.
+* MiMo: ``model.mtp_layers.0.``; hidden state and embedding are joined in the other order.
+* Qwen3-Next, Qwen3.5, Mellum: ``mtp.layers.0.``, and the other parts one level up.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import cached_file
+
+from specdec_fast.errors import ConfigError
+
+_FILES = ("model.safetensors.index.json", "model.safetensors")
+_SHARED = ("shared_head.head.weight", "embed_tokens.weight")  # copies of the target's
+PARTS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "norm.weight")
+
+
+@dataclass(frozen=True)
+class Format:
+    """How checkpoints of one kind name an MTP layer.
+
+    Attributes:
+        name: of the kind.
+        prefix: regular expression of all its names; ``{N}`` is the number of the target's layers.
+        parts: names behind the prefix for ``PARTS``, in that order.
+        block: what stands behind the prefix, before the names of the decoder layer.
+        is_hidden_first: whether ``eh_proj`` takes the hidden state before the embedding.
+
+    """
+
+    name: str
+    prefix: str
+    parts: tuple[str, str, str, str]
+    block: str = ""
+    is_hidden_first: bool = False
+
+
+FORMATS = (
+    Format(
+        "deepseek",
+        r"model\.(?:language_model\.)?layers\.{N}\.",
+        ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
+    ),
+    Format(
+        "mimo",
+        r"model\.mtp_layers\.0\.",
+        ("token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight", "final_layernorm.weight"),
+        is_hidden_first=True,
+    ),
+    Format(
+        "qwen",
+        r"mtp\.",
+        ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
+        block="layers.0.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """One MTP layer.
+
+    Attributes:
+        where: where it was read, for messages.
+        format: how its checkpoint names it.
+        parts: the weights of ``PARTS``.
+        block: the decoder layer's, under the names of the checkpoint behind ``layers.N.``.
+        num_layers: number of MTP layers that the checkpoint has; the first one is read.
+
+    """
+
+    where: str
+    format: Format
+    parts: dict[str, Tensor]
+    block: dict[str, Tensor]
+    num_layers: int
+
+
+def read_mtp(source: str, num_layers: int) -> MtpWeights:
+    """Read the first MTP layer of a checkpoint, and no other weight.
+
+    Args:
+        source: a folder, or the name of a model that has been downloaded.
+        num_layers: number of the target's layers.
+
+    Raises:
+        ConfigError: there are no such files or they are damaged, or they have no MTP layer, or it lacks a part.
+
+    """
+    files = _files_of(source)
+    for kind in FORMATS:
+        pattern = re.compile(kind.prefix.replace("{N}", str(num_layers)))
+        own = {key: key[match.end() :] for key in files if (match := pattern.match(key))}
+        if own:
+            return _layer(source, kind, own, files, num_layers)
+    raise ConfigError(
+        f"{source!r} has no MTP layer: none of its {len(files)} weights is named model.layers.{num_layers}. (behind "
+        "the target's last layer), model.mtp_layers.0. or mtp.; take a checkpoint that carries one, as "
+        "'mtp:FOLDER', or another drafter."
+    )
+
+
+def _layer(source: str, kind: Format, own: dict[str, str], files: dict[str, Path], num_layers: int) -> MtpWeights:
+    """Read the weights ``own`` (their names in the files, and those behind the format's prefix)."""
+    known = dict(zip(kind.parts, PARTS, strict=True))
+    # Of several layers, the formats that number them behind the prefix keep the others here.
+    numbered = re.compile(r"layers\.([1-9]\d*)\." if kind.block else r"(?!)")
+    further = {match.group(1) for name in own.values() if (match := numbered.match(name))}
+    own = {key: name for key, name in own.items() if name not in _SHARED and not numbered.match(name)}
+    if others := sorted(key for key, name in own.items() if name not in known and not name.startswith(kind.block)):
+        raise ConfigError(
+            f"{source!r}: its MTP layer has weights that are not known: {', '.join(others[:4])} ({len(others)} in all)."
+        )
+    missing = [name for name in kind.parts if name not in own.values()]
+    if missing:
+        raise ConfigError(
+            f"{source!r} lacks weights of its MTP layer ({next(iter(own))}, ...): {', '.join(missing)}; take a "
+            "complete checkpoint."
+        )
+    parts, block = {}, {}
+    for key, name in own.items():
+        if name in known:
+            parts[known[name]] = _read(files[key], key)
+        else:
+            block[name.removeprefix(kind.block)] = _read(files[key], key)
+    return MtpWeights(source, kind, parts, block, 1 + len(further) + _num_further(kind, files, num_layers))
+
+
+def _num_further(kind: Format, files: dict[str, Path], num_layers: int) -> int:
+    """Return the number of MTP layers behind the first, where each has a prefix of its own."""
+    following = {"deepseek": r"model\.(?:language_model\.)?layers\.(\d+)\.enorm", "mimo": r"model\.mtp_layers\.(\d+)\."}
+    first = {"deepseek": num_layers, "mimo": 0}.get(kind.name)
+    if first is None:
+        return 0
+    found = {int(match.group(1)) for key in files if (match := re.match(following[kind.name], key))}
+    return len([index for index in found if index > first])
+
+
+def _files_of(source: str) -> dict[str, Path]:
+    """Return the file of every weight of a checkpoint, by the weight's name."""
+    path = next((found for name in _FILES if (found := _path(source, name)) is not None), None)
+    if path is None:
+        raise ConfigError(f"{source!r} has no weights in safetensors; expected one of {', '.join(_FILES)}.")
+    if path.suffix != ".json":
+        return dict.fromkeys(_keys(path), path)
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {key: path.parent / name for key, name in names.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"cannot read the index of weights {str(path)!r}: {error}") from error
+
+
+def _path(source: str, name: str) -> Path | None:
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.exists() else None
+    try:
+        found = cached_file(source, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
+
+
+def _keys(path: Path) -> list[str]:
+    try:
+        with safe_open(path, "pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read the weights in {str(path)!r}: {error}") from error
+
+
+def _read(path: Path, key: str) -> Tensor:
+    try:
+        with safe_open(path, "pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+            return tensor
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {key} in {str(path)!r}: {error}") from error

@@ -1,0 +1,107 @@
+"""The MTP drafter proposes what the formulas say, whatever the batch, the chunks, rejections and preemptions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import specdec_fast as sd
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import DrafterContext
+from specdec_fast.drafters.mtp import MtpDrafter
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops import resolve
+from support.courses import Course, new_sequence
+from support.models import VOCAB_SIZE
+from support.mtp import Case
+
+GREEDY = sd.SamplingParams(max_new_tokens=60)
+CASES = [("qwen2", "mimo"), ("qwen3", "qwen"), ("qwen3", "deepseek"), ("glm4_moe", "deepseek")]
+CASES += [("deepseek_v3", "deepseek")]
+PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 2, 33, 9, 17, 5))]
+KINDS = (
+    sd.SamplingParams(max_new_tokens=12, ignore_eos=True),
+    sd.SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.8, seed=5),
+    sd.SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.2, top_k=20, repetition_penalty=1.3, seed=6),
+)
+
+
+class FinalCourse(Course):
+    """A course of a drafter that reads the input of the output layer."""
+
+    @torch.no_grad()
+    def features(self, token_ids):
+        states = self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+        return states[-1][0][:, None].clone()
+
+
+def load(case, folder, **config):
+    target = RaggedModel(case.target, resolve(torch.device("cpu")))
+    return MtpDrafter(DrafterContext(target, EngineConfig(**config)), str(folder))
+
+
+@pytest.mark.parametrize(("architecture", "kind"), CASES)
+def test_proposals_are_those_of_the_formulas(tmp_path, architecture, kind):
+    case = Case(architecture)
+    case.write(tmp_path, kind)
+    course = FinalCourse(case.target, load(case, tmp_path), case.drafted, seed=3)
+    sequences = [
+        new_sequence(i, length, params, course.rng)
+        for i, (length, params) in enumerate([(1, GREEDY), (2, KINDS[1]), (9, GREEDY), (23, KINDS[1])])
+    ]
+    course.prefill(sequences)
+    for _ in range(4):
+        course.step(sequences, 4)
+    left = course.rng.sample(sequences, 2)
+    for sequence in left:  # preempted: its pages go, and it comes back with more tokens
+        course.drafter.release(sequence)
+    course.prefill(left)
+    for _ in range(2):
+        course.step(random.Random(1).sample(sequences, 3), 3)
+    assert course.num_proposed > 20
+    for sequence in sequences:
+        course.drafter.release(sequence)
+    assert course.drafter.pool.is_vacant
+
+
+def test_features_that_nobody_asked_for_are_computed_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED", 3)
+    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 1)
+    case = Case("qwen3")
+    case.write(tmp_path, "deepseek")
+    course = FinalCourse(case.target, load(case, tmp_path, max_prefill_tokens=4), case.drafted)
+    sequences = [new_sequence(i, 7, GREEDY, course.rng) for i in range(2)]
+    course.prefill(sequences)
+    for _ in range(5):
+        course.step(sequences, 0)  # K is 0
+    assert max(course.drafter._num_queued(s) for s in sequences) <= 7
+    course.step(sequences, 3)
+    assert course.num_proposed > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_engine_emits_what_plain_decoding_does(tmp_path, dtype, batch_size):
+    case = Case("qwen3")
+    case.write(tmp_path, "deepseek")
+    params = [KINDS[i % 3] for i in range(len(PROMPTS))]
+    options = {"max_batch_size": batch_size, "dtype": dtype}
+    plain = sd.Engine(str(tmp_path), None, **options).generate(PROMPTS, params, progress=False)
+    engine = sd.Engine(str(tmp_path), "mtp", num_draft_tokens=3, **options)
+    found = engine.generate(PROMPTS, params, progress=False)
+    assert [o.raise_for_error().token_ids for o in found] == [o.raise_for_error().token_ids for o in plain]
+    assert sum(o.stats.num_draft_tokens for o in found) > 20
+    assert engine.describe()["drafter"] == "mtp"
+
+
+@pytest.mark.parametrize("architecture", ["glm4_moe", "deepseek_v3"])
+def test_mixtures_are_served_by_the_engine(tmp_path, architecture):
+    case = Case(architecture)
+    case.write(tmp_path, "deepseek", shards=3)
+    plain = sd.Engine(str(tmp_path), None, max_batch_size=4).generate(PROMPTS, KINDS[0], progress=False)
+    engine = sd.Engine(str(tmp_path), f"mtp:{tmp_path}", max_batch_size=4, num_draft_tokens=2)
+    found = engine.generate(PROMPTS, KINDS[0], progress=False)
+    assert [o.raise_for_error().token_ids for o in found] == [o.raise_for_error().token_ids for o in plain]
+    assert sum(o.stats.num_draft_tokens for o in found) > 20
