@@ -20,11 +20,11 @@ constexpr std::int64_t kWeightRows = 6;  // transposing weights takes about as l
 #include "kernels/linear_rows.h"
 
 // The number of rows from which on panels are worth transposing the weights. With vectors of 16 lanes, linear_rows.h
-// multiplies about as fast, but short rows take it long to add the lanes. Widened numbers take twice as many steps to
-// transpose.
+// multiplies about as fast, but short rows take it long to add the lanes, and long ones leave it fewer outputs in the
+// second-level cache. Widened numbers take twice as many steps to transpose.
 template <typename Product>
 std::int64_t least_panel_rows(std::int64_t in_features, std::int64_t num_steps) {
-  if (kLanes == 16) return std::min<std::int64_t>(5 * num_steps, 64);
+  if (kLanes == 16) return std::min<std::int64_t>(5 * num_steps, num_steps < 128 ? 64 : 48);
   constexpr std::int64_t kMost = Product::kStep * sizeof(typename Product::Storage) < sizeof(Vector) ? 48 : 24;
   return std::max<std::int64_t>(12, std::min(kMost, in_features / 32));
 }
