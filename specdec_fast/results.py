@@ -134,6 +134,12 @@ class RunStats:
     timer: StageTimer = field(default_factory=StageTimer)
     decoding: DecodingStats = field(default_factory=DecodingStats)
 
+    def add_step(self, num_sequences: int, ran_out_of_memory: bool) -> None:
+        """Count a step."""
+        self.num_steps += 1
+        self.num_sequence_steps += num_sequences
+        self.num_out_of_memory += ran_out_of_memory
+
 
 @dataclass(frozen=True)
 class GenerationOutput:

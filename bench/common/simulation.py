@@ -27,6 +27,7 @@ class SimulatedSequence:
         self.length, self.prompt_length, self.max_length = prompt_length, prompt_length, prompt_length + new_tokens
         self.draws = rng.random((2, new_tokens)).tolist()  # of the positions, so that every K meets the same
         self.is_admitted = False
+        self.known_length = 0  # tokens that the drafter has computed
 
     @property
     def num_emitted(self) -> int:
@@ -141,8 +142,8 @@ def _step(
     limits = policy.checked_limits(sequences)
     drafting = sum(world.draft(sum(k > i for k in limits)) for i in range(max(limits))) + world.once * any(limits)
     for sequence, k in zip(sequences, limits, strict=True):
-        if k and not sequence.is_admitted:
-            drafting += world.draft(sequence.length)
+        if k and sequence.length > sequence.known_length:
+            drafting += world.draft(sequence.length - sequence.known_length)
             sequence.is_admitted = True
     counts = [
         k if k and s.draws[1][s.num_emitted] < world.proposes else 0 for s, k in zip(sequences, limits, strict=True)
@@ -157,6 +158,7 @@ def _step(
             wrong = (j for j in range(k) if s.draws[0][done + j] >= world.acceptance(i, done + j))
             accepted.append(next(wrong, k))
         s.length += accepted[b] + 1
+        s.known_length = s.length if limits[b] else s.known_length
     slow = (1 + world.noise * rng.exponential(size=2)) * np.where(rng.random(2) < 0.01 * (world.noise > 0), 5, 1)
     seconds = float(drafting * slow[0]), float(verify * slow[1]), world.overhead
     policy.observe(StepObservation(sequences, limits, counts, accepted, *seconds, policy.may_branch, *nodes))

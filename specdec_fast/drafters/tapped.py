@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from specdec_fast.drafters.queued_features import KeptRows, KeptStates, QueuedFe
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.sampling_params import SamplingParams
 
 # Of hidden states that are kept, per admitted sequence: so many rows, or so many bytes if these are more rows.
 MOST_QUEUED, MOST_QUEUED_BYTES = 64, 512 << 10
+
+_TIMED_LENGTHS, _NUM_REPEATS = (1, 4), 3  # lengths of timed proposals, in tokens; runs of each
 
 
 class TappedDrafter(PooledDrafter):
@@ -42,11 +46,46 @@ class TappedDrafter(PooledDrafter):
 
     def __init__(self, layout: KVLayout, context: DrafterContext) -> None:
         super().__init__(layout)
-        self._device = context.device
+        self._device, self._page_size = context.device, context.config.page_size
         self._target_size: int = context.target.hf.config.hidden_size
         self._states: dict[Sequence, QueuedFeatures] = {}
         self._kept = KeptRows()
         self.limit_prefill(context.config.max_prefill_tokens)
+
+    @torch.inference_mode()
+    def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
+        """Time proposals of chains; those of trees, whose levels have more rows, are measured as they come."""
+        if self.max_nodes:
+            return None
+        short, long = _TIMED_LENGTHS
+        self.prepare(max(row_counts) * (long + 2 + self._page_size), self._page_size)
+        self._proposal_seconds(1, long)  # warms up
+        few = [self._proposal_seconds(1, length) for length in _TIMED_LENGTHS]
+        per_token = max(0.0, few[1] - few[0]) / (long - short)
+        once = max(0.0, few[0] - short * per_token)
+        whole = {n: self._proposal_seconds(n, long) for n in row_counts}
+        self.pool = None
+        return {n: max(seconds - once, seconds / 10) / long for n, seconds in whole.items()} | {0: once}
+
+    def _proposal_seconds(self, num_sequences: int, num_draft_tokens: int) -> float:
+        """Return the seconds of a proposal for short sequences with one new feature each, the least of several runs."""
+        seconds, limits = [], [num_draft_tokens] * num_sequences
+        features = torch.zeros(
+            (num_sequences, len(self.taps), self._target_size), dtype=self._kv_layout.dtype, device=self._device
+        )
+        for _ in range(_NUM_REPEATS):
+            sequences = [
+                Sequence(i, [0, 0], 2, num_draft_tokens + 3, SamplingParams(), frozenset())
+                for i in range(num_sequences)
+            ]
+            self.admit(sequences)
+            self.commit(sequences, StepResult([range(i, i + 1) for i in range(num_sequences)], features))
+            started = perf_counter()
+            self.propose(sequences, limits).token_ids.tolist()  # tolist() waits for a GPU
+            seconds.append(perf_counter() - started)
+            for sequence in sequences:
+                self.release(sequence)
+        return min(seconds)
 
     @abstractmethod
     def _projected(self, hidden_states: Tensor) -> Tensor:

@@ -70,7 +70,10 @@ class EngineCore:
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
         self.failed: list[Sequence] = []
         self._requests: dict[int, Sequence] = {}
-        self._num_added = 0
+        self._num_added, self._finished = (
+            0,
+            0.0,
+        )  # the end of the last step; 0.0 if the next one has more work than usual
         self._launched: Step | None = None
         self._launch_error: Exception | None = None
 
@@ -107,7 +110,7 @@ class EngineCore:
         self._requests[self._num_added] = request
         request.request_id = self._num_added
         self.waiting.append(request)
-        self._pools.is_sized = False
+        self._pools.is_sized, self._finished = False, 0.0
         return self._num_added
 
     def cancel(self, request_id: int) -> bool:
@@ -212,7 +215,7 @@ class EngineCore:
         self._residents.admit()
         if self._prefilling:
             chunk = self._prefilling.next_chunk()
-            self._in_step = list(chunk)
+            self._in_step, self._finished = list(chunk), 0.0
             with self.stats.timer("prefill"):
                 self._prefilling.compute(self._pools.pool(), chunk)
         ready = self._prefilling.ready(self.resident) if self._prefilling else self.resident
@@ -284,10 +287,9 @@ class EngineCore:
             result = StepResult(rows, verification.hidden_states)
             lost = drafting.commit(self.drafter, batch, result, self._requests, self._row_limit)
             self._prefilling.restart(lost)
-        self.length_policy.observe(step.observation(outcome))
-        self.stats.num_out_of_memory += bool(lost)
-        self.stats.num_steps += 1
-        self.stats.num_sequence_steps += len(batch)
+        self.length_policy.observe(step.observation(outcome, self._finished))
+        self._finished = perf_counter()
+        self.stats.add_step(len(batch), bool(lost))
         return emitted
 
     def _leave(self, sequences: list[Sequence]) -> None:

@@ -54,10 +54,16 @@ class Step:
     drafted: float
     may_branch: bool
 
-    def observation(self, outcome: Outcome) -> StepObservation:
-        """Return the counts and times of the finished step, for ``LengthPolicy.observe``."""
+    def observation(self, outcome: Outcome, last_finished: float) -> StepObservation:
+        """Return the counts and times of the finished step, for ``LengthPolicy.observe``.
+
+        Args:
+            outcome: what was accepted.
+            last_finished: end of the step before, from which on the time is this step's; 0.0: from ``started`` on.
+
+        """
         draft_seconds, verify_seconds = self.drafted - self.started, self.verification.forward_seconds
-        other_seconds = perf_counter() - self.drafted - verify_seconds
+        other_seconds = perf_counter() - (last_finished or self.started) - draft_seconds - verify_seconds
         num_accepted = [len(emission) - 1 for emission in outcome.emissions]
         counts, seconds = (self.limits, self.depths, num_accepted), (draft_seconds, verify_seconds, other_seconds)
         scores = self.draft.scores_by_sequence()

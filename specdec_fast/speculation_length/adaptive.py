@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
+from sys import maxsize
 
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.acceptance import Acceptance
@@ -10,8 +11,8 @@ from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObs
 from specdec_fast.speculation_length.step_costs import StepCosts
 from specdec_fast.speculation_length.tree_budget import TreeBudget
 
-# A choice holds until 64 draft tokens were tried, for 4 to 16 steps: of short steps it then takes about a percent.
-_STEPS, _LEAST_STEPS, _ENOUGH_TOKENS = 16, 4, 64
+# A choice holds until 64 draft tokens were tried, for 4 to 32 steps: of short steps it then takes about a percent.
+_STEPS, _LEAST_STEPS, _ENOUGH_TOKENS = 32, 4, 64
 _KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, and every step is a choice
 _PROBE_K = 3  # draft tokens of a probe after one that was accepted whole, and the most of an engine's first drafts
 _PROBE_SHARE = 0.01  # of the time of plain steps that probes may lose
@@ -57,7 +58,8 @@ class AdaptiveLength(LengthPolicy):
         self._probe_k = 1
         self._probe_budget = 0.0  # seconds; negative until plain steps have paid for the last probe
         self._steps_drafting = 0  # since the last plain step
-        self._is_admitting = False  # whether the drafter prefills a sequence in this step
+        self._drafted: dict[Sequence, int] = {}  # lengths of sequences after the last step that drafted for them
+        self._is_catching_up = False  # whether the drafter computes more in this step than what their last one emitted
         self._begin_round()
 
     def prepare(self, profiler: Profiler) -> None:
@@ -69,7 +71,7 @@ class AdaptiveLength(LengthPolicy):
 
     def limits(self, batch: list[Sequence]) -> list[int]:
         """Return K of each sequence; one that joins between two choices gets the K of the others."""
-        if self._steps_left <= 0 or len(batch) != self._size:
+        if self._steps_left <= 0 or len(batch).bit_length() != self._size.bit_length():
             self._end_round()
             self._choose(batch)
         self._steps_left -= 1
@@ -78,11 +80,15 @@ class AdaptiveLength(LengthPolicy):
             return [0] * len(batch)
         limits = [min(k, sequence.num_remaining - 1) for sequence in batch]
         if self._num_drafting < len(batch):  # those that cost the least to draft for
-            order = sorted(range(len(batch)), key=lambda i: (not batch[i].is_admitted, batch[i].length))
+            order = sorted(range(len(batch)), key=lambda i: self._pending(batch[i]))
             for i in order[self._num_drafting :]:
                 limits[i] = 0
-        self._is_admitting = any(limit and not s.is_admitted for s, limit in zip(batch, limits, strict=True))
+        self._is_catching_up = any(limit and self._pending(s) for s, limit in zip(batch, limits, strict=True))
         return limits
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop a sequence that leaves."""
+        self._drafted.pop(sequence, None)
 
     def least_score(self, scores: list[list[float]]) -> float:
         """Return the score from which on nodes of trees are worth their rows."""
@@ -100,13 +106,17 @@ class AdaptiveLength(LengthPolicy):
             self._others.append(other_seconds)
             self._probe_budget = min(0.0, self._probe_budget + _PROBE_SHARE * seconds)
             return
-        for limit, count, accepted in zip(step.limits, step.num_draft_tokens, step.num_accepted, strict=True):
+        for s, limit, count, accepted in zip(
+            step.batch, step.limits, step.num_draft_tokens, step.num_accepted, strict=True
+        ):
+            if limit:
+                self._drafted[s] = s.length
             self._asked[limit] += 1
             self._proposed[count] += 1
             if count:
                 self._accepted[accepted] += 1
                 self._rejected[accepted] += accepted < count
-        is_usual = sum(step.limits) == self._costs.depth(k) * size and not self._is_admitting and not self._is_probing
+        is_usual = sum(step.limits) == self._costs.depth(k) * size and not self._is_catching_up and not self._is_probing
         if self.may_branch and step.scores is not None and step.accepted_nodes is not None:
             self._budget.observe(k, step.scores, step.accepted_nodes, is_usual)
         self._steps_drafting += 1
@@ -129,7 +139,7 @@ class AdaptiveLength(LengthPolicy):
         """Learn from the steps since the last choice."""
         # A median: now and then a step waits for another process. The first steps after a change of K find the caches
         # cold and would make what is used rarely look slow.
-        if len(self._ratios) >= (_LEAST_STEPS if self._costs.is_drafter_profiled else 1):
+        if len(self._ratios) >= (_LEAST_STEPS - 1 if self._costs.is_drafter_profiled else 1):
             self._costs.observe(self._size, self._k, median(self._ratios), median(self._others))
             self._budget.end_round()
         if self._is_probing:
@@ -163,7 +173,7 @@ class AdaptiveLength(LengthPolicy):
         self.may_branch = k > self.max_draft_tokens
         self._acceptance = self._of_trees if self.may_branch and self._of_trees else self._of_chains
         num_tried = int(self._acceptance.num_tried)
-        self._k, self._num_drafting, self._size, self._steps_left, self._is_probing = k, size, size, _STEPS, False
+        self._k, self._num_drafting, self._size, self._steps_left, self._is_probing = k, maxsize, size, _STEPS, False
         if not k:
             self._steps_drafting = 0
             if self._may_probe(batch, speeds[0]):
@@ -205,10 +215,15 @@ class AdaptiveLength(LengthPolicy):
         ]
 
     def _prefill_seconds(self, batch: list[Sequence]) -> float:
-        """Return the seconds of the draft model's prefill of all sequences, per token that each has yet to emit.
+        """Return the seconds in which the drafter computes prompts, per token that each sequence has yet to emit.
 
-        A sequence that was prefilled counts as it did at its start, and so will the one that takes its place.
+        A sequence that was drafted for counts as it did at its start, and so will the one that takes its place. What it
+        emitted in plain steps since is computed besides.
         """
-        old = sum(s.prompt_length / (s.max_length - s.prompt_length) for s in batch if s.is_admitted)
-        new = sum(s.length / max(s.num_remaining, _STEPS) for s in batch if not s.is_admitted)
-        return self._costs.catch_up * (old + new)
+        old = sum(s.prompt_length / (s.max_length - s.prompt_length) for s in batch if s in self._drafted)
+        pending = sum(map(self._pending, batch)) * len(batch) / sum(s.num_remaining for s in batch)
+        return self._costs.catch_up * (old + pending)
+
+    def _pending(self, sequence: Sequence) -> int:
+        """Return the tokens that the drafter has yet to compute, besides those that the last step emitted."""
+        return sequence.length - self._drafted.get(sequence, 0)

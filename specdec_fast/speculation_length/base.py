@@ -21,7 +21,8 @@ class StepObservation(NamedTuple):
         num_accepted: draft tokens accepted.
         draft_seconds: wall-clock time of the drafter, its prefill of sequences that it had not seen included.
         verify_seconds: of the target's forward alone. On a GPU both may have been queued only.
-        other_seconds: of everything else: laying the forward out, accept, which waits for it, and commit.
+        other_seconds: of everything else: laying the forward out, accept, which waits for it, commit, and what the
+            engine's caller did with the tokens of the step before.
         may_branch: whether a tree might have more nodes than a chain has tokens: not, if memory or KV pages were short.
         scores: of each sequence's draft tokens that were verified (``Draft.scores``); None if the drafter has none.
         accepted_nodes: if there are scores, the indices of the accepted draft tokens among these, per sequence.

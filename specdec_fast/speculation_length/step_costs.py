@@ -36,7 +36,6 @@ class StepCosts:
         is_asynchronous: whether forwards are only queued, so that the time of whole steps says nothing of one row.
 
     Attributes:
-        other: seconds of a step besides forwards: laying rows out, accepting, committing.
         catch_up: seconds in which the drafter computes one token that it has not seen, as profiled.
 
     """
@@ -55,7 +54,8 @@ class StepCosts:
         self._draft = _Curve({n: s for n, s in draft.items() if n}) if draft else None
         self._once = draft.get(0, 0.0) if draft else 0.0
         self.catch_up = self._draft(_CATCH_UP_ROWS) / _CATCH_UP_ROWS if self._draft else 0.0
-        self.other = 0.0
+        self._others: dict[tuple[int, bool], float] = {}  # by power of two of B and whether steps draft
+        self._latest_other = 0.0
         self._factors: dict[int, dict[int, float]] = {}  # logarithms, by power of two of B and by K
         self._latest: dict[int, float] = {}  # those of the B observed last
         self._profiled: dict[tuple[int, int], float] = {}
@@ -92,7 +92,15 @@ class StepCosts:
 
     def seconds(self, size: int, k: int) -> float:
         """Return the seconds expected now."""
-        return self.profiled(size, k) * exp(self._factor(size, k)) + self.other
+        return self.profiled(size, k) * exp(self._factor(size, k)) + self.other(size, k)
+
+    def other(self, size: int, k: int) -> float:
+        """Return the seconds of a step besides forwards: laying rows out, accepting, committing.
+
+        Steps that draft take longer than plain ones. Until such steps were observed, they count as the others did.
+        """
+        others, length = self._others, size.bit_length()
+        return others.get((length, k > 0), others.get((length, k == 0), self._latest_other))
 
     def verify_seconds(self, size: int, rows: float) -> float:
         """Return the seconds of the target's forward alone, corrected as plain steps of that size were."""
@@ -131,7 +139,9 @@ class StepCosts:
                     factors[each] += (factors[k] - factors[each]) * _FORGETTING
         else:
             factors[k] = expected + surprise
-        self.other += (other - self.other) * (_OWN_RATE if self.other else 1.0)
+        key = size.bit_length(), k > 0
+        before = self._others.get(key, other)
+        self._others[key] = self._latest_other = before + (other - before) * _OWN_RATE
 
     def _factor(self, size: int, k: int) -> float:
         """Return the logarithm of the factor of K, or of the nearest K observed at about that size, or at any."""

@@ -6,9 +6,10 @@ from dataclasses import replace
 from itertools import accumulate
 from math import exp, inf, log
 
+import numpy as np
 import pytest
 
-from bench.common.simulation import World, speed
+from bench.common.simulation import SimulatedSequence, World, speed
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.base import Profiler, StepObservation
 from specdec_fast.speculation_length.fixed import FixedLength
@@ -147,7 +148,18 @@ def test_chains_for_lack_of_memory_say_nothing_of_trees():
     assert policy.may_branch
     policy._end_round()
     before = policy._of_trees.expected_tokens(), policy._costs.seconds(8, policy._k)
-    step = StepObservation([None] * 8, [5] * 8, [5] * 8, [0] * 8, 1.0, 1.0, 1.0, False, [[-0.1] * 5] * 8, [[]] * 8)
+    step = StepObservation(
+        [SimulatedSequence(10, 20, np.random.default_rng(0)) for _ in range(8)],
+        [5] * 8,
+        [5] * 8,
+        [0] * 8,
+        1.0,
+        1.0,
+        1.0,
+        False,
+        [[-0.1] * 5] * 8,
+        [[]] * 8,
+    )
     policy.observe(step)
     policy._end_round()
     assert (policy._of_trees.expected_tokens(), policy._costs.seconds(8, policy._k)) == before
