@@ -1,8 +1,9 @@
 // Tile instructions (AMX), behind the few functions that linear_tiles.h calls, and the same arithmetic in plain C++.
 //
-// A tile is 16 rows of up to 64 bytes. Tiles 0 to 3 hold sums, 16 x columns of fp32. Tiles 4 and 5 hold weights, 16 x 32 of
-// bf16, or as many inputs. Tiles 6 and 7 hold the other operand, 16 x columns of bf16 pairs. The tests run both classes where
-// a machine has AMX (an Intel Xeon of the Granite Rapids generation gave equal bits), and PortableTiles everywhere.
+// A tile is up to 16 rows of up to 64 bytes. Tiles 0 to 3 hold sums, height x columns of fp32. Tiles 4 and 5 hold the left
+// operand (weights or inputs of a linear layer), height x 32 of bf16. Tiles 6 and 7 hold the right one, 16 x columns of bf16
+// pairs. The tests run both classes where a machine has AMX (in linear, an Intel Xeon of the Granite Rapids generation gave
+// equal bits), and PortableTiles everywhere.
 #pragma once
 
 #include <cmath>
@@ -29,7 +30,7 @@ constexpr int kTileRowBytes = 64;
 // All operations round to nearest even.
 class PortableTiles {
  public:
-  void configure(std::int64_t columns) { columns_ = columns; }
+  void configure(std::int64_t columns, std::int64_t height = kTileHeight) { columns_ = columns, height_ = height; }
   void release() {}
 
   template <int kTile>
@@ -39,21 +40,21 @@ class PortableTiles {
 
   template <int kTile>
   void load(const void* from, std::int64_t stride) {
-    for (int row = 0; row < kTileHeight; ++row) {
+    for (int row = 0; row < rows(kTile); ++row) {
       std::memcpy(tiles_[kTile][row], static_cast<const char*>(from) + row * stride, row_bytes(kTile));
     }
   }
 
   template <int kTile>
   void store(void* to, std::int64_t stride) const {
-    for (int row = 0; row < kTileHeight; ++row) {
+    for (int row = 0; row < rows(kTile); ++row) {
       std::memcpy(static_cast<char*>(to) + row * stride, tiles_[kTile][row], row_bytes(kTile));
     }
   }
 
   template <int kSums, int kWeights, int kInputs>
   void multiply_add() {
-    for (int m = 0; m < kTileHeight; ++m) {
+    for (std::int64_t m = 0; m < height_; ++m) {
       for (std::int64_t n = 0; n < columns_; ++n) {
         float even = 0.0f, odd = 0.0f;
         for (int k = 0; k < kTilePairs; ++k) {
@@ -67,6 +68,8 @@ class PortableTiles {
   }
 
  private:
+  std::int64_t rows(int tile) const { return tile < 6 ? height_ : kTileHeight; }
+
   std::size_t row_bytes(int tile) const {
     return tile == 4 || tile == 5 ? kTileRowBytes : static_cast<std::size_t>(columns_) * sizeof(std::uint32_t);
   }
@@ -78,7 +81,7 @@ class PortableTiles {
     return flushed(BFloat16::load(static_cast<std::uint16_t>(pair >> (16 * kHalf))));
   }
 
-  std::int64_t columns_ = 0;
+  std::int64_t columns_ = 0, height_ = kTileHeight;
   std::uint32_t tiles_[8][kTileHeight][kTileRowBytes / sizeof(std::uint32_t)];
 };
 
@@ -88,7 +91,7 @@ class PortableTiles {
 class AmxTiles {
  public:
   // Configures the tiles of this thread; every thread has its own.
-  void configure(std::int64_t columns) {
+  void configure(std::int64_t columns, std::int64_t height = kTileHeight) {
     struct {
       std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
       std::uint16_t row_bytes[16] = {};
@@ -96,7 +99,7 @@ class AmxTiles {
     } config;
     static_assert(sizeof(config) == 64, "");
     for (int tile = 0; tile < 8; ++tile) {
-      config.rows[tile] = kTileHeight;
+      config.rows[tile] = static_cast<std::uint8_t>(tile < 6 ? height : kTileHeight);
       config.row_bytes[tile] = static_cast<std::uint16_t>(tile == 4 || tile == 5 ? kTileRowBytes : 4 * columns);
     }
     asm volatile("ldtilecfg %0" ::"m"(config));

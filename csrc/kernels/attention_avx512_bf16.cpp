@@ -2,6 +2,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "kernels/amx_tiles.h"
 #include "kernels/attention_task.h"
 #include "kernels/exponential.h"
 
@@ -13,9 +14,12 @@
 #define SPECDEC_ISA attention_avx512_bf16
 #define SPECDEC_LANES 16
 #define SPECDEC_DOT_BF16
+#define SPECDEC_TILES AmxTiles
 #include "kernels/attention_tile.h"
 #include "kernels/attention_products.h"
 #include "kernels/attention_few.h"
+#include "kernels/attention_softmax.h"
+#include "kernels/attention_amx.h"
 #include "kernels/attention_kernel.h"
 #pragma GCC pop_options
 #endif

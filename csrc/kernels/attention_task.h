@@ -68,10 +68,11 @@ struct AttentionKernel {
   std::array<void (*)(const PagedAttentionArgs&, Scratch&, const Task&, const Task*), 3> run;  // by DType
   std::array<std::int64_t, 3> numbers;                                            // numbers in a word, by DType
   std::int64_t lanes;
+  std::int64_t padding;  // vectors after a task's last one that are read and written
 };
 
 namespace attention_portable {
-extern const AttentionKernel kKernel;
+extern const AttentionKernel kKernel, kTileKernel;
 }
 #ifdef SPECDEC_X86_64_LEVELS
 namespace attention_x86_64_v3 {
@@ -81,7 +82,7 @@ namespace attention_x86_64_v4 {
 extern const AttentionKernel kKernel;
 }
 namespace attention_avx512_bf16 {
-extern const AttentionKernel kKernel;
+extern const AttentionKernel kKernel, kTileKernel;
 }
 #endif
 

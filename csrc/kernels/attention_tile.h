@@ -16,6 +16,7 @@ namespace SPECDEC_ISA {
 struct Singles {
   using Word = float;
   static constexpr std::int64_t kNumbers = 1;  // in a word
+  static constexpr bool kTiles = false;
   SPECDEC_INLINE static Vector add(Vector sum, Word weight, Vector operand) { return sum + weight * operand; }
 };
 
@@ -24,6 +25,7 @@ struct Singles {
 struct Pairs {
   using Word = std::uint32_t;
   static constexpr std::int64_t kNumbers = 2;
+  static constexpr bool kTiles = false;
   SPECDEC_INLINE static Vector add(Vector sum, Word weight, Vector operand) {
     const __m512i weights = _mm512_set1_epi32(static_cast<int>(weight));
     return reinterpret_cast<Vector>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(weights),

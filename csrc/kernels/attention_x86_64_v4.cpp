@@ -15,6 +15,7 @@
 #include "kernels/attention_tile.h"
 #include "kernels/attention_products.h"
 #include "kernels/attention_few.h"
+#include "kernels/attention_softmax.h"
 #include "kernels/attention_kernel.h"
 #pragma GCC pop_options
 #endif

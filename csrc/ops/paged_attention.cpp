@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/amx_tiles.h"
 #include "kernels/attention_task.h"
 #include "kernels/multiversion.h"
 #include "kernels/versions.h"
@@ -15,12 +16,16 @@ namespace specdec {
 namespace {
 
 std::vector<Versions<const AttentionKernel*>::Version> usable() {
-  std::vector<Versions<const AttentionKernel*>::Version> usable = {{"portable", &attention_portable::kKernel}};
+  std::vector<Versions<const AttentionKernel*>::Version> usable = {
+      {"amx-bf16-portable", &attention_portable::kTileKernel}, {"portable", &attention_portable::kKernel}};
 #ifdef SPECDEC_X86_64_LEVELS
   if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", &attention_x86_64_v3::kKernel});
   if (__builtin_cpu_supports("x86-64-v4")) {
     usable.push_back({"x86-64-v4", &attention_x86_64_v4::kKernel});
     if (__builtin_cpu_supports("avx512bf16")) usable.push_back({"avx512-bf16", &attention_avx512_bf16::kKernel});
+    if (__builtin_cpu_supports("avx512bf16") && permitted_amx()) {
+      usable.push_back({"amx-bf16", &attention_avx512_bf16::kTileKernel});
+    }
   }
 #endif
   return usable;
@@ -85,7 +90,8 @@ void paged_attention(const PagedAttentionArgs& args) {
   const std::int64_t chunk = most_rows < kFewRows ? std::max<std::int64_t>(1, num_tasks / (4 * args.num_threads)) : 1;
 #pragma omp parallel num_threads(args.num_threads) if (num_tasks > 1)
   {
-    Scratch scratch(most_rows * (args.num_heads / args.num_kv_heads), words, rounded_up(args.value_dim, kernel.lanes));
+    Scratch scratch(most_rows * (args.num_heads / args.num_kv_heads) + kernel.padding, words,
+                    rounded_up(args.value_dim, kernel.lanes));
 #pragma omp for schedule(dynamic, chunk)
     for (std::int64_t i = 0; i < num_tasks; ++i) {
       const bool ends_chunk = (i + 1) % chunk == 0 || i + 1 == num_tasks;
