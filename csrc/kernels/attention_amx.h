@@ -1,6 +1,6 @@
-// paged_attention in bf16 on tiles of AMX (amx_tiles.h), for any number of vectors. Included where
-// SPECDEC_TILES names the class of tiles, before attention_kernel.h. What is multiplied is laid out as for pairs of bf16 numbers
-// (attention_tile.h): keys and values are right operands, queries and weights left ones, all of them where they are.
+// paged_attention in bf16 on tiles of AMX (amx_tiles.h), for any number of vectors. Included once per
+// instruction set, before attention_kernel.h. What is multiplied is laid out as for pairs of bf16 numbers (attention_tile.h):
+// keys and values are right operands, queries and weights left ones, all of them where they are.
 //
 // A score adds 32 numbers of head_dim per instruction, an output 32 positions of a tile, always from the lowest index on.
 // Blocks of vectors and the height of a tile decide only which rows are multiplied by one instruction, so no bit of a row
@@ -76,7 +76,7 @@ SPECDEC_INLINE void product_tiles(Tiles& tiles, std::int64_t height, std::int64_
   }
 }
 
-// Lays out a tile, and fetches the next one if there is any. Every line of the keys is read once.
+// Lays out a tile, and fetches the next one if there is any. With AVX-512 every line of the keys is read once.
 template <typename Product>
 SPECDEC_INLINE void load_pairs(const PagedAttentionArgs& args, Scratch& scratch, const Tile<BFloat16, Product>& tile,
                                const Tile<BFloat16, Product>* next) {
@@ -87,6 +87,7 @@ SPECDEC_INLINE void load_pairs(const PagedAttentionArgs& args, Scratch& scratch,
     }
     load_values<BFloat16, Product>(tile.values + j, args.value_dim, scratch.values.data() + j / 2 * scratch.columns);
   }
+#if SPECDEC_LANES == 16
   for (std::int64_t j = tile.first_lane; j < tile.end_lane; j += kLanes) {
     for (std::int64_t w = 0; w < args.head_dim / 2; w += kLanes) {
       Words words[kLanes];
@@ -94,6 +95,9 @@ SPECDEC_INLINE void load_pairs(const PagedAttentionArgs& args, Scratch& scratch,
       for (int i = 0; i < kLanes; ++i) store_keys<BFloat16, Product>(words[i], w + i, scratch.keys.data() + j);
     }
   }
+#else
+  load_keys<BFloat16, Product>(tile.keys, tile.first_lane, tile.end_lane, args.head_dim, scratch.keys.data());
+#endif
 }
 
 // Folds positions [first, last) of the loaded tile into the task's vectors that see at least one of them.

@@ -1,6 +1,7 @@
 // The arithmetic of paged_attention, included once per instruction set: SPECDEC_ISA names the namespace, SPECDEC_LANES
-// the number of floats in its vectors. Each version has to be compiled as a whole, because GCC splits a vector type for the
-// instruction set of the function that contains it before it inlines that function.
+// the number of floats in its vectors, SPECDEC_TILES the class of tiles of a version that has them (attention_amx.h). Each
+// version has to be compiled as a whole, because GCC splits a vector type for the instruction set of the function that
+// contains it before it inlines that function.
 //
 // Every sum has one fixed order, whatever the number of rows. A score adds its products chunk by chunk of head_dim; an
 // output adds its weighted values tile by tile of positions. Both begin at the lowest index. When weights are summed,

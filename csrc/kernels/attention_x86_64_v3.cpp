@@ -2,6 +2,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "kernels/amx_tiles.h"
 #include "kernels/attention_task.h"
 #include "kernels/exponential.h"
 
@@ -16,6 +17,7 @@
 #include "kernels/attention_products.h"
 #include "kernels/attention_few.h"
 #include "kernels/attention_softmax.h"
+#include "kernels/attention_amx.h"
 #include "kernels/attention_kernel.h"
 #pragma GCC pop_options
 #endif

@@ -41,8 +41,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return attention(query, (key[None, :, None], value[None, :, None]), batch, AttentionParams(scale=scale))
 
 
-# A scale of 0 gives every position the weight 1, so that an output is the sum of values by their number: of one step, of
-# one step and a part, of a tile; of 16 columns, and of as many as two tiles and one.
+# A scale of 0 gives every position the weight 1, so that an output is the sum of values by their number. The positions
+# are one step, one and a part, and a tile; the columns one tile, three, and four.
 @pytest.mark.parametrize(("context", "value_dim", "heads"), [(32, 16, 1), (42, 48, 3), (64, 64, 40)], ids=str)
 def test_values_are_added_in_the_order_of_the_manual(context: int, value_dim: int, heads: int) -> None:
     value, _ = cancelling(value_dim, context, 1)
@@ -56,7 +56,7 @@ def test_values_are_added_in_the_order_of_the_manual(context: int, value_dim: in
     )
 
 
-# Exact scores are 0, so a score is rounding, which the scale makes visible: entry 0 has the score 0 and the value 0, and
+# Exact scores are 0, so a score is rounding, which the scale makes visible. Entry 0 has the score 0 and the value 0,
 # entry 1 the score of the product and the value 1.
 @pytest.mark.parametrize(("head_dim", "heads"), [(32, 1), (64, 19), (256, 40)], ids=str)
 def test_scores_are_added_in_the_order_of_the_manual(head_dim: int, heads: int) -> None:
@@ -89,8 +89,8 @@ def prompts(head_dim: int, value_dim: int, heads: int, **params: Any) -> dict[st
     }
 
 
-# Groups of 1, 3 and 20 heads: rows end within a tile of rows, at its end, and fill several. Windows that end within a tile
-# of positions and beyond one. Values of one tile of columns, of three, and of a size that no tile has.
+# Groups of 1, 3 and 20 heads: rows end within a tile of rows, at its end, and fill several. Windows that end within a
+# tile of positions and beyond one. Values of one tile of columns, of three, and of a size that no tile has.
 @pytest.mark.parametrize(
     "case",
     [
