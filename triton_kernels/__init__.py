@@ -16,5 +16,5 @@ def kernel_modules() -> list[ModuleType]:
     return [module for module in modules if hasattr(module, "variants")]
 
 
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     importlib.import_module(f"{__name__}.interpreted").install()

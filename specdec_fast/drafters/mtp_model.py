@@ -141,7 +141,8 @@ def _one_layer(weights: MtpWeights, target: RaggedModel) -> tuple[PreTrainedMode
     base, hidden_size, dtype = kind.base_model_prefix, target.hf.config.hidden_size, target.model.dtype
     given = {f"{base}.layers.0.{name}": tensor for name, tensor in weights.block.items()}
     given |= {f"{base}.norm.weight": torch.zeros(hidden_size, device="cpu")}
-    ends = {name: torch.zeros(_FEW_IDS, hidden_size) for name in (f"{base}.embed_tokens.weight", "lm_head.weight")}
+    few_ids = torch.zeros(_FEW_IDS, hidden_size, device="cpu")
+    ends = {name: few_ids.clone() for name in (f"{base}.embed_tokens.weight", "lm_head.weight")}
     level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # what is missing becomes an error below
     try:

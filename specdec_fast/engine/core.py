@@ -70,10 +70,7 @@ class EngineCore:
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
         self.failed: list[Sequence] = []
         self._requests: dict[int, Sequence] = {}
-        self._num_added, self._finished = (
-            0,
-            0.0,
-        )  # the end of the last step; 0.0 if the next one has more work than usual
+        self._num_added, self._finished = 0, 0.0  # when the last step ended; 0.0 if the next one has more work to do
         self._launched: Step | None = None
         self._launch_error: Exception | None = None
 
@@ -262,8 +259,7 @@ class EngineCore:
         """Finish a step, and let the sequences that have ended leave."""
         self._in_step, self._row_limit.num_rows = step.batch, sum(step.verification.counts)
         outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in self._finish(step)]
-        if ended := [s for s in self.resident if s.finish_reason is not None or s.request_id not in self._requests]:
-            self._leave(ended)
+        self._leave([s for s in self.resident if s.finish_reason is not None or s.request_id not in self._requests])
         return outputs
 
     @torch.inference_mode()
