@@ -69,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--learning-rate", type=_rate, default=default.learning_rate, metavar="X", help="(default: %(default)s)"
     )
     recipe.add_argument(
+        "--matrix-learning-rate",
+        type=_rate,
+        metavar="X",
+        help="train the matrices of layers with Muon, at this rate (default: AdamW trains all)",
+    )
+    recipe.add_argument(
         "--early-share",
         type=_share,
         default=default.early_share,
@@ -115,6 +121,7 @@ def _train(args: argparse.Namespace) -> int:
         args.epochs,
         args.batch_tokens,
         args.learning_rate,
+        args.matrix_learning_rate,
         kind.num_steps,
         early_share=args.early_share,
         seed=args.seed,

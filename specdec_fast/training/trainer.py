@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from specdec_fast.errors import ConfigError, TrainingError
@@ -21,6 +21,7 @@ from specdec_fast.training.drafter_module import DrafterModule
 Loss = Callable[[Any, Tensor, Lesson, int], Tensor]
 
 _BETAS, _LARGEST_GRADIENT = (0.9, 0.95), 1.0
+_MUON_DECAY = 0.01
 _SORTED_TOGETHER = 64  # batches; texts are sorted by length among so many
 _EARLY_STEPS = 2
 _MOVING = 0.98  # of the loss that the bar shows
@@ -33,7 +34,9 @@ class Recipe:
     Attributes:
         epochs: number of passes over the texts.
         batch_tokens: largest number of positions of a batch, padding included, unless one text has more.
-        learning_rate: at its height.
+        learning_rate: AdamW's, at its height.
+        matrix_learning_rate: the rate, at its height, with which Muon (Jordan et al., 2024) trains the matrices of the
+            layers; AdamW trains the rest. None: AdamW trains all.
         num_steps: number of drafted tokens in a row that are trained.
         early_share: share of all batches, the first ones, in which only ``_EARLY_STEPS`` of them are: these cost less,
             and most that is learnt of one token holds for the next.
@@ -46,6 +49,7 @@ class Recipe:
     epochs: int = 2
     batch_tokens: int = 2048
     learning_rate: float = 5e-5
+    matrix_learning_rate: float | None = None
     num_steps: int = 7
     early_share: float = 0.0
     warmup: float = 0.02
@@ -84,8 +88,7 @@ class Trainer:
         self.module, self._teacher, self._texts, self.recipe, self._loss_of = module, teacher, texts, recipe, loss
         self.device = next(module.parameters()).device
         self._state_file = folder / "training_state.pt"
-        learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(learnt, lr=recipe.learning_rate, betas=_BETAS)
+        self._optimizers = _optimizers_of(module, recipe)
         self.step, self.seconds, self.loss = 0, 0.0, math.nan
         self.num_steps = sum(1 for epoch in range(recipe.epochs) for _ in self._batches(epoch))
 
@@ -128,7 +131,7 @@ class Trainer:
         """Write the checkpoint; an interrupt leaves the one before it."""
         state = {
             "module": self.module.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "step": self.step,
             "seconds": self.seconds,
             "loss": self.loss,
@@ -160,7 +163,8 @@ class Trainer:
                 f"{str(self._state_file)!r} was written with other settings ({', '.join(others)}); {remedy}."
             )
         self.module.load_state_dict(state["module"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
         self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
 
     def _identity(self) -> dict[str, Any]:
@@ -176,16 +180,19 @@ class Trainer:
         token_ids, lengths = padded(batch, self.device)
         is_early = self.step < self.recipe.early_share * self.num_steps
         num_steps = min(self._steps(token_ids), _EARLY_STEPS if is_early else self.recipe.num_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.recipe.learning_rate * self._rate((self.step + 1) / self.num_steps)
+        rate = self._rate((self.step + 1) / self.num_steps)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = optimizer.defaults["lr"] * rate
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast):
             loss = self._loss_of(self.module, token_ids, self._teacher.lesson(token_ids, lengths), num_steps)
         if not math.isfinite(value := loss.item()):
             raise TrainingError(f"the loss became {value} at step {self.step + 1}; lower the learning rate.")
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), _LARGEST_GRADIENT)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return value
 
     def _steps(self, token_ids: Tensor) -> int:
@@ -213,6 +220,26 @@ class Trainer:
         for start in range(0, len(texts), together):
             batches = list(_grouped(sorted(texts[start : start + together], key=len), self.recipe.batch_tokens))
             yield from (batches[i] for i in torch.randperm(len(batches), generator=order, device="cpu").tolist())
+
+
+def _optimizers_of(module: DrafterModule, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all that is learnt, or for all but the matrices of layers, and Muon for these.
+
+    Muon gives every update of a matrix the same scale in all directions. Rows of an embedding or an output layer belong
+    to tokens, which occur more or less often, so AdamW trains them.
+    """
+    learnt = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    ends = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
+    ends |= {id(module.get_parameter(name)) for name in learnt if "lm_head" in name}
+    matrices = [weight for weight in learnt.values() if weight.ndim == 2 and id(weight) not in ends]
+    if recipe.matrix_learning_rate is None or not matrices:
+        return [torch.optim.AdamW(learnt.values(), lr=recipe.learning_rate, betas=_BETAS)]
+    chosen = {id(weight) for weight in matrices}
+    others = [weight for weight in learnt.values() if id(weight) not in chosen]
+    return [
+        torch.optim.AdamW(others, lr=recipe.learning_rate, betas=_BETAS),
+        torch.optim.Muon(matrices, lr=recipe.matrix_learning_rate, weight_decay=_MUON_DECAY),
+    ]
 
 
 def _grouped(texts: list[Tensor], batch_tokens: int) -> Iterator[list[Tensor]]:

@@ -79,8 +79,11 @@ def test_padding_changes_no_loss(target, texts, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_training_lowers_the_loss_and_raises_agreement(target, texts, tmp_path):
-    recipe = Recipe(epochs=15, batch_tokens=150, learning_rate=1e-2, num_steps=STEPS)
+@pytest.mark.parametrize("matrix_learning_rate", [None, 0.02], ids=["adamw", "muon"])
+def test_training_lowers_the_loss_and_raises_agreement(target, texts, tmp_path, matrix_learning_rate):
+    recipe = Recipe(
+        15, batch_tokens=150, learning_rate=1e-2, matrix_learning_rate=matrix_learning_rate, num_steps=STEPS
+    )
     trainer = made(target, texts, tmp_path, recipe=recipe)
     learnt = trainer._texts
     token_ids, lengths = padded(learnt, CPU)
@@ -94,10 +97,12 @@ def test_training_lowers_the_loss_and_raises_agreement(target, texts, tmp_path):
     assert loss_of(trainer.module, token_ids, lesson, STEPS).item() < loss - 0.5
 
 
-def test_a_resumed_run_ends_with_the_same_weights(target, texts, tmp_path):
-    whole = made(target, texts, tmp_path)
+@pytest.mark.parametrize("matrix_learning_rate", [None, 0.02], ids=["adamw", "muon"])
+def test_a_resumed_run_ends_with_the_same_weights(target, texts, tmp_path, matrix_learning_rate):
+    recipe = Recipe(batch_tokens=150, learning_rate=1e-2, matrix_learning_rate=matrix_learning_rate, num_steps=STEPS)
+    whole = made(target, texts, tmp_path, recipe=recipe)
     whole.run(1e9)
-    part, lesson = made(target, texts, tmp_path), Teacher.lesson
+    part, lesson = made(target, texts, tmp_path, recipe=recipe), Teacher.lesson
     calls = iter(range(5))
 
     def interrupted(*args):
@@ -110,7 +115,7 @@ def test_a_resumed_run_ends_with_the_same_weights(target, texts, tmp_path):
         part.run(1e9)
     assert part.step == 5
     part.save()
-    rest = made(target, texts, tmp_path)
+    rest = made(target, texts, tmp_path, recipe=recipe)
     rest.resume()
     assert rest.step == 5
     rest.run(1e9)
@@ -123,6 +128,17 @@ def test_a_resumed_run_ends_with_the_same_weights(target, texts, tmp_path):
     (tmp_path / "training_state.pt").write_bytes(b"damaged")
     with pytest.raises(sd.ConfigError, match="cannot be read"):
         made(target, texts, tmp_path).resume()
+
+
+def test_muon_trains_the_matrices_of_layers_alone(target, texts, tmp_path):
+    """Each optimizer's rate is 0 in turn: what changes is what the other one trains."""
+    names = {name for name, _ in made(target, texts, tmp_path).module.named_parameters()}
+    matrices = {name for name in names if "proj" in name} | {"fc.weight"}
+    for rates, expected in (((0.0, 0.02), matrices), ((1e-2, 0.0), names - matrices)):
+        trainer = made(target, texts, tmp_path, recipe=Recipe(1, 150, *rates, num_steps=STEPS))
+        before = {name: weight.clone() for name, weight in trainer.module.named_parameters()}
+        trainer.run(1e9)
+        assert {n for n, weight in trainer.module.named_parameters() if not torch.equal(weight, before[n])} == expected
 
 
 def test_ids_that_cannot_be_proposed_teach_nothing(target, texts, tmp_path):
