@@ -111,8 +111,14 @@ class Op:
         if not check:
             return implementation
 
+        device_types = BACKENDS[backend].device_types
+
         def checked(*args: Any, **kwargs: Any) -> Any:
             self.check(*args, **kwargs)
+            if (device := _device_of(args, kwargs)).type not in device_types:  # an address there means nothing here
+                raise ValueError(
+                    f"{self.name} got tensors on {device}; backend {backend!r} runs on {', '.join(device_types)}."
+                )
             return implementation(*args, **kwargs)
 
         return checked
@@ -162,11 +168,16 @@ class Ops:
         return self.chosen.get(op) in all_ops()[op].trees
 
 
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Return the device of the first tensor; every op has one among its arguments."""
+    return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
 def _on_device_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` with the device of its first tensor as the current device, such as cuda:1."""
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        device = _device_of(args, kwargs)
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             return function(*args, **kwargs)
         with torch.cuda.device(device):

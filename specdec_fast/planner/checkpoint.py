@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec_fast.config import EngineConfig
@@ -16,7 +16,7 @@ from specdec_fast.models.hf_model import HFModel
 from specdec_fast.models.model_checks import max_positions
 from specdec_fast.models.model_memory import bytes_of, estimated_row_bytes, weights_of
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
-from specdec_fast.ops import resolve
+from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, Part, Setting
 
 _PROBE_TOKENS = 8
@@ -57,7 +57,7 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
     config = model.config.get_text_config(decoder=True)
     try:
-        hf = HFModel(model, resolve(torch.device("cpu")), torch.arange(_PROBE_TOKENS, device=model.device))
+        hf = HFModel(model, _ops_of(model.device), torch.arange(_PROBE_TOKENS, device=model.device))
         layout = hf.layout
     except SpecDecError as error:
         raise ConfigError(f"the KV entries of {type(model).__name__} cannot be laid out: {error}") from error
@@ -144,6 +144,17 @@ def _on_meta(source: Any, dtype: torch.dtype | None) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except Exception as error:
         raise ConfigError(f"cannot make {source!r} from its config: {' '.join(str(error).split())}") from error
+
+
+def _ops_of(device: torch.device) -> Ops:
+    """Return the ops of a device; on the meta device, which has no numbers to compute, only their shapes."""
+    if device.type != "meta":
+        return resolve(device)
+    return resolve(torch.device("cpu")).replaced(grouped_linear=_empty_products)
+
+
+def _empty_products(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return rows.new_empty(*expert_ids.shape, weight.shape[1])
 
 
 def _row_parameters(model: PreTrainedModel, config: Any) -> int:

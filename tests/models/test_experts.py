@@ -15,6 +15,7 @@ from specdec_fast.models.experts import expert_configs, mixture
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
+from specdec_fast.planner.checkpoint import checkpoint_sizes
 from support.grids import grid
 from support.models import TINY_GROUPED
 
@@ -61,6 +62,13 @@ def tiny_mixture(name, dtype=torch.float32):
         if which.endswith(("gate.weight", "router.weight")):  # some are zeros at first, and all experts would tie
             torch.nn.init.normal_(parameter, std=0.3)
     return model.to(dtype)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes_are_known_before_loading(tmp_path, name):
+    model = tiny_mixture(name)
+    model.save_pretrained(tmp_path)
+    assert checkpoint_sizes(tmp_path, None) == checkpoint_sizes(model, None)
 
 
 def outputs_of(model, num_draft_tokens=4, max_batch_size=4, **settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -285,6 +286,24 @@ def test_backend_without_the_op_says_which_have_it():
 def test_backend_of_another_device_is_refused():
     with pytest.raises(BackendError, match="runs on cpu, not cuda"):
         resolve(torch.device("cuda"), "cpp")
+
+
+@pytest.mark.parametrize("name", all_ops())
+def test_tensors_without_numbers_are_refused(name):
+    """Of a tensor on the meta device a kernel would get the address 0."""
+    device_for(all_ops()[name], "cpp")
+    case = next(iter(all_ops()[name].cases())).name
+    args = {key: on_meta(value) for key, value in make(name, case).items()}
+    with pytest.raises(ValueError, match="meta"):
+        all_ops()[name].load("cpp")(**args)
+
+
+def on_meta(value):
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if dataclasses.is_dataclass(value):
+        return replace(value, **{f.name: on_meta(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init})
+    return type(value)(map(on_meta, value)) if isinstance(value, (list, tuple)) else value
 
 
 def test_unknown_backend_lists_the_known():
