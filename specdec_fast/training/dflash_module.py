@@ -120,6 +120,10 @@ class DFlashModule(DrafterModule):
         drafted = self._blocks(features, token_ids, rows, num_steps)
         return [(drafted[:, :, step], rows + step + 1) for step in range(num_steps)]
 
+    def output_layers(self) -> list[nn.Module]:
+        """Return the layer of the Markov head, if there is one; the output layer is the target's."""
+        return [] if self.markov_head is None else [self.markov_head.markov_w2]
+
     def _blocks(self, features: Tensor, token_ids: Tensor, rows: Tensor, num_steps: int) -> Tensor:
         """Draft blocks whose context ends with ``rows``.
 

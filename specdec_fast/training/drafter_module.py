@@ -24,6 +24,10 @@ class DrafterModule(nn.Module, ABC):
 
         """
 
+    def output_layers(self) -> list[nn.Module]:
+        """Return the layers whose outputs are logits: each row of their weights belongs to one id."""
+        return [layer for name, layer in self.named_modules() if name.rpartition(".")[2] == "lm_head"]
+
     def drafts(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[tuple[Tensor, slice | Tensor]]:
         """Draft as ``unroll`` does, from every position or from some that the module chooses.
 

@@ -61,6 +61,10 @@ class MedusaModule(DrafterModule):
         length = token_ids.shape[1]
         return [head(features[:, : length - 1 - step]) for step, head in enumerate(self.heads[:num_steps])]
 
+    def output_layers(self) -> list[nn.Module]:
+        """Return the last layer of every head; see ``DrafterModule``."""
+        return [head[-1] for head in self.heads]  # type: ignore[index]
+
 
 def new_heads(target: PreTrainedModel, num_heads: int) -> MedusaModule:
     """Return heads to be trained, on the target's device, in fp32.

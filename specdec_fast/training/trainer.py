@@ -156,7 +156,7 @@ class Trainer:
         except (RuntimeError, UnpicklingError, EOFError, OSError) as error:
             raise ConfigError(f"{str(self._state_file)!r} cannot be read ({error}); {remedy}.") from error
         before = state.get("recipe") if isinstance(state, dict) else None
-        if not isinstance(before, dict):
+        if not isinstance(before, dict) or "optimizers" not in state:
             raise ConfigError(f"{str(self._state_file)!r} is no checkpoint of a training; {remedy}.")
         if others := [name for name, value in self._identity().items() if before.get(name) != value]:
             raise ConfigError(
@@ -228,14 +228,14 @@ def _optimizers_of(module: DrafterModule, recipe: Recipe) -> list[torch.optim.Op
     Muon gives every update of a matrix the same scale in all directions. Rows of an embedding or an output layer belong
     to tokens, which occur more or less often, so AdamW trains them.
     """
-    learnt = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-    ends = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
-    ends |= {id(module.get_parameter(name)) for name in learnt if "lm_head" in name}
-    matrices = [weight for weight in learnt.values() if weight.ndim == 2 and id(weight) not in ends]
+    learnt = [weight for weight in module.parameters() if weight.requires_grad]
+    ends = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)] + module.output_layers()
+    of_tokens = {id(weight) for layer in ends for weight in layer.parameters()}
+    matrices = [weight for weight in learnt if weight.ndim == 2 and id(weight) not in of_tokens]
     if recipe.matrix_learning_rate is None or not matrices:
-        return [torch.optim.AdamW(learnt.values(), lr=recipe.learning_rate, betas=_BETAS)]
+        return [torch.optim.AdamW(learnt, lr=recipe.learning_rate, betas=_BETAS)]
     chosen = {id(weight) for weight in matrices}
-    others = [weight for weight in learnt.values() if id(weight) not in chosen]
+    others = [weight for weight in learnt if id(weight) not in chosen]
     return [
         torch.optim.AdamW(others, lr=recipe.learning_rate, betas=_BETAS),
         torch.optim.Muon(matrices, lr=recipe.matrix_learning_rate, weight_decay=_MUON_DECAY),

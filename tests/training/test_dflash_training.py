@@ -90,6 +90,14 @@ def test_training_lowers_the_loss(target, texts, tmp_path):
     assert counts[:, 1].min() > 0
 
 
+def test_the_markov_head_is_no_matrix_of_layers(target, texts, tmp_path):
+    module = made(target, dflash.RANK)
+    before = module.markov_head.markov_w2.weight.clone()
+    recipe = Recipe(batch_tokens=80, learning_rate=0.0, matrix_learning_rate=0.02, num_steps=module.most_steps)
+    Trainer(module, Teacher(target, TAPS, None), texts, recipe, tmp_path).run(1e9)
+    assert torch.equal(module.markov_head.markov_w2.weight, before), "its rows belong to ids"
+
+
 def test_the_mask_is_the_id_that_texts_use_least():
     texts = Texts.of([[0, 1, 2, 3, 4, 5], [0, 1, 2, 4, 0, 1]])
     assert rarest_id(texts, 6) == 5

@@ -125,6 +125,11 @@ def test_a_resumed_run_ends_with_the_same_weights(target, texts, tmp_path, matri
     other = made(target, texts, tmp_path, recipe=Recipe(epochs=3))
     with pytest.raises(sd.ConfigError, match="written with other settings"):
         other.resume()
+    state = torch.load(tmp_path / "training_state.pt", weights_only=True)
+    del state["optimizers"]
+    torch.save(state, tmp_path / "training_state.pt")
+    with pytest.raises(sd.ConfigError, match="is no checkpoint of a training"):
+        made(target, texts, tmp_path, recipe=recipe).resume()
     (tmp_path / "training_state.pt").write_bytes(b"damaged")
     with pytest.raises(sd.ConfigError, match="cannot be read"):
         made(target, texts, tmp_path).resume()

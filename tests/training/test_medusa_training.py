@@ -49,6 +49,15 @@ def test_training_lowers_the_loss_and_what_is_saved_loads(target, texts, tmp_pat
     assert sum(weight.sum().item() for weight in drafter.weights()) == pytest.approx(sum(w.sum().item() for w in saved))
 
 
+def test_the_last_layers_of_heads_are_no_matrices_of_layers(target, texts, tmp_path):
+    module = new_heads(target, NUM_HEADS)
+    recipe = Recipe(batch_tokens=60, learning_rate=0.0, matrix_learning_rate=0.02, num_steps=NUM_HEADS)
+    Trainer(module, Teacher(target, (3,), None), texts, recipe, tmp_path).run(1e9)
+    for head in module.heads:
+        assert torch.equal(head[-1].weight, target.get_output_embeddings().weight), "its rows belong to ids"
+        assert head[0].linear.weight.any()
+
+
 class Ranked(nn.Module):
     """Logits by which the token at depth d of text b at row i has the rank ``ranks[d][b][i]``."""
 
