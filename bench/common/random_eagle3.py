@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.common.pairs import SEED
+from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import default_taps
 from specdec_fast.training.eagle3 import DrafterSize, new_module, save_drafter
 
@@ -26,10 +27,12 @@ def write_random_eagle3(target: PreTrainedModel, num_draft_ids: int, folder: Pat
         folder: exists.
 
     Raises:
-        ConfigError: the target has fewer ids, or sizes that no drafter can have.
+        ConfigError: there are no or more ids than the target's, or it has sizes that no drafter can have.
 
     """
     config = target.config.get_text_config(decoder=True)
+    if not 0 < num_draft_ids <= config.vocab_size:
+        raise ConfigError(f"{num_draft_ids} ids; expected 1 to {config.vocab_size}, the ids of the target.")
     num_layers = config.num_hidden_layers
     taps = default_taps(num_layers) if num_layers >= _LAYERS_OF_DEFAULT_TAPS else tuple(range(min(3, num_layers)))
     ids = None if num_draft_ids == config.vocab_size else torch.arange(num_draft_ids, device="cpu")

@@ -378,6 +378,12 @@ def test_a_pair_that_cannot_be_run_is_explained(demo):
         bench.main([*demo, "--target", "nowhere", "--draft", "nowhere"])
 
 
+@pytest.mark.parametrize("num_ids", [0, -5, 98])
+def test_ids_that_an_eagle3_layer_cannot_have(num_ids):
+    with pytest.raises(SystemExit, match=f"{num_ids} ids; expected 1 to 97"):
+        bench.main([*SMOKE, "--acceptance", "1", "--batch-sizes", "1", "--eagle3", str(num_ids)])
+
+
 def test_nothing_to_run_is_an_error(capsys):
     options = [*SMOKE, "--methods", "transformers-assisted", "--batch-sizes", "2"]
     with pytest.raises(SystemExit, match="transformers-assisted cannot be run with these"):
