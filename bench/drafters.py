@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,7 @@ from specdec_fast import Engine, EngineConfig, SamplingParams
 from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import add_drafter_options, format_table
 from specdec_fast.commands.prompt_files import read_prompts
+from specdec_fast.drafters import configs_for
 from specdec_fast.models.loading import load_model
 
 PLAIN = "none"
@@ -48,17 +50,13 @@ def settings_of(args: argparse.Namespace) -> Iterator[MethodSetting]:
         SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=i)
         for i in range(len(prompts))
     ]
+    shared = EngineConfig(dtype=dtype, tap_layers=args.tap_layers, draft_tree=args.draft_tree)
+    drafters = (PLAIN, *args.drafts)
+    configs = configs_for(drafters, shared)
     for batch_size in args.batch_sizes:
-        for draft in (PLAIN, *args.drafts):
+        for draft, own in zip(drafters, configs, strict=True):
             for k in args.num_draft_tokens if draft != PLAIN else [0]:
-                config = EngineConfig(
-                    max_batch_size=batch_size,
-                    num_draft_tokens=k,
-                    dtype=dtype,
-                    tap_layers=args.tap_layers,
-                    draft_tree=args.draft_tree,
-                )
-                engine = Engine(target, draft, config)
+                engine = Engine(target, draft, replace(own, max_batch_size=batch_size, num_draft_tokens=k))
                 yield MethodSetting(draft, batch_size, partial(run, engine, prompts, params), k)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,8 @@ CHECKPOINT_DRAFTERS: dict[str, tuple[Callable[[DrafterContext, str], Drafter], C
     "mtp": (MtpDrafter, holds_mtp),
 }
 
+_SETTINGS = ("tap_layers", "draft_tree")  # those that are for some drafters only
+
 __all__ = [
     "CHECKPOINT_DRAFTERS",
     "DRAFTERS",
@@ -67,6 +71,7 @@ __all__ = [
     "StepResult",
     "TreeDrafter",
     "checked_draft",
+    "configs_for",
     "expect_settings_read",
     "is_draft_model",
     "make_drafter",
@@ -85,12 +90,14 @@ def checked_draft(draft: Any, config: EngineConfig) -> Any:
             f"draft is a {type(draft).__name__}; expected a model, its name or folder, "
             f"{', '.join(map(repr, DRAFTERS))}, a Drafter (an instance, not its class), or None."
         )
-    if isinstance(draft, str) and draft in CHECKPOINT_DRAFTERS and draft not in DRAFTERS:
-        raise ConfigError(f"draft={draft!r} needs a checkpoint: pass '{draft}:FOLDER'.")
-    is_named = isinstance(draft, str) and (draft in DRAFTERS or draft.partition(":")[0] in CHECKPOINT_DRAFTERS)
-    close = difflib.get_close_matches(draft, DRAFTERS) if isinstance(draft, str) and not is_named else []
-    if close:
-        raise ConfigError(f"draft={draft!r}: did you mean {close[0]!r}? For a folder of that name, pass './{draft}'.")
+    if isinstance(draft, str) and draft not in DRAFTERS:
+        kind, _, folder = draft.partition(":")
+        if kind in CHECKPOINT_DRAFTERS and not folder:
+            raise ConfigError(f"draft={draft!r} needs a checkpoint: pass '{kind}:FOLDER'.")
+        if kind not in CHECKPOINT_DRAFTERS and (close := difflib.get_close_matches(draft, DRAFTERS)):
+            raise ConfigError(
+                f"draft={draft!r}: did you mean {close[0]!r}? For a folder of that name, pass './{draft}'."
+            )
     is_plain = not config.most_draft_tokens or (isinstance(draft, str) and draft == NO_DRAFT)
     return None if is_plain else draft
 
@@ -139,20 +146,50 @@ def make_drafter(
 
 
 def expect_settings_read(drafter: Drafter, config: EngineConfig) -> None:
-    """Check that the drafter reads every setting for drafters that was given; ``draft_tree="chain"`` is for all.
+    """Check that the drafter reads every setting for drafters that was given.
+
+    ``draft_tree="chain"`` is also for drafters that propose chains anyway.
 
     Raises:
         ConfigError: ``tap_layers`` or ``draft_tree`` would have no effect.
 
     """
-    given = {"tap_layers": config.tap_layers, "draft_tree": None if config.draft_tree == "chain" else config.draft_tree}
-    for name, value in given.items():
+    is_chain_anyway = config.draft_tree == "chain" and not drafter.max_nodes
+    for name in _SETTINGS:
+        value = None if is_chain_anyway and name == "draft_tree" else getattr(config, name)
         if value is not None and name not in drafter.settings:
             reads = f"it reads {' and '.join(drafter.settings)} only" if drafter.settings else "it has no such setting"
             raise ConfigError(
                 f"{name}={value!r} has no effect on the drafter {drafter.name!r}: {reads}; leave it out, or pass a "
                 "drafter that reads it (docs/drafters.md)."
             )
+
+
+def configs_for(drafts: Many[Any], config: EngineConfig) -> list[EngineConfig]:
+    """Return the settings for each of several drafters that are given one set of settings.
+
+    A setting that one of them reads is left out for those that do not. One that none of them reads is left to be
+    refused by the engine.
+
+    Args:
+        drafts: each as ``Engine`` takes it.
+        config: the settings.
+
+    """
+    read = [set(_settings_of(draft)) for draft in drafts]
+    unread: list[dict[str, Any]] = [dict.fromkeys(set().union(*read) - own) for own in read]
+    return [replace(config, **names) for names in unread]
+
+
+def _settings_of(draft: Any) -> tuple[str, ...]:
+    """Return what ``Drafter.settings`` will be, before the drafter is made; all, if only the made one can tell."""
+    if draft is None or is_draft_model(draft):
+        return ()
+    made: Any = draft
+    if not isinstance(draft, Drafter):
+        found = None if draft in DRAFTERS else _checkpoint(fspath(draft))
+        made = DRAFTERS[draft] if found is None else CHECKPOINT_DRAFTERS[found[0]][0]
+    return getattr(made, "settings", _SETTINGS)
 
 
 def is_draft_model(draft: Any) -> bool:

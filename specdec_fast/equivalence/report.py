@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import is_draft_model
+from specdec_fast.drafters import configs_for, is_draft_model
 from specdec_fast.engine.engine import Engine
 from specdec_fast.equivalence.compare import (
     Comparison,
@@ -118,6 +118,7 @@ class Models:
             name: load_model(name, config.dtype, device) if is_draft_model(name) else name  # type: ignore[arg-type]
             for name in matrix.drafts
         }
+        self._configs = dict(zip(matrix.drafts, configs_for(matrix.drafts, matrix.config), strict=True))
         self._by_transformers: dict[int, list[list[int]]] = {}
         self.expected = {name: self._decode(self.alone, name) for name in matrix.samplings}
         self._expected_eagerly: dict[str, list[GenerationOutput]] = {}
@@ -126,7 +127,7 @@ class Models:
         """Decode with every sampling in one setting, and compare."""
         plain = setting.method == PLAIN
         config = replace(
-            self.matrix.config,
+            self._configs.get(setting.drafter, self.matrix.config),
             dtype=self.dtype,
             method="eqspec" if plain else setting.method,
             max_batch_size=setting.batch_size,

@@ -27,7 +27,17 @@ def test_a_row_per_drafter_and_batch_size(capsys):
 def test_a_tree_of_medusa_heads(capsys, tmp_path):
     config = json.loads((demo_pair() / "target" / "config.json").read_text())
     write_heads(tmp_path, named(random_heads(config["vocab_size"], config["hidden_size"], num_heads=2), "safetensors"))
-    options = ["--drafts", f"medusa:{tmp_path}", "--num-prompts", "1", "--max-new-tokens", "4", "--batch-sizes", "1"]
+    options = [
+        "--drafts",
+        f"medusa:{tmp_path}",
+        "ngram",
+        "--num-prompts",
+        "1",
+        "--max-new-tokens",
+        "4",
+        "--batch-sizes",
+        "1",
+    ]
     drafters.main([*options, "--repeats", "1", "--draft-tree", "[[0], [1]]"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["draft_tree"] == [[0], [1]]

@@ -58,10 +58,10 @@ def test_verify_takes_auto_for_a_k(in_folder, prompt_ids):
 
 
 def test_verify_takes_drafters_that_are_checkpoints(in_folder, prompt_ids):
-    options = {"draft": EAGLE3, "tap-layers": "1,2,3", "batch-sizes": 1, "methods": "eqspec", "num-draft-tokens": 2}
-    status, report = run_verify(in_folder, prompt_ids[1:2], **options)
+    options = {"draft": f"{EAGLE3} ngram", "tap-layers": "1,2,3", "batch-sizes": 1, "num-draft-tokens": 2}
+    status, report = run_verify(in_folder, prompt_ids[1:2], methods="eqspec", **options)
     assert status == 0
-    assert len(report["comparisons"]) == 1
+    assert len(report["comparisons"]) == 2, "prompt lookup reads no layers"
     words = {"target": TARGET, "draft": EAGLE3, "prompts": "p.jsonl", "tap-layers": "0,1,2", "draft-tree": "chain"}
     matrix = verify.matrix_of(build_parser().parse_args(["verify", *options_of(words)]))
     assert (matrix.config.tap_layers, matrix.config.draft_tree) == ((0, 1, 2), "chain")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import specdec_fast as sd
+from specdec_fast.drafters import DRAFTERS, configs_for
+from specdec_fast.drafters.ngram_trie import NgramTrieDrafter
 from support.medusa import named, random_heads, write_heads
 
 TREE = [[0], [1]]
+CONTEXT = SimpleNamespace(device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -15,6 +21,7 @@ TREE = [[0], [1]]
     [
         ("ngram", {"tap_layers": (0, 1)}, r"tap_layers=\(0, 1\) has no effect on the drafter 'ngram': it has no such"),
         ("ngram-trie", {"draft_tree": 5}, "draft_tree=5 has no effect on the drafter 'ngram-trie'"),
+        ("ngram-trie", {"draft_tree": "chain"}, "draft_tree='chain' has no effect on the drafter 'ngram-trie'"),
         (
             "medusa",
             {"tap_layers": (1,)},
@@ -30,6 +37,21 @@ def test_a_setting_without_effect_is_refused(target, draft, tmp_path, kind, sett
         sd.Engine(target, drafts.get(kind, kind), **setting)
 
 
-def test_a_chain_is_a_tree_of_every_drafter_and_plain_decoding_reads_nothing(target):
+def test_drafters_that_share_settings_get_those_that_they_read():
+    config = sd.EngineConfig(tap_layers=(1, 2, 3), draft_tree=5)
+    drafts = ["ngram", None, "medusa:x", "eagle3:x", NgramTrieDrafter(CONTEXT), "./a-draft-model"]
+    found = [(own.tap_layers, own.draft_tree) for own in configs_for(drafts, config)]
+    nothing = (None, None)
+    assert found == [nothing, nothing, (None, 5), ((1, 2, 3), 5), nothing, nothing]
+    assert configs_for(["ngram"], config) == [config], "the engine says that nothing reads them"
+
+
+def test_a_drafter_that_is_made_by_a_function_keeps_all_settings(monkeypatch):
+    monkeypatch.setitem(DRAFTERS, "own", lambda context: NgramTrieDrafter(CONTEXT))
+    config = sd.EngineConfig(draft_tree=5)
+    assert configs_for(["own", "eagle3:x"], config) == [config, config]
+
+
+def test_drafters_of_chains_propose_chains_and_plain_decoding_reads_nothing(target):
     assert sd.Engine(target, "ngram", draft_tree="chain").drafter.max_nodes == 0
     assert sd.Engine(target, None, tap_layers=(0, 1), draft_tree=TREE).drafter.max_nodes == 0
