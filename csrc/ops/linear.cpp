@@ -110,6 +110,7 @@ void linear(const LinearArgs& args) {
 #pragma omp for schedule(static) nowait
       for (int part = 0; part < num_threads; ++part) {
         const Range blocks = share(work.num_blocks(), 1, part / output_parts, row_parts);
+        if (blocks.begin == blocks.end) continue;  // there may be more parts than blocks
         for (std::int64_t block = blocks.begin; prepares_own && block < blocks.end; ++block) plan.prepare(work, block);
         plan.outputs(work, blocks, share(args.out_features, plan.granule, part % output_parts, output_parts),
                      buffers.get() + part * buffer_bytes);

@@ -36,6 +36,20 @@ def test_sums_are_those_of_the_manual(shape: tuple[int, int, int]) -> None:
     assert not torch.equal(one_chain(rows, weight).bfloat16(), expected), "another order would not be noticed"
 
 
+@pytest.mark.parametrize("num_rows", [255, 257])
+def test_more_threads_than_blocks_of_rows(num_rows: int) -> None:
+    """A layer of few outputs gives every thread rows of its own; some threads then get none."""
+    rows, weight = cancelling(num_rows, 64, 24)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = linear(rows, weight)
+        torch.set_num_threads(24)
+        assert torch.equal(linear(rows, weight), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("flushed", [lambda x: x * 2.0**-130, lambda x: x * 2.0**-70])
 def test_subnormal_operands_and_results_are_zero(flushed: Callable[[Tensor], Tensor]) -> None:
     rows = flushed(torch.ones(2, 64)).bfloat16()
