@@ -195,4 +195,4 @@ def return_freed_memory() -> None:
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
-        trim(0)
+        trim(ctypes.c_size_t(0))

@@ -54,6 +54,7 @@ class Residents:
         scheduler: decides how many sequences may be resident.
         drafter: releases a preempted sequence.
         config: page size, and the largest K.
+        max_nodes: largest number of nodes of a tree; where it is less than K, trees have K nodes.
 
     Attributes:
         waiting: sequences that hold no pages, in the order of their arrival.
