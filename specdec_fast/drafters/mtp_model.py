@@ -136,7 +136,7 @@ def _one_layer(weights: MtpWeights, target: RaggedModel) -> tuple[PreTrainedMode
     """Return a model of the target's class with the decoder layer of an MTP layer, and its final norm, not filled."""
     kind, where = type(target.model), repr(weights.where)
     if target.model.config.get_text_config(decoder=True) is not target.model.config:
-        raise NotYetSupportedError(f"{kind.__name__} is a model of texts and something else; MTP is not served there.")
+        raise NotYetSupportedError(f"{kind.__name__} reads more than text; MTP layers are served for models of text.")
     config = _config_of(weights, target.hf.config)
     base, hidden_size, dtype = kind.base_model_prefix, target.hf.config.hidden_size, target.model.dtype
     given = {f"{base}.layers.0.{name}": tensor for name, tensor in weights.block.items()}

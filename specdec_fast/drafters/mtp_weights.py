@@ -152,7 +152,10 @@ def _files_of(source: str) -> dict[str, Path]:
     """Return the file of every weight of a checkpoint, by the weight's name."""
     path = next((found for name in _FILES if (found := _path(source, name)) is not None), None)
     if path is None:
-        raise ConfigError(f"{source!r} has no weights in safetensors; expected one of {', '.join(_FILES)}.")
+        raise ConfigError(
+            f"{source!r} is no folder or downloaded model with weights in safetensors; expected one of "
+            f"{', '.join(_FILES)}."
+        )
     if path.suffix != ".json":
         return dict.fromkeys(_keys(path), path)
     try:

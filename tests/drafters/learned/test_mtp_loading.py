@@ -208,7 +208,7 @@ def test_a_checkpoint_without_one_is_refused(tmp_path, case):
 def test_files_that_cannot_be_read_are_refused(tmp_path, folder):
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(sd.ConfigError, match="has no weights in safetensors"):
+    with pytest.raises(sd.ConfigError, match="is no folder or downloaded model with weights in safetensors"):
         read_mtp(str(empty), NUM_LAYERS)
     (empty / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(sd.ConfigError, match="cannot read the weights in"):
