@@ -43,10 +43,10 @@ class EngineConfig:
             of each call's largest requests needs. Sequences take pages as they grow. If the pool is full, the youngest
             one gives up its pages and is prefilled again later, with the same tokens.
         memory_bytes: budget for weights, KV entries and the working memory of steps, on the device of the target;
-            the interpreter and its libraries are not counted. ``max_batch_size``, ``num_draft_tokens`` and
-            ``max_prefill_tokens`` are then upper limits: the engine lowers them as far as it must, and takes the rest
-            of the budget for KV positions, or exactly ``kv_cache_tokens``. A checkpoint that cannot fit is refused
-            before it is loaded. None: no budget. See ``docs/planning.md``.
+            the interpreter and its libraries are not counted. ``max_batch_size``, ``num_draft_tokens``, the nodes of
+            trees and ``max_prefill_tokens`` are then upper limits: the engine lowers them as far as it must, and takes
+            the rest of the budget for KV positions, or exactly ``kv_cache_tokens``. A checkpoint that cannot fit is
+            refused before it is loaded. None: no budget. See ``docs/planning.md``.
         page_size: KV positions per page.
         max_prefill_tokens: largest number of prompt tokens that a step prefills, so that the other sequences can decode
             while a long prompt is prefilled. None: whole prompts at once, so that a batch ends soonest.
@@ -56,7 +56,8 @@ class EngineConfig:
         draft_tree: what a drafter of trees, such as ``"eagle3:FOLDER"`` or ``"medusa:FOLDER"``, proposes. ``"chain"``;
             or a number of nodes, 1 to 64: the best tree of so many nodes, with EAGLE-3 one for each step; or a static
             tree, a list of rank paths in Medusa's choices format, such as ``((0,), (0, 0), (1,))``, the likeliest
-            first: under a limit the first ones are kept. None: the drafter's own default.
+            first: under a limit the first ones are kept. None: the drafter's own default. The engine refuses
+            ``tap_layers`` and ``draft_tree`` if the drafter does not read them.
         dtype: dtype of the weights (a torch dtype or its name); None: the checkpoint's.
         device: the device; None: CUDA if there is a device, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.

@@ -89,8 +89,11 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
 def add_drafter_options(parser: argparse.ArgumentParser) -> None:
     """Add --tap-layers and --draft-tree."""
     add_tap_layers(parser)
-    meaning = "'chain', a number of nodes, or rank paths as JSON, such as [[0],[0,0],[1]] (default: the drafter's own)"
-    parser.add_argument("--draft-tree", type=_tree, metavar="TREE", help=f"of a learned drafter: {meaning}")
+    meaning = (
+        "what EAGLE-3, Medusa, Clover and SpecBlock draft: 'chain', a number of nodes, or rank paths as JSON, such as "
+        "[[0],[0,0],[1]] (default: the drafter's own)"
+    )
+    parser.add_argument("--draft-tree", type=_tree, metavar="TREE", help=meaning)
 
 
 def add_tap_layers(parser: argparse._ActionsContainer, default: str = "its checkpoint's") -> None:
