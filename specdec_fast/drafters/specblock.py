@@ -13,6 +13,7 @@ slots 0 to k of it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
 from specdec_fast.drafters.queued_features import tokens_after
 from specdec_fast.drafters.specblock_candidates import Candidates
 from specdec_fast.drafters.specblock_model import SpecBlockModel, load_specblock
+from specdec_fast.drafters.specblock_rows import BlockRows
 from specdec_fast.drafters.specblock_tree import BEAM, ROOT, BlockTree, Node
 from specdec_fast.drafters.tapped import TappedDrafter
 from specdec_fast.errors import ConfigError
-from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.models.verify_step import expect_trees, why_no_trees
 from specdec_fast.request.sequence import Sequence
@@ -72,6 +73,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         num_nodes = wanted if isinstance(wanted, int) else self.model.config.tree_nodes
         self.max_nodes = 0 if self._is_chain else num_nodes
         self._candidates = Candidates(self.model, self._device)
+        self.rows = BlockRows(self.model, context.config.page_size, context.config.enforce_eager)
 
     @property
     def name(self) -> str:
@@ -79,12 +81,14 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         return f"specblock:{self._folder}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the taps, the tokens of a block, the nodes of a tree, and the number of ids that can be proposed."""
+        """Return the taps, the tokens of a block, the tree, the number of ids, and whether programs run its layers."""
         return {
             "tap_layers": self.taps,
             "num_slots": self._num_slots,
             "draft_tree": "chain" if self._is_chain else f"up to {self.max_nodes} nodes",
             "draft_vocab_size": self.model.config.draft_vocab_size,
+            "forward_program": self.rows.why_no_program is None,
+            "why_no_program": self.rows.why_no_program,
         }
 
     def weights(self) -> Iterable[Tensor]:
@@ -105,7 +109,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         verified = num_sequences * num_draft_tokens
         blocks = max((prefill_rows or MAX_PREFILL_ROWS) // self._num_slots, verified, num_sequences + ends)
         ranked = model.ranked_bytes + (0 if model.target_ids is None else model.vocab_size * itemsize)
-        return self._num_slots * (blocks * model.row_bytes + ends * ranked) + self._kept_bytes(num_sequences, blocks)
+        forward = self.rows.step_bytes(self._num_slots * blocks, self._num_slots * ends)
+        return forward + self._num_slots * ends * ranked + self._kept_bytes(num_sequences, blocks)
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
         """Bound its forwards over queued features, as ``step_bytes`` counts them."""
@@ -145,25 +150,42 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
     def _projected(self, hidden_states: Tensor) -> Tensor:
         return self.model.project(hidden_states)
 
-    def _compute(self, rows: list[Rows]) -> tuple[Tensor, Tensor]:
-        """Compute the blocks of queued features, one each: conditions ``[N, H]`` and hidden states ``[N, K, H]``."""
+    def _compute(self, rows: list[Rows]) -> None:
+        """Compute the blocks of queued features, one each."""
+        self._computed(rows, None)
+
+    def _computed(self, rows: list[Rows], wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the blocks of ``N`` queued features.
+
+        Args:
+            rows: positions of the features.
+            wanted: the slots whose logits are wanted; None: no slots.
+
+        Returns:
+            Conditions ``[N, H]``, hidden states ``[N, K, H]``, and logits.
+
+        """
         conditions, k = self._taken(rows), self._num_slots
         bases = [start + i for _, start, count in rows for i in range(count)]
-        slots = [Rows(owner, k * start, k * count) for owner, start, count in rows]
-        batch = lay_out(self._pool(), slots, to_device(tokens_after(rows), self._device))
-        return conditions, self.model.forward(batch, self._pool(), conditions, to_device(bases, self._device))
+        blocks = [Rows(owner, k * start, k * count) for owner, start, count in rows]
+        return conditions, *self.rows(self._pool(), blocks, conditions, bases, tokens_after(rows), wanted)
+
+    def _slots_of(self, blocks: list[int]) -> Tensor:
+        """Return the rows of the slots of some blocks of a forward."""
+        k = self._num_slots
+        return to_device([k * block + slot for block in blocks for slot in range(k)], self._device)
 
     def _first_call(self, drafting: list[Sequence], trees: list[BlockTree]) -> None:
         """Compute the blocks with new features, and draft from the last of each sequence."""
         if sum(map(self._num_queued, drafting)) > max(self._most_rows, 2 * len(drafting)):
             self._catch_up(drafting)
         queued = self._queued_rows(drafting)
-        conditions, hidden = self._compute(queued)
+        ends = [end - 1 for end in accumulate(own.count for own in queued)]
+        conditions, hidden, logits = self._computed(queued, self._slots_of(ends))
         if len(hidden) > len(drafting):
-            ends = torch.tensor([own.count for own in queued], device="cpu").cumsum(0) - 1
-            last = to_device(ends.tolist(), self._device)
+            last = to_device(ends, self._device)
             conditions, hidden = conditions[last], hidden[last]
-        slots = self._candidates.of(hidden, drafting, [0] * len(drafting), [s.token_ids[-1] for s in drafting])
+        slots = self._candidates.of(hidden, logits, drafting, [0] * len(drafting), [s.token_ids[-1] for s in drafting])
         for tree, own in zip(trees, slots, strict=True):
             tree.add_block(ROOT, own)
         expanded = [tree.to_expand(BEAM) if tree.max_depth > self._num_slots else [] for tree in trees]
@@ -208,11 +230,11 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
                 parents += [node.depth - 2, *range(k * place - 1, k * place + k - 2)]
                 new.append((i, node, len(bases) - 1 - len(nodes) + place))
         counts = [span.count - 1 for span in spans]
-        batch = lay_out(self._pool(), spans, to_device(tokens, self._device), trees=rows_of_trees(parents, counts))
-        inputs = states[to_device(sources, self._device)]
-        found = self.model.forward(batch, self._pool(), inputs, to_device(bases, self._device))
-        behind = found[to_device([block for _, _, block in new], self._device)]
+        inputs, ends = states[to_device(sources, self._device)], [block for _, _, block in new]
+        wanted, above = self._slots_of(ends), rows_of_trees(parents, counts)
+        found, logits = self.rows(self._pool(), spans, inputs, bases, tokens, wanted, above)
+        behind = found[to_device(ends, self._device)]
         owners, depths = [drafting[i] for i, _, _ in new], [node.depth for _, node, _ in new]
-        slots = self._candidates.of(behind, owners, depths, [node.token_id for _, node, _ in new])
+        slots = self._candidates.of(behind, logits, owners, depths, [node.token_id for _, node, _ in new])
         for (i, node, _), own in zip(new, slots, strict=True):
             trees[i].add_block(node.place, own)

@@ -31,18 +31,21 @@ class Candidates:
     def __init__(self, model: SpecBlockModel, device: torch.device) -> None:
         self._model, self._device = model, device
 
-    def of(self, hidden: Tensor, owners: list[Sequence], depths: list[int], fed: list[int]) -> list[list[Slot]]:
+    def of(
+        self, hidden: Tensor, logits: Tensor, owners: list[Sequence], depths: list[int], fed: list[int]
+    ) -> list[list[Slot]]:
         """Return what each slot of blocks drafts.
 
         Args:
             hidden: ``[N, K, H]``.
+            logits: ``[K * N, draft_vocab_size]``.
             owners: of each block.
             depths: of the node that each block follows; 0 for the last committed token.
             fed: the token of that node.
 
         """
         k = self._model.num_slots
-        logits, ids, log_probs, classes = self._model.ranked(hidden.flatten(0, 1))
+        ids, log_probs, classes = self._model.ranked(hidden.flatten(0, 1), logits)
         ids, log_probs = ids[:, :BEAM], log_probs[:, :BEAM]
         ids = ids if self._model.target_ids is None else self._model.target_ids[ids]
         found = [Slot(*own) for own in zip(ids.tolist(), log_probs.tolist(), classes.tolist(), strict=True)]

@@ -8,6 +8,8 @@ the slots of the blocks above it down to those that drafted its path, and the sl
 
 from __future__ import annotations
 
+from copy import copy
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,15 +20,16 @@ from transformers.activations import ACT2FN
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.drafters.eagle3_model import check_target, taps_of, target_embedding
 from specdec_fast.drafters.eagle3_weights import read_weights, target_ids
-from specdec_fast.drafters.layers import LayerWeights, rotary_embedding
+from specdec_fast.drafters.layers import LayerWeights, RotaryTable, rotated
 from specdec_fast.drafters.specblock_config import NUM_FEATURES, SpecBlockConfig, read_config
 from specdec_fast.drafters.specblock_weights import check_weights
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops import Ops
+from specdec_fast.program import RowFunction
 
 _MAPS = ("d2t", "t2d")  # between the ids of drafter and target
-_FIRST_POSITIONS = 512  # of the table of rotary factors; it is doubled as needed
 
 
 def load_specblock(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] | None = None) -> SpecBlockModel:
@@ -93,21 +96,22 @@ class SpecBlockModel:
         self.hidden_size, self._head_dim = layer.hidden_size, layer.head_dim
         self._fuse = first["fuse.weight"][:, : 2 * self.hidden_size].contiguous()
         queries = self._normed(first["position_queries.weight"], first["query_norm.weight"])
-        self._queries = queries @ first["fuse.weight"][:, 2 * self.hidden_size :].T  # the same for all blocks
+        self._queries = queries @ first["fuse.weight"][:, 2 * self.hidden_size :].T  # the same for all blocks: [K, H]
         self._layers = [_Layer(own, i, layer.head_dim) for i in range(layer.num_hidden_layers)]
         self._norm, self._head = own["norm.weight"], own["lm_head.weight"]
         self._rank_in = _without_gaps(own["rank_head.0.weight"], self.hidden_size)
         self._rank_out = own["rank_head.2.weight"]
         self._act = ACT2FN[layer.hidden_act]
-        self._num_heads, self._num_kv_heads = layer.num_attention_heads, layer.num_key_value_heads
-        self.layout = KVLayout.uniform(layer.num_hidden_layers, self._num_kv_heads, layer.head_dim, dtype, device)
+        kv_heads = layer.num_key_value_heads
+        self._heads = (layer.num_attention_heads, kv_heads, kv_heads)
+        self.layout = KVLayout.uniform(layer.num_hidden_layers, kv_heads, layer.head_dim, dtype, device)
         self._slots = torch.arange(1, self.num_slots + 1, device=device)
-        self._rotary = rotary_embedding(layer, device)
-        self._factors = self._rotary_factors(_FIRST_POSITIONS)
+        self._rotary = RotaryTable(layer, dtype, device)
 
     def weights(self) -> list[Tensor]:
         """Return all tensors that it keeps; the embedding may be the target's."""
-        values = [*vars(self).values(), *(tensor for layer in self._layers for tensor in layer.tensors())]
+        values = [*vars(self).values(), self._rotary.factors]
+        values += [tensor for layer in self._layers for tensor in layer.tensors()]
         return [value for value in values if isinstance(value, Tensor)]
 
     @property
@@ -127,46 +131,69 @@ class SpecBlockModel:
         """Reduce the target's hidden states ``[T, taps, its hidden size]`` to one condition per row, ``[T, H]``."""
         return self._linear(features.to(self.layout.dtype).flatten(1), self._project)
 
-    def forward(self, batch: RaggedBatch, pool: PagePool, conditions: Tensor, bases: Tensor) -> Tensor:
-        """Compute blocks, and write the KV entries of their slots.
+    def row_functions(self) -> list[RowFunction]:
+        """Return each layer as a function of slots, for programs; the first one joins what blocks are made of as well.
+
+        A row takes what ``first_inputs`` or ``next_inputs`` return. The first function reads its token too, that of its
+        block. The logits of all layers but the last are their results again, and nobody wants them.
+        """
+        sizes = [2 * self.hidden_size + 2 * self._head_dim] * len(self._layers)
+        return [
+            RowFunction(partial(self._run, index), self.layout, size, self.hidden_size)
+            for index, size in enumerate(sizes)
+        ]
+
+    def factors(self, bases: Tensor, most_slots: int) -> Tensor:
+        """Return cosine and sine of the slots of blocks.
 
         Args:
-            batch: ``K * N`` rows, block after block, and the ``[N]`` token of each block as its ``token_ids``.
-            pool: this drafter's pages.
-            conditions: ``[N, H]``, from ``project``, or the hidden state of the slot that drafted the block's token.
             bases: ``[N]`` int64, the position of each block.
+            most_slots: number of slots of the longest sequence.
 
         Returns:
-            ``[N, K, H]``, the hidden state of each slot.
+            ``[K * N, 2 * head_dim]``, block after block.
 
         """
-        condition = self._normed(conditions, self._condition_norm)
-        token = self._normed(embedding(batch.token_ids, self._embedding), self._token_norm)  # type: ignore[arg-type]
-        blocks = self._linear(torch.cat([condition, token], dim=-1), self._fuse)
-        hidden = (blocks[:, None] + self._queries).flatten(0, 1)
-        factors = self._factors_at((bases[:, None] + self._slots).flatten(), batch.max_seqlen_k)
-        for index, layer in enumerate(self._layers):
-            if layer.shift is not None:
-                hidden = self._shifted(hidden, layer.shift)
-            rows = self._normed(hidden, layer.input_norm)
-            hidden = hidden + self._attend(layer, index, rows, factors, batch, pool)
-            gate, up = self._linear(self._normed(hidden, layer.mlp_norm), *layer.gate_up).chunk(2, dim=-1)
-            hidden = hidden + self._linear(self._act(gate) * up, *layer.down)
-        return hidden.view(-1, self.num_slots, self.hidden_size)
+        positions = (bases[:, None] + self._slots).flatten()
+        cos, sin = self._rotary.at(positions, most_slots // self.num_slots + self.num_slots + 1)
+        return torch.cat([cos[:, 0], sin[:, 0]], dim=1)
 
-    def ranked(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def first_inputs(self, conditions: Tensor, factors: Tensor) -> Tensor:
+        """Return what the slots of ``N`` blocks take in the first layer, beside the token of their block.
+
+        Args:
+            conditions: ``[N, H]``, from ``project``, or the hidden state of the slot that drafted the block's token.
+            factors: from ``factors``.
+
+        """
+        queries = self._queries.repeat(len(conditions), 1)
+        return torch.cat([conditions.repeat_interleave(self.num_slots, dim=0), queries, factors], dim=1)
+
+    def next_inputs(self, hidden: Tensor, factors: Tensor) -> Tensor:
+        """Return what slots take in a further layer: their own result, and that of the slot before (slot 0: its own).
+
+        Args:
+            hidden: ``[K * N, H]``, results of the layer before.
+            factors: as in ``first_inputs``.
+
+        """
+        blocks = hidden.view(-1, self.num_slots, self.hidden_size)
+        before = torch.cat([blocks[:, :1], blocks[:, :-1]], dim=1).flatten(0, 1)
+        return torch.cat([hidden, before, factors], dim=1)
+
+    def ranked(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rank the likeliest tokens of slots, and predict how far down the target's token is among them.
 
         Args:
-            hidden: ``[N, H]``, results of ``forward``.
+            hidden: ``[N, H]``, results of the last layer.
+            logits: ``[N, draft_vocab_size]``, its logits.
 
         Returns:
-            Logits ``[N, draft_vocab_size]``; the ids of the 20 largest ``[N, 20]``, as draft ids, and their
-            log-probabilities in fp32; and the likeliest class of each slot ``[N]``: rank 1, 2 to 4, 5 to 10, or beyond.
+            The ids of the 20 largest logits ``[N, 20]``, as draft ids, and their log-probabilities in fp32; and the
+            likeliest class of each slot ``[N]``: rank 1, 2 to 4, 5 to 10, or beyond.
 
         """
         normed = self._normed(hidden, self._norm)
-        logits = self._linear(normed, self._head)
         top, ids = logits.float().topk(NUM_FEATURES, dim=-1)
         among = top.log_softmax(dim=-1)
         probabilities = among.exp()
@@ -174,33 +201,44 @@ class SpecBlockModel:
         features = torch.cat([among[:, :10], probabilities[:, :1], entropy], dim=-1).to(normed.dtype)
         inner = silu(self._linear(torch.cat([normed, features], dim=-1), self._rank_in))
         classes = self._linear(inner, self._rank_out).argmax(dim=-1)
-        return logits, ids, top - logits.float().logsumexp(dim=-1, keepdim=True), classes
+        return ids, top - logits.float().logsumexp(dim=-1, keepdim=True), classes
 
-    def _shifted(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Mix into each slot the one before it, into slot 0 itself: ``[T, H]``."""
-        blocks = hidden.view(-1, self.num_slots, self.hidden_size)
-        before = torch.cat([blocks[:, :1], blocks[:, :-1]], dim=1)
-        return self._linear(torch.cat([blocks, before], dim=-1).flatten(0, 1), weight)
+    def _run(
+        self, index: int, ops: Ops, pool: PagePool, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a layer for ``T`` slots, and write its KV entries; see ``RowFunction``."""
+        model = self
+        if ops is not self.ops:  # it is recorded
+            model = copy(self)
+            model._ops = ops
+        own, other, factors = inputs.split([self.hidden_size, self.hidden_size, 2 * self._head_dim], dim=1)
+        hidden = model._layer(index, batch, pool, model._joined(index, batch, own, other), factors)
+        chosen = hidden if wanted is None else hidden[wanted]
+        if index + 1 == len(self._layers):
+            chosen = model._linear(model._normed(chosen, self._norm), self._head)
+        return chosen, hidden
 
-    def _attend(
-        self,
-        layer: _Layer,
-        index: int,
-        rows: Tensor,
-        factors: tuple[Tensor, Tensor],
-        batch: RaggedBatch,
-        pool: PagePool,
-    ) -> Tensor:
-        heads = self._linear(rows, *layer.qkv).unflatten(1, (-1, self._head_dim))
-        turned, value = heads.split([self._num_heads + self._num_kv_heads, self._num_kv_heads], dim=1)
-        # Su et al., arXiv 2104.09864, in the half-split order of Llama; the sine has the sign of each half.
-        first, second = turned.chunk(2, dim=-1)
-        turned = torch.addcmul(turned * factors[0], torch.cat([second, first], dim=-1), factors[1])
-        query, key = turned.split([self._num_heads, self._num_kv_heads], dim=1)
+    def _joined(self, index: int, batch: RaggedBatch, own: Tensor, other: Tensor) -> Tensor:
+        """Return what a layer begins with: condition, token and query together; or a slot mixed with the one before."""
+        if index:
+            shift = self._layers[index].shift
+            assert shift is not None
+            return self._linear(torch.cat([own, other], dim=1), shift)
+        token = self._normed(embedding(batch.token_ids, self._embedding), self._token_norm)  # type: ignore[arg-type]
+        return self._linear(torch.cat([self._normed(own, self._condition_norm), token], dim=1), self._fuse) + other
+
+    def _layer(self, index: int, batch: RaggedBatch, pool: PagePool, hidden: Tensor, factors: Tensor) -> Tensor:
+        layer = self._layers[index]
+        joined = self._linear(self._normed(hidden, layer.input_norm), *layer.qkv)
+        parts = joined.split([heads * self._head_dim for heads in self._heads], dim=1)
+        query, key, value = (part.unflatten(1, (-1, self._head_dim)) for part in parts)
+        turn = [part.unsqueeze(1) for part in factors.split(self._head_dim, dim=1)]
         pages = pool.layers[index]
-        self._ops.append_kv_(*pages, key, value, batch.slot_mapping)
-        attended = self._ops.paged_attention(query, pages, batch, layer.attention)
-        return self._linear(attended.flatten(1), *layer.output)
+        self._ops.append_kv_(*pages, rotated(key, *turn), value, batch.slot_mapping)
+        attended = self._ops.paged_attention(rotated(query, *turn), pages, batch, layer.attention)
+        hidden = hidden + self._linear(attended.flatten(1), *layer.output)
+        gate, up = self._linear(self._normed(hidden, layer.mlp_norm), *layer.gate_up).chunk(2, dim=-1)
+        return hidden + self._linear(self._act(gate) * up, *layer.down)
 
     def _linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         result: Tensor = self._ops.linear(rows, weight, bias)
@@ -208,21 +246,6 @@ class SpecBlockModel:
 
     def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(rows, weight.shape, weight, self._epsilon)
-
-    def _factors_at(self, positions: Tensor, most_slots: int) -> tuple[Tensor, Tensor]:
-        """Return cosine and signed sine of rows, ``[T, 1, head_dim]`` each; there are ``most_slots`` slots at most."""
-        needed = most_slots // self.num_slots + self.num_slots + 1
-        if needed > self._factors.shape[1]:
-            self._factors = self._rotary_factors(max(needed, 2 * self._factors.shape[1]))
-        cos, sin = self._factors[:, positions].unsqueeze(2)
-        return cos, sin
-
-    def _rotary_factors(self, num_positions: int) -> Tensor:
-        """Return cosine and signed sine of positions 0 to ``num_positions - 1``: ``[2, num_positions, head_dim]``."""
-        positions = torch.arange(num_positions, device=self.layout.device)
-        cos, sin = self._rotary(self._project, positions[None])
-        first, second = sin[0].chunk(2, dim=-1)
-        return torch.stack([cos[0], torch.cat([-first, second], dim=-1)])
 
 
 def _without_gaps(weight: Tensor, hidden_size: int) -> Tensor:

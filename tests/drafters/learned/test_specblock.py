@@ -14,7 +14,7 @@ from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.specblock import SpecBlockDrafter
-from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.ops.registry import all_ops
 from specdec_fast.oracle.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from support.courses import features_of
@@ -27,6 +27,8 @@ from support.specblock import (
     visible,
     write_checkpoint,
 )
+
+HAS_PROGRAMS = all_ops()["linear"].why_unavailable("cpp") is None
 
 PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 2, 19, 9))]
 GREEDY = sd.SamplingParams(max_new_tokens=9)
@@ -183,9 +185,10 @@ def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
 class Blocks:
     """The true blocks of one sequence in a drafter's pool, and blocks behind drafted tokens."""
 
-    def __init__(self, folder, target, model):
+    def __init__(self, folder, target, model, enforce_eager):
         self.weights = write_checkpoint(folder, model)
-        self.drafter = SpecBlockDrafter(DrafterContext(target, EngineConfig()), str(folder))
+        config = EngineConfig(enforce_eager=enforce_eager)
+        self.drafter = SpecBlockDrafter(DrafterContext(target, config), str(folder))
         self.drafter.prepare(100, 8)
         for keys, values in self.drafter.pool.layers:
             keys.fill_(torch.nan)  # an entry that was never written must not be read
@@ -197,10 +200,10 @@ class Blocks:
         self.true = self.run(range(len(self.features)))
 
     def run(self, positions):
-        tokens = torch.tensor([self.token_ids[i + 1] for i in positions])
-        batch = lay_out(self.drafter.pool, [Rows("own", K * positions[0], K * len(positions))], tokens)
+        tokens = [self.token_ids[i + 1] for i in positions]
+        blocks = [Rows("own", K * positions[0], K * len(positions))]
         conditions = self.conditions[list(positions)]
-        return self.drafter.model.forward(batch, self.drafter.pool, conditions, torch.tensor(positions))
+        return self.drafter.rows(self.drafter.pool, blocks, conditions, list(positions), tokens, None)[0]
 
     def behind(self, branches):
         """Compute one block for each branch (slot, token), all in one forward: ``[branches, K, H]``."""
@@ -209,16 +212,19 @@ class Blocks:
         for place, (slot, _) in enumerate(branches, start=1):
             parents += [slot - 1, *range(K * place - 1, K * place + K - 2)]
         rows = [Rows("own", K * last, K * (1 + len(branches)))]
-        tokens = torch.tensor([self.token_ids[-1], *(token for _, token in branches)])
-        batch = lay_out(self.drafter.pool, rows, tokens, trees=rows_of_trees(parents, [len(parents)]))
+        tokens = [self.token_ids[-1], *(token for _, token in branches)]
+        trees = rows_of_trees(parents, [len(parents)])
         inputs = torch.stack([self.conditions[-1], *(self.true[-1, slot] for slot, _ in branches)])
-        bases = torch.full((1 + len(branches),), last)
-        return self.drafter.model.forward(batch, self.drafter.pool, inputs, bases)[1:]
+        bases = [last] * (1 + len(branches))
+        return self.drafter.rows(self.drafter.pool, rows, inputs, bases, tokens, None, trees)[0][1:]
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["program", "eager"])
 @torch.inference_mode()
-def test_a_slot_sees_what_the_formula_lets_it_see(tmp_path, target, model):
-    blocks = Blocks(tmp_path, target, model)
+def test_a_slot_sees_what_the_formula_lets_it_see(tmp_path, target, model, enforce_eager):
+    blocks = Blocks(tmp_path, target, model, enforce_eager)
+    described = blocks.drafter.describe()
+    assert described["forward_program"] == (HAS_PROGRAMS and not enforce_eager), described
     branches = [(0, 3), (0, 11), (2, 5), (3, 7)]
     found = blocks.behind(branches)
     for branch, hidden in zip(branches, found, strict=True):
@@ -232,13 +238,14 @@ def test_a_slot_sees_what_the_formula_lets_it_see(tmp_path, target, model):
             assert (other - hidden).abs().max() > 1e-2, f"the comparison does not notice that a row sees {name}"
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["program", "eager"])
 @torch.inference_mode()
-def test_blocks_do_not_see_one_another(tmp_path, target, model):
-    blocks = Blocks(tmp_path, target, model)
+def test_blocks_do_not_see_one_another(tmp_path, target, model, enforce_eager):
+    blocks = Blocks(tmp_path, target, model, enforce_eager)
     one, other = blocks.behind([(1, 3), (2, 5)]), blocks.behind([(1, 90), (2, 5)])
     assert not torch.equal(one[0], other[0])
     assert torch.equal(one[1], other[1]), "a block sees a block of another branch"
-    changed = Blocks(tmp_path, target, model)
+    changed = Blocks(tmp_path, target, model, enforce_eager)
     changed.true[-1] += 1.0  # what the blocks behind are made of, and nothing else
     assert torch.equal(blocks.run(range(4)), blocks.true[:4]), "a block sees blocks of later positions"
 

@@ -57,7 +57,8 @@ def test_the_memory_of_logits_is_estimated(tmp_path, monkeypatch, dtype, num_dra
     drafter = SpecBlockDrafter(DrafterContext(target, EngineConfig()), str(tmp_path))
     blocks = 8 if num_draft_tokens == K else 8 * num_draft_tokens  # of the second call, one behind every node
     hidden = torch.randn(blocks * K, HIDDEN, dtype=dtype)
-    needed = peak_bytes(lambda: drafter.model.ranked(hidden))
+    weight = torch.randn(4_000, HIDDEN, dtype=dtype)
+    needed = peak_bytes(lambda: drafter.model.ranked(hidden, hidden @ weight.T))
     assert needed <= drafter.step_bytes(8, num_draft_tokens, 8) < 2 * needed
 
 
