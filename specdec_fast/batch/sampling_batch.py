@@ -6,10 +6,11 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_fast.device_copy import to_device
+from specdec_fast.device_copy import all_to_device
 from specdec_fast.request.sequence import Sequence
 
 
@@ -50,20 +51,19 @@ def sampling_of(batch: Many[Sequence], device: torch.device, ahead: int = 0) -> 
     params = [sequence.params for sequence in batch]
     seen = [s.token_ids if s.params.repetition_penalty != 1 else [] for s in batch]
 
-    def column(values: Many[float], dtype: torch.dtype) -> Tensor:
-        return to_device(values, device, dtype)
-
-    return Sampling(
-        temperatures=column([p.temperature for p in params], torch.float64),
-        top_k=column([min(p.top_k, 2**31 - 1) for p in params], torch.int32),
-        top_p=column([p.top_p for p in params], torch.float64),
-        min_p=column([p.min_p for p in params], torch.float64),
-        repetition_penalties=column([p.repetition_penalty for p in params], torch.float64),
-        seeds=column([s.seed or 0 for s in batch], torch.int64),
-        positions=column([s.length + ahead for s in batch], torch.int64),
-        seen_ids=column([token for own in seen for token in own], torch.int64),
-        cu_seen=column(list(accumulate(map(len, seen), initial=0)), torch.int32),
-    )
+    columns: dict[str, np.ndarray] = {
+        "temperatures": np.array([p.temperature for p in params], np.float64),
+        "top_k": np.array([min(p.top_k, 2**31 - 1) for p in params], np.int32),
+        "top_p": np.array([p.top_p for p in params], np.float64),
+        "min_p": np.array([p.min_p for p in params], np.float64),
+        "repetition_penalties": np.array([p.repetition_penalty for p in params], np.float64),
+        "seeds": np.array([s.seed or 0 for s in batch], np.int64),
+        "positions": np.array([s.length + ahead for s in batch], np.int64),
+        "seen_ids": np.array([token for own in seen for token in own], np.int64),
+        "cu_seen": np.array(list(accumulate(map(len, seen), initial=0)), np.int32),
+    }
+    on_device = all_to_device(list(columns.values()), device)
+    return Sampling(**dict(zip(columns, on_device, strict=True)))
 
 
 def after(sampling: Sampling, token_ids: Tensor) -> Sampling:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding
-from specdec_fast.device_copy import to_device
+from specdec_fast.device_copy import all_to_device
 
 _SHORTEST_CONTEXT = 512  # positions of the smallest bucket: one piece of the attention kernel
 
@@ -101,13 +101,14 @@ def _padding(bucket: Bucket, num_rows: int, batch_size: int, page_size: int, dev
     missing, places = bucket.num_rows - num_rows, bucket.num_sequences - batch_size
     ends = np.minimum(bucket.max_seqlen_q * np.arange(1, places + 1), missing)
     positions = np.arange(missing) % bucket.max_seqlen_q
-    return _Padding(
-        token_ids=to_device(np.zeros_like(positions), device),
-        positions=to_device(positions, device),
-        slot_mapping=to_device((positions % page_size).astype(np.int32), device),
-        cu_seqlens_q=to_device((num_rows + ends).astype(np.int32), device),
-        seqused_k=to_device(np.diff(ends, prepend=0).astype(np.int32), device),
-    )
+    columns: dict[str, np.ndarray] = {
+        "token_ids": np.zeros_like(positions),
+        "positions": positions,
+        "slot_mapping": (positions % page_size).astype(np.int32),
+        "cu_seqlens_q": (num_rows + ends).astype(np.int32),
+        "seqused_k": np.diff(ends, prepend=0).astype(np.int32),
+    }
+    return _Padding(**dict(zip(columns, all_to_device(list(columns.values()), device), strict=True)))
 
 
 class Inputs:

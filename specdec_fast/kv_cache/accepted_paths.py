@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from collections.abc import Sequence as Many
 
-import torch
+import numpy as np
 
-from specdec_fast.device_copy import to_device
+from specdec_fast.device_copy import all_to_device
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 
@@ -40,7 +40,7 @@ def keep_paths(pool: PagePool, ops: Ops, roots: Many[tuple[Hashable, int]], path
     if not places:
         return
     num_pages = max(sources) // pool.page_size + 1
-    table = to_device(pool.tables[:, :num_pages][places], pool.layout.device)
-    moves = [to_device(values, pool.layout.device, torch.int32) for values in (cu_moves, sources, destinations)]
+    moves = (np.array(values, np.int32) for values in (cu_moves, sources, destinations))
+    table, *moved_rows = all_to_device([pool.tables[:, :num_pages][places], *moves], pool.layout.device)
     for tensor in pool.tensors:
-        (ops.unchecked or ops).compact_kv_(tensor, table, *moves)
+        (ops.unchecked or ops).compact_kv_(tensor, table, *moved_rows)

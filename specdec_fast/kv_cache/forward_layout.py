@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.trees import TreeRows
-from specdec_fast.device_copy import to_device
+from specdec_fast.device_copy import all_to_device, to_device
 from specdec_fast.kv_cache.page_pool import KVPages, PagePool
 
 
@@ -81,7 +81,7 @@ def lay_out(
     if trees is None:
         return batch
     starts = np.repeat([start for _, start, _ in rows], [count for _, _, count in rows])
-    positions, mask = (to_device(array, token_ids.device) for array in (starts + trees.depths, trees.mask))
+    positions, mask = all_to_device((starts + trees.depths, trees.mask), token_ids.device)
     return replace(batch, positions=positions, tree_mask=mask)
 
 
@@ -155,12 +155,12 @@ def _laid_out(
         places.append(pool.place(owner))
     place, end = np.array([places, ends], np.int64)
     longest, device = max(ends, default=0), pool.layout.device
-    table = to_device(pool.tables[:, : max(1, pool.num_pages_for(longest + later))][place], device)
+    table = pool.tables[:, : max(1, pool.num_pages_for(longest + later))][place]
     layout = row_layout(tuple([count for _, _, count in rows]), device)
     positions = end[layout.sequence] + layout.offset_from_end
     slots = pool.slots[place[layout.sequence], positions]
-    per_row = [to_device(array, device) for array in (positions, slots, end.astype(np.int32))]
-    return _forward(layout, table, longest, *per_row), place, end, table
+    on_device, *per_row = all_to_device((table, positions, slots, end.astype(np.int32)), device)
+    return _forward(layout, on_device, longest, *per_row), place, end, on_device
 
 
 def _one_row_each(
@@ -172,7 +172,7 @@ def _one_row_each(
     positions = end + np.arange(num_forwards)[:, None]  # [num_forwards, B]
     slots, used = pool.slots[place, positions], (positions + 1).astype(np.int32)
     longest = int(end.max()) + 1
-    per_forward = zip(*(to_device(array, device).unbind() for array in (positions, slots, used)), strict=True)
+    per_forward = zip(*(array.unbind() for array in all_to_device((positions, slots, used), device)), strict=True)
     return [_forward(layout, table, longest + i, *arrays) for i, arrays in enumerate(per_forward)]
 
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import specdec_fast as sd
+from specdec_fast import device_copy
+from specdec_fast.batch import sampling_batch
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.cuda_graphs import buckets
+from specdec_fast.kv_cache import accepted_paths, forward_layout
+from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.ops.registry import all_ops
+from support.graphs import opened_pool
 from support.grids import diagonal, grid
 from support.models import truncated_copy
 from support.recording_drafter import Recording, hidden_states_of_text
@@ -47,6 +54,49 @@ def test_engines_emit_the_same_with_and_without_graphs(pair, method, greedy, gra
     assert graphed["graphs_captured"] > 0
     assert graphed["draft"]["graphs_captured"] > 0
     assert (eager["graphs"], eager["graphs_captured"], eager["draft"]["graphs"]) == (False, 0, False)
+
+
+def pack_copies(monkeypatch):
+    """Pack the arrays of a copy into one buffer on the CPU as well, as for a GPU; return the names of those that do."""
+    names = []
+    for module in (forward_layout, sampling_batch, buckets, accepted_paths):
+
+        def packed(arrays, device, name=module.__name__):
+            names.append(name)
+            return device_copy._in_one_copy(arrays, device)
+
+        monkeypatch.setattr(module, "all_to_device", packed)
+    return names
+
+
+def test_packed_copies_change_no_token(pair, graphs_on_cpu, monkeypatch):
+    """With graphs and without, greedy, sampled and penalised sequences in one batch."""
+    expected = [output.token_ids for output in sd.Engine(*pair, enforce_eager=True).generate(PROMPTS, PARAMS)]
+    names, found = pack_copies(monkeypatch), []
+    for eager in (False, True):
+        engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=3, enforce_eager=eager)
+        found += [[output.raise_for_error().token_ids for output in engine.generate(PROMPTS, PARAMS)] for _ in range(2)]
+    assert {forward_layout.__name__, sampling_batch.__name__} <= set(names)
+    assert found == [expected] * 4
+
+
+def test_a_step_lays_out_its_rows_in_one_copy(model, monkeypatch):
+    """The tensors that depend on row counts alone are cached; everything else of a batch is one buffer."""
+    pool, rows = opened_pool(model), [Rows(0, 3, 2), Rows(1, 0, 4)]
+    expected = lay_out(pool, rows, torch.arange(6))  # also fills the cache of row counts
+    sizes = []
+
+    def copied(tensor, device):
+        sizes.append(tensor.nbytes)
+        return tensor.clone()
+
+    monkeypatch.setattr(device_copy, "_copied", copied)
+    monkeypatch.setattr(forward_layout, "all_to_device", device_copy._in_one_copy)
+    batch = lay_out(pool, rows, torch.arange(6))
+    assert len(sizes) == 1
+    for name in ("positions", "slot_mapping", "seqused_k", "block_table"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+        assert getattr(batch, name).dtype == getattr(expected, name).dtype, name
 
 
 def test_preemption_changes_no_token(pair, graphs_on_cpu):
