@@ -1,7 +1,8 @@
 """Drafters of one target: tokens per step, and speed over plain decoding.
 
 Every drafter decodes the same prompts, interleaved; outputs are held against plain decoding. Ratios are medians within
-a repeat. By default: the bundled target with its draft model, its EAGLE-3 drafter and prompt lookup.
+a repeat. "drafting" is the share of the time spent drafting, "ms/step" that time per step. By default: the bundled
+target with its draft model, its EAGLE-3 drafter and prompt lookup.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def settings_of(args: argparse.Namespace) -> Iterator[MethodSetting]:
         SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=i)
         for i in range(len(prompts))
     ]
-    shared = EngineConfig(dtype=dtype, tap_layers=args.tap_layers, draft_tree=args.draft_tree)
+    shared = EngineConfig(
+        dtype=dtype, tap_layers=args.tap_layers, draft_tree=args.draft_tree, enforce_eager=args.enforce_eager
+    )
     drafters = (PLAIN, *args.drafts)
     configs = configs_for(drafters, shared)
     for batch_size in args.batch_sizes:
@@ -79,6 +82,7 @@ def rows_of(runs: Runs) -> list[dict[str, Any]]:
                 "tokens_per_second": median(speeds),
                 "speedup_over_plain": median_ratio(speeds, base),
                 "draft_seconds": median(m.stage_seconds.get("draft", 0.0) for m in own),
+                "draft_ms_per_step": median(1e3 * m.stage_seconds.get("draft", 0.0) / m.num_steps for m in own),
                 "seconds": median(m.seconds for m in own),
             }
         )
@@ -103,6 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--dtype", choices=list(report.DTYPES), default="float32", help="default: %(default)s")
     parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA if there is a device)")
+    parser.add_argument("--enforce-eager", action="store_true", help="PyTorch runs all forwards, also the drafters'")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats (default: 3)")
     parser.add_argument("--threads", type=int, help="threads of torch and of the C++ ops (default: torch's own choice)")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
@@ -110,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     rows = rows_of(measure(list(settings_of(args)), args.repeats))
-    header = ("drafter", "batch", "K", "tokens/step", "tokens/s", "x plain", "drafting")
+    header = ("drafter", "batch", "K", "tokens/step", "tokens/s", "x plain", "drafting", "ms/step")
     lines = [
         (
             row["drafter"].removeprefix("eagle3:").removeprefix(f"{folder}/"),
@@ -120,12 +125,13 @@ def main(argv: list[str] | None = None) -> None:
             f"{row['tokens_per_second']:.0f}",
             f"{row['speedup_over_plain']:.2f}",
             f"{row['draft_seconds'] / row['seconds']:.0%}",
+            f"{row['draft_ms_per_step']:.2f}",
         )
         for row in rows
     ]
     print(format_table(header, lines))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    names = ("dtype", "temperature", "max_new_tokens", "tap_layers", "draft_tree")
+    names = ("dtype", "temperature", "max_new_tokens", "tap_layers", "draft_tree", "enforce_eager")
     described = {name: getattr(args, name) for name in names}
     report.write_json({"machine": report.machine(device), **described, "rows": rows}, args.json)
 
