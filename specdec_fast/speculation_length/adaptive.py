@@ -19,15 +19,16 @@ _PROBE_SHARE = 0.01  # of the time of plain steps that probes may lose
 _PROBE_KEEPS = 0.9  # share of their weight that earlier counts keep after a probe
 # Of drafting over plain decoding: to begin, because the draft model must prefill; to go on, because estimates vary.
 _LEAST_GAIN, _LEAST_KEPT_GAIN = 1.02, 0.98
-_PLAIN_EVERY = 512  # drafting steps after which a few plain ones show what they take
-_CLEAR_GAIN = 1.5  # of drafting over plain decoding, from which on that need not be known better
+_OTHER_EVERY = 512  # drafting steps after which a few plain ones show what they take, or the other way round
+_CLEAR_GAIN = 1.5  # of drafting over plain decoding, or the other way round, from which on it need not be known better
 
 
 class AdaptiveLength(LengthPolicy):
     """Gives all sequences the K that maximises the expected tokens per second of a step, 0 where no K pays.
 
     Tokens over seconds is the "goodput" by which SmartSpec chooses lengths (Liu et al., arXiv 2406.14066). While no K
-    pays, one sequence is drafted for now and then (a probe), because acceptance can be observed only by drafting.
+    pays, one sequence is drafted for now and then (a probe), because acceptance can be observed only by drafting. If
+    steps that draft for all were never timed and may pay, a few are (a trial), because the profile may be wrong.
 
     With a drafter of trees it chooses between as many nodes as tokens of a chain, larger trees, and nothing. If their
     nodes have scores, it verifies those of a batch that are worth their rows (``tree_budget.py``). A tree of depth K is
@@ -54,10 +55,10 @@ class AdaptiveLength(LengthPolicy):
         self.may_branch = False
         self._k = self._num_drafting = 0  # the choice: K, and how many sequences get it
         self._size = self._steps_left = 0
-        self._is_asynchronous = self._is_probing = False
+        self._is_asynchronous = self._is_probing = self._is_trying = False
         self._probe_k = 1
         self._probe_budget = 0.0  # seconds; negative until plain steps have paid for the last probe
-        self._steps_drafting = 0  # since the last plain step
+        self._steps_drafting = self._steps_plain = 0  # since the last plain step; since the last trial
         self._drafted: dict[Sequence, int] = {}  # lengths of sequences after the last step that drafted for them
         self._is_catching_up = False  # whether the drafter computes more in this step than what their last one emitted
         self._begin_round()
@@ -102,6 +103,7 @@ class AdaptiveLength(LengthPolicy):
         if self.may_branch and not step.may_branch:
             return  # chains, because memory or KV pages were short: they say nothing of trees
         if not k:
+            self._steps_plain += 1
             self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, 0))
             self._others.append(other_seconds)
             self._probe_budget = min(0.0, self._probe_budget + _PROBE_SHARE * seconds)
@@ -120,10 +122,10 @@ class AdaptiveLength(LengthPolicy):
         if self.may_branch and step.scores is not None and step.accepted_nodes is not None:
             self._budget.observe(k, step.scores, step.accepted_nodes, is_usual)
         self._steps_drafting += 1
-        if self._is_probing:
+        if self._is_probing or self._is_trying:
             plain_seconds = self._costs.seconds(size, 0) * (1 + sum(step.num_accepted) / size)  # of as many tokens
             self._probe_budget = min(0.0, self._probe_budget - (seconds - plain_seconds))
-        elif is_usual:
+        if is_usual:
             self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, k))
             self._others.append(other_seconds)
 
@@ -162,21 +164,24 @@ class AdaptiveLength(LengthPolicy):
     def _choose(self, batch: list[Sequence]) -> None:
         """Choose K for the next steps."""
         self.num_choices += 1
-        size, was_plain = len(batch), not self._k or self._is_probing
+        size, was_plain = len(batch), not self._k or self._is_probing or self._is_trying
         tokens = self._of_chains.expected_tokens()
         if self._of_trees is not None:
             tokens += self._of_trees.expected_tokens()[1:]
         speeds = self._speeds(batch, tokens)
-        k = max(range(1, len(speeds)), key=speeds.__getitem__)
+        k = best = max(range(1, len(speeds)), key=speeds.__getitem__)
         if speeds[k] < (_LEAST_GAIN if was_plain else _LEAST_KEPT_GAIN) * speeds[0]:
             k = 0
         self.may_branch = k > self.max_draft_tokens
         self._acceptance = self._of_trees if self.may_branch and self._of_trees else self._of_chains
         num_tried = int(self._acceptance.num_tried)
-        self._k, self._num_drafting, self._size, self._steps_left, self._is_probing = k, maxsize, size, _STEPS, False
+        self._k, self._num_drafting, self._size, self._steps_left = k, maxsize, size, _STEPS
+        self._is_probing = self._is_trying = False
         if not k:
             self._steps_drafting = 0
-            if self._may_probe(batch, speeds[0]):
+            if self._may_try(best, speeds[best] / speeds[0]):
+                self._k, self._steps_left, self._is_trying, self._steps_plain = best, _LEAST_STEPS, True, 0
+            elif self._may_probe(batch, speeds[0]):
                 self._k, self._num_drafting, self._steps_left, self._is_probing = self._probe_k, 1, 1, True
         elif self._wants_plain_steps(speeds[k] / speeds[0]):
             self._k, self._steps_left, self._steps_drafting = 0, _LEAST_STEPS, 0
@@ -193,11 +198,17 @@ class AdaptiveLength(LengthPolicy):
         all_accepted = [self._costs.depth(k) + 1.0 for k in range(num_choices)]
         return self._probe_budget >= 0 and max(self._speeds(batch, all_accepted)) > plain_speed
 
+    def _may_try(self, k: int, gain: float) -> bool:
+        """Return whether steps of this K, which were never timed, may pay, and their time is paid for."""
+        is_paid = self._probe_budget >= 0 and self._steps_plain > _OTHER_EVERY
+        is_known = k > self.max_draft_tokens or self._costs.is_observed(self._size, k)
+        return is_paid and not is_known and gain > 1 / _CLEAR_GAIN
+
     def _wants_plain_steps(self, gain: float) -> bool:
         """Return whether to decode plainly for a few steps, because plain decoding may cost less than it was timed."""
         if not self._costs.is_observed(self._size, 0):
             return self._steps_drafting > _STEPS
-        return self._steps_drafting > _PLAIN_EVERY and gain < _CLEAR_GAIN
+        return self._steps_drafting > _OTHER_EVERY and gain < _CLEAR_GAIN
 
     def _speeds(self, batch: list[Sequence], tokens: list[float]) -> list[float]:
         """Return the batch's tokens per second, by K.

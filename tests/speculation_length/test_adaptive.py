@@ -166,6 +166,18 @@ def test_a_profile_from_a_busy_machine():
     assert tokens_per_second(run, policy) >= 0.95 * best_fixed([run], PLAIN_OR_USUAL)
 
 
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_a_profile_that_shows_drafting_as_too_slow(batch_size):
+    """Plain decoding seems faster, so no step would draft for all sequences; a trial shows what such steps take."""
+    run = world("flat", 0.5, batch_size, num_sequences=12 * batch_size)
+    slow = replace(run, draft=lambda n: 4.5 * run.draft(n))
+    policy = slow.prepared(AdaptiveLength())
+    tokens_per_second(run, policy)
+    assert best_fixed([run], (3,)) > 1.2 * plain([run])
+    assert best_fixed([slow], PLAIN_OR_USUAL) == plain([slow])
+    assert tokens_per_second(run, policy) >= 0.95 * best_fixed([run], PLAIN_OR_USUAL)
+
+
 def test_a_sequence_that_joins_gets_the_k_of_the_others():
     run = world("flat", 0.95, 2)
     policy = warm(run)
