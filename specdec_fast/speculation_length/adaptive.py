@@ -21,6 +21,8 @@ _PROBE_KEEPS = 0.9  # share of their weight that earlier counts keep after a pro
 _LEAST_GAIN, _LEAST_KEPT_GAIN = 1.02, 0.98
 _OTHER_EVERY = 512  # drafting steps after which a few plain ones show what they take, or the other way round
 _CLEAR_GAIN = 1.5  # of drafting over plain decoding, or the other way round, from which on it need not be known better
+# The same two while plain steps were never timed: early, while the engine is new, and unless the profile errs by far.
+_FIRST_OTHER, _CLEAR_FIRST_GAIN = 16, 2.25
 
 
 class AdaptiveLength(LengthPolicy):
@@ -207,7 +209,8 @@ class AdaptiveLength(LengthPolicy):
     def _wants_plain_steps(self, gain: float) -> bool:
         """Return whether to decode plainly for a few steps, because plain decoding may cost less than it was timed."""
         if not self._costs.is_observed(self._size, 0):
-            return self._steps_drafting > _STEPS
+            is_clear = gain > _CLEAR_FIRST_GAIN and self._costs.is_drafter_profiled
+            return self._steps_drafting > _FIRST_OTHER and not is_clear
         return self._steps_drafting > _OTHER_EVERY and gain < _CLEAR_GAIN
 
     def _speeds(self, batch: list[Sequence], tokens: list[float]) -> list[float]:
