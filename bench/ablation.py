@@ -3,6 +3,7 @@
 ``--part exspec``: the window, taking equal lengths together, and the bound on waiting; ratios are to eqspec.
 ``--part auto``: the parts of ``num_draft_tokens="auto"``; ratios are to fixed K and to the whole policy.
 ``--part auto-simulated``: the same in simulated time, for three pairs and five courses of acceptance.
+``--part confidence-simulated``: in simulated time, a drafter that scores its chains (DSpark).
 
 All variants decode the same prompts, of unequal lengths and with unequal ends, interleaved; what is reported are ratios
 within a repeat. Outputs are held against plain decoding.
@@ -128,6 +129,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+SIMULATED = {
+    "auto-simulated": (simulated_ablation.simulated_rows, simulated_ablation.print_table),
+    "confidence-simulated": (simulated_ablation.confidence_rows, simulated_ablation.print_confidence_table),
+}
+
+
 def _acceptances(text: str) -> list[tuple[float, ...]]:
     """Parse ``0.8,0.9:0``: one acceptance, and one that changes after half of the prompts."""
     return [tuple(report.probabilities(part.replace(":", ","))) for part in text.split(",")]
@@ -139,7 +146,10 @@ def main(argv: list[str] | None = None) -> None:
     add_workload_options(parser)
     parser.add_argument("--batch-sizes", type=report.integers, default=[4, 8, 16])
     parser.add_argument(
-        "--part", choices=["exspec", "auto", "auto-simulated"], default="exspec", help="default: %(default)s"
+        "--part",
+        choices=["exspec", "auto", "auto-simulated", "confidence-simulated"],
+        default="exspec",
+        help="default: %(default)s",
     )
     parser.add_argument("--num-draft-tokens", type=int, default=5, metavar="K", help="of exspec (default: 5)")
     parser.add_argument("--method", choices=list(SCHEDULERS), default="eqspec", help="of auto (default: %(default)s)")
@@ -156,9 +166,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_workload(parser, args)
     report.prepare(args)
-    if args.part == "auto-simulated":
-        rows = simulated_ablation.simulated_rows(args.batch_sizes, args.repeats, args.method == "exspec")
-        simulated_ablation.print_table(rows)
+    if args.part in SIMULATED:
+        rows_of_part, print_rows = SIMULATED[args.part]
+        rows = rows_of_part(args.batch_sizes, args.repeats, args.method == "exspec")
+        print_rows(rows)
         report.write_json({"method": args.method, "repeats": args.repeats, "rows": rows}, args.json)
         return
     workload = load(args, 64)

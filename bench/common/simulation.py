@@ -62,8 +62,9 @@ class World:
         choice: seconds of a choice of K.
         is_refilled: whether a waiting request joins when one ends, not the next batch when all have ended.
         rates: of a drafter of trees, in place of ``acceptance``: kinds of positions, equally frequent, with the hit
-            rates of the first ranks, which the drafter knows. Its chain has the first rank. None: chains.
-        max_nodes: of its trees.
+            rates of the first ranks, which the drafter knows and gives as scores. Its chain has the first rank. None:
+            chains without scores.
+        max_nodes: of its trees; 0: it drafts chains alone.
         seed: of all draws.
 
     """
@@ -98,11 +99,8 @@ class World:
         def drafting(counts: list[int]) -> dict[int, float] | None:
             return measured(self.draft, counts) | {0: self.once} if self.is_profiled else None
 
-        policy.prepare(
-            Profiler(
-                self.batch_size, False, lambda counts: measured(self.verify, counts), drafting, self.max_nodes, True
-            )
-        )
+        has_scores, verifying = self.rates is not None, lambda counts: measured(self.verify, counts)
+        policy.prepare(Profiler(self.batch_size, False, verifying, drafting, self.max_nodes, has_scores))
         return policy
 
     def warmed(self, policy: LengthPolicy) -> LengthPolicy:

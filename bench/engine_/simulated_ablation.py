@@ -7,6 +7,7 @@ the bundled pair and the pair of ten million parameters, 2026-11-22; the shape o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 from bench.common.simulation import World, best_fixed, speed
 from bench.engine_.length_ablation import FIXED, FULL, VARIANTS
 from specdec_fast.commands.common import format_table
+from specdec_fast.speculation_length import Profiler
+from specdec_fast.speculation_length.adaptive import AdaptiveLength
 
 # Milliseconds by rows: of the target, of the draft; at 0 rows of a proposal besides. And of a step besides forwards.
 COSTS: dict[str, tuple[dict[int, float], dict[int, float], float]] = {
@@ -34,6 +37,8 @@ COSTS: dict[str, tuple[dict[int, float], dict[int, float], float]] = {
         0.1,
     ),
 }
+# Kinds of positions, equally frequent, by the probability that the draft token is accepted, which its score states.
+KINDS = ((0.97,), (0.85,), (0.35,))
 CHOICE = 9e-5  # seconds of a choice of K: in a run, where it finds the caches cold, not alone (4e-5)
 # Of a text's position by the number of its sequence; the last two change when half of the prompts have been decoded.
 ACCEPTANCES = ("0.8", "0.4", "0", "0.9:0", "0:0.9")
@@ -91,6 +96,51 @@ def simulated_rows(batch_sizes: list[int], repeats: int, is_refilled: bool) -> l
                     **{f"{name} over best fixed": value / best for name, value in found.items()},
                 })  # fmt: skip
     return rows
+
+
+class _Whole(AdaptiveLength):
+    """The policy without its budget: whole chains are verified."""
+
+    def prepare(self, profiler: Profiler) -> None:
+        super().prepare(profiler._replace(has_scores=False))
+
+
+def confidence_rows(batch_sizes: list[int], repeats: int, is_refilled: bool) -> list[dict[str, Any]]:
+    """Return one row per pair and batch size: a drafter that scores its chains, and drafts any K in one forward.
+
+    That forward takes as long as one of the pair's draft model over a row per draft token. The policy cannot time it.
+    """
+    rows = []
+    for pair in COSTS:
+        for batch_size in batch_sizes:
+            worlds = [
+                replace(_scored(world(pair, "0.8", batch_size, seed, is_refilled)), seed=seed)
+                for seed in range(repeats)
+            ]
+            plain = best_fixed(worlds, (0,))
+            fixed = {k: best_fixed(worlds, (k,)) / plain for k in range(1, 9)}
+            best = max(fixed, key=fixed.__getitem__)
+            whole, found = (
+                speed(worlds, lambda each, make=make: each.warmed(make())) / plain for make in (_Whole, AdaptiveLength)
+            )
+            rows.append({
+                "pair": pair, "batch_size": batch_size, "best K": best, "best K over plain": fixed[best],
+                "auto, whole chains, over plain": whole, "auto over plain": found,
+            })  # fmt: skip
+    return rows
+
+
+def _scored(each: World) -> World:
+    draft, once = each.draft, each.once
+    seconds = once + draft(each.batch_size * 8)
+    return replace(each, draft=lambda rows: 0.0, once=seconds, is_profiled=False, rates=KINDS)
+
+
+def print_confidence_table(rows: list[dict[str, Any]]) -> None:
+    """Print one line per row."""
+    keys = list(rows[0])
+    lines = [[f"{row[key]:.2f}" if isinstance(row[key], float) else row[key] for key in keys] for row in rows]
+    print(format_table(keys, lines))
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

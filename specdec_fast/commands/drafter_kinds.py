@@ -18,6 +18,7 @@ from specdec_fast.training.clover import new_clover, save_clover
 from specdec_fast.training.dflash import BlockSize, new_dflash, rarest_id, save_dflash
 from specdec_fast.training.drafter_loss import Teacher, loss_of
 from specdec_fast.training.drafter_module import DrafterModule
+from specdec_fast.training.dspark_loss import confidence_report, dspark_loss
 from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
 from specdec_fast.training.medusa import hit_counts, new_heads, save_heads
 from specdec_fast.training.specblock import NUM_SLOTS, new_blocks, save_blocks
@@ -177,7 +178,7 @@ class CloverKind(_HeadsKind):
 
 
 class DFlashKind(DrafterKind):
-    """DFlash: blocks over taps, as wide as the target; with a Markov head DSpark."""
+    """DFlash: blocks over taps, as wide as the target; with a Markov head and a confidence head DSpark."""
 
     options = ("num_layers", "block_size", "markov_rank", "ffn_size", "tap_layers")
 
@@ -191,6 +192,8 @@ class DFlashKind(DrafterKind):
             raise ConfigError("--block-size 1: expected at least 2 rows, the newest token and a mask.")
         self._size = DrafterSize(ffn_size=args.ffn_size, tap_layers=args.tap_layers)
         self._taps = self._size.taps(self._config.num_hidden_layers)
+        if self._block.markov_rank:
+            self.loss = dspark_loss
 
     @property
     def num_steps(self) -> int:
@@ -206,7 +209,15 @@ class DFlashKind(DrafterKind):
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
         """Write the format of z-lab and SGLang."""
         save_dflash(self._module, folder, self._target, self._taps)
-        return {}
+        if not self._block.markov_rank:
+            return {}
+        total = torch.zeros(self.num_steps, 4, dtype=torch.float64, device="cpu")
+        for token_ids, _, lesson in trainer.lessons(held_out):
+            found = confidence_report(self._module, token_ids, lesson, min(self.num_steps, token_ids.shape[1] - 2))
+            total[: len(found)] += found
+        names = ("estimated", "accepted", "squared_error")
+        means = total[:, :3] / total[:, 3:].clamp(min=1)
+        return {"confidence": [dict(zip(names, step, strict=True)) for step in means.tolist()]}
 
 
 def _tree_nodes(args: argparse.Namespace, default: int = _TREE_NODES) -> int:

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     block = parser.add_argument_group("blocks of a DFlash drafter, which has --ffn-size and --tap-layers too")
     block.add_argument("--num-layers", type=_positive, metavar="N", help="of the drafter (default: 2)")
     block.add_argument("--block-size", type=_positive, metavar="N", help="rows, the newest token included (default: 8)")
-    block.add_argument("--markov-rank", type=_positive, metavar="N", help="of DSpark's Markov head (default: no head)")
+    block.add_argument("--markov-rank", type=_positive, metavar="N", help="of DSpark's Markov head (default: DFlash)")
     heads = parser.add_argument_group("heads of Medusa or Clover")
     heads.add_argument("--num-heads", type=_positive, metavar="N", help="tokens to draft (default: 3)")
     heads.add_argument(

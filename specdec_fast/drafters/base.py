@@ -78,7 +78,7 @@ class Drafter(ABC):
             residual stream after l of the target's layers (0: the embeddings), before the final norm; ``"final"`` is
             the input of its output layer. Ids must differ.
         max_nodes: the largest number of nodes of its trees, see ``TreeDrafter``; 0 for a drafter of chains.
-        has_scores: whether its trees have ``Draft.scores``; read once, when the engine is made.
+        has_scores: whether its drafts have ``Draft.scores``; read once, when the engine is made.
         settings: which of the settings ``tap_layers`` and ``draft_tree`` it reads. The engine refuses the others,
             because they would have no effect.
 

@@ -31,8 +31,9 @@ class DFlashDrafter(TappedDrafter):
     """Proposes a chain of K tokens from one forward over K + 1 rows, or K rows of a DSpark checkpoint.
 
     A block has no more rows than the checkpoint was trained with, so a larger K proposes fewer tokens than K. DSpark's
-    Markov head corrects the logits of each row by the token that the row before it chose. Its confidence head is not
-    used.
+    Markov head corrects the logits of each row by the token that the row before it chose. Its confidence head scores
+    the tokens if K is chosen by a policy, which then leaves those out of the verification that are not worth their
+    rows.
 
     Args:
         context: the target, the settings (``tap_layers``) and the device.
@@ -53,6 +54,7 @@ class DFlashDrafter(TappedDrafter):
             self.model: DFlashModel = load_dflash(Path(folder), context.target, context.config.tap_layers)
         super().__init__(self.model.layout, context)
         self.taps = self.model.taps
+        self.has_scores = self.model.confidence is not None and not isinstance(context.config.num_draft_tokens, int)
 
     @property
     def name(self) -> str:
@@ -60,13 +62,14 @@ class DFlashDrafter(TappedDrafter):
         return f"dflash:{self._folder}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the taps, the block, the number of ids that can be proposed, and the Markov head."""
+        """Return the taps, the block, the number of ids that can be proposed, and the heads of DSpark."""
         config = self.model.config
         return {
             "tap_layers": self.taps,
             "block_size": config.block_size,
             "draft_vocab_size": config.draft_vocab_size,
             "markov_head": config.markov_head_type if config.markov_rank else None,
+            "confidence_head": self.model.confidence is not None,
         }
 
     def weights(self) -> Iterable[Tensor]:
@@ -91,7 +94,8 @@ class DFlashDrafter(TappedDrafter):
         if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), counts)
         self._catch_up(list(drafting))
-        return Draft(self._chains(list(drafting), list(drafting.values())), counts)
+        tokens, scores = self._chains(list(drafting), list(drafting.values()))
+        return Draft(tokens, counts, scores=scores)
 
     def _projected(self, hidden_states: Tensor) -> Tensor:
         return self.model.project(hidden_states)
@@ -101,8 +105,8 @@ class DFlashDrafter(TappedDrafter):
         batch = lay_out(self._pool(), rows, torch.empty(0, dtype=torch.int64, device=self._device))
         self.model.write_context(batch, self._pool(), self._taken(rows))
 
-    def _chains(self, members: list[Sequence], counts: list[int]) -> Tensor:
-        """Return the draft tokens ``[sum(counts)]``, sequence after sequence."""
+    def _chains(self, members: list[Sequence], counts: list[int]) -> tuple[Tensor, Tensor | None]:
+        """Return the draft tokens ``[sum(counts)]``, sequence after sequence, and their scores."""
         config = self.model.config
         num_before = 0 if config.sample_from_anchor else 1  # rows of a block before the first that drafts
         rows = [Rows(s, s.length - 1, count + num_before) for s, count in zip(members, counts, strict=True)]
@@ -118,10 +122,19 @@ class DFlashDrafter(TappedDrafter):
             hidden, tokens = hidden[to_device(drafting, self._device)], tokens[to_device(drafting, self._device)]
         logits = self.model.logits(hidden)
         if self.model.markov is not None:
-            return self._left_to_right(members, counts, logits, hidden)
-        # Masks are the tokens of these rows: a repetition penalty does not see what the block drafts.
-        offsets = to_device(list(accumulate(counts, initial=0)), self._device, torch.int32)
-        return self._chosen(logits, tokens, offsets, sampling_of(members, self._device))
+            drafted = self._left_to_right(members, counts, logits, hidden)
+        else:  # a repetition penalty does not see what the block drafts: masks are the tokens of these rows
+            offsets = to_device(list(accumulate(counts, initial=0)), self._device, torch.int32)
+            drafted = self._chosen(logits, tokens, offsets, sampling_of(members, self._device))
+        return drafted, self._scores(members, counts, hidden, drafted) if self.has_scores else None
+
+    def _scores(self, members: list[Sequence], counts: list[int], hidden: Tensor, drafted: Tensor) -> Tensor:
+        """Return the scores of draft tokens; ``hidden`` are the rows that drafted them."""
+        assert self.model.confidence is not None
+        previous = drafted.roll(1)
+        firsts = to_device(list(accumulate(counts[:-1], initial=0)), self._device)
+        previous[firsts] = to_device([s.token_ids[-1] for s in members], self._device)
+        return self.model.confidence.scores(hidden, previous, counts)
 
     def _left_to_right(self, members: list[Sequence], counts: list[int], logits: Tensor, hidden: Tensor) -> Tensor:
         """Choose the tokens of row after row, with the Markov head's bias by the token before."""

@@ -117,7 +117,7 @@ def read_config(folder: Path) -> DFlashConfig:
         sample_from_anchor=kind == "dspark" or rank > 0 if from_anchor is None else bool(from_anchor),
         markov_rank=rank,
         markov_head_type=_markov_head_type(folder, settings),
-        confidence_with_markov=_confidence(settings),
+        confidence_with_markov=_confidence(folder, settings, rank),
         embedding_scale=positive_number(folder, settings, "input_embedding_scale", 1.0),
         output_scale=positive_number(folder, settings, "output_multiplier", 1.0),
         softcap=None if settings.get(_SOFTCAP) in (None, 0) else positive_number(folder, settings, _SOFTCAP, 1.0),
@@ -186,8 +186,15 @@ def _markov_head_type(folder: Path, settings: dict[str, Any]) -> str:
     return name
 
 
-def _confidence(settings: dict[str, Any]) -> bool | None:
-    return bool(settings.get("confidence_head_with_markov")) if settings.get("enable_confidence_head") else None
+def _confidence(folder: Path, settings: dict[str, Any], markov_rank: int) -> bool | None:
+    with_markov = bool(settings.get("confidence_head_with_markov"))
+    if not settings.get("enable_confidence_head"):
+        return None
+    if with_markov and not markov_rank:
+        raise ConfigError(
+            f"{str(folder)!r}: confidence_head_with_markov is set and markov_rank is not; take a complete checkpoint."
+        )
+    return with_markov
 
 
 def _tap_layers(folder: Path, settings: dict[str, Any], is_speculators: bool) -> tuple[int, ...] | None:

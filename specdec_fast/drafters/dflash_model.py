@@ -14,6 +14,7 @@ from torch.nn.functional import embedding, rms_norm
 from transformers.activations import ACT2FN
 
 from specdec_fast.batch.ragged_batch import PagedBatch, RaggedBatch
+from specdec_fast.drafters.confidence_head import ConfidenceHead
 from specdec_fast.drafters.dflash_config import DFlashConfig, read_config
 from specdec_fast.drafters.dflash_weights import check_weights
 from specdec_fast.drafters.eagle3_model import check_target, taps_of
@@ -25,7 +26,7 @@ from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.ragged_model import RaggedModel
 
-_UNPLACED = ("d2t", "t2d", "confidence_head.")  # maps of ids, and a head that drafting does not read
+_UNPLACED = ("d2t", "t2d")  # maps of ids
 
 
 def load_dflash(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] | None = None) -> DFlashModel:
@@ -64,6 +65,7 @@ class DFlashModel:
         layout: shapes of its KV entries.
         target_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id; None if they are the same.
         markov: DSpark's Markov head, or None.
+        confidence: DSpark's confidence head, or None.
 
     """
 
@@ -86,6 +88,8 @@ class DFlashModel:
             layer_of_target = target.model.get_output_embeddings()
             self._head = _shared(config, layer_of_target, "lm_head"), getattr(layer_of_target, "bias", None)
         self.markov = MarkovHead(config.markov_head_type, placed, self._ops) if config.markov_rank else None
+        with_markov = config.confidence_with_markov
+        self.confidence = None if with_markov is None else ConfidenceHead(placed, with_markov)
         windows = enumerate(config.sliding_windows)
         self._layers = [LayerWeights(placed, i, window, layer.head_dim) for i, window in windows]
         self._epsilon, self._act = layer.rms_norm_eps, ACT2FN[layer.hidden_act]
@@ -98,7 +102,8 @@ class DFlashModel:
         """Return all tensors that it keeps; embedding and output layer may be the target's."""
         found = [self._embedding, *self._head, self._fc, self._hidden_norm, self._norm, self.target_ids]
         found += [tensor for layer in self._layers for tensor in layer.tensors()]
-        found += [self._rotary.factors, *(self.markov.weights() if self.markov else ())]
+        found.append(self._rotary.factors)
+        found += [tensor for head in (self.markov, self.confidence) if head is not None for tensor in head.weights()]
         return [tensor for tensor in found if tensor is not None]
 
     @property

@@ -9,7 +9,7 @@ from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.acceptance import Acceptance
 from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObservation
 from specdec_fast.speculation_length.step_costs import StepCosts
-from specdec_fast.speculation_length.tree_budget import TreeBudget
+from specdec_fast.speculation_length.verify_budget import VerifyBudget
 
 # A choice holds until 64 draft tokens were tried, for 4 to 32 steps: of short steps it then takes about a percent.
 _STEPS, _LEAST_STEPS, _ENOUGH_TOKENS = 32, 4, 64
@@ -32,9 +32,9 @@ class AdaptiveLength(LengthPolicy):
     pays, one sequence is drafted for now and then (a probe), because acceptance can be observed only by drafting. If
     steps that draft for all were never timed and may pay, a few are (a trial), because the profile may be wrong.
 
-    With a drafter of trees it chooses between as many nodes as tokens of a chain, larger trees, and nothing. If their
-    nodes have scores, it verifies those of a batch that are worth their rows (``tree_budget.py``). A tree of depth K is
-    number ``max_draft_tokens + K`` here, as in ``StepCosts``.
+    With a drafter of trees it chooses between as many nodes as tokens of a chain, larger trees, and nothing. A tree of
+    depth K is number ``max_draft_tokens + K`` here, as in ``StepCosts``. If the nodes of trees have scores, or the
+    tokens of a drafter of chains, it verifies those of a batch that are worth their rows (``verify_budget.py``).
 
     Args:
         max_draft_tokens: the largest K that it may choose.
@@ -53,7 +53,8 @@ class AdaptiveLength(LengthPolicy):
         self._costs = StepCosts({1: 1e-3}, None)  # until ``prepare``
         self._acceptance = self._of_chains = Acceptance(self.max_draft_tokens)
         self._of_trees: Acceptance | None = None
-        self._budget = TreeBudget(self._costs)
+        self._scores_chains = False  # whether the drafter has chains alone, with scores
+        self._budget = VerifyBudget(self._costs)
         self.may_branch = False
         self._k = self._num_drafting = 0  # the choice: K, and how many sequences get it
         self._size = self._steps_left = 0
@@ -69,8 +70,9 @@ class AdaptiveLength(LengthPolicy):
         """Time the forwards of both models."""
         self._is_asynchronous = profiler.is_asynchronous
         self._costs = StepCosts.measured(profiler, self.max_draft_tokens)
-        self._budget = TreeBudget(self._costs)
+        self._budget = VerifyBudget(self._costs)
         self._of_trees = Acceptance(self.max_draft_tokens) if profiler.max_nodes > self.max_draft_tokens else None
+        self._scores_chains = profiler.scores_chains
 
     def limits(self, batch: list[Sequence]) -> list[int]:
         """Return K of each sequence; one that joins between two choices gets the K of the others."""
@@ -94,8 +96,8 @@ class AdaptiveLength(LengthPolicy):
         self._drafted.pop(sequence, None)
 
     def least_score(self, scores: list[list[float]]) -> float:
-        """Return the score from which on nodes of trees are worth their rows."""
-        return self._budget.least_score(scores, self._k) if self.may_branch else float("-inf")
+        """Return the score from which on draft tokens are worth their rows."""
+        return self._budget.least_score(scores, self._k) if self._has_budget and not self._is_probing else float("-inf")
 
     def observe(self, step: StepObservation) -> None:
         """Keep what a step took and what was accepted in it, until the next choice."""
@@ -121,15 +123,22 @@ class AdaptiveLength(LengthPolicy):
                 self._accepted[accepted] += 1
                 self._rejected[accepted] += accepted < count
         is_usual = sum(step.limits) == self._costs.depth(k) * size and not self._is_catching_up and not self._is_probing
-        if self.may_branch and step.scores is not None and step.accepted_nodes is not None:
+        rows = None
+        if self._has_budget and step.scores is not None and step.accepted_nodes is not None:
             self._budget.observe(k, step.scores, step.accepted_nodes, is_usual)
+            rows = size + sum(map(len, step.scores))
         self._steps_drafting += 1
         if self._is_probing or self._is_trying:
             plain_seconds = self._costs.seconds(size, 0) * (1 + sum(step.num_accepted) / size)  # of as many tokens
             self._probe_budget = min(0.0, self._probe_budget - (seconds - plain_seconds))
         if is_usual:
-            self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, k))
+            self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, k, rows))
             self._others.append(other_seconds)
+
+    @property
+    def _has_budget(self) -> bool:
+        """Whether some of this step's draft tokens may be left out of the verification."""
+        return self.may_branch or self._scores_chains
 
     def _begin_round(self) -> None:
         self._ratios: list[float] = []  # of the seconds of forwards to those profiled, by step

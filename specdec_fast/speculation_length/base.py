@@ -51,7 +51,7 @@ class Profiler(NamedTuple):
         draft_seconds: takes numbers of sequences; returns the seconds of drafting one token for so many, by number, and
             at 0 those of a proposal besides; None if the drafter does not know.
         max_nodes: largest number of nodes of the drafter's trees; 0 if it drafts chains.
-        has_scores: whether the nodes of these trees have scores.
+        has_scores: whether the nodes of these trees, or the tokens of these chains, have scores.
 
     """
 
@@ -61,6 +61,11 @@ class Profiler(NamedTuple):
     draft_seconds: Callable[[list[int]], dict[int, float] | None]
     max_nodes: int = 0
     has_scores: bool = False
+
+    @property
+    def scores_chains(self) -> bool:
+        """Whether the drafter has chains alone, and their tokens have scores."""
+        return self.has_scores and not self.max_nodes
 
 
 class LengthPolicy(ABC):

@@ -34,6 +34,7 @@ class StepCosts:
         max_draft_tokens: see above; None if there are no trees.
         max_nodes: the number of nodes that are verified; 0 if it is not known.
         is_asynchronous: whether forwards are only queued, so that the time of whole steps says nothing of one row.
+        scores_chains: whether the drafter has chains alone, and their tokens have scores.
 
     Attributes:
         catch_up: seconds in which the drafter computes one token that it has not seen, as profiled.
@@ -47,10 +48,11 @@ class StepCosts:
         max_draft_tokens: int | None = None,
         max_nodes: int = 0,
         is_asynchronous: bool = False,
+        scores_chains: bool = False,
     ) -> None:
         self._verify = _Curve(verify)
         self._max_draft_tokens, self._max_nodes = max_draft_tokens, max_nodes
-        self._is_asynchronous = is_asynchronous
+        self._is_asynchronous, self._scores_chains = is_asynchronous, scores_chains
         self._draft = _Curve({n: s for n, s in draft.items() if n}) if draft else None
         self._once = draft.get(0, 0.0) if draft else 0.0
         self.catch_up = self._draft(_CATCH_UP_ROWS) / _CATCH_UP_ROWS if self._draft else 0.0
@@ -58,7 +60,8 @@ class StepCosts:
         self._latest_other = 0.0
         self._factors: dict[int, dict[int, float]] = {}  # logarithms, by power of two of B and by K
         self._latest: dict[int, float] = {}  # those of the B observed last
-        self._profiled: dict[tuple[int, int], float] = {}
+        self._profiled: dict[tuple[int, int, int], float] = {}
+        self._verified: dict[int, dict[int, float]] = {}  # nodes of a sequence, by power of two of B and by K
 
     @classmethod
     def measured(cls, profiler: Profiler, max_draft_tokens: int) -> StepCosts:
@@ -68,16 +71,24 @@ class StepCosts:
         verify = profiler.verify_seconds(_row_counts(most))
         draft = profiler.draft_seconds(_row_counts(max(num, _CATCH_UP_ROWS)))
         verified = 0 if profiler.has_scores else max_nodes
-        return cls(verify, draft, max_draft_tokens, verified, profiler.is_asynchronous)
+        return cls(verify, draft, max_draft_tokens, verified, profiler.is_asynchronous, profiler.scores_chains)
 
-    def profiled(self, size: int, k: int) -> float:
-        """Return the seconds of a step of ``size`` sequences as they were timed at first."""
-        seconds = self._profiled.get((size, k))
+    def profiled(self, size: int, k: int, rows: int | None = None) -> float:
+        """Return the seconds of a step of ``size`` sequences as they were timed at first.
+
+        Args:
+            size: sequences.
+            k: draft tokens of each.
+            rows: of the target's forward; None: those of a usual step.
+
+        """
+        rows = self.rows(size, k) if rows is None else rows
+        seconds = self._profiled.get((size, k, rows))
         if seconds is None:
-            seconds = self._verify(self.rows(size, k))
+            seconds = self._verify(rows)
             if k and self._draft:
                 seconds += self.depth(k) * self._draft(size) + self._once
-            self._profiled[size, k] = seconds
+            self._profiled[size, k, rows] = seconds
         return seconds
 
     def depth(self, k: int) -> int:
@@ -86,9 +97,19 @@ class StepCosts:
         return k if most is None or k <= most else k - most
 
     def rows(self, size: int, k: int) -> int:
-        """Return the rows of the target's forward; of trees of which not all nodes are verified, at least so many."""
+        """Return the rows of the target's forward in a usual step."""
         depth = self.depth(k)
-        return size * (1 + (k if k == depth else max(depth, self._max_nodes)))
+        verified = self._verified.get(size.bit_length(), {})
+        if self._scores_chains and k and k not in verified:
+            k = min(verified, key=lambda each: abs(each - k), default=1)
+        nodes = k if k == depth or self._scores_chains else max(depth, self._max_nodes)
+        return size + round(size * verified.get(k, nodes))
+
+    def observe_nodes(self, size: int, k: int, count: float) -> None:
+        """Learn how many draft tokens are verified in a step, if they have scores."""
+        verified, count = self._verified.setdefault(size.bit_length(), {}), count / size
+        before = verified.get(k, count)
+        verified[k] = before + _OWN_RATE * (count - before)
 
     def seconds(self, size: int, k: int) -> float:
         """Return the seconds expected now."""

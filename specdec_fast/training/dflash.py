@@ -27,7 +27,7 @@ class BlockSize:
     Attributes:
         num_layers: of the drafter.
         block_size: rows of a block; without a Markov head it drafts one token less.
-        markov_rank: of DSpark's Markov head; 0: none.
+        markov_rank: of DSpark's Markov head, with which there is a confidence head; 0: none of them.
 
     """
 
@@ -85,6 +85,7 @@ def save_dflash(module: DFlashModule, folder: Path, target: PreTrainedModel, tap
     path.chmod(0o644)  # safetensors writes 0600
     head = module.markov_head
     markov = {} if head is None else {"markov_rank": head.markov_w1.embedding_dim, "markov_head_type": "vanilla"}
+    markov |= {} if head is None else {"enable_confidence_head": True, "confidence_head_with_markov": True}
     config = {
         "architectures": ["DFlashDraftModel" if head is None else "DSparkDraftModel"],
         "model_type": "qwen3",

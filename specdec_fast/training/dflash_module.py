@@ -1,4 +1,4 @@
-"""A DFlash drafter as a module that can be trained (arXiv 2602.06036), with DSpark's Markov head if it has a rank."""
+"""A DFlash drafter as a module that can be trained (arXiv 2602.06036), or a DSpark drafter (arXiv 2607.05147)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn.functional import embedding, linear
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from specdec_fast.training.drafter_module import DrafterModule
+from specdec_fast.training.drafter_module import DrafterModule, Drafts
 from specdec_fast.training.eagle3_module import MLP
 
 _ANCHORS_PER_BLOCK = 2  # blocks that start in as many positions as a block has rows
@@ -61,6 +61,18 @@ class _MarkovHead(nn.Module):
         return output
 
 
+class _ConfidenceHead(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(size, 1)
+        nn.init.zeros_(self.proj.weight)  # every token begins with probability 1/2
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        output: Tensor = self.proj(torch.cat([hidden, embedded], dim=-1)).squeeze(-1)
+        return output
+
+
 class DFlashModule(DrafterModule):
     """Layers over the target's features, with the parameter names of checkpoints.
 
@@ -69,7 +81,7 @@ class DFlashModule(DrafterModule):
         feature_size: width of a row's taps side by side.
         block_size: rows of a block.
         mask_token_id: stands for a token to be drafted.
-        markov_rank: of the Markov head, which makes it DSpark; 0: none.
+        markov_rank: of the Markov head, which makes it DSpark, with a confidence head; 0: none of them.
         shared: ``[vocab_size, H]`` each, embedding and output layer of the target; they are not trained.
 
     """
@@ -92,6 +104,7 @@ class DFlashModule(DrafterModule):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.markov_head = _MarkovHead(config.vocab_size, markov_rank) if markov_rank else None
+        self.confidence_head = _ConfidenceHead(config.hidden_size + markov_rank) if markov_rank else None
         self._embedding, self._head = shared
         self._rotary = LlamaRotaryEmbedding(config)
         self.register_buffer(
@@ -106,26 +119,51 @@ class DFlashModule(DrafterModule):
     def unroll(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
         """Draft a block behind every token but the first; see ``DrafterModule``."""
         length = token_ids.shape[1]
-        drafted = self._blocks(features, token_ids, torch.arange(length - 1, device=token_ids.device), num_steps)
+        rows = torch.arange(length - 1, device=token_ids.device)
+        drafted = self._logits(self._blocks(features, token_ids, rows, num_steps), token_ids, rows)
         return [drafted[:, : length - 1 - step, step] for step in range(num_steps)]
 
-    def drafts(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[tuple[Tensor, slice | Tensor]]:
+    def drafts(self, features: Tensor, token_ids: Tensor, num_steps: int) -> Drafts:
         """Draft blocks behind tokens at random positions, others in each batch."""
+        rows = self._anchors(token_ids, num_steps)
+        drafted = self._logits(self._blocks(features, token_ids, rows, num_steps), token_ids, rows)
+        return [(drafted[:, :, step], rows + step + 1) for step in range(num_steps)]
+
+    def scored_drafts(self, features: Tensor, token_ids: Tensor, num_steps: int) -> tuple[Drafts, list[Tensor]]:
+        """Draft as ``drafts`` does, and estimate what is accepted; only with a confidence head.
+
+        Returns:
+            What ``drafts`` returns; per step, the logits ``[B, N]`` of the probability that its token is accepted if
+            those before it are. They pass no gradient on to the layers.
+
+        """
+        assert self.confidence_head is not None
+        assert self.markov_head is not None
+        rows = self._anchors(token_ids, num_steps)
+        hidden = self._blocks(features, token_ids, rows, num_steps)
+        drafted = self._logits(hidden, token_ids, rows)
+        embedded = self.markov_head.markov_w1(_previous(token_ids, rows, num_steps))
+        scored = self.confidence_head(hidden.detach(), embedded.detach())
+        steps = range(num_steps)
+        return [(drafted[:, :, step], rows + step + 1) for step in steps], [scored[:, :, step] for step in steps]
+
+    def output_layers(self) -> list[nn.Module]:
+        """Return the layers of the heads, if there are any; the output layer is the target's."""
+        if self.markov_head is None or self.confidence_head is None:
+            return []
+        return [self.markov_head.markov_w2, self.confidence_head.proj]
+
+    def _anchors(self, token_ids: Tensor, num_steps: int) -> Tensor:
+        """Choose the positions ``[N]`` behind whose next token blocks begin."""
         length = token_ids.shape[1]
         generator = torch.Generator(device="cpu").manual_seed(int(self.num_batches))
         self.num_batches += 1
         count = max(1, _ANCHORS_PER_BLOCK * length // self.block_size)
         chosen = torch.randperm(length - 1 - num_steps + 1, generator=generator, device="cpu")[:count].sort().values
-        rows = chosen.to(token_ids.device)
-        drafted = self._blocks(features, token_ids, rows, num_steps)
-        return [(drafted[:, :, step], rows + step + 1) for step in range(num_steps)]
-
-    def output_layers(self) -> list[nn.Module]:
-        """Return the layer of the Markov head, if there is one; the output layer is the target's."""
-        return [] if self.markov_head is None else [self.markov_head.markov_w2]
+        return chosen.to(token_ids.device)
 
     def _blocks(self, features: Tensor, token_ids: Tensor, rows: Tensor, num_steps: int) -> Tensor:
-        """Draft blocks whose context ends with ``rows``.
+        """Compute blocks whose context ends with ``rows``.
 
         Args:
             features: ``[B, L, feature_size]``.
@@ -134,7 +172,7 @@ class DFlashModule(DrafterModule):
             num_steps: tokens to draft.
 
         Returns:
-            Logits ``[B, N, num_steps, vocab_size]``: step k for the token at position ``rows[n] + 2 + k``.
+            ``[B, N, num_steps, H]`` after the last norm: step k for the token at position ``rows[n] + 2 + k``.
 
         """
         length, device = token_ids.shape[1], token_ids.device
@@ -154,13 +192,22 @@ class DFlashModule(DrafterModule):
             query = attention.queries(states, within)  # type: ignore[union-attr,operator]
             hidden = hidden + attention.o_proj(_attended(query, of_context, own, visible, size))  # type: ignore[union-attr,operator]
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))  # type: ignore[operator]
-        drafting = self.norm(hidden).unflatten(1, (len(rows), size))[:, :, size - num_steps :]
-        logits = linear(drafting, self._head)
+        blocks: Tensor = self.norm(hidden).unflatten(1, (len(rows), size))[:, :, size - num_steps :]
+        return blocks
+
+    def _logits(self, hidden: Tensor, token_ids: Tensor, rows: Tensor) -> Tensor:
+        """Return logits ``[B, N, num_steps, vocab_size]`` for results of ``_blocks``."""
+        logits = linear(hidden, self._head)
         if self.markov_head is None:
             return logits
-        previous = (rows[:, None] + 1 + torch.arange(num_steps, device=device)).clamp(max=length - 1)
-        biased: Tensor = logits + self.markov_head(token_ids[:, previous])
+        biased: Tensor = logits + self.markov_head(_previous(token_ids, rows, hidden.shape[2]))
         return biased
+
+
+def _previous(token_ids: Tensor, rows: Tensor, num_steps: int) -> Tensor:
+    """Return the text's token ``[B, N, num_steps]`` before the one that each step of each block drafts."""
+    places = rows[:, None] + 1 + torch.arange(num_steps, device=rows.device)
+    return token_ids[:, places.clamp(max=token_ids.shape[1] - 1)]
 
 
 def _rotated(states: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:

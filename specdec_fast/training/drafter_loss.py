@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specdec_fast.training.drafter_module import DrafterModule
+from specdec_fast.training.drafter_module import DrafterModule, Drafts
 
 STEP_DISCOUNT = 0.8  # weight of a step's loss over that of the step before (SpecForge, vLLM's speculators)
 
@@ -84,8 +84,13 @@ def loss_of(module: DrafterModule, token_ids: Tensor, lesson: Lesson, num_steps:
         num_steps: number of unrolled steps.
 
     """
-    total, weights = token_ids.new_zeros((), dtype=torch.float32), 0.0
-    for step, (drafted, rows) in enumerate(module.drafts(lesson.features, token_ids, num_steps)):
+    return cross_entropy(module.drafts(lesson.features, token_ids, num_steps), lesson)
+
+
+def cross_entropy(drafts: Drafts, lesson: Lesson) -> Tensor:
+    """Return the loss of ``loss_of`` for results of ``DrafterModule.drafts``."""
+    total, weights = lesson.features.new_zeros(()), 0.0
+    for step, (drafted, rows) in enumerate(drafts):
         learnt = (lesson.counts & (lesson.best >= 0))[:, rows]
         if not learnt.any():
             continue

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
+Drafts = list[tuple[Tensor, slice | Tensor]]  # see ``DrafterModule.drafts``
+
 
 class DrafterModule(nn.Module, ABC):
     """A drafter as a module that can be trained; its parameters lie on one device."""
@@ -28,7 +30,7 @@ class DrafterModule(nn.Module, ABC):
         """Return the layers whose outputs are logits: each row of their weights belongs to one id."""
         return [layer for name, layer in self.named_modules() if name.rpartition(".")[2] == "lm_head"]
 
-    def drafts(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[tuple[Tensor, slice | Tensor]]:
+    def drafts(self, features: Tensor, token_ids: Tensor, num_steps: int) -> Drafts:
         """Draft as ``unroll`` does, from every position or from some that the module chooses.
 
         Returns:

@@ -141,7 +141,13 @@ def write_checkpoint(
 
 
 def dense_block(
-    weights: dict[str, Tensor], options: dict, features: Tensor, token_ids: list[int], choose, num_draft_tokens: int
+    weights: dict[str, Tensor],
+    options: dict,
+    features: Tensor,
+    token_ids: list[int],
+    choose,
+    num_draft_tokens: int,
+    confidences: list[float] | None = None,
 ) -> list[int]:
     """Draft a block after one sequence.
 
@@ -152,6 +158,7 @@ def dense_block(
         token_ids: the n committed tokens.
         choose: takes logits over the target's vocabulary and the number of tokens drafted so far; returns an id.
         num_draft_tokens: at least 1; the block drafts at most as many as it has rows for.
+        confidences: receives the probability of each token of a DSpark drafter.
 
     """
     from_anchor = bool(options.get("markov"))
@@ -177,8 +184,13 @@ def dense_block(
         if softcap := options.get("softcap"):
             logits = softcap * (logits / softcap).tanh()
         if options.get("markov"):
-            bias, state = _markov(weights, options["markov"], (drafted or token_ids)[-1], row, state)
+            previous = (drafted or token_ids)[-1]
+            bias, state = _markov(weights, options["markov"], previous, row, state)
             logits = logits + bias
+            if confidences is not None:
+                seen = torch.cat([row, weights["markov_head.markov_w1.weight"][previous]])
+                estimate = weights["confidence_head.proj.weight"][0] @ seen + weights["confidence_head.proj.bias"][0]
+                confidences.append(torch.sigmoid(estimate).item())
         if "d2t" in weights:
             ids = torch.arange(len(logits)) + weights["d2t"]
             logits = torch.full(weights["t2d"].shape, -torch.inf).index_put((ids,), logits)

@@ -11,6 +11,7 @@ from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.training.dflash import BlockSize, new_dflash, rarest_id, save_dflash
 from specdec_fast.training.drafter_loss import Teacher, agreement, loss_of, padded
+from specdec_fast.training.dspark_loss import confidence_report, dspark_loss
 from specdec_fast.training.eagle3 import DrafterSize
 from specdec_fast.training.texts import Texts
 from specdec_fast.training.trainer import Recipe, Trainer
@@ -88,6 +89,42 @@ def test_training_lowers_the_loss(target, texts, tmp_path):
     assert loss_of(module, token_ids, lesson, module.most_steps).item() < before - 0.5
     counts = agreement(module, token_ids, lesson, module.most_steps)
     assert counts[:, 1].min() > 0
+
+
+def test_the_confidence_head_learns_what_is_accepted(target, texts, tmp_path):
+    """Its estimates come nearer to what is accepted than the share of accepted tokens does."""
+    module, teacher = made(target, dflash.RANK), Teacher(target, TAPS, None)
+    recipe = Recipe(epochs=30, batch_tokens=80, learning_rate=1e-2, num_steps=module.most_steps)
+    Trainer(module, teacher, texts, recipe, tmp_path).run(1e9)  # so that some tokens are accepted
+    token_ids, lengths = padded(texts, CPU)
+    lesson = teacher.lesson(token_ids, lengths)
+    optimizer = torch.optim.AdamW(module.confidence_head.parameters(), lr=3e-2)
+    for _ in range(150):
+        dspark_loss(module, token_ids, lesson, module.most_steps).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    estimated, accepted, errors, count = confidence_report(module, token_ids, lesson, module.most_steps).sum(0).tolist()
+    rate = accepted / count
+    assert 0.1 < rate < 0.9
+    assert estimated / count == pytest.approx(rate, abs=0.1)
+    assert errors / count < 0.9 * rate * (1 - rate)
+
+
+def test_the_confidence_head_changes_no_other_gradient(target, texts):
+    token_ids, lengths = padded(texts, CPU)
+    lesson = Teacher(target, TAPS, None).lesson(token_ids, lengths)
+    gradients = []
+    for loss in (dspark_loss, loss_of):
+        module = made(target, dflash.RANK)
+        loss(module, token_ids, lesson, module.most_steps).backward()
+        gradients.append({name: weight.grad for name, weight in module.named_parameters()})
+    scored, plain = gradients
+    assert [name for name, gradient in plain.items() if gradient is None] == [
+        "confidence_head.proj.weight",
+        "confidence_head.proj.bias",
+    ]
+    assert all(torch.equal(scored[name], gradient) for name, gradient in plain.items() if gradient is not None)
+    assert scored["confidence_head.proj.weight"].abs().max() > 0
 
 
 def test_the_markov_head_is_no_matrix_of_layers(target, texts, tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
+import torch
 
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
@@ -41,6 +43,48 @@ def test_proposals_are_those_of_the_formulas(tmp_path, target, model, options):
         course.step(sequences, BLOCK + 2)
         course.step(sequences[::3], 3)
     assert course.num_proposed > 50
+
+
+@pytest.mark.parametrize("kind", ["dspark", "gated", "rnn"])
+def test_scores_are_products_of_confidences(tmp_path, target, model, kind):
+    """A score is the logarithm of the probability that the token and all before it are accepted."""
+    options = OPTIONS[kind]
+    weights = write_checkpoint(tmp_path, model, **options)
+    drafter = DFlashDrafter(DrafterContext(target, EngineConfig(num_draft_tokens="auto")), str(tmp_path))
+    assert drafter.has_scores
+    course = Course(model, drafter, partial(dense_block, weights, options), 0)
+    params = [sd.SamplingParams(), sd.SamplingParams(temperature=1.0)]
+    sequences = [new_sequence(i, length, params[i % 2], course.rng) for i, length in enumerate((1, 21, 9))]
+    course.prefill(sequences)
+    limits = [4, 0, BLOCK + 2]
+    draft = drafter.propose(sequences, limits)
+    draft.check(limits)
+    assert draft.num_draft_tokens == [4, 0, BLOCK]
+    for sequence, tokens, scores in zip(
+        sequences, draft.token_ids.split(draft.num_draft_tokens), draft.scores_by_sequence(), strict=True
+    ):
+        drafted, confidences = tokens.tolist(), []
+        if drafted:
+            features = course.features(sequence.token_ids)[:-1]
+            follow = lambda _, ahead, drafted=drafted: drafted[ahead]  # noqa: E731
+            dense_block(weights, options, features, sequence.token_ids, follow, len(drafted), confidences)
+        assert scores == pytest.approx([math.log(math.prod(confidences[: i + 1])) for i in range(len(drafted))], 1e-3)
+
+
+@pytest.mark.parametrize(("kind", "num_draft_tokens"), [("dspark", 5), ("dflash", "auto")])
+def test_there_are_no_scores_without_a_head_or_a_policy(tmp_path, target, model, kind, num_draft_tokens):
+    write_checkpoint(tmp_path, model, **OPTIONS[kind])
+    drafter = DFlashDrafter(DrafterContext(target, EngineConfig(num_draft_tokens=num_draft_tokens)), str(tmp_path))
+    assert not drafter.has_scores
+    assert drafter.describe()["confidence_head"] is (kind == "dspark")
+
+
+def test_a_confidence_that_is_no_number_is_a_certain_rejection(tmp_path, target, model):
+    write_checkpoint(tmp_path, model, markov="vanilla")
+    drafter = DFlashDrafter(DrafterContext(target, EngineConfig(num_draft_tokens="auto")), str(tmp_path))
+    head = drafter.model.confidence
+    scores = head.scores(torch.full((3, drafter.model.hidden_size), torch.nan), torch.tensor([1, 2, 3]), [2, 1])
+    assert scores.tolist() == [-math.inf] * 3
 
 
 def test_features_wait_while_nothing_is_drafted(tmp_path, target, model, monkeypatch):

@@ -96,6 +96,11 @@ SETTINGS = {
     "no mask": ({"dflash_config": {"target_layer_ids": [0, 1]}}, sd.ConfigError, "mask_token_id is None"),
     "block": ({"block_size": 1}, sd.ConfigError, "block_size is 1; expected at least 2"),
     "head": ({"markov_head_type": "deep"}, sd.ConfigError, "markov_head_type is 'deep'"),
+    "confidence": (
+        {"enable_confidence_head": True, "confidence_head_with_markov": True},
+        sd.ConfigError,
+        "markov_rank is not",
+    ),
     "domino": ({"projector_type": "domino"}, sd.ConfigError, "projector_type 'domino'"),
     "rope": ({"rope_is_neox_style": False}, sd.ConfigError, "interleaved rotary"),
     "sinks": ({"add_swa_attention_sink_bias": True}, sd.ConfigError, "attention sinks"),

@@ -11,7 +11,6 @@ _BIN = 0.5  # of a score: nodes whose probabilities differ by less than a factor
 _NUM_BINS = 16
 _PRIOR_NODES = 8.0  # weight of the drafter's own estimate in each bin
 _WINDOW = 256.0  # nodes that a bin remembers
-_RATE = 0.3  # share of a round in the usual number of nodes; that of ``StepCosts`` in its factors
 
 
 class HitRates:
@@ -44,7 +43,7 @@ class HitRates:
         return self._rates[_bin_of(score)]
 
 
-class TreeBudget:
+class VerifyBudget:
     """Decides how many nodes of a batch's trees are verified.
 
     The likeliest R nodes of all sequences are verified. A score never rises from a parent to its child, so they are
@@ -59,7 +58,6 @@ class TreeBudget:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs, self._rates = costs, HitRates()
-        self._usual: dict[tuple[int, int], float] = {}  # nodes of a step, by K and B: those of ``StepCosts.seconds``
         self._counts: list[int] = []  # nodes of the steps since the last choice
         self._key = (0, 0)  # K and B of these
         self._seconds: list[float] = []  # of a step by its number of nodes, as far as they were needed
@@ -101,18 +99,18 @@ class TreeBudget:
             self._counts.append(sum(map(len, scores)))
 
     def end_round(self) -> None:
-        """Take the steps since the last choice into account, as ``StepCosts.observe`` does."""
+        """Take the steps since the last choice into account."""
         self._rates.update()
         if self._counts:
-            count, usual = sum(self._counts) / len(self._counts), self._usual.get(self._key)
-            self._usual[self._key] = count if usual is None else usual + _RATE * (count - usual)
+            k, size = self._key
+            self._costs.observe_nodes(size, k, sum(self._counts) / len(self._counts))
         self._counts, self._seconds = [], []
 
     def _time(self, num_nodes: int) -> None:
         """Compute the seconds of steps of 0 to ``num_nodes`` nodes."""
         k, size = self._key
-        usual = self._usual.get(self._key, float(self._costs.rows(size, k) - size))
-        rest = max(0.0, self._costs.seconds(size, k) - self._costs.verify_seconds(size, size + usual))
+        usual = self._costs.verify_seconds(size, self._costs.rows(size, k))
+        rest = max(0.0, self._costs.seconds(size, k) - usual)
         for count in range(len(self._seconds), num_nodes + 1):
             self._seconds.append(rest + self._costs.verify_seconds(size, size + count))
 

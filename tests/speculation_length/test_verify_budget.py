@@ -14,7 +14,7 @@ from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.base import Profiler, StepObservation
 from specdec_fast.speculation_length.fixed import FixedLength
 from specdec_fast.speculation_length.step_costs import StepCosts
-from specdec_fast.speculation_length.tree_budget import HitRates, TreeBudget
+from specdec_fast.speculation_length.verify_budget import HitRates, VerifyBudget
 from support.grids import diagonal
 
 # A drafter that is sure at every second position and of little use at the others.
@@ -69,6 +69,29 @@ def test_the_budget_pays():
     assert speed(runs, warm(AdaptiveLength)) >= 1.05 * speed(runs, warm(AllNodes))
 
 
+@pytest.mark.parametrize(("name", "batch_size", "gain"), [("roofline", 8, 1.02), ("costly", 1, 1.05)])
+def test_the_budget_of_chains_pays(name, batch_size, gain):
+    """Chains of a drafter that knows which of its tokens will be accepted, all drafted in one forward (DSpark)."""
+    options = {"acceptance": lambda number, position: 0.7, "num_sequences": max(12, 2 * batch_size)}
+    costs = {"verify": WORLDS[name]["verify"], "draft": lambda n: 0.0, "once": 2e-3, "is_profiled": False}
+    one = World(**costs, **options, batch_size=batch_size, rates=((0.97,), (0.85,), (0.35,)))
+    runs = [replace(one, seed=seed) for seed in range(3)]
+    fixed = max(speed(runs, lambda run, k=k: FixedLength(k)) for k in range(9))
+    found = speed(runs, warm(AdaptiveLength))
+    assert found >= gain * fixed
+    assert found >= gain * speed(runs, warm(AllNodes))
+
+
+def test_no_budget_for_chains_without_scores_or_beside_trees():
+    policy = AdaptiveLength()
+    for max_nodes, has_scores in ((0, False), (16, True)):
+        policy.prepare(
+            Profiler(4, False, lambda counts: dict.fromkeys(counts, 1.0), lambda counts: None, max_nodes, has_scores)
+        )
+        policy.may_branch = False
+        assert policy.least_score([[-20.0]]) == -inf
+
+
 def test_trees_pay():
     class NoTrees(AdaptiveLength):
         def prepare(self, profiler):
@@ -83,7 +106,7 @@ def test_nodes_are_taken_by_score_until_a_row_costs_more_than_it_brings():
     verify = {rows: 1.0 if rows <= 4 else 0.25 * rows for rows in range(1, 40)}
     costs = StepCosts(verify, {0: 0.0, 1: 0.1}, 8, 16)
     scores = [[log(0.9), log(0.8), log(0.3)], [log(0.6), log(0.1), log(0.05)]]
-    budget = TreeBudget(costs)
+    budget = VerifyBudget(costs)
     least = budget.least_score(scores, 10)
     falling = sorted((s for own in scores for s in own), reverse=True)
     rates = HitRates()
@@ -94,7 +117,7 @@ def test_nodes_are_taken_by_score_until_a_row_costs_more_than_it_brings():
     assert 0 < best < len(falling)
     assert least == falling[best - 1]
     unlikely = [[log(0.05), log(0.04)], [log(0.03)]]
-    assert TreeBudget(StepCosts({1: 1.0, 40: 40.0}, None, 8, 16)).least_score(unlikely, 10) == inf
+    assert VerifyBudget(StepCosts({1: 1.0, 40: 40.0}, None, 8, 16)).least_score(unlikely, 10) == inf
 
 
 def test_hit_rates_follow_what_was_accepted():
