@@ -1,8 +1,8 @@
 """Detects changes of a model that its forward program or its graphs would not see.
 
 Programs and graphs read weights from the model's memory, so most changes in place take effect. They do not see tensors
-that were moved or replaced, and modules or hooks that were added later. A program does not see changes of numbers that
-it copied: scalars, and results computed from weights alone.
+that were moved or replaced, and modules, hooks or forwards that were added or replaced later. A program does not see
+changes of numbers that it copied: scalars, and results computed from weights alone.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Watch:
         self._places: list[tuple[dict[str, Any], list[Any]]] = [(place, list(place.values())) for place in places]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._forwards = [(vars(m), vars(m).get("forward")) for m in modules]
         self._hooks = [*_GLOBAL_HOOKS, *chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)]
         is_copied = [tensor.numel() <= _MOST_COPIED or tensor.is_inference() for tensor in baked]
         self._copies = [(t, t.detach().clone()) for t, copied in zip(baked, is_copied, strict=True) if copied]
@@ -56,6 +57,8 @@ class Watch:
         for place, values in self._places:
             if len(place) != len(values) or not all(map(is_, place.values(), values)):
                 return "its weights, buffers or modules have been replaced"
+        if not all(attributes.get("forward") is forward for attributes, forward in self._forwards):
+            return "a forward of one of its modules has been replaced, which would not be called"
         if self._addresses != [tensor.data_ptr() for tensor in self._tensors]:
             return "its weights have been moved or cast"
         changed = any(not torch.equal(tensor, copy) for tensor, copy in self._copies)

@@ -29,8 +29,9 @@ from specdec_fast.drafters.specblock_candidates import Candidates
 from specdec_fast.drafters.specblock_model import SpecBlockModel, load_specblock
 from specdec_fast.drafters.specblock_rows import BlockRows
 from specdec_fast.drafters.specblock_tree import BEAM, ROOT, BlockTree, Node
+from specdec_fast.drafters.specblock_weights import check_weights
 from specdec_fast.drafters.tapped import TappedDrafter
-from specdec_fast.errors import ConfigError
+from specdec_fast.errors import ConfigError, DrafterError
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.models.verify_step import expect_trees, why_no_trees
 from specdec_fast.request.sequence import Sequence
@@ -55,7 +56,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
     settings = ("tap_layers", "draft_tree")
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
-        self._folder, wanted = folder, context.config.draft_tree
+        self._folder, self._target, wanted = folder, context.target, context.config.draft_tree
         if isinstance(wanted, tuple):
             raise ConfigError(
                 "a SpecBlock drafter makes a tree of its own in each step; pass draft_tree='chain', a number of nodes, "
@@ -74,6 +75,26 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         self.max_nodes = 0 if self._is_chain else num_nodes
         self._candidates = Candidates(self.model, self._device)
         self.rows = BlockRows(self.model, context.config.page_size, context.config.enforce_eager)
+
+    def replace_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take other weights, of the same shapes. They change drafts, and no output.
+
+        Args:
+            weights: with the names of checkpoints, all of them.
+
+        Raises:
+            ConfigError: a weight is missing or has another shape.
+            DrafterError: a sequence is admitted; its KV entries are of the present weights.
+
+        """
+        if self._states:
+            raise DrafterError(
+                f"{len(self._states)} sequences are admitted; replace the weights when no call of the engine is open."
+            )
+        config, taps = self.model.config, self.model.taps
+        check_weights(config, len(taps), weights)
+        with torch.inference_mode():
+            self.model.assign(SpecBlockModel(config, taps, weights, self._target))
 
     @property
     def name(self) -> str:

@@ -110,7 +110,16 @@ class SpecBlockModel:
 
     def weights(self) -> list[Tensor]:
         """Return all tensors that it keeps; the embedding may be the target's."""
-        values = [*vars(self).values(), self._rotary.factors]
+        return [*self._learnt(), self._rotary.factors]
+
+    def assign(self, other: SpecBlockModel) -> None:
+        """Take the numbers of another checkpoint of the same shapes, in place, so that programs read them."""
+        for own, new in zip(self._learnt(), other._learnt(), strict=True):
+            if own.data_ptr() != new.data_ptr():  # not if it is the target's
+                own.copy_(new)
+
+    def _learnt(self) -> list[Tensor]:
+        values = [*vars(self).values()]
         values += [tensor for layer in self._layers for tensor in layer.tensors()]
         return [value for value in values if isinstance(value, Tensor)]
 

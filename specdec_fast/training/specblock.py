@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_fast.drafters.eagle3_weights import read_weights, target_ids
+from specdec_fast.drafters.specblock_config import read_config
 from specdec_fast.training.eagle3 import DrafterSize, copy_ends, layer_config, write_checkpoint
 from specdec_fast.training.specblock_module import SpecBlockModule
 
@@ -51,6 +53,30 @@ def new_blocks(
             project.normal_(std=_NOISE)[:, -layer.hidden_size :] += same
         module.input_layer.position_queries.weight.normal_(std=_NOISE)
     return module.to(target.device)
+
+
+def load_blocks(folder: Path, target: PreTrainedModel) -> tuple[SpecBlockModule, dict[str, Tensor]]:
+    """Return the drafter of a checkpoint, to be trained further, on the target's device, in fp32.
+
+    Args:
+        folder: a checkpoint that a SpecBlock drafter has loaded for this target.
+        target: its embedding is used, and not trained, if the checkpoint has none.
+
+    Returns:
+        The module; and the checkpoint's other tensors, the maps between the ids of drafter and target.
+
+    """
+    config, weights = read_config(folder), read_weights(folder)
+    draft_ids = target_ids(config, weights)
+    feature_size = weights["input_layer.condition_proj.weight"].shape[1]
+    module = SpecBlockModule(config.layer, feature_size, config.num_slots, config.draft_vocab_size, draft_ids)
+    maps: dict[str, Tensor] = {name: weights.pop(name) for name in ("d2t", "t2d") if name in weights}
+    embedding = module.input_layer.embed_tokens.weight
+    if "input_layer.embed_tokens.weight" not in weights:
+        embedding.requires_grad_(False)
+        weights["input_layer.embed_tokens.weight"] = target.get_input_embeddings().weight.detach()
+    module.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    return module.to(target.device), maps
 
 
 def save_blocks(

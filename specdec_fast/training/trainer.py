@@ -20,7 +20,7 @@ from specdec_fast.training.drafter_module import DrafterModule
 
 Loss = Callable[[Any, Tensor, Lesson, int], Tensor]
 
-_BETAS, _LARGEST_GRADIENT = (0.9, 0.95), 1.0
+_BETAS, LARGEST_GRADIENT = (0.9, 0.95), 1.0
 _MUON_DECAY = 0.01
 _SORTED_TOGETHER = 64  # batches; texts are sorted by length among so many
 _EARLY_STEPS = 2
@@ -88,7 +88,7 @@ class Trainer:
         self.module, self._teacher, self._texts, self.recipe, self._loss_of = module, teacher, texts, recipe, loss
         self.device = next(module.parameters()).device
         self._state_file = folder / "training_state.pt"
-        self._optimizers = _optimizers_of(module, recipe)
+        self._optimizers = optimizers_of(module, recipe)
         self.step, self.seconds, self.loss = 0, 0.0, math.nan
         self.num_steps = sum(1 for epoch in range(recipe.epochs) for _ in self._batches(epoch))
 
@@ -123,7 +123,7 @@ class Trainer:
 
     def lessons(self, texts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor, Lesson]]:
         """Yield texts in batches: ids ``[B, L]``, lengths ``[B]``, and what the target says of them."""
-        for batch in _grouped(sorted(texts, key=len), self.recipe.batch_tokens):
+        for batch in grouped(sorted(texts, key=len), self.recipe.batch_tokens):
             token_ids, lengths = padded(batch, self.device)
             yield token_ids, lengths, self._teacher.lesson(token_ids, lengths)
 
@@ -189,7 +189,7 @@ class Trainer:
         if not math.isfinite(value := loss.item()):
             raise TrainingError(f"the loss became {value} at step {self.step + 1}; lower the learning rate.")
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.module.parameters(), _LARGEST_GRADIENT)
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), LARGEST_GRADIENT)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -218,11 +218,11 @@ class Trainer:
         texts = [self._texts[i] for i in torch.randperm(len(self._texts), generator=order, device="cpu").tolist()]
         together = max(1, _SORTED_TOGETHER * self.recipe.batch_tokens * len(texts) // max(1, sum(map(len, texts))))
         for start in range(0, len(texts), together):
-            batches = list(_grouped(sorted(texts[start : start + together], key=len), self.recipe.batch_tokens))
+            batches = list(grouped(sorted(texts[start : start + together], key=len), self.recipe.batch_tokens))
             yield from (batches[i] for i in torch.randperm(len(batches), generator=order, device="cpu").tolist())
 
 
-def _optimizers_of(module: DrafterModule, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def optimizers_of(module: DrafterModule, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Return AdamW for all that is learnt, or for all but the matrices of layers, and Muon for these.
 
     Muon gives every update of a matrix the same scale in all directions. Rows of an embedding or an output layer belong
@@ -242,7 +242,7 @@ def _optimizers_of(module: DrafterModule, recipe: Recipe) -> list[torch.optim.Op
     ]
 
 
-def _grouped(texts: list[Tensor], batch_tokens: int) -> Iterator[list[Tensor]]:
+def grouped(texts: list[Tensor], batch_tokens: int) -> Iterator[list[Tensor]]:
     """Split texts of rising length into batches of at most ``batch_tokens`` positions, but of one text at least."""
     batch: list[Tensor] = []
     for text in texts:

@@ -8,6 +8,7 @@ import pytest
 
 from bench import ablation
 from bench.ablation import InTurn, variants
+from bench.engine_ import simulated_ablation
 from specdec_fast import SamplingParams
 from specdec_fast.config import EngineConfig
 from specdec_fast.request.sequence import Sequence
@@ -44,3 +45,13 @@ def test_in_turn_looks_at_no_length(scheduler, expected):
     sequences[1].passed_over = 1
     config = EngineConfig(max_batch_size=2, window_size=4)
     assert [s.index for s in scheduler(config).select(sequences)] == expected
+
+
+def test_scored_chains_in_simulated_time(capsys):
+    rows = simulated_ablation.confidence_rows([2], 1, is_refilled=False)
+    assert [row["pair"] for row in rows] == list(simulated_ablation.COSTS)
+    for row in rows:
+        assert row["best K"] in range(1, 9)
+        assert row["auto over plain"] > 0.9, "never far below plain decoding"
+    simulated_ablation.print_confidence_table(rows)
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)

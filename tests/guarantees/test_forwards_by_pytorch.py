@@ -163,7 +163,7 @@ def test_a_program_of_launches_that_fails_in_batches_gives_way_to_pytorch():
     model.device_program = lambda batch, *rest: model.hf.forward(batch, *rest) * (1 + 1e-5 * len(batch.token_ids))
     make_deterministic(model)
     assert (model.has_program, model.why_no_program) == (False, "rows had other bits in another batch")
-    assert model.row_padding.multiple > 1, "as without a program"
+    assert (model.row_padding.multiple, model.row_padding.largest) == (64, 2048), "as without a program"
     assert model.why_one_by_one is None
 
 

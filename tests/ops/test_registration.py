@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.equivalence.compare import transformers_greedy
-from specdec_fast.ops import AUTO, Case, Op, all_ops, availability, resolve
+from specdec_fast.ops import AUTO, Case, Op, all_ops, availability, registry, resolve
 from specdec_fast.ops.checks import FLOATS, expect_tensor
 from support.demo import MAX_NEW_TOKENS
 
@@ -129,3 +129,9 @@ def test_program_is_refused_where_another_backend_serves_an_op_of_its_plan(witho
 def test_model_that_needs_an_op_its_named_backend_lacks_is_refused(without_grouped_linear_in_cpp):
     with pytest.raises(sd.BackendError, match="backend 'cpp' has no implementation of grouped_linear"):
         sd.Engine(mixtral(), None, backend="cpp")
+
+
+def test_the_hint_for_triton_names_the_extra(monkeypatch):
+    """The distribution is on no index, so the hint is for an installation from the source tree."""
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    assert registry._triton_problem() == "Triton is not installed; pip install '.[triton]'"

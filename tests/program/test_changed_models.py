@@ -164,3 +164,15 @@ def test_hooks_of_every_module_are_called(register):
     finally:
         handle.remove()
     assert engine.target.model.model.layers[1].mlp in called
+
+
+def test_a_forward_that_has_been_replaced_is_noticed():
+    """A program would still compute what the module's class computes."""
+    model = tiny_model("llama")
+    engine = sd.Engine(model, None)
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda hidden: hidden * 0
+    with pytest.raises(UnsupportedModelError, match="a forward of one of its modules has been replaced"):
+        engine.generate([[1, 2, 3]], progress=False)
+    del mlp.forward
+    assert engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4), progress=False)[0].error is None
