@@ -11,6 +11,7 @@ constexpr std::int64_t kGranule = 12;          // outputs; a multiple of outputs
 constexpr std::int64_t kGroupBytes = 1 << 17;  // weights of a group: an eighth of a second-level cache
 constexpr std::int64_t kDistance = 1 << 16;    // bytes between the weights that are multiplied and those that are fetched
 constexpr std::int64_t kSliceBytes = 1 << 14;  // inputs of a slice: half a first-level cache
+constexpr std::int64_t kPageBytes = 1 << 12;   // processors fetch on their own within a page
 static_assert(kMostRows <= kTileRows, "a block's totals are a tile");
 
 // Outputs that a block of `rows` rows computes at once: as many sums as there are registers.
@@ -34,6 +35,7 @@ struct Fetch {
   std::int64_t distance;  // outputs ahead
   std::int64_t end;       // outputs from this one on are not fetched
   int first, every;       // outputs first, first + every, ... of a block are fetched
+  bool from_front;        // output after output; otherwise a step of every output, then the next step
 };
 
 template <int kR, int kO>
@@ -60,12 +62,15 @@ SPECDEC_INLINE void add_slice(const LinearWork& work, const float* inputs, std::
     for (int o = 0; o < kO; ++o) sums[r][o] = from[r][o];
   }
   inputs += steps.begin * kR * kLanes;
+  const std::int64_t line_stride = fetch.from_front ? Product::kStep : row;
+  const std::int64_t step_stride = fetch.from_front ? kO * Product::kStep : Product::kStep;
+  const Storage* ahead = weights + fetch.distance * row + steps.begin * step_stride;
   const std::int64_t whole = has_tail ? steps.end - 1 : steps.end;
   for (std::int64_t step = steps.begin, end = whole; step < steps.end; end = steps.end) {
     const Storage* own = step < whole ? weights + step * Product::kStep : tail[0];
     const std::int64_t stride = step < whole ? row : Product::kStep;
-    for (; step < end; ++step, own += Product::kStep, inputs += kR * kLanes) {
-      for (int o = fetch.first; o < kO; o += fetch.every) __builtin_prefetch(own + (fetch.distance + o) * row, 0, 2);
+    for (; step < end; ++step, own += Product::kStep, ahead += step_stride, inputs += kR * kLanes) {
+      for (int o = fetch.first; o < kO; o += fetch.every) __builtin_prefetch(ahead + o * line_stride, 0, 2);
       Vector operands[kO];
       for (int o = 0; o < kO; ++o) operands[o] = Product::load(own + o * stride);
       for (int r = 0; r < kR; ++r) {
@@ -159,7 +164,7 @@ void outputs_in_order(const LinearWork& work, std::int64_t index, Range outputs)
     std::int64_t o = 0;
     for (; cached && num_steps <= kChunkSteps && o + kAtOnce <= count; o += kAtOnce) {
       Vector sums[1][kAtOnce];
-      add_slice<1, kAtOnce, Product>(work, inputs, first + o, {0, num_steps}, Fetch{0, 0, kAtOnce, 1}, kZeros<1, kAtOnce>, sums);
+      add_slice<1, kAtOnce, Product>(work, inputs, first + o, {0, num_steps}, Fetch{0, 0, kAtOnce, 1, false}, kZeros<1, kAtOnce>, sums);
       store_totals<1, kAtOnce>(sums, reinterpret_cast<float*>(totals) + o);
     }
     for (; o < count; ++o) {
@@ -167,7 +172,7 @@ void outputs_in_order(const LinearWork& work, std::int64_t index, Range outputs)
       for (std::int64_t step = 0; step < num_steps; step += kChunkSteps) {
         Vector chunk[1][1];
         const Range steps = {step, std::min(num_steps, step + kChunkSteps)};
-        add_slice<1, 1, Product>(work, inputs, first + o, steps, Fetch{0, 0, 1, 1}, kZeros<1, 1>, chunk);
+        add_slice<1, 1, Product>(work, inputs, first + o, steps, Fetch{0, 0, 1, 1, false}, kZeros<1, 1>, chunk);
         sum[0][0] = step == 0 ? chunk[0][0] : sum[0][0] + chunk[0][0];
       }
       store_totals<1, 1>(sum, reinterpret_cast<float*>(totals) + o);
@@ -219,8 +224,11 @@ void row_outputs(const LinearWork& work, Range blocks, Range outputs, void*) {
     for (std::int64_t index = blocks.begin; index < blocks.end; ++index) {
       const int count = static_cast<int>(work.rows_of(index)), turn = static_cast<int>(index - blocks.begin);
       const bool is_single = work.plan.num_steps <= most_steps(count);
+      // Outputs in short rows are fetched from front to back, as they lie in memory. It is slower with long rows, and with
+      // several slices, which come back to the outputs.
+      const bool from_front = is_single && num_blocks == 1 && row_bytes <= kPageBytes;
       (is_single ? group_of<true, Format, Product>(count, kCounts) : group_of<false, Format, Product>(count, kCounts))(
-          work, index, own, Fetch{distance, outputs.end, turn, static_cast<int>(num_blocks)});
+          work, index, own, Fetch{distance, outputs.end, turn, static_cast<int>(num_blocks), from_front});
     }
   }
 }
