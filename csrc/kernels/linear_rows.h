@@ -141,42 +141,57 @@ void group(const LinearWork& work, std::int64_t index, Range outputs, Fetch fetc
   }
 }
 
-// Whether a single row is multiplied with one output after another. The weights are then read from front to back, as
-// processors fetch memory fastest on their own. It takes loads of whole vectors: with less, every product would wait for
-// the sum of the one before.
+// Outputs of a single row that are computed at once where vectors have 16 lanes. With one, the weights are read from front
+// to back, as processors fetch memory fastest on their own. If a vector's operands are half a line of weights (fp16), the
+// sum of the product before would come too late: then there are two outputs, and their weights are prefetched.
 template <typename Product>
-constexpr bool kInOrder = kLanes == 16 && Product::kStep * sizeof(typename Product::Storage) == sizeof(Vector);
+constexpr int kInOrder = Product::kStep * sizeof(typename Product::Storage) == sizeof(Vector) ? 1 : 2;
+
+constexpr std::int64_t kPairDistance = 1 << 14;  // bytes between the weights of two outputs and those that are fetched
 
 // With so few bytes of weights, a layer is taken to find them in a cache. Reading one output after another gains nothing
 // there, and several outputs' products do not wait for one another.
 constexpr std::int64_t kCachedBytes = 1 << 19;
 
+// Writes the totals of outputs [output, output + kO) of a single row.
+template <int kO, typename Product>
+SPECDEC_INLINE void outputs_at_once(const LinearWork& work, const float* inputs, std::int64_t output, Fetch fetch,
+                                    float* totals) {
+  const std::int64_t num_steps = work.plan.num_steps;
+  Vector sums[1][kO] = {};
+  for (std::int64_t step = 0; step < num_steps; step += kChunkSteps) {
+    Vector chunk[1][kO];
+    const Range steps = {step, std::min(num_steps, step + kChunkSteps)};
+    add_slice<1, kO, Product>(work, inputs, output, steps, fetch, kZeros<1, kO>, chunk);
+    for (int o = 0; o < kO; ++o) sums[0][o] = step == 0 ? chunk[0][o] : sums[0][o] + chunk[0][o];
+  }
+  store_totals<1, kO>(sums, totals);
+}
+
 // Computes outputs [outputs.begin, outputs.end) of a single row in order.
 template <typename Format, typename Product>
 void outputs_in_order(const LinearWork& work, std::int64_t index, Range outputs) {
+  constexpr int kOrdered = kInOrder<Product>, kCached = outputs_of(1);
   const float* inputs = reinterpret_cast<const float*>(work.prepared(index));
-  const std::int64_t num_steps = work.plan.num_steps, num_weights = work.args.in_features * work.args.out_features;
-  const bool cached = num_weights * static_cast<std::int64_t>(sizeof(typename Format::Storage)) <= kCachedBytes;
-  constexpr int kAtOnce = outputs_of(1);
+  const std::int64_t row_bytes = work.args.in_features * static_cast<std::int64_t>(sizeof(typename Format::Storage));
+  const bool cached = work.args.out_features * row_bytes <= kCachedBytes && work.plan.num_steps <= kChunkSteps;
+  const std::int64_t distance = std::max<std::int64_t>(kOrdered, kPairDistance / row_bytes);
   for (std::int64_t first = outputs.begin; first < outputs.end; first += kPanel) {
     const std::int64_t count = std::min<std::int64_t>(kPanel, outputs.end - first);
     Vector totals[kTileRows][kBlocks];
+    float* to = reinterpret_cast<float*>(totals);
     std::int64_t o = 0;
-    for (; cached && num_steps <= kChunkSteps && o + kAtOnce <= count; o += kAtOnce) {
-      Vector sums[1][kAtOnce];
-      add_slice<1, kAtOnce, Product>(work, inputs, first + o, {0, num_steps}, Fetch{0, 0, kAtOnce, 1, false}, kZeros<1, kAtOnce>, sums);
-      store_totals<1, kAtOnce>(sums, reinterpret_cast<float*>(totals) + o);
+    for (; cached && o + kCached <= count; o += kCached) {
+      Vector sums[1][kCached];
+      add_slice<1, kCached, Product>(work, inputs, first + o, {0, work.plan.num_steps}, Fetch{0, 0, kCached, 1, false},
+                                     kZeros<1, kCached>, sums);
+      store_totals<1, kCached>(sums, to + o);
     }
-    for (; o < count; ++o) {
-      Vector sum[1][1] = {};
-      for (std::int64_t step = 0; step < num_steps; step += kChunkSteps) {
-        Vector chunk[1][1];
-        const Range steps = {step, std::min(num_steps, step + kChunkSteps)};
-        add_slice<1, 1, Product>(work, inputs, first + o, steps, Fetch{0, 0, 1, 1, false}, kZeros<1, 1>, chunk);
-        sum[0][0] = step == 0 ? chunk[0][0] : sum[0][0] + chunk[0][0];
-      }
-      store_totals<1, 1>(sum, reinterpret_cast<float*>(totals) + o);
+    for (; kOrdered > 1 && o + kOrdered <= count; o += kOrdered) {
+      const int fetched = first + o + distance < outputs.end ? 0 : kOrdered;
+      outputs_at_once<kOrdered, Product>(work, inputs, first + o, Fetch{distance, 0, fetched, 1, true}, to + o);
     }
+    for (; o < count; ++o) outputs_at_once<1, Product>(work, inputs, first + o, Fetch{0, 0, 1, 1, false}, to + o);
     store_tile<Format>(work.args, totals, work.row_of(index), 1, first, count);
   }
 }
@@ -208,7 +223,7 @@ void prepare_rows(const LinearWork& work, std::int64_t index) {
 
 template <typename Format, typename Product>
 void row_outputs(const LinearWork& work, Range blocks, Range outputs, void*) {
-  if constexpr (kInOrder<Product>) {
+  if constexpr (kLanes == 16) {
     if (work.num_rows == 1) return outputs_in_order<Format, Product>(work, blocks.begin, outputs);
   }
   constexpr auto kCounts = std::make_integer_sequence<int, kMostRows>();
