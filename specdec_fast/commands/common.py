@@ -90,7 +90,7 @@ def add_drafter_options(parser: argparse.ArgumentParser) -> None:
     """Add --tap-layers and --draft-tree."""
     add_tap_layers(parser)
     meaning = (
-        "what EAGLE-3, Medusa, Clover and SpecBlock draft: 'chain', a number of nodes, or rank paths as JSON, such as "
+        "what a drafter of trees drafts: 'chain', a number of nodes, or rank paths as JSON, such as "
         "[[0],[0,0],[1]] (default: the drafter's own)"
     )
     parser.add_argument("--draft-tree", type=_tree, metavar="TREE", help=meaning)
@@ -98,7 +98,7 @@ def add_drafter_options(parser: argparse.ArgumentParser) -> None:
 
 def add_tap_layers(parser: argparse._ActionsContainer, default: str = "its checkpoint's") -> None:
     """Add --tap-layers; ``default`` describes what None means."""
-    meaning = f"layers that an EAGLE-3, DFlash or SpecBlock drafter reads (default: {default})"
+    meaning = f"target layers whose hidden states the drafter reads (default: {default})"
     parser.add_argument("--tap-layers", type=_layers, metavar="L,L,...", help=meaning)
 
 

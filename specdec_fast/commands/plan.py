@@ -27,7 +27,7 @@ from specdec_fast.planner.checkpoint import checkpoint_sizes, estimated_memory, 
 from specdec_fast.planner.choice import (
     DEFAULT_ACCEPTANCE,
     MOST_DRAFT_TOKENS,
-    Choice,
+    PlannedSetting,
     Traffic,
     choose,
     least_setting,
@@ -84,7 +84,7 @@ def _integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of integers, such as 1,2,4,8") from None
 
 
-class Plan(NamedTuple):
+class PlanReport(NamedTuple):
     """What was planned: the best settings by batch size, and what they rest on."""
 
     memory_bytes: int
@@ -94,10 +94,10 @@ class Plan(NamedTuple):
     memory: EngineMemory
     times: StepTimes
     batch_sizes: list[int]
-    choices: list[Choice | None]
+    choices: list[PlannedSetting | None]
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> PlannedSetting:
         """The setting with the most expected tokens per second; at least one fits."""
         return max(filter(None, self.choices), key=lambda choice: choice.tokens_per_second)
 
@@ -123,7 +123,7 @@ class Plan(NamedTuple):
             "fit": fit_batch_sizes(limits, list(best_k.values()))._asdict() if has_fit else None,
         }
 
-    def _of(self, choice: Choice) -> dict[str, Any]:
+    def _of(self, choice: PlannedSetting) -> dict[str, Any]:
         return {
             "batch_size": choice.setting.batch_size,
             "num_draft_tokens": choice.setting.num_draft_tokens,
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> PlanReport:
     """Plan for the arguments of the command line.
 
     Raises:
@@ -170,7 +170,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     choices = choose(memory, args.memory, args.batch_sizes, traffic, acceptance, times, most_prefill_rows)
     if not any(choices):
         raise ConfigError(f"--batch-sizes {args.batch_sizes}: none fits into {shown(args.memory)}; add 1.")
-    return Plan(args.memory, traffic, acceptance, not args.no_measure, memory, times, args.batch_sizes, choices)
+    return PlanReport(args.memory, traffic, acceptance, not args.no_measure, memory, times, args.batch_sizes, choices)
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
@@ -254,7 +254,7 @@ def _expect_one(memory: EngineMemory, budget: int, traffic: Traffic) -> None:
         raise budget_error(memory, budget, least, traffic.new_tokens)
 
 
-def print_plan(plan: Plan) -> None:
+def print_plan(plan: PlanReport) -> None:
     """Print a table with a line per batch size, the settings of the best one, and its bytes by term."""
     times = "measured here over short contexts" if plan.is_measured else "computed from --bandwidth and --peak"
     print(

@@ -26,7 +26,7 @@ from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.models.draft_step import chosen_tokens, widened
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.models.row_module import RowModule
-from specdec_fast.program.executors import Choice, Projection
+from specdec_fast.program.executors import Projection, TokenChoice
 from specdec_fast.request.sequence import Sequence
 
 
@@ -151,11 +151,11 @@ class Eagle3Drafter(ChainDrafter):
             return self._projected(torch.cat(pieces))
         return Projection(program, pieces)
 
-    def _choice(self, sampling: Sampling | None) -> Choice:
+    def _choice(self, sampling: Sampling | None) -> TokenChoice:
         model = self.model
         if model.target_ids is None:
-            return Choice(model.vocab_size, sampling)
-        return Choice(len(model.target_ids), sampling, model.target_ids, model.vocab_size)
+            return TokenChoice(model.vocab_size, sampling)
+        return TokenChoice(len(model.target_ids), sampling, model.target_ids, model.vocab_size)
 
     def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
         model = self.model

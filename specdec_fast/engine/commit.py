@@ -62,7 +62,7 @@ def token_logprobs(logits: Tensor, rows: list[int], tokens: list[int]) -> list[f
     return logprobs.gather(1, index[1, :, None])[:, 0].tolist()
 
 
-def commit(
+def commit_emission(
     sequence: Sequence, num_draft_tokens: int, depth: int, emission: list[int], logprobs: list[float] | None
 ) -> list[int]:
     """Commit the emission of one sequence; a row of NaN logits ends the request after the tokens before it.
@@ -80,7 +80,7 @@ def commit(
     """
     num_accepted, valid = len(emission) - 1, emission[-1] != INVALID_TOKEN
     emission = emission if valid else emission[:-1]
-    tokens = sequence.commit(num_draft_tokens, num_accepted, emission, logprobs, depth) if emission else []
+    tokens = sequence.append_emission(num_draft_tokens, num_accepted, emission, logprobs, depth) if emission else []
     if not valid and sequence.finish_reason is None:
         sequence.fail(
             InvalidLogitsError(

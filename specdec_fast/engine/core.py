@@ -14,7 +14,7 @@ import torch
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter, StepResult
 from specdec_fast.engine import drafting
-from specdec_fast.engine.commit import commit, logprobs_of
+from specdec_fast.engine.commit import commit_emission, logprobs_of
 from specdec_fast.engine.pools import Pools
 from specdec_fast.engine.prefilling import Prefilling
 from specdec_fast.engine.residents import Residents
@@ -279,9 +279,9 @@ class EngineCore:
             drafted, emitted = zip(step.draft.num_draft_tokens, step.depths, strict=True), []
             for sequence, counts, emission, values in zip(batch, drafted, emissions, logprobs, strict=True):
                 if sequence.request_id in self._requests:  # a request that is cancelled stays as it is
-                    emitted.append((sequence, commit(sequence, *counts, emission, values)))
+                    emitted.append((sequence, commit_emission(sequence, *counts, emission, values)))
             result = StepResult(rows, verification.hidden_states)
-            lost = drafting.commit(self.drafter, batch, result, self._requests, self._row_limit)
+            lost = drafting.commit_to_drafter(self.drafter, batch, result, self._requests, self._row_limit)
             self._prefilling.restart(lost)
         self.length_policy.observe(step.observation(outcome, self._finished))
         self._finished = perf_counter()

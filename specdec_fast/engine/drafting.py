@@ -84,7 +84,7 @@ def propose(
     return draft, depths
 
 
-def commit(
+def commit_to_drafter(
     drafter: Drafter, batch: list[Sequence], result: StepResult, live: Container[int], row_limit: RowLimit
 ) -> list[Sequence]:
     """Pass the accepted rows of the unfinished sequences, and the hidden states of all rows, to the drafter.

@@ -12,7 +12,7 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter, is_draft_model
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.ragged_model import RaggedModel
-from specdec_fast.planner.budget import Ask, EngineMemory, Setting, budget_error, halved, largest_within
+from specdec_fast.planner.budget import Ask, EngineMemory, EngineSetting, budget_error, halved, largest_within
 from specdec_fast.planner.checkpoint import least_memory
 from specdec_fast.planner.loaded import loaded_memory
 from specdec_fast.schedulers import make_scheduler
@@ -75,7 +75,7 @@ def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
     """
     if config.memory_bytes is None:
         return draft
-    least = Setting(1, 0, 1, config.kv_cache_tokens or 1)
+    least = EngineSetting(1, 0, 1, config.kv_cache_tokens or 1)
     try:
         plain = least_memory(target, None, config)
     except ConfigError:  # loading says what is wrong with it, or its config does not give a size
@@ -122,7 +122,7 @@ def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, 
             setting = largest_within(memory, budget, ask)
             if setting is not None:
                 return _plan(memory, setting, target, config)
-    raise budget_error(memory, budget, Setting(1, 0, 1, config.kv_cache_tokens or 1, 1))
+    raise budget_error(memory, budget, EngineSetting(1, 0, 1, config.kv_cache_tokens or 1, 1))
 
 
 def _numbers_of_nodes(drafter: Drafter, config: EngineConfig) -> list[int]:
@@ -148,7 +148,7 @@ def _ask(config: EngineConfig, target: RaggedModel, lengths: list[int], position
     return Ask(config.max_batch_size, lengths, num_resident, num_positions, bounds)
 
 
-def _plan(memory: EngineMemory, setting: Setting, target: RaggedModel, config: EngineConfig) -> MemoryPlan:
+def _plan(memory: EngineMemory, setting: EngineSetting, target: RaggedModel, config: EngineConfig) -> MemoryPlan:
     """Take what is left of the budget for KV positions, as many as the resident sequences can have at most."""
     budget, num_positions = config.memory_bytes or 0, config.kv_cache_tokens
     if num_positions is None:

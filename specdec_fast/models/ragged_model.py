@@ -35,7 +35,7 @@ from specdec_fast.models.verification import Verification
 from specdec_fast.models.verify_step import verify_step
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, compile_forward
-from specdec_fast.program.executors import Choice, DeviceProgram, ForwardProgram, executor_for
+from specdec_fast.program.executors import DeviceProgram, ForwardProgram, TokenChoice, executor_for
 from specdec_fast.request.sequence import Sequence
 
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
@@ -210,7 +210,7 @@ class RaggedModel:
             assert self.program is not None
             spans = spans_of(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
             sampling = sampling_of(sequences, self.layout.device)
-            return self.program.draft(spans, token_ids, num_draft_tokens, Choice(vocab_size, sampling))
+            return self.program.draft(spans, token_ids, num_draft_tokens, TokenChoice(vocab_size, sampling))
         with self.attached():
             return DraftLoop(self, pool, vocab_size).run(rows, token_ids, num_draft_tokens)
 

@@ -12,7 +12,7 @@ from specdec_fast.kv_cache.forward_layout import lay_out, spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, RowFunction, compile_rows
-from specdec_fast.program.executors import Choice, ForwardProgram, Projection, executor_for
+from specdec_fast.program.executors import ForwardProgram, Projection, TokenChoice, executor_for
 
 _PROBED = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)]]  # two forwards
 
@@ -81,7 +81,7 @@ class RowModule:
         token_ids: list[int],
         inputs: Tensor | Projection,
         num_draft_tokens: list[int],
-        choice: Choice,
+        choice: TokenChoice,
     ) -> Tensor:
         """Draft a chain for each sequence in one call of the program, which must not be None.
 

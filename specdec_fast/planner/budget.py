@@ -11,7 +11,7 @@ from specdec_fast.errors import MemoryBudgetError
 KV_TERMS = ("target KV", "drafter KV")
 
 
-class Setting(NamedTuple):
+class EngineSetting(NamedTuple):
     """What decides an engine's memory.
 
     Attributes:
@@ -48,7 +48,7 @@ class Part:
 
     weights: int
     bytes_per_token: int
-    step_terms: Callable[[Setting], dict[str, int]]
+    step_terms: Callable[[EngineSetting], dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class EngineMemory:
     page_size: int
     is_estimate: bool = False
 
-    def terms(self, setting: Setting) -> dict[str, int]:
+    def terms(self, setting: EngineSetting) -> dict[str, int]:
         """Return the bytes of each term; a KV pool has one page more than its positions need, for padding rows."""
         pages = self.num_pages(setting.num_positions) + 1
         parts = {"target": self.target}
@@ -80,7 +80,7 @@ class EngineMemory:
             found |= part.step_terms(setting)
         return found
 
-    def total(self, setting: Setting) -> int:
+    def total(self, setting: EngineSetting) -> int:
         """Return the bytes of all terms."""
         return sum(self.terms(setting).values())
 
@@ -92,7 +92,7 @@ class EngineMemory:
         """Return the positions of as many whole pages."""
         return self.num_pages(num_positions) * self.page_size
 
-    def positions_within(self, budget: int, setting: Setting) -> int:
+    def positions_within(self, budget: int, setting: EngineSetting) -> int:
         """Return how many KV positions fit beside the other terms of a setting, in whole pages; at least 0."""
         terms = self.terms(setting)
         left = budget - sum(size for name, size in terms.items() if name not in KV_TERMS)
@@ -123,17 +123,17 @@ class Ask:
     num_positions: Callable[[int, int], int]
     max_prefill_tokens: Sequence[int | None]
 
-    def settings(self, batch_size: int) -> list[Setting]:
+    def settings(self, batch_size: int) -> list[EngineSetting]:
         """Return the settings of one batch size, the best first."""
         return [
-            Setting(batch_size, nodes, resident, self.num_positions(resident, nodes), most)
+            EngineSetting(batch_size, nodes, resident, self.num_positions(resident, nodes), most)
             for nodes in self.num_draft_tokens
             for resident in self.num_resident(batch_size)
             for most in self.max_prefill_tokens
         ]
 
 
-def largest_within(memory: EngineMemory, budget: int, ask: Ask) -> Setting | None:
+def largest_within(memory: EngineMemory, budget: int, ask: Ask) -> EngineSetting | None:
     """Return the best setting whose bytes are within a budget: the largest B, then N, then the rest; None if none is.
 
     Every term grows with every field of a setting, so the last setting of a batch size needs the least, and the batch
@@ -151,7 +151,7 @@ def largest_within(memory: EngineMemory, budget: int, ask: Ask) -> Setting | Non
     return first_within(memory, budget, ask.settings(fits))
 
 
-def first_within(memory: EngineMemory, budget: int, settings: Sequence[Setting]) -> Setting | None:
+def first_within(memory: EngineMemory, budget: int, settings: Sequence[EngineSetting]) -> EngineSetting | None:
     """Return the first setting whose bytes are within a budget; None if none is."""
     return next((setting for setting in settings if memory.total(setting) <= budget), None)
 
@@ -172,7 +172,9 @@ def halved(largest: int | None, most_rows: int) -> list[int | None]:
     return bounds
 
 
-def budget_error(memory: EngineMemory, budget: int, least: Setting, new_tokens: int | None = None) -> MemoryBudgetError:
+def budget_error(
+    memory: EngineMemory, budget: int, least: EngineSetting, new_tokens: int | None = None
+) -> MemoryBudgetError:
     """Return the error of a budget into which the least setting does not fit.
 
     Args:

@@ -17,7 +17,7 @@ from specdec_fast.models.model_checks import max_positions
 from specdec_fast.models.model_memory import bytes_of, estimated_row_bytes, weights_of
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.ops import Ops, resolve
-from specdec_fast.planner.budget import EngineMemory, Part, Setting
+from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 
 _PROBE_TOKENS = 8
 
@@ -106,7 +106,7 @@ def estimated_memory(
 
 
 def _target_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
-    def terms(setting: Setting) -> dict[str, int]:
+    def terms(setting: EngineSetting) -> dict[str, int]:
         found = {"logits": setting.num_rows * sizes.logits_bytes}
         return found | ({"working memory": _most_rows(setting, setting.num_rows) * row_bytes} if row_bytes else {})
 
@@ -114,14 +114,14 @@ def _target_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
 
 
 def _draft_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
-    def terms(setting: Setting) -> dict[str, int]:
+    def terms(setting: EngineSetting) -> dict[str, int]:
         rows = _most_rows(setting, 2 * setting.batch_size) * row_bytes
         return {"drafter steps": setting.batch_size * sizes.logits_bytes + rows}
 
     return Part(sizes.weights, sizes.bytes_per_token, terms)
 
 
-def _most_rows(setting: Setting, decoding: int) -> int:
+def _most_rows(setting: EngineSetting, decoding: int) -> int:
     """Return the rows of the largest forward, of prefill or of decoding."""
     bound = setting.max_prefill_tokens
     return max(decoding, MAX_PREFILL_ROWS if bound is None else min(bound, MAX_PREFILL_ROWS))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError
-from specdec_fast.planner.budget import Ask, EngineMemory, Setting, first_within, halved
+from specdec_fast.planner.budget import Ask, EngineMemory, EngineSetting, first_within, halved
 from specdec_fast.planner.costs import StepTimes
 
 MOST_DRAFT_TOKENS = 8
@@ -29,7 +29,7 @@ class Traffic(NamedTuple):
         return self.prompt_tokens + self.new_tokens - 1 + slots_beyond
 
 
-class Choice(NamedTuple):
+class PlannedSetting(NamedTuple):
     """A setting and what is expected of it.
 
     Attributes:
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
     """
 
-    setting: Setting
+    setting: EngineSetting
     tokens_per_second: float
     plain_tokens_per_second: float
     expected_tokens: float
@@ -162,7 +162,7 @@ def choose(
     acceptance: Sequence[float],
     times: StepTimes,
     most_prefill_rows: int,
-) -> list[Choice | None]:
+) -> list[PlannedSetting | None]:
     """Return, for every batch size, the K with the most expected tokens per second; None if no K fits.
 
     It maximises ``B (1 + sum P) / (verify + draft)`` over K from 0 to the number of positions of ``acceptance``. The
@@ -179,7 +179,7 @@ def choose(
 
     """
     emitted = expected_tokens(acceptance if memory.drafter is not None else [])
-    found: list[Choice | None] = []
+    found: list[PlannedSetting | None] = []
     for size in batch_sizes:
         plain = size / times.seconds(size, 0)
         options = []
@@ -187,14 +187,16 @@ def choose(
             setting = first_within(memory, budget, _ask(memory, size, k, traffic, most_prefill_rows).settings(size))
             if setting is not None:
                 seconds = times.seconds(size, k)
-                options.append(Choice(setting, size * tokens / seconds, plain, tokens, seconds, memory.terms(setting)))
+                options.append(
+                    PlannedSetting(setting, size * tokens / seconds, plain, tokens, seconds, memory.terms(setting))
+                )
         found.append(max(options, key=lambda choice: choice.tokens_per_second, default=None))
     return found
 
 
-def least_setting(memory: EngineMemory, traffic: Traffic) -> Setting:
+def least_setting(memory: EngineMemory, traffic: Traffic) -> EngineSetting:
     """Return a plain step of one sequence of the traffic, prefilled row by row: what a budget must hold at least."""
-    return Setting(1, 0, 1, memory.rounded(traffic.positions()), 1)
+    return EngineSetting(1, 0, 1, memory.rounded(traffic.positions()), 1)
 
 
 def _ask(memory: EngineMemory, size: int, k: int, traffic: Traffic, most_prefill_rows: int) -> Ask:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec_fast.models.model_memory import forward_memory, logits_bytes, storage_bytes, weights_of
 from specdec_fast.models.ragged_model import RaggedModel
-from specdec_fast.planner.budget import EngineMemory, Part, Setting
+from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 
 _SAMPLING_BYTES = 8  # a float64 score per id, in each thread that samples
 
@@ -49,7 +49,7 @@ def loaded_memory(target: RaggedModel, drafter: HoldsMemory | None, page_size: i
         return EngineMemory(part, None, page_size, target.program is None)
     others = {address: size for address, size in storage_bytes(drafter.weights()).items() if address not in own}
 
-    def drafter_terms(setting: Setting) -> dict[str, int]:
+    def drafter_terms(setting: EngineSetting) -> dict[str, int]:
         counts = setting.batch_size, setting.num_draft_tokens, setting.max_prefill_tokens
         return {"drafter steps": drafter.step_bytes(*counts)}
 
@@ -57,7 +57,7 @@ def loaded_memory(target: RaggedModel, drafter: HoldsMemory | None, page_size: i
     return EngineMemory(part, drafts, page_size, target.program is None or drafter.estimates_memory)
 
 
-def _target_terms(target: RaggedModel, setting: Setting) -> dict[str, int]:
+def _target_terms(target: RaggedModel, setting: EngineSetting) -> dict[str, int]:
     rows, prefill_rows = setting.num_rows, target.row_padding.largest
     if setting.max_prefill_tokens is not None:
         prefill_rows = min(prefill_rows, setting.max_prefill_tokens)

@@ -14,7 +14,7 @@ from specdec_fast.kv_cache.forward_layout import Spans
 from specdec_fast.kv_cache.page_pool import KVPages
 from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
 from specdec_fast.program.cpp_builder import built
-from specdec_fast.program.executors import Choice, Projection
+from specdec_fast.program.executors import Projection, TokenChoice
 from specdec_fast.program.forward_memory import working_bytes
 from specdec_fast.program.ir import Plan
 
@@ -99,7 +99,7 @@ class Program:
         spans: Spans,
         token_ids: list[int],
         num_draft_tokens: list[int],
-        choice: Choice,
+        choice: TokenChoice,
         inputs: Tensor | Projection | None = None,
     ) -> Tensor:
         """Run a draft model's forwards, each on the tokens chosen after the one before it.

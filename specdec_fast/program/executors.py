@@ -21,7 +21,7 @@ from specdec_fast.program.ir import Append, Attend, GroupedLinear, Linear, Plan
 from specdec_fast.program.row_views import NotLowerableError
 
 
-class Choice(NamedTuple):
+class TokenChoice(NamedTuple):
     """How a drafting loop chooses tokens.
 
     Attributes:
@@ -75,7 +75,7 @@ class ForwardProgram(ForwardMemory, Protocol):
         spans: Spans,
         token_ids: list[int],
         num_draft_tokens: list[int],
-        choice: Choice,
+        choice: TokenChoice,
         inputs: Tensor | Projection | None = None,
     ) -> Tensor:
         """Compute spans, then row after row on the tokens chosen before; return all chosen tokens."""

@@ -77,7 +77,7 @@ class Sequence:
         """The ids emitted so far."""
         return self.token_ids[self.prompt_length :]
 
-    def commit(
+    def append_emission(
         self,
         num_draft_tokens: int,
         num_accepted: int,

@@ -36,8 +36,8 @@ def arguments(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One day"}\n{"prompt_ids": [0, 70, 71]}\n{"prompt": "Sums: 3"}\n')
     decoding = ["--prompts", str(path), "--decoding-batch-sizes", "2", "--max-new-tokens", "12"]
-    ladder = ["--shapes", "glm-4-9b,demo-pair", "--batch-sizes", "2,3", "--columns", "16", "--memory-gib", "0.002"]
-    return [*decoding, *ladder, "--repeats", "1"]
+    timing = ["--shapes", "glm-4-9b,demo-pair", "--batch-sizes", "2,3", "--columns", "16", "--memory-gib", "0.002"]
+    return [*decoding, *timing, "--repeats", "1"]
 
 
 @pytest.fixture
@@ -224,6 +224,6 @@ def test_options_that_cannot_be_served(options, message, capsys):
 @pytest.mark.usefixtures("_no_new_processes")
 def test_plot(arguments, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "ladder.png"
+    path = tmp_path / "methods.png"
     realign.main([*arguments, "--shapes", "demo-pair", "--plot", str(path)])
     assert path.read_bytes().startswith(b"\x89PNG")

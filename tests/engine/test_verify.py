@@ -16,7 +16,7 @@ from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.models.verification import Outcome
 from specdec_fast.ops import INVALID_TOKEN, resolve
 from specdec_fast.ops.registry import all_ops
-from specdec_fast.program.executors import Choice
+from specdec_fast.program.executors import TokenChoice
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import StageTimer
 from support.models import VOCAB_SIZE, tiny_model
@@ -116,9 +116,9 @@ def test_spans_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="1 spans of 3 rows has 2 last tokens and 1 draft tokens"):
         program.verify(spans, [5, 5], none.new_zeros(1), None)
     with pytest.raises(ValueError, match="1 spans of 3 rows has 2 tokens and 1 counts"):
-        program.draft(spans, [5, 5], [1], Choice(VOCAB_SIZE, None))
+        program.draft(spans, [5, 5], [1], TokenChoice(VOCAB_SIZE, None))
     with pytest.raises(ValueError, match="each must be at least 1"):
-        program.draft(spans, [5, 5, 5], [0], Choice(VOCAB_SIZE, None))
+        program.draft(spans, [5, 5, 5], [0], TokenChoice(VOCAB_SIZE, None))
     for parents in ([0, 0], [-1, 1], [-2, 0]):
         trees = spans._replace(parents=torch.tensor(parents, dtype=torch.int32))
         with pytest.raises(ValueError, match="expected -1 or an earlier node"):
@@ -127,7 +127,7 @@ def test_spans_that_do_not_fit_are_refused():
         with pytest.raises(IndexError, match="lie outside tables of"):
             program.verify(spans._replace(spans=[span]), [5], none, None)
     with pytest.raises(IndexError, match="lie outside tables of"):  # what follows the span
-        program.draft(spans, [5, 5, 5], [1000], Choice(VOCAB_SIZE, None))
+        program.draft(spans, [5, 5, 5], [1000], TokenChoice(VOCAB_SIZE, None))
     with pytest.raises(IndexError, match="lies outside a table"):
         program.verify(spans._replace(spans=[(place, 0, 1)]), [VOCAB_SIZE], none, None)
 

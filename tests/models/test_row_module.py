@@ -16,7 +16,7 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.row_module import RowModule
 from specdec_fast.ops import resolve
 from specdec_fast.program import RowFunction
-from specdec_fast.program.executors import Choice, Projection
+from specdec_fast.program.executors import Projection, TokenChoice
 from support.programs import CPU, needs_programs
 
 VOCAB, WIDTH, HEAD_DIM, KV_HEADS = 29, 12, 8, 2
@@ -78,7 +78,7 @@ def test_a_program_drafts_what_its_forwards_choose():
     rows, counts = [Rows("a", 0, 4), Rows("b", 0, 1), Rows("c", 0, 2)], [3, 1, 6]
     token_ids, carried = [3, 1, 4, 1, 5, 9, 2], torch.linspace(-1, 1, 7 * WIDTH).view(7, WIDTH)
     ids = torch.tensor([1, 5, 6, 7, 11, 13, 17, 20, 23, 28])
-    for choice in (Choice(VOCAB, None), Choice(11, None), Choice(len(ids), None, ids, VOCAB)):
+    for choice in (TokenChoice(VOCAB, None), TokenChoice(11, None), TokenChoice(len(ids), None, ids, VOCAB)):
         drafted = module.draft(pool, rows, token_ids, carried, counts, choice).split(counts)
         for row, own, first in zip(rows, drafted, (0, 4, 5), strict=True):
             tokens, hidden = token_ids[first : first + row.count], carried[first : first + row.count]
@@ -137,7 +137,7 @@ def test_a_function_keeps_to_its_pages_and_its_batch():
 def test_a_projection_of_rows_without_bytes_is_refused(monkeypatch):
     """No program has such rows, but the extension would divide by their size."""
     function, carried = function_of(), torch.zeros(2, WIDTH)
-    module, pool, choice = RowModule(function, OPS, 16), pool_of(function), Choice(VOCAB, None)
+    module, pool, choice = RowModule(function, OPS, 16), pool_of(function), TokenChoice(VOCAB, None)
     monkeypatch.setattr(
         type(module.program),
         "_carried",
@@ -159,7 +159,7 @@ def test_no_program_is_compiled_for_a_gpu(monkeypatch):
 @needs_programs
 def test_inputs_of_another_size_are_refused():
     function = function_of()
-    module, pool, choice = RowModule(function, OPS, 16), pool_of(function), Choice(VOCAB, None)
+    module, pool, choice = RowModule(function, OPS, 16), pool_of(function), TokenChoice(VOCAB, None)
     rows, carried = [Rows("a", 0, 2)], torch.zeros(2, WIDTH)
     for inputs, message in (
         (carried[:1], "2 rows take"),
@@ -170,7 +170,7 @@ def test_inputs_of_another_size_are_refused():
         with pytest.raises(ValueError, match=message):
             module.draft(pool, rows, [1, 2], inputs, [1], choice)
     with pytest.raises(ValueError, match=f"chosen from {VOCAB + 1} ids, but a row has {VOCAB} logits"):
-        module.draft(pool, rows, [1, 2], carried, [1], Choice(VOCAB + 1, None))
+        module.draft(pool, rows, [1, 2], carried, [1], TokenChoice(VOCAB + 1, None))
     assert len(module.draft(pool, rows, [1, 2], carried, [1], choice)) == 1
     with pytest.raises(ValueError, match="2 spans of 3 rows"):
         module.draft(pool, [Rows("a", 0, 2), Rows("b", 0, 1)], [1, 2], carried, [1, 1], choice)

@@ -12,8 +12,8 @@ from specdec_fast.errors import ConfigError, MemoryBudgetError
 from specdec_fast.planner.budget import (
     Ask,
     EngineMemory,
+    EngineSetting,
     Part,
-    Setting,
     budget_error,
     halved,
     largest_within,
@@ -70,7 +70,7 @@ def test_positions_fill_the_budget(memory, ask, budget):
 @given(memories, st.integers(1, 300), st.integers(1, 50), st.integers(0, 20_000))
 def test_the_error_names_the_shortfall_and_the_longest_prompt(memory, prompt, new_tokens, budget):
     def least(tokens):
-        return Setting(1, 0, 1, tokens + new_tokens - 1, 1)
+        return EngineSetting(1, 0, 1, tokens + new_tokens - 1, 1)
 
     needed = memory.total(least(prompt))
     if needed <= budget:
@@ -98,4 +98,4 @@ def test_bounds_of_prefill_end_with_one_row():
 def test_it_is_an_error_of_the_configuration():
     assert issubclass(MemoryBudgetError, ConfigError)
     with pytest.raises(MemoryBudgetError, match="largest term is target weights"):
-        raise budget_error(EngineMemory(part("target", 100, 1, 1, 0), None, 4), 50, Setting(1, 0, 1, 1, 1))
+        raise budget_error(EngineMemory(part("target", 100, 1, 1, 0), None, 4), 50, EngineSetting(1, 0, 1, 1, 1))

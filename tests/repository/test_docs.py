@@ -16,7 +16,7 @@ from specdec_fast.integrations import ray
 from support.source_tree import ROOT
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-DOCUMENTS += [ROOT / folder / "README.md" for folder in ("bench", "examples")]
+DOCUMENTS += [ROOT / folder / "README.md" for folder in ("bench", "examples", "specdec_fast/assets/demo_pair")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 SOURCES = ("specdec_fast", "csrc", "triton_kernels", "bench", "tests", "tools", "docs", "examples", ".ci")
 # What commands of the documents write, and what belongs to other projects.
