@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,10 +54,7 @@ def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
 
 def _in_one_copy(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Pack, copy, and return views of the copy."""
-    starts, size = [], 0
-    for array in arrays:
-        starts.append(size)
-        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    starts, size = _starts([array.nbytes for array in arrays])
     packed = np.zeros(size, np.uint8)
     for start, array in zip(starts, arrays, strict=True):
         packed[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
@@ -65,6 +63,60 @@ def _in_one_copy(arrays: Sequence[np.ndarray], device: torch.device) -> list[Ten
         copy[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     ]
+
+
+def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where each of several arrays begins in one buffer, and the size of the buffer, all in bytes."""
+    starts, size = [], 0
+    for own in sizes:
+        starts.append(size)
+        size += -(-own // _ALIGNMENT) * _ALIGNMENT
+    return starts, size
+
+
+class PackedArrays:
+    """Arrays that are sent to a device together, in one transfer, whenever the host has written new values.
+
+    The tensors on the device stay the same, so a graph may read them. The host has two copies of the arrays and writes
+    them in turn. So it writes the arrays of a step while the transfer of the step before may still run.
+
+    Args:
+        shapes: dtype (int32, int64 or float64) and shape of each array, by name. All values are 0 at first.
+        device: device of the tensors.
+
+    Attributes:
+        on_device: the tensors, by name.
+
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[Any, tuple[int, ...]]], device: torch.device) -> None:
+        counts = {name: (np.dtype(dtype), int(np.prod(shape)), shape) for name, (dtype, shape) in shapes.items()}
+        starts, size = _starts([dtype.itemsize * count for dtype, count, _ in counts.values()])
+        self._packed = torch.zeros(size, dtype=torch.uint8, device=device)
+        is_cuda = device.type == "cuda"
+        self._turns = [torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=is_cuda) for _ in range(2)]
+        self._sent = [torch.cuda.Event() for _ in self._turns] if is_cuda else None
+        self.on_device: dict[str, Tensor] = {}
+        self._arrays: list[dict[str, np.ndarray]] = [{} for _ in self._turns]
+        for start, (name, (dtype, count, shape)) in zip(starts, counts.items(), strict=True):
+            end = start + dtype.itemsize * count
+            self.on_device[name] = self._packed[start:end].view(_DTYPES[dtype]).view(shape)
+            for arrays, packed in zip(self._arrays, self._turns, strict=True):
+                arrays[name] = packed.numpy()[start:end].view(dtype).reshape(shape)
+        self._turn = 0
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays to write before ``send``. They hold what was sent the time before last."""
+        if self._sent is not None:
+            self._sent[self._turn].synchronize()  # of two steps ago, so it has passed
+        return self._arrays[self._turn]
+
+    def send(self) -> None:
+        """Copy the arrays to the device without waiting for its queued work."""
+        self._packed.copy_(self._turns[self._turn], non_blocking=True)
+        if self._sent is not None:
+            self._sent[self._turn].record()
+        self._turn = 1 - self._turn
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
@@ -79,13 +131,29 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[list[int]]:
+class Joined(NamedTuple):
+    """Several results in one tensor, as a graph leaves them.
+
+    Attributes:
+        values: ``[N]``, integers.
+        parts: which of them each result is.
+
+    """
+
+    values: Tensor
+    parts: tuple[slice, ...]
+
+
+def to_host(tensors: Sequence[Tensor] | Joined) -> list[list[int]]:
     """Copy flat integer tensors of one device to the host, in one transfer. No other part of a step waits for a device.
 
     Returns:
         The values of each tensor.
 
     """
+    if isinstance(tensors, Joined):
+        values = tensors.values.tolist()
+        return [values[part] for part in tensors.parts]
     if tensors[0].device.type == "cpu":  # nothing is transferred, so concatenating would only cost time
         return [tensor.tolist() for tensor in tensors]
     return _split(torch.cat(list(tensors)).tolist(), [len(tensor) for tensor in tensors])

@@ -48,22 +48,27 @@ def sampling_of(batch: Many[Sequence], device: torch.device, ahead: int = 0) -> 
     """Describe how each of ``B`` sequences chooses the token ``ahead`` positions after its next; None: all greedily."""
     if not any(sequence.samples for sequence in batch):
         return None
-    params = [sequence.params for sequence in batch]
     seen = [s.token_ids if s.params.repetition_penalty != 1 else [] for s in batch]
-
-    columns: dict[str, np.ndarray] = {
-        "temperatures": np.array([p.temperature for p in params], np.float64),
-        "top_k": np.array([min(p.top_k, 2**31 - 1) for p in params], np.int32),
-        "top_p": np.array([p.top_p for p in params], np.float64),
-        "min_p": np.array([p.min_p for p in params], np.float64),
-        "repetition_penalties": np.array([p.repetition_penalty for p in params], np.float64),
-        "seeds": np.array([s.seed or 0 for s in batch], np.int64),
-        "positions": np.array([s.length + ahead for s in batch], np.int64),
+    columns = sampling_columns(batch, ahead) | {
+        "repetition_penalties": np.array([s.params.repetition_penalty for s in batch], np.float64),
         "seen_ids": np.array([token for own in seen for token in own], np.int64),
         "cu_seen": np.array(list(accumulate(map(len, seen), initial=0)), np.int32),
     }
     on_device = all_to_device(list(columns.values()), device)
     return Sampling(**dict(zip(columns, on_device, strict=True)))
+
+
+def sampling_columns(batch: Many[Sequence], ahead: int = 0) -> dict[str, np.ndarray]:
+    """Return the attributes of a ``Sampling`` without repetition penalties that have one number per sequence."""
+    params = [sequence.params for sequence in batch]
+    return {
+        "temperatures": np.array([p.temperature for p in params], np.float64),
+        "top_k": np.array([min(p.top_k, 2**31 - 1) for p in params], np.int32),
+        "top_p": np.array([p.top_p for p in params], np.float64),
+        "min_p": np.array([p.min_p for p in params], np.float64),
+        "seeds": np.array([s.seed or 0 for s in batch], np.int64),
+        "positions": np.array([s.length + ahead for s in batch], np.int64),
+    }
 
 
 def after(sampling: Sampling, token_ids: Tensor) -> Sampling:

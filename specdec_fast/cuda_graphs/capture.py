@@ -16,15 +16,16 @@ class Captured(NamedTuple):
 
     Attributes:
         replay: runs the work again, on the tensors with which it was recorded, without waiting for the device.
-        output: the result, in the same memory every time.
+        output: the results, in the same memory every time.
 
     """
 
     replay: Callable[[], None]
-    output: Tensor
+    output: tuple[Tensor, ...]
 
 
-Capture = Callable[[Callable[[], Tensor]], Captured]
+Run = Callable[[], tuple[Tensor, ...]]
+Capture = Callable[[Run], Captured]
 
 
 class CudaCapture:
@@ -49,7 +50,7 @@ class CudaCapture:
             self._memory = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()
 
-    def __call__(self, run: Callable[[], Tensor]) -> Captured:
+    def __call__(self, run: Run) -> Captured:
         """Record what ``run`` launches. ``run`` is called three times, and must launch the same each time.
 
         Raises:
@@ -64,7 +65,7 @@ class CudaCapture:
                 output = run()
         return Captured(graph.replay, output)
 
-    def _warm_up(self, run: Callable[[], Tensor]) -> None:
+    def _warm_up(self, run: Run) -> None:
         """Run twice: first to compile kernels and make handles, then to check that nothing waits for the device.
 
         A wait would also break the recording, but only here does the error show where it is.

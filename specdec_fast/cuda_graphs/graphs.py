@@ -2,8 +2,10 @@
 
 A forward of few rows is a thousand small kernels, and the host takes longer to launch each than the device to run it. A
 graph is launched in one piece, but only on the shapes and addresses with which it was recorded. So rows, sequences and
-pages are rounded up to a *bucket*, and every bucket has *inputs* of its own, into which a batch is copied. The rest of
-a bucket is rows of additional sequences on the scratch page, like the padding of a RowPadding.
+pages are rounded up to a *bucket*, and every bucket has *inputs* of its own, into which a batch is copied.
+
+A side of a step is one graph: a verification with the target's choices and what it accepts, or a drafting loop with its
+forwards and choices, greedy or sampled. A forward that is neither has a graph of the forward alone.
 
 The numbers that a launch takes from a batch (``max_seqlen_q``, ``max_seqlen_k``) are the bucket's bounds. They add
 programs to a grid that find nothing to do; no row's bits depend on them. If a batch is larger than any bucket, the
@@ -13,23 +15,39 @@ caller runs it without a graph. Not yet run on a GPU: in the tests, repeated cal
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
-from specdec_fast.cuda_graphs.buckets import Bucket, Inputs, Limits
-from specdec_fast.cuda_graphs.capture import Capture, Captured
+from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.cuda_graphs.buckets import BatchSize, Bucket, Limits, size_of
+from specdec_fast.cuda_graphs.capture import Capture, Captured, Run
+from specdec_fast.cuda_graphs.inputs import Inputs
+from specdec_fast.cuda_graphs.sides import Choices, drafting_loop, verification
+from specdec_fast.device_copy import Joined
+from specdec_fast.kv_cache.forward_layout import HostLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch, hooked_class
 
 MOST_GRAPHS = 64  # per model; a graph of a large model holds some megabytes besides its logits
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
-Choose = Callable[[Tensor, int], Tensor]
+
+
+class _Kind(NamedTuple):
+    """What a graph computes on the inputs of a bucket."""
+
+    bucket: Bucket
+    side: str  # "forward", "verify" or "draft"
+    num_forwards: int = 1
+    vocab_size: int = 0  # of the ids that are drafted
+    samples: bool = False
+    keeps_hidden: bool = False
 
 
 class _Graph(NamedTuple):
@@ -39,7 +57,7 @@ class _Graph(NamedTuple):
 
 
 class Graphs:
-    """The graphs of one model. Each is recorded when a batch needs its bucket for the second time.
+    """The graphs of one model. Each is recorded when a batch needs it for the second time.
 
     The first time, the caller runs the batch without a graph, because shapes that occur once, as at the end of a run,
     are not worth recording. Graphs contain the addresses of one page pool and of the weights. For another pool, or if
@@ -50,18 +68,18 @@ class Graphs:
         forward: runs one forward, operation by operation, and writes hidden states into its last argument.
         capture: records what a call does.
         limits: the sizes of the largest buckets.
-        choose: chooses tokens ``[N]`` from logits ``[N, V]``, with ids below a number, without waiting for the device.
+        choices: how tokens are chosen.
 
     Attributes:
         why_not: the reason why the model cannot have graphs; None if it can.
 
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, capture: Capture, limits: Limits, choose: Choose) -> None:
+    def __init__(self, model: nn.Module, forward: Forward, capture: Capture, limits: Limits, choices: Choices) -> None:
         self._model, self._forward, self._capture, self._limits = model, forward, capture, limits
-        self._choose = choose
-        self._graphs: dict[tuple[Any, ...], _Graph] = {}
-        self._asked: set[tuple[Bucket, int]] = set()
+        self._choices = choices
+        self._graphs: dict[_Kind, _Graph] = {}
+        self._asked: set[_Kind] = set()
         # No reference to the pool itself, so that its memory is free before another pool is allocated.
         self._pool: Callable[[], PagePool | None] = lambda: None
         self._watch, self.why_not = Watch(model, ()), _why_not(model)
@@ -77,6 +95,7 @@ class Graphs:
             self._graphs.clear()
             self._watch, self.why_not = Watch(self._model, ()), _why_not(self._model)
 
+    @torch.inference_mode()
     def forward(
         self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None = None
     ) -> Tensor | None:
@@ -84,99 +103,152 @@ class Graphs:
 
         The caller must read the logits before the model's next forward, which may overwrite them.
         """
-        graph = self._graph(batch, pool, 1, None, hidden_states)
+        bucket = None if batch.tree_mask is not None else self._bucket(size_of(batch), pool)
+        if bucket is None:
+            return None
+        kind = _Kind(bucket, "forward", keeps_hidden=hidden_states is not None)
+        graph = self._graph(kind, pool, hidden_states, lambda inputs: inputs.fill(batch))
         if graph is None:
             return None
-        logits = _run(graph, batch)
-        if hidden_states is not None and graph.hidden_states is not None:
-            hidden_states.copy_(graph.hidden_states[: len(hidden_states)])
+        (logits,) = _replayed(graph, hidden_states)
         return logits[: batch.token_ids.shape[0]] if logit_rows is None else logits[logit_rows]
 
-    def draft(self, batch: RaggedBatch, num_forwards: int, pool: PagePool, vocab_size: int) -> Tensor | None:
-        """Compute a batch, then one more row of each sequence per forward, on the token chosen before.
+    @torch.inference_mode()
+    def verify(
+        self,
+        layout: HostLayout,
+        last: list[int],
+        draft_tokens: Tensor,
+        sampling: Mapping[str, np.ndarray],
+        pool: PagePool,
+        hidden_states: Tensor | None,
+    ) -> tuple[Tensor, Joined] | None:
+        """Compute the rows of a verification of chains, and what is accepted.
 
         Args:
-            batch: ``B`` sequences, whose pages suffice for the rows of all forwards.
+            layout: of ``T`` rows of ``B`` sequences.
+            last: the last committed token of each sequence.
+            draft_tokens: ``[T - B]`` int64 on the device, sequence after sequence.
+            sampling: of ``sampling_columns``; empty: all sequences are greedy.
+            pool: the pages.
+            hidden_states: memory for the taps of every row; None without taps.
+
+        Returns:
+            The logits ``[T, V]``, and the results of ``verify_chain``. Read both before the model's next forward. None
+            if there is no graph for the batch.
+
+        """
+        if (bucket := self._bucket(size_of(layout), pool)) is None:
+            return None
+
+        def fill(inputs: Inputs) -> None:
+            inputs.send(layout, last, sampling, is_verified=True)
+            inputs.drafted[: len(draft_tokens)].copy_(draft_tokens)
+
+        kind = _Kind(bucket, "verify", samples=bool(sampling), keeps_hidden=hidden_states is not None)
+        graph = self._graph(kind, pool, hidden_states, fill)
+        if graph is None:
+            return None
+        logits, found = _replayed(graph, hidden_states)
+        num_rows, batch_size, rows, places = len(layout.positions), len(last), bucket.num_rows, bucket.num_sequences
+        starts = zip((0, rows, rows + places), (num_rows, batch_size, batch_size), strict=True)
+        return logits[:num_rows], Joined(found, tuple(slice(start, start + count) for start, count in starts))
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        layout: HostLayout,
+        token_ids: list[int],
+        num_forwards: int,
+        sampling: Mapping[str, np.ndarray],
+        pool: PagePool,
+        vocab_size: int,
+    ) -> Tensor | None:
+        """Compute rows, then one more row of each sequence per forward, on the token chosen before.
+
+        Args:
+            layout: of the first forward, ``B`` sequences, whose pages suffice for the rows of all forwards.
+            token_ids: of its rows.
             num_forwards: number of forwards, ``K``.
-            pool: the pool of these pages.
+            sampling: of ``sampling_columns``; empty: all sequences are greedy.
+            pool: the pages.
             vocab_size: chosen ids are below it.
 
         Returns:
-            ``[K, B]`` int64, the tokens chosen after each forward; None if there is no graph for the batch.
+            ``[B, K]`` int64, the tokens chosen after each forward; read them before the model's next forward. None if
+            there is no graph for the batch.
 
         """
-        graph = (
-            self._graph(batch, pool, num_forwards, vocab_size) if num_forwards == self._limits.num_forwards else None
+        if num_forwards != self._limits.num_forwards:
+            return None
+        if (bucket := self._bucket(size_of(layout), pool, num_forwards)) is None:
+            return None
+        kind = _Kind(bucket, "draft", num_forwards, vocab_size, bool(sampling))
+        graph = self._graph(
+            kind, pool, None, lambda inputs: inputs.send(layout, token_ids, sampling, is_verified=False)
         )
-        return None if graph is None else _run(graph, batch)[:, : batch.cu_seqlens.shape[0] - 1].clone()
+        return None if graph is None else _replayed(graph, None)[0][: len(layout.end)]
+
+    def _bucket(self, size: BatchSize, pool: PagePool, num_forwards: int = 1) -> Bucket | None:
+        if self.why_not is not None:
+            return None
+        return self._limits.bucket(size, pool.page_size, pool.row_padding, num_forwards)
 
     def _graph(
-        self,
-        batch: RaggedBatch,
-        pool: PagePool,
-        num_forwards: int,
-        vocab_size: int | None,
-        hidden_states: Tensor | None = None,
+        self, kind: _Kind, pool: PagePool, hidden_states: Tensor | None, fill: Callable[[Inputs], None]
     ) -> _Graph | None:
-        bucket = None
-        if self.why_not is None:
-            bucket = self._limits.bucket(batch, pool.page_size, pool.row_padding, num_forwards)
-        if bucket is None:
-            return None
+        """Return the graph of a kind with its inputs filled, recorded now if it is asked for again; or None."""
         if self._pool() is not pool:
             self._graphs.clear()
             self._pool = weakref.ref(pool)
-        shape = (bucket, num_forwards)
-        key = (*shape, vocab_size, hidden_states is not None)
-        if key not in self._graphs and shape in self._asked:
-            graph = self._recorded(bucket, num_forwards, vocab_size, batch, pool, hidden_states)
+        graph = self._graphs.get(kind)
+        if graph is not None:
+            fill(graph.inputs)
+        elif kind in self._asked:
+            graph = self._recorded(kind, pool, hidden_states, fill)
             if graph is not None:
-                self._graphs[key] = graph
-        self._asked.add(shape)
-        return self._graphs.get(key)
+                self._graphs[kind] = graph
+        self._asked.add(kind)
+        return graph
 
-    @torch.inference_mode()
     def _recorded(
-        self,
-        bucket: Bucket,
-        num_forwards: int,
-        vocab_size: int | None,
-        batch: RaggedBatch,
-        pool: PagePool,
-        hidden_states: Tensor | None,
+        self, kind: _Kind, pool: PagePool, hidden_states: Tensor | None, fill: Callable[[Inputs], None]
     ) -> _Graph | None:
         """Record a graph on the batch that needs it; computing it several times gives the same result each time."""
         if len(self._graphs) == MOST_GRAPHS:
             self._graphs.clear()
-        inputs = Inputs(bucket, pool.page_size, batch.token_ids.device)
-        inputs.fill(batch)
+        inputs = Inputs(kind.bucket, pool.page_size, pool.layout.device)
+        fill(inputs)
         own = None  # outside of the graphs' memory, in which another graph would overwrite it
         if hidden_states is not None:
             own = hidden_states.new_empty(len(inputs.batch.token_ids), *hidden_states.shape[1:])
-
-        def run() -> Tensor:
-            if vocab_size is None:
-                return self._forward(inputs.batch, pool, None, own)
-            return self._draft(inputs.batch, bucket, num_forwards, pool, vocab_size)
-
         try:
-            captured = self._capture(run)
+            captured = self._capture(self._run_of(kind, inputs, pool, own))
         except Exception as error:  # a model's own code may raise anything; PyTorch then runs its forwards
             self._graphs.clear()
             self.why_not = f"{type(error).__name__}: {error}"
             return None
         return _Graph(inputs, captured, own)
 
-    def _draft(self, first: RaggedBatch, bucket: Bucket, num_forwards: int, pool: PagePool, vocab_size: int) -> Tensor:
-        """Run the forwards of a drafting step, laid out on the device; return ``[K, one_each]`` tokens."""
-        last_rows = (first.cu_seqlens_q[1 : bucket.one_each + 1] - 1).long()
-        tokens = self._choose(self._forward(first, pool, last_rows, None), vocab_size)
-        chosen = [tokens]
-        for ahead in range(num_forwards - 1):
-            rows = _one_row_each(first, tokens, ahead, pool.page_size)
-            tokens = self._choose(self._forward(rows, pool, None, None), vocab_size)
-            chosen.append(tokens)
-        return torch.stack(chosen)
+    def _run_of(self, kind: _Kind, inputs: Inputs, pool: PagePool, hidden_states: Tensor | None) -> Run:
+        """Return the call that is recorded."""
+        sampling = inputs.sampling if kind.samples else None
+        if kind.side == "forward":
+            return lambda: (self._forward(inputs.batch, pool, None, hidden_states),)
+        if kind.side == "verify":
+
+            def forward(batch: RaggedBatch) -> Tensor:
+                return self._forward(batch, pool, None, hidden_states)
+
+            return partial(verification, forward, inputs, sampling, self._choices)
+
+        def last_logits(batch: RaggedBatch, rows: Tensor | None) -> Tensor:
+            return self._forward(batch, pool, rows, None)
+
+        def choose(logits: Tensor, sampling: Sampling | None) -> Tensor:
+            return self._choices.choose(logits, kind.vocab_size, sampling)
+
+        return partial(drafting_loop, last_logits, inputs, sampling, choose, (kind.num_forwards, pool.page_size))
 
 
 def _why_not(model: nn.Module) -> str | None:
@@ -184,33 +256,10 @@ def _why_not(model: nn.Module) -> str | None:
     return None if hooked is None else f"a {hooked} has forward hooks, which a graph would not call"
 
 
-def _one_row_each(first: RaggedBatch, token_ids: Tensor, ahead: int, page_size: int) -> RaggedBatch:
-    """Lay out one row per sequence, ``ahead`` positions after the next one of the batch: ``token_ids [N]``.
-
-    As ``forward_layout.decode_batches`` does, but on the device. Sequences of padding rows stay in the scratch page.
-    """
-    num_rows = token_ids.shape[0]
-    positions, table = first.seqused_k[:num_rows] + ahead, first.block_table[:num_rows]
-    pages = table.gather(1, (positions // page_size).long()[:, None])[:, 0]
-    cu_seqlens = torch.arange(num_rows + 1, dtype=torch.int32, device=token_ids.device)
-    return replace(
-        first,
-        token_ids=token_ids,
-        positions=positions.long(),
-        slot_mapping=pages * page_size + positions % page_size,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens=cu_seqlens,
-        seqused_k=positions + 1,
-        block_table=table,
-        most_rows=1,
-        max_seqlen_q=1,
-    )
-
-
-@torch.inference_mode()
-def _run(graph: _Graph, batch: RaggedBatch) -> Tensor:
-    graph.inputs.fill(batch)
+def _replayed(graph: _Graph, hidden_states: Tensor | None) -> tuple[Tensor, ...]:
     graph.captured.replay()
+    if hidden_states is not None and graph.hidden_states is not None:
+        hidden_states.copy_(graph.hidden_states[: len(hidden_states)])
     return graph.captured.output
 
 

@@ -160,8 +160,8 @@ class Eagle3Drafter(ChainDrafter):
     def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
         model = self.model
         if model.target_ids is None:
-            return chosen_tokens(model.ops, logits, model.vocab_size, fed, sampling)
+            return chosen_tokens(model.ops, logits, model.vocab_size, sampling, fed)
         if sampling is None:
-            return model.target_ids[chosen_tokens(model.ops, logits, logits.shape[1], fed, None)]
+            return model.target_ids[chosen_tokens(model.ops, logits, logits.shape[1], None, fed)]
         wide = widened(logits, model.target_ids, model.vocab_size)
-        return chosen_tokens(model.ops, wide, model.vocab_size, fed, sampling)
+        return chosen_tokens(model.ops, wide, model.vocab_size, sampling, fed)

@@ -86,7 +86,7 @@ class MtpDrafter(ChainDrafter):
         return self.model.forward(batch, self._pool(), inputs, wanted)
 
     def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
-        return chosen_tokens(self.model.ragged.ops, logits, self.model.ragged.vocab_size, fed, sampling)
+        return chosen_tokens(self.model.ragged.ops, logits, self.model.ragged.vocab_size, sampling, fed)
 
 
 def holds_mtp(folder: object) -> bool:

@@ -89,7 +89,7 @@ class TokenRanker:
         """Return ids ``[N, num_ranks]`` and their logits, float64, -inf if no id was left; ``logits`` are changed."""
         ids, values = [], []
         for _ in range(num_ranks):
-            ids.append(chosen_tokens(self._ops, logits, self._vocab_size, fed, sampling))
+            ids.append(chosen_tokens(self._ops, logits, self._vocab_size, sampling, fed))
             values.append(logits.gather(1, ids[-1][:, None]))
             logits.scatter_(1, ids[-1][:, None], float("-inf"))
         return torch.stack(ids, dim=1), torch.cat(values, dim=1).double()

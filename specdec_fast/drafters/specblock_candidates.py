@@ -78,6 +78,6 @@ class Candidates:
         ranked: list[Tensor] = []
         for _ in _SAMPLED_LOG_PROBS:
             # A repetition penalty does not see what this step has drafted: it costs acceptance, no token.
-            ranked.append(chosen_tokens(self._model.ops, logits, self._model.vocab_size, fed, sampling))
+            ranked.append(chosen_tokens(self._model.ops, logits, self._model.vocab_size, sampling, fed))
             logits = logits.scatter(1, ranked[-1][:, None], float("-inf"))
         return torch.stack(ranked, dim=1).tolist()

@@ -78,7 +78,7 @@ def ranked_tokens(
     """
     if sampling is None:
         if num_ranks == 1:
-            best = chosen_tokens(ops, logits, logits.shape[1], fed, None)[:, None]
+            best = chosen_tokens(ops, logits, logits.shape[1], None, fed)[:, None]
         else:
             best = logits.topk(num_ranks, dim=-1).indices
         return best if ids is None else ids[0][best]
@@ -87,7 +87,7 @@ def ranked_tokens(
         logits = widened(logits, *ids)
     ranked: list[Tensor] = []
     for _ in range(num_ranks):
-        ranked.append(chosen_tokens(ops, logits, logits.shape[1], fed, sampling))
+        ranked.append(chosen_tokens(ops, logits, logits.shape[1], sampling, fed))
         logits = logits.scatter(1, ranked[-1][:, None], float("-inf"))
     return torch.stack(ranked, dim=1)
 

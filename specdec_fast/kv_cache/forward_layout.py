@@ -39,25 +39,83 @@ class Spans(NamedTuple):
     parents: Tensor | None = None
 
 
-class RowLayout(NamedTuple):
-    """The part of a layout that all forwards with the same row counts share."""
+class RowCounts(NamedTuple):
+    """The part of a layout that all forwards with the same row counts share, on the host."""
 
-    cu_seqlens: Tensor  # [B + 1] int32, on the device
-    last_rows: Tensor  # [B] int64, on the device
+    cu_seqlens: np.ndarray  # [B + 1] int32
     sequence: np.ndarray  # [T], index of each row's sequence
     offset_from_end: np.ndarray  # [T], each row's position minus the end of its sequence's span; negative
+    draft_index: np.ndarray  # [T] int64, of each row's draft token among those of all sequences; -1: a first row
     most_rows: int  # of one sequence
+
+
+class RowLayout(NamedTuple):
+    """The same on the device, and the host's."""
+
+    counts: RowCounts
+    cu_seqlens: Tensor  # [B + 1] int32
+    last_rows: Tensor  # [B] int64
+
+
+class HostLayout(NamedTuple):
+    """The layout of a forward before it is copied to a device.
+
+    Attributes:
+        counts: what follows from the row counts.
+        place: ``[B]`` int64, each sequence's row in the pool's tables.
+        end: ``[B]`` int64, the number of each sequence's KV entries after the forward.
+        table: ``[B, max_pages]`` int32, block tables.
+        positions: ``[T]`` int64.
+        slots: ``[T]`` int32.
+
+    """
+
+    counts: RowCounts
+    place: np.ndarray
+    end: np.ndarray
+    table: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+
+
+@lru_cache(maxsize=256)
+def row_counts(counts: tuple[int, ...]) -> RowCounts:
+    """Describe row counts. It is cached, because a run repeats few of them; callers must not modify it."""
+    cu_seqlens = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=cu_seqlens[1:])
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    rows = np.arange(len(sequence))
+    draft_index = rows - sequence - 1
+    draft_index[cu_seqlens[:-1][np.diff(cu_seqlens) > 0]] = -1
+    offset_from_end = rows - cu_seqlens[1:][sequence]
+    return RowCounts(cu_seqlens, sequence, offset_from_end, draft_index, max(counts, default=0))
 
 
 @lru_cache(maxsize=256)
 def row_layout(counts: tuple[int, ...], device: torch.device) -> RowLayout:
-    """Return the layout of row counts. It is cached, because a run repeats few of them; callers must not modify it."""
-    cu_seqlens = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=cu_seqlens[1:])
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    offset_from_end = np.arange(len(sequence)) - cu_seqlens[1:][sequence]
-    on_device = to_device(cu_seqlens, device)
-    return RowLayout(on_device, on_device[1:].long() - 1, sequence, offset_from_end, max(counts, default=0))
+    """Return the layout of row counts on a device. It is cached as well; callers must not modify it."""
+    own = row_counts(counts)
+    cu_seqlens = to_device(own.cu_seqlens.copy(), device)
+    return RowLayout(own, cu_seqlens, cu_seqlens[1:].long() - 1)
+
+
+def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int = 0) -> HostLayout:
+    """Lay out one forward, and allocate the pages that its new positions need; see ``lay_out``.
+
+    Raises:
+        KVCacheTooSmallError: too few pages are free.
+
+    """
+    places, ends = [], []
+    for owner, start, count in rows:
+        ends.append(start + count)
+        pool.allocate(owner, start + count + ahead)
+        places.append(pool.place(owner))
+    place, end = np.array([places, ends], np.int64)
+    table = pool.tables[:, : max(1, pool.num_pages_for(max(ends, default=0) + ahead))][place]
+    counts = row_counts(tuple([count for _, _, count in rows]))
+    positions = end[counts.sequence] + counts.offset_from_end
+    return HostLayout(counts, place, end, table, positions, pool.slots[place[counts.sequence], positions])
 
 
 def lay_out(
@@ -148,19 +206,12 @@ def _laid_out(
         The forward, each span's place and end (``[B]`` each), and the block table of all forwards.
 
     """
-    places, ends = [], []
-    for owner, start, count in rows:
-        ends.append(start + count)
-        pool.allocate(owner, start + count + later)
-        places.append(pool.place(owner))
-    place, end = np.array([places, ends], np.int64)
-    longest, device = max(ends, default=0), pool.layout.device
-    table = pool.tables[:, : max(1, pool.num_pages_for(longest + later))][place]
+    host, device = lay_out_on_host(pool, rows, later), pool.layout.device
     layout = row_layout(tuple([count for _, _, count in rows]), device)
-    positions = end[layout.sequence] + layout.offset_from_end
-    slots = pool.slots[place[layout.sequence], positions]
-    on_device, *per_row = all_to_device((table, positions, slots, end.astype(np.int32)), device)
-    return _forward(layout, on_device, longest, *per_row), place, end, on_device
+    arrays = (host.table, host.positions, host.slots, host.end.astype(np.int32))
+    on_device, *per_row = all_to_device(arrays, device)
+    longest = int(host.end.max(initial=0))
+    return _forward(layout, on_device, longest, *per_row), host.place, host.end, on_device
 
 
 def _one_row_each(
@@ -188,8 +239,8 @@ def _forward(
         cu_seqlens_q=layout.cu_seqlens,
         cu_seqlens=layout.cu_seqlens,
         last_rows=layout.last_rows,
-        most_rows=layout.most_rows,
+        most_rows=layout.counts.most_rows,
         block_table=table,
-        max_seqlen_q=layout.most_rows,
+        max_seqlen_q=layout.counts.most_rows,
         max_seqlen_k=longest,
     )

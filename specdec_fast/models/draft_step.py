@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
+from specdec_fast.batch.sampling_batch import Sampling, after, sampling_columns, sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
+from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out_on_host
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.request.sequence import Sequence
@@ -25,7 +25,7 @@ _LARGE_VOCABULARY = 8192
 
 def greedy_tokens(ops: Ops, logits: Tensor, vocab_size: int) -> Tensor:
     """Return the id below ``vocab_size`` with the largest logit of each row, ``[N]`` int64; 0 for a row with a NaN."""
-    return chosen_tokens(ops, logits, vocab_size, None, None)
+    return chosen_tokens(ops, logits, vocab_size, None)
 
 
 class DraftLoop:
@@ -54,10 +54,26 @@ class DraftLoop:
             ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
 
         """
+        of_graph = self._by_graph(rows, token_ids, num_draft_tokens)
+        if of_graph is not None:
+            return of_graph.flatten()
         drafted = self._draft(rows, token_ids, num_draft_tokens)
         if len(drafted) == min(num_draft_tokens):  # every sequence gets as many
             return torch.stack(drafted, dim=1).flatten()
         return torch.cat(drafted)[to_device(by_sequence(num_draft_tokens), self._device)]
+
+    def _by_graph(self, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int]) -> Tensor | None:
+        """Return ``[B, K]`` tokens of a graph of the whole loop; None if there is none for these sequences."""
+        graphs, num_forwards = self._model.graphs, num_draft_tokens[0]
+        sequences: list[Sequence] = [row.owner for row in rows]  # type: ignore[misc]
+        if graphs is None or num_forwards != max(num_draft_tokens) or num_forwards != min(num_draft_tokens):
+            return None
+        if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
+            return None
+        layout = lay_out_on_host(self._pool, rows, ahead=num_forwards - 1)
+        samples = any(sequence.samples for sequence in sequences)
+        columns = sampling_columns(sequences) if samples else {}
+        return graphs.draft(layout, token_ids, num_forwards, columns, self._pool, self._vocab_size)
 
     def _draft(self, first: list[Rows], token_ids: list[int], num_draft_tokens: list[int]) -> list[Tensor]:
         """Return the tokens of each forward: one of every sequence that gets so many, in batch order."""
@@ -80,12 +96,6 @@ class DraftLoop:
         self, rows: list[Rows], num_forwards: int, tokens: Tensor, sampling: Sampling | None
     ) -> Iterable[Tensor]:
         """Compute ``[T]`` tokens, then one row more each on the tokens chosen before; return each forward's ``[B]``."""
-        graphs = self._model.graphs
-        if graphs is not None and sampling is None:
-            batch = lay_out(self._pool, rows, tokens, ahead=num_forwards - 1)
-            of_graph = graphs.draft(batch, num_forwards, self._pool, self._vocab_size)
-            if of_graph is not None:
-                return of_graph.unbind()
         drafted: list[Tensor] = []
         for batch_of in decode_batches(self._pool, rows, num_forwards):
             tokens = self._next_tokens(batch_of(token_ids=tokens), sampling)
@@ -98,17 +108,22 @@ class DraftLoop:
         last = batch.last_rows if batch.most_rows > 1 else None
         logits = self._model.forward(batch, self._pool, last)
         fed = batch.token_ids if last is None else batch.token_ids[last]
-        return chosen_tokens(self._model.ops, logits, self._vocab_size, fed, sampling)
+        return chosen_tokens(self._model.ops, logits, self._vocab_size, sampling, fed)
 
 
-def chosen_tokens(ops: Ops, logits: Tensor, vocab_size: int, fed: Tensor | None, sampling: Sampling | None) -> Tensor:
-    """Return each row's token ``[N]``; every row is the only one of its sequence, and was fed one of ``fed``."""
+def chosen_tokens(
+    ops: Ops, logits: Tensor, vocab_size: int, sampling: Sampling | None, fed: Tensor | None = None
+) -> Tensor:
+    """Return each row's token ``[N]``; every row is the only one of its sequence, and was fed one of ``fed``.
+
+    Only repetition penalties read ``fed``.
+    """
     if vocab_size < logits.shape[1]:
         logits = logits[:, :vocab_size]
     if sampling is None and logits.shape[1] < _LARGE_VOCABULARY:
         return logits.argmax(dim=-1)
     if fed is None:
-        fed = logits.new_zeros(len(logits), dtype=torch.int64)  # a greedy choice does not read it
+        fed = logits.new_zeros(len(logits), dtype=torch.int64)
     # Made here, because this may be recorded in a graph: a shared tensor may be gone when that is replayed.
     one_each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
     tokens = (ops.unchecked or ops).verify_chain(logits, fed, one_each, sampling)[0]

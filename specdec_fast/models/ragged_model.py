@@ -20,12 +20,13 @@ from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.capture import capture_for
 from specdec_fast.cuda_graphs.graphs import Graphs
+from specdec_fast.cuda_graphs.sides import Choices
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
 from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch
-from specdec_fast.models.draft_step import DraftLoop, greedy_tokens
+from specdec_fast.models.draft_step import DraftLoop, chosen_tokens
 from specdec_fast.models.hf_model import HFModel
 from specdec_fast.models.hidden_states import check_hidden_states, checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
@@ -217,7 +218,9 @@ class RaggedModel:
     def use_graphs(self, limits: Limits) -> None:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""
         if self.program is None and self._capture is not None:
-            self.graphs = Graphs(self.model, self._launch, self._capture, limits, partial(greedy_tokens, self.ops))
+            ops = self.ops.unchecked or self.ops
+            choices = Choices(partial(chosen_tokens, self.ops), ops.verify_chain, self.vocab_size)
+            self.graphs = Graphs(self.model, self._launch, self._capture, limits, choices)
 
     def use_taps(self, taps: tuple[int | str, ...]) -> None:
         """From now on compute hidden states for a drafter: its program is made again; () computes none any more.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_fast.device_copy import to_device, to_host
+from specdec_fast.device_copy import Joined, to_device, to_host
 
 
 class Outcome(NamedTuple):
@@ -52,7 +52,7 @@ class Verification:
         counts: rows of each of ``B`` sequences, its draft tokens plus one; ``T`` in all.
         logits: ``[T, vocab_size]``, the target's.
         results: what ``verify_chain`` found, target's tokens ``[T]``, accepted draft tokens ``[B]`` and next tokens
-            ``[B]``, for trees also the accepted rows ``[T]``; or the outcome itself.
+            ``[B]``, for trees also the accepted rows ``[T]``; for chains as a graph joined them; or the outcome itself.
         forward_seconds: of the forward alone, on the host's clock.
         accept_seconds: of choosing and accepting, as far as it is done already.
         hidden_states: ``[T, taps, H]``, the target's; None without taps.
@@ -61,7 +61,7 @@ class Verification:
 
     counts: list[int]
     logits: Tensor
-    results: Many[Tensor] | Outcome
+    results: Many[Tensor] | Joined | Outcome
     forward_seconds: float
     accept_seconds: float
     hidden_states: Tensor | None = None

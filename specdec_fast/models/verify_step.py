@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.sampling_batch import sampling_of
+from specdec_fast.batch.sampling_batch import sampling_columns, sampling_of
 from specdec_fast.batch.trees import rows_of_trees
-from specdec_fast.device_copy import to_device
+from specdec_fast.device_copy import Joined, to_device
 from specdec_fast.errors import NotYetSupportedError
-from specdec_fast.kv_cache.forward_layout import lay_out, spans_of
+from specdec_fast.kv_cache.forward_layout import lay_out, lay_out_on_host, spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.verification import Outcome, Verification, interleaved
 from specdec_fast.request.sequence import Sequence
@@ -40,17 +40,21 @@ def verify_step(
     counts = [count + 1 for count in num_draft_tokens]
     rows = [Rows(s, s.target_kv_length, count) for s, count in zip(sequences, counts, strict=True)]
     last = [s.token_ids[-1] for s in sequences]
-    sampling = sampling_of(sequences, model.layout.device)
     draft_tokens = draft_tokens.to(model.layout.device, non_blocking=True)
     hidden = model.empty_hidden_states(sum(counts))
     if model.has_fused_step:
         assert model.program is not None
-        before = model.program.seconds
+        before, sampling = model.program.seconds, sampling_of(sequences, model.layout.device)
         spans = spans_of(pool, rows)
         spans = spans if parents is None else spans._replace(parents=parents)
         logits, emissions, paths, seconds = model.program.verify(spans, last, draft_tokens, sampling, hidden)
         outcome = Outcome(emissions, paths)
         return Verification(counts, logits, outcome, model.program.seconds - before, seconds, hidden)
+    started = perf_counter()
+    found = None if parents is not None else _by_graph(model, pool, rows, last, draft_tokens, hidden)
+    if found is not None:
+        return Verification(counts, *found, perf_counter() - started, 0.0, hidden)
+    sampling = sampling_of(sequences, model.layout.device)
     token_ids = interleaved(last, draft_tokens, num_draft_tokens, model.vocab_size)
     trees = None if parents is None else rows_of_trees(parents.tolist(), num_draft_tokens)
     batch = lay_out(pool, rows, token_ids, trees=trees)
@@ -60,6 +64,22 @@ def verify_step(
     above = None if trees is None else to_device(trees.parents, model.layout.device)
     results = (model.ops.unchecked or model.ops).verify_chain(logits, token_ids, batch.cu_seqlens, sampling, above)
     return Verification(counts, logits, results, computed - started, perf_counter() - computed, hidden)
+
+
+def _by_graph(
+    model: RaggedModel,
+    pool: PagePool,
+    rows: list[Rows],
+    last: list[int],
+    draft_tokens: Tensor,
+    hidden_states: Tensor | None,
+) -> tuple[Tensor, Joined] | None:
+    """Return logits and results of a graph of the whole verification; None if there is none for these sequences."""
+    sequences: list[Sequence] = [row.owner for row in rows]  # type: ignore[misc]
+    if model.graphs is None or any(s.params.repetition_penalty != 1 for s in sequences):
+        return None
+    columns = sampling_columns(sequences) if any(s.samples for s in sequences) else {}
+    return model.graphs.verify(lay_out_on_host(pool, rows), last, draft_tokens, columns, pool, hidden_states)
 
 
 def why_no_trees(model: RaggedModel) -> str | None:

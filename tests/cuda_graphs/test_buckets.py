@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec_fast.batch.ragged_batch import RowPadding, Rows
-from specdec_fast.cuda_graphs.buckets import Bucket, Inputs, Limits
-from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.cuda_graphs.buckets import Bucket, Limits, size_of
+from specdec_fast.cuda_graphs.inputs import Inputs
+from specdec_fast.kv_cache.forward_layout import lay_out, lay_out_on_host
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
-from support.graphs import CPU, LIMITS, RULE, batches, opened_pool
+from support.graphs import CPU, LIMITS, OWNERS, ROOM, RULE, batches, opened_pool
 
 
 def _layout():
@@ -34,7 +37,7 @@ def test_a_bucket_holds_its_batch(counts, limits, multiple, page_size):
         pool.add(owner)
     rows = [Rows(owner, 0, count) for owner, count in enumerate(counts)]
     batch = lay_out(pool, rows, torch.arange(sum(counts)))
-    bucket = limits.bucket(batch, page_size, row_padding)
+    bucket = limits.bucket(size_of(batch), page_size, row_padding)
     if len(counts) > limits.sequences or max(counts) > limits.rows_each:
         assert bucket is None
         return
@@ -68,7 +71,7 @@ def test_there_are_few_buckets(multiple, most):
         for total in range(batch_size, 6 * batch_size + 1):
             counts = [total // batch_size + (i < total % batch_size) for i in range(batch_size)]
             batch = lay_out(pool, [Rows(i, 0, n) for i, n in enumerate(counts)], torch.zeros(total, dtype=torch.int64))
-            found.add(limits.bucket(batch, 16, row_padding))
+            found.add(limits.bucket(size_of(batch), 16, row_padding))
     assert None not in found
     assert len(found) <= most
 
@@ -81,21 +84,61 @@ def test_pages_are_rounded_up_and_what_is_too_large_has_no_bucket():
 
     def bucket(*rows):
         batch = lay_out(pool, list(rows), torch.zeros(sum(r.count for r in rows), dtype=torch.int64))
-        return Limits(8, 6).bucket(batch, 16, row_padding)
+        return Limits(8, 6).bucket(size_of(batch), 16, row_padding)
 
     pages = [bucket(Rows("long", start, 1)).num_pages for start in (0, 511, 512, 1024)]
     assert pages == [32, 32, 64, 128]
     assert bucket(Rows("long", 0, 7)) is None, "more rows each than K + 1"
     assert bucket(Rows("long", 0, 6)) == Bucket(8, 4, 6, 32, 4)
     batch = lay_out(pool, [Rows("long", 0, 17)], torch.zeros(17))
-    assert Limits(8, 20).bucket(batch, 16, row_padding) is None, "not proved"
+    assert Limits(8, 20).bucket(size_of(batch), 16, row_padding) is None, "not proved"
+
+
+@given(
+    counts_of=st.lists(st.lists(st.integers(1, LIMITS.rows_each), min_size=1, max_size=5), min_size=1, max_size=5),
+    page_size=st.sampled_from((1, 16)),
+)
+def test_a_batch_sent_from_the_host_is_the_batch_copied_on_the_device(counts_of, page_size):
+    """In one and the same bucket, one batch after the other: the arrays of the host are written in turn."""
+    pool = PagePool(_layout(), OWNERS * (ROOM + page_size), page_size, RULE)
+    for owner in range(OWNERS):
+        pool.add(owner)
+    bucket = Bucket(24, 16, LIMITS.rows_each, 32 * 16 // page_size, 8)
+    filled, sent = (Inputs(bucket, page_size, CPU) for _ in range(2))
+    for turn, counts in enumerate(counts_of):
+        rows, num_rows = [Rows(i, 2 * turn, count) for i, count in enumerate(counts)], sum(counts)
+        token_ids = torch.arange(num_rows) + 7
+        filled.fill(lay_out(pool, rows, token_ids))
+        sent.send(lay_out_on_host(pool, rows), token_ids.tolist(), {}, is_verified=False)
+        for field in fields(sent.batch):
+            if isinstance(tensor := getattr(sent.batch, field.name), torch.Tensor):
+                assert torch.equal(tensor, getattr(filled.batch, field.name)), field.name
+        drafted = [token - 1 for token in range(num_rows) if token not in itertools.accumulate(counts, initial=0)]
+        sent.drafted[: len(drafted)] = torch.tensor(drafted, dtype=torch.int64)
+        last = [100 + i for i in range(len(counts))]
+        sent.send(lay_out_on_host(pool, rows), last, {}, is_verified=True)
+        expected = [[last[i], *(drafted.pop(0) for _ in range(count - 1))] for i, count in enumerate(counts)]
+        expected = [min(token, 90) if place else token for own in expected for place, token in enumerate(own)]
+        assert sent.token_ids(91).tolist() == expected + [0] * (bucket.num_rows - num_rows)
+
+
+def test_sampling_of_an_earlier_batch_is_gone(model):
+    pool, bucket = opened_pool(model), Bucket(8, 8, LIMITS.rows_each, 32, 8)
+    inputs = Inputs(bucket, pool.page_size, CPU)
+    for counts, temperature in (([1, 1, 1], 0.5), ([1], 0.0), ([1, 1], 0.25), ([1], 0.125)):
+        layout = lay_out_on_host(pool, [Rows(i, 0, n) for i, n in enumerate(counts)])
+        column = np.full(len(counts), temperature)
+        inputs.send(layout, [5] * len(counts), {"temperatures": column, "positions": column}, is_verified=True)
+        expected = [*column.tolist(), *[0.0] * (8 - len(counts))]
+        assert inputs.sampling.temperatures.tolist() == expected
+        assert inputs.sampling.positions.tolist() == [int(value) for value in expected]
 
 
 def test_nothing_is_left_of_an_earlier_batch(model):
     """A bucket filled with a batch does not depend on what it held before."""
     pool = opened_pool(model)
     batch = next(batches(pool, [[2, 1, 4]]))
-    bucket = LIMITS.bucket(batch, pool.page_size, RULE)
+    bucket = LIMITS.bucket(size_of(batch), pool.page_size, RULE)
     clean, used = (Inputs(bucket, pool.page_size, CPU) for _ in range(2))
     for field in fields(used.batch):
         if isinstance(tensor := getattr(used.batch, field.name), torch.Tensor):

@@ -58,7 +58,7 @@ def calls(monkeypatch):
 def test_it_warms_up_and_records_on_its_own_stream_and_lets_nothing_wait_the_second_time(calls):
     capture = CudaCapture(torch.device("cuda", 1))
     calls.clear()
-    captured = capture(lambda: calls.append("run") or torch.ones(2))
+    captured = capture(lambda: calls.append("run") or (torch.ones(2),))
     captured.replay()
     assert calls == [
         "enter cuda:1",
@@ -68,7 +68,7 @@ def test_it_warms_up_and_records_on_its_own_stream_and_lets_nothing_wait_the_sec
         "leave",
         "replay",
     ]
-    assert torch.equal(captured.output, torch.ones(2))
+    assert torch.equal(captured.output[0], torch.ones(2))
 
 
 def test_a_wait_is_reported_and_the_device_left_as_it_was(calls):

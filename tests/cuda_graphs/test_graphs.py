@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import accumulate
 
+import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.batch.sampling_batch import Sampling, after
 from specdec_fast.cuda_graphs import graphs
 from specdec_fast.cuda_graphs.capture import Captured
+from specdec_fast.device_copy import to_host
 from specdec_fast.drafters.draft_model import ModelDrafter
-from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
+from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out, lay_out_on_host
+from specdec_fast.models.draft_step import chosen_tokens
 from support.graphs import LIMITS, OWNERS, batches, eagerly, opened_pool
 from support.models import VOCAB_SIZE
 
 counts_of_batches = st.lists(st.lists(st.integers(1, LIMITS.rows_each), min_size=1, max_size=5), min_size=1, max_size=6)
-
-
-def likeliest(logits):
-    return logits.argmax(dim=-1)
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -37,26 +38,102 @@ def test_logits_and_pages_have_the_bits_of_eager_forwards(model, counts_of, seed
     assert 0 < model.graphs.num_captured <= len(counts_of)
 
 
+SAMPLING = {
+    "temperatures": (np.float64, st.sampled_from((0.0, 0.7, 1.3))),
+    "top_k": (np.int32, st.sampled_from((0, 1, 7))),
+    "top_p": (np.float64, st.sampled_from((1.0, 0.6))),
+    "min_p": (np.float64, st.sampled_from((0.0, 0.1))),
+    "seeds": (np.int64, st.integers(0, 2**40)),
+    "positions": (np.int64, st.integers(0, 99)),
+}
+
+
+@st.composite
+def choices(draw, batch_size):
+    """Draw columns of sampling, or none: then all sequences are greedy."""
+    if draw(st.booleans()):
+        return {}
+    return {
+        name: np.array([draw(values) for _ in range(batch_size)], dtype) for name, (dtype, values) in SAMPLING.items()
+    }
+
+
+def sampling_from(columns):
+    if not columns:
+        return None
+    size = len(columns["seeds"])
+    return Sampling(
+        **{name: torch.from_numpy(column.copy()) for name, column in columns.items()},
+        repetition_penalties=torch.ones(size, dtype=torch.float64),
+        seen_ids=torch.zeros(0, dtype=torch.int64),
+        cu_seen=torch.zeros(size + 1, dtype=torch.int32),
+    )
+
+
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(counts=st.lists(st.integers(1, 2), min_size=1, max_size=5), start=st.integers(0, 20), seed=st.integers(0, 99))
-def test_a_drafting_loop_has_the_bits_of_eager_forwards(model, counts, start, seed):
-    pools = [opened_pool(model) for _ in range(2)]
-    for pool in pools:
-        for batch in batches(pool, [[start + 1] * OWNERS], seed):
-            eagerly(model, batch, pool)
+@given(counts=st.lists(st.integers(1, 2), min_size=1, max_size=5), start=st.integers(0, 20), data=st.data())
+def test_a_drafting_loop_has_the_bits_of_eager_forwards(model, counts, start, data):
+    pools, columns = filled_pools(model, start + 1), data.draw(choices(len(counts)))
     rows = [Rows(owner, start + 1, count) for owner, count in enumerate(counts)]
-    tokens = torch.arange(sum(counts))
-    expected = []
+    tokens, sampling, expected = torch.arange(sum(counts)), sampling_from(columns), []
     for batch_of in decode_batches(pools[0], rows, LIMITS.num_forwards):
         batch = batch_of(token_ids=tokens)
-        tokens = eagerly(model, batch, pools[0], batch.last_rows).argmax(dim=-1)
+        logits = eagerly(model, batch, pools[0], batch.last_rows)
+        tokens = chosen_tokens(model.ops, logits, VOCAB_SIZE, sampling)
+        sampling = sampling and after(sampling, tokens)
         expected.append(tokens)
-    batch = lay_out(pools[1], rows, torch.arange(sum(counts)), ahead=LIMITS.num_forwards - 1)
     for _ in range(2):
-        chosen = model.graphs.draft(batch, LIMITS.num_forwards, pools[1], VOCAB_SIZE)
-        assert torch.equal(chosen, torch.stack(expected))
+        chosen = drafted_by_graph(model, pools[1], rows, columns=columns)
+        assert torch.equal(chosen, torch.stack(expected, dim=1))
         assert torch.equal(pools[0].tensors[0][:, :, 1:], pools[1].tensors[0][:, :, 1:])
-    assert model.graphs.draft(batch, LIMITS.num_forwards - 1, pools[1], likeliest) is None
+    assert drafted_by_graph(model, pools[1], rows, LIMITS.num_forwards - 1) is None
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=5), start=st.integers(0, 20), data=st.data())
+def test_a_verification_has_the_bits_of_an_eager_forward(model, counts, start, data):
+    """Draft tokens are the target's own choices, a few of them changed; ids beyond the vocabulary are clamped."""
+    pools, columns = filled_pools(model, start + 1), data.draw(choices(len(counts)))
+    rows = [Rows(owner, start + 1, count) for owner, count in enumerate(counts)]
+    first = list(accumulate(counts, initial=0))
+    ids, sampling = torch.arange(sum(counts)), sampling_from(columns)
+    for place in range(1, max(counts)):
+        chosen = model.ops.verify_chain(
+            eagerly(model, lay_out(pools[0], rows, ids), pools[0]), ids, *seqlens(first, sampling)
+        )
+        for start_of, count in zip(first, counts, strict=False):
+            if place < count and data.draw(st.integers(0, 3)):
+                ids[start_of + place] = chosen[0][start_of + place - 1]
+    logits = eagerly(model, lay_out(pools[0], rows, ids), pools[0])
+    expected = model.ops.verify_chain(logits, ids, *seqlens(first, sampling))
+    is_draft = torch.ones(len(ids), dtype=torch.bool)
+    is_draft[first[:-1]] = False
+    drafted = ids[is_draft] + VOCAB_SIZE * (ids[is_draft] == VOCAB_SIZE - 1)
+    for _ in range(2):
+        layout = lay_out_on_host(pools[1], rows)
+        found = model.graphs.verify(layout, ids[~is_draft].tolist(), drafted, columns, pools[1], None)
+        assert torch.equal(found[0], logits)
+        assert to_host(found[1]) == [part.tolist() for part in expected]
+        assert torch.equal(pools[0].tensors[0][:, :, 1:], pools[1].tensors[0][:, :, 1:])
+
+
+def filled_pools(model, length):
+    """Return two pools whose owners have entries of ``length`` tokens."""
+    pools = [opened_pool(model) for _ in range(2)]
+    for pool in pools:
+        for batch in batches(pool, [[length] * OWNERS]):
+            eagerly(model, batch, pool)
+    return pools
+
+
+def seqlens(first, sampling):
+    return torch.tensor(first, dtype=torch.int32), sampling
+
+
+def drafted_by_graph(model, pool, rows, num_forwards=LIMITS.num_forwards, columns=None, vocab_size=VOCAB_SIZE):
+    layout = lay_out_on_host(pool, rows, ahead=LIMITS.num_forwards - 1)
+    token_ids = list(range(sum(row.count for row in rows)))
+    return model.graphs.draft(layout, token_ids, num_forwards, columns or {}, pool, vocab_size)
 
 
 def test_a_bucket_is_recorded_when_it_is_asked_for_again(model):
@@ -111,9 +188,8 @@ def test_graphs_do_not_keep_a_drafter(model):
     drafter.prepare(OWNERS * 32, 16)
     for owner in range(OWNERS):
         drafter.pool.add(owner)
-    batch = lay_out(drafter.pool, [Rows(0, 0, 2)], torch.arange(2), ahead=LIMITS.num_forwards - 1)
-    chosen = model.graphs.draft(batch, LIMITS.num_forwards, drafter.pool, VOCAB_SIZE)
-    assert chosen.shape == (LIMITS.num_forwards, 1)
+    chosen = drafted_by_graph(model, drafter.pool, [Rows(0, 0, 2)])
+    assert chosen.shape == (1, LIMITS.num_forwards)
     assert model.graphs.num_captured == 1
     gone = [weakref.ref(drafter), weakref.ref(drafter.pool)]
     del drafter
@@ -124,10 +200,9 @@ def test_graphs_do_not_keep_a_drafter(model):
 def test_another_vocabulary_gets_a_graph_of_its_own(model):
     """One draft model may serve targets of different vocabularies."""
     pool = opened_pool(model)
-    batch = lay_out(pool, [Rows(0, 0, 2)], torch.arange(2), ahead=LIMITS.num_forwards - 1)
     numbers, largest = [], []
     for vocab_size in (VOCAB_SIZE, 5, VOCAB_SIZE, 5):
-        largest.append(int(model.graphs.draft(batch, LIMITS.num_forwards, pool, vocab_size).max()))
+        largest.append(int(drafted_by_graph(model, pool, [Rows(0, 0, 2)], vocab_size=vocab_size).max()))
         numbers.append(model.graphs.num_captured)
     assert numbers == [1, 2, 2, 2]
     assert max(largest[1], largest[3]) < 5 <= largest[0]

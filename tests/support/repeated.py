@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_fast.cuda_graphs.capture import CAPTURES, Captured
+from specdec_fast.cuda_graphs.capture import CAPTURES, Captured, Run
 from specdec_fast.models import verification
 from specdec_fast.program import executors
 
@@ -23,15 +22,17 @@ class Repeated:
     def __init__(self, device: torch.device) -> None:
         self.num_replayed = 0
 
-    def __call__(self, run: Callable[[], Tensor]) -> Captured:
-        output = run().clone()
+    def __call__(self, run: Run) -> Captured:
+        outputs = tuple(output.clone() for output in run())
 
         def replay() -> None:
             self.num_replayed += 1
-            output.fill_(torch.nan if output.is_floating_point() else -1)
-            output.copy_(run())
+            for output in outputs:
+                output.fill_(torch.nan if output.is_floating_point() else -1)
+            for output, found in zip(outputs, run(), strict=True):
+                output.copy_(found)
 
-        return Captured(replay, output)
+        return Captured(replay, outputs)
 
 
 def graphs_for_cpu(monkeypatch: Any) -> None:
@@ -55,6 +56,8 @@ class Waits(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         # A device named "cpu" is the host, as on a machine with a GPU; a device taken from a tensor counts as the GPU.
         leaves_host = not isinstance((kwargs or {}).get("device"), (str, NoneType))
+        if name == "numpy" and args[0].dtype == torch.uint8:  # the host's side of a transfer, see PackedArrays
+            return function(*args, **(kwargs or {}))
         if name in _READS or (name in ("tensor", "as_tensor") and leaves_host):
             self.found.append(name)
         if name in ("__getitem__", "__setitem__") and _holds_list(args[1]):
