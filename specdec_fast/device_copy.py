@@ -107,8 +107,8 @@ class PackedArrays:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays to write before ``send``. They hold what was sent the time before last."""
-        if self._sent is not None:
-            self._sent[self._turn].synchronize()  # of two steps ago, so it has passed
+        if self._sent is not None and not self._sent[self._turn].query():  # of two steps ago, so it has passed
+            self._sent[self._turn].synchronize()
         return self._arrays[self._turn]
 
     def send(self) -> None:

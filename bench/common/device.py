@@ -113,7 +113,8 @@ class ForwardMeter:
     """Adds up the time between the beginning and the end of every forward of some models, by the device's clock.
 
     If the host launches too slowly, its gaps inside a forward count as time of the forward. The time outside of all
-    forwards is that of everything else in a step. A program measures its forwards itself.
+    forwards is that of everything else in a step. A graph of a side of a step counts as a whole, with the choices in
+    it. A program measures its forwards itself.
     """
 
     def __init__(self, models: list[RaggedModel], device: torch.device) -> None:
@@ -129,13 +130,14 @@ class ForwardMeter:
             model.forward = self._timed(model.forward)  # type: ignore[method-assign]
             if model.graphs is not None:
                 model.graphs.draft = self._timed(model.graphs.draft)  # type: ignore[method-assign]
+                model.graphs.verify = self._timed(model.graphs.verify)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:
         for model in self._models:
             del model.forward  # the method of the class applies again
             if model.graphs is not None:
-                del model.graphs.draft
+                del model.graphs.draft, model.graphs.verify
 
     def seconds(self) -> float:
         """Return the sum over all forwards so far."""

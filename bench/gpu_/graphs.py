@@ -34,7 +34,7 @@ from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.capture import CAPTURES
 from specdec_fast.drafters.draft_model import ROWS_EACH
-from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out
+from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out, lay_out_on_host
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models import verification
 from specdec_fast.models.draft_step import greedy_tokens
@@ -198,8 +198,8 @@ class _Forward:
         prompts = random_prompts(batch_size, context, sizes.vocab_size, SEED)
         prefill(model, self.pool, dict(enumerate(prompts)))
         self.rows = [Rows(owner, context, count) for owner in range(batch_size)]
-        fed = [token for prompt in prompts for token in prompt[:count]]
-        self.batch = lay_out(self.pool, self.rows, torch.tensor(fed, device=model.layout.device), ahead)
+        self.fed = [token for prompt in prompts for token in prompt[:count]]
+        self.batch = lay_out(self.pool, self.rows, torch.tensor(self.fed, device=model.layout.device), ahead)
         weights = sum(p.numel() * p.itemsize for p in model.model.parameters())
         read_by_row = model.model.get_input_embeddings().weight
         tied = model.model.config.tie_word_embeddings
@@ -216,8 +216,10 @@ class _Forward:
 
     def drafted(self) -> Tensor:
         """Run the forwards as a drafter does."""
-        graphs = self.model.graphs
-        tokens = graphs and graphs.draft(self.batch, self.num_forwards, self.pool, self.model.vocab_size)
+        graphs, layout = self.model.graphs, lay_out_on_host(self.pool, self.rows, self.num_forwards - 1)
+        if graphs is None:
+            return self.drafted_eagerly()
+        tokens = graphs.draft(layout, self.fed, self.num_forwards, {}, self.pool, self.model.vocab_size)
         return self.drafted_eagerly() if tokens is None else tokens
 
     def drafted_eagerly(self) -> Tensor:
@@ -227,7 +229,7 @@ class _Forward:
             logits = self.model.hf.forward(batch_of(token_ids=tokens), self.pool, None)
             tokens = greedy_tokens(self.model.ops, logits, self.model.vocab_size)
             chosen.append(tokens)
-        return torch.stack(chosen)
+        return torch.stack(chosen, dim=1)
 
 
 def _time(what: str, bench: _Forward, ways: tuple[Call, Call], bandwidth: float, progress: Progress) -> None:

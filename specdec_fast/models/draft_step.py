@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling, after, sampling_columns, sampling_of
+from specdec_fast.cuda_graphs.sides import Choices
 from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out_on_host
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -57,7 +59,8 @@ class DraftLoop:
         of_graph = self._by_graph(rows, token_ids, num_draft_tokens)
         if of_graph is not None:
             return of_graph.flatten()
-        drafted = self._draft(rows, token_ids, num_draft_tokens)
+        with self._model.attached():
+            drafted = self._draft(rows, token_ids, num_draft_tokens)
         if len(drafted) == min(num_draft_tokens):  # every sequence gets as many
             return torch.stack(drafted, dim=1).flatten()
         return torch.cat(drafted)[to_device(by_sequence(num_draft_tokens), self._device)]
@@ -128,6 +131,11 @@ def chosen_tokens(
     one_each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
     tokens = (ops.unchecked or ops).verify_chain(logits, fed, one_each, sampling)[0]
     return tokens.clamp_(min=0)  # NaN logits have no token; the target rejects whatever stands for it
+
+
+def choices_of(ops: Ops, vocab_size: int) -> Choices:
+    """Return how the graphs of a model with so many ids choose tokens."""
+    return Choices(partial(chosen_tokens, ops), (ops.unchecked or ops).verify_chain, vocab_size)
 
 
 def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:

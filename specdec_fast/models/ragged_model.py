@@ -7,7 +7,6 @@ model's ragged logits with its dense ones, and refuses a model that it cannot se
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from threading import Event
 from typing import Any
 
@@ -20,13 +19,12 @@ from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.capture import capture_for
 from specdec_fast.cuda_graphs.graphs import Graphs
-from specdec_fast.cuda_graphs.sides import Choices
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
 from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch
-from specdec_fast.models.draft_step import DraftLoop, chosen_tokens
+from specdec_fast.models.draft_step import DraftLoop, choices_of
 from specdec_fast.models.hf_model import HFModel
 from specdec_fast.models.hidden_states import check_hidden_states, checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
@@ -108,7 +106,7 @@ class RaggedModel:
 
     @property
     def has_program(self) -> bool:
-        """Whether a program runs its forwards, in one call or as launches."""
+        """Whether a program runs its forwards."""
         return self.program is not None or self.device_program is not None
 
     @property
@@ -212,14 +210,12 @@ class RaggedModel:
             spans = spans_of(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
             sampling = sampling_of(sequences, self.layout.device)
             return self.program.draft(spans, token_ids, num_draft_tokens, TokenChoice(vocab_size, sampling))
-        with self.attached():
-            return DraftLoop(self, pool, vocab_size).run(rows, token_ids, num_draft_tokens)
+        return DraftLoop(self, pool, vocab_size).run(rows, token_ids, num_draft_tokens)
 
     def use_graphs(self, limits: Limits) -> None:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""
         if self.program is None and self._capture is not None:
-            ops = self.ops.unchecked or self.ops
-            choices = Choices(partial(chosen_tokens, self.ops), ops.verify_chain, self.vocab_size)
+            choices = choices_of(self.ops, self.vocab_size)
             self.graphs = Graphs(self.model, self._launch, self._capture, limits, choices)
 
     def use_taps(self, taps: tuple[int | str, ...]) -> None:

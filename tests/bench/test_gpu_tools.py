@@ -136,13 +136,13 @@ def test_forward_meter_reads_the_events_of_a_gpu(monkeypatch):
     synchronized = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
-    graphs = SimpleNamespace(draft=lambda x: x + 1)
+    graphs = SimpleNamespace(draft=lambda x: x + 1, verify=lambda x: x - 1)
     model = SimpleNamespace(forward=lambda x, scale: scale * x, graphs=graphs, program=None)
     cuda = torch.device("cuda")
     with bench_device.ForwardMeter([model], cuda) as meter:
         assert [model.forward(x, scale=2) for x in (1, 2, 3)] == [2, 4, 6]
-        assert graphs.draft(7) == 8
-    assert meter.seconds() == pytest.approx(4e-3)
+        assert (graphs.draft(7), graphs.verify(7)) == (8, 6)
+    assert meter.seconds() == pytest.approx(5e-3)
     assert synchronized == [cuda], "the clock of an event is read after it has happened"
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdec_fast import device_copy
-from specdec_fast.device_copy import all_to_device, to_device, to_host
+from specdec_fast.device_copy import Joined, PackedArrays, all_to_device, to_device, to_host
 
 CPU = torch.device("cpu")
 
@@ -73,3 +73,60 @@ def test_pieces_of_one_copy_do_not_overlap(copies):
     first, second = all_to_device([np.zeros(3, np.int32), np.ones(3, np.int64)], torch.device("cuda"))
     first.fill_(-1)
     assert second.tolist() == [1, 1, 1]
+
+
+SHAPES = {"a": (np.int64, (3,)), "b": (np.int32, (2, 3)), "c": (np.float64, (1,))}
+
+
+def test_packed_arrays_arrive_and_nothing_else_of_the_device_moves():
+    packed = PackedArrays(SHAPES, CPU)
+    seen = {name: tensor.data_ptr() for name, tensor in packed.on_device.items()}
+    assert all(address % 16 == packed.on_device["a"].data_ptr() % 16 for address in seen.values())
+    for turn in range(3):
+        arrays = packed.arrays()
+        arrays["a"][:], arrays["b"][1], arrays["c"][0] = turn, turn + 10, turn / 4
+        assert packed.on_device["a"].tolist() == [max(turn - 1, 0)] * 3, "not sent yet"
+        packed.send()
+        assert packed.on_device["a"].tolist() == [turn] * 3
+        assert packed.on_device["b"].tolist() == [[0] * 3, [turn + 10] * 3]
+        assert packed.on_device["c"].tolist() == [turn / 4]
+    assert {name: tensor.data_ptr() for name, tensor in packed.on_device.items()} == seen
+    assert [tensor.dtype for tensor in packed.on_device.values()] == [torch.int64, torch.int32, torch.float64]
+
+
+class Event:
+    """A CUDA event that has passed only if it was waited for."""
+
+    def __init__(self):
+        self.noted, self.passed = [], True
+
+    def query(self):
+        return self.passed
+
+    def synchronize(self):
+        self.noted.append("wait")
+        self.passed = True
+
+    def record(self):
+        self.noted.append("record")
+        self.passed = False
+
+
+def test_the_host_writes_no_buffer_whose_transfer_still_runs():
+    packed = PackedArrays(SHAPES, CPU)
+    packed._sent = [Event(), Event()]
+    buffers = []
+    for _ in range(5):
+        buffers.append(packed.arrays()["a"].ctypes.data)
+        packed.send()
+    assert buffers[0] != buffers[1]
+    assert buffers == [buffers[0], buffers[1]] * 2 + [buffers[0]]
+    assert [event.noted for event in packed._sent] == [
+        ["record", "wait", "record", "wait", "record"],
+        ["record", "wait", "record"],
+    ]
+
+
+def test_joined_results_are_read_at_once():
+    values = torch.tensor([5, 6, 7, 1, 0, 9], dtype=torch.int64)
+    assert to_host(Joined(values, (slice(0, 3), slice(3, 4), slice(5, 6)))) == [[5, 6, 7], [1], [9]]
