@@ -36,6 +36,14 @@ def exp_of(x):
 
 
 @triton.jit
+def order_of(x):
+    """Return int32 in the order of the numbers: -0 and +0 are equal, NaN is largest."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    return tl.where(magnitude > 0x7F800000, 0x7FFFFFFF, tl.where(bits < 0, -magnitude, magnitude))
+
+
+@triton.jit
 def sigmoid_of(x):
     """Return 1 / (1 + e^-x)."""
     return tl.div_rn(1.0, 1.0 + exp_of(-x))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.program.ir import COMPARISONS, Append, Operand, RowOp
+from specdec_fast.program.row_choices import CHOICES
 from specdec_fast.program.row_index import Axis, CutError, Place, SplitError, located, of_axis, padded, place_of
 
 TYPES = {torch.float32: "tl.float32", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
@@ -162,7 +163,8 @@ class Values:
         """Return a value as a tensor with more axes."""
         return value.text + _expanded(value.axes, axes) if value.axes else value.text
 
-    def _combined(self, template: str, values: Sequence[Value]) -> Value:
+    def combined(self, template: str, values: Sequence[Value]) -> Value:
+        """Add a line of values by number, each with the axes of all."""
         axes = tuple(sorted({axis for value in values for axis in value.axes}, key=lambda axis: axis.number))
         return self.line(template.format(*(self.aligned(value, axes) for value in values)), axes)
 
@@ -173,21 +175,24 @@ class Values:
             position = self.line(f"tl.load({self._pointers.name('positions')} + source)")
             return self._rounded(self.line(f"{position.text}.to(tl.float32) + {_literal(step.scalar)}"), step.out)
         if step.code in _FUNCTIONS:
-            values = [self._at(operand, at, number) for operand in step.inputs]
+            values = [self.at(operand, at, number) for operand in step.inputs]
             if step.code == "copy" and step.out.dtype in (step.inputs[0].dtype, torch.float32):
                 return values[0]
-            return self._rounded(self._combined(_FUNCTIONS[step.code], values), step.out)
-        if step.code in ("mean", "sum"):
-            return self._rounded(self._statistics(number, step, at[:-1])[0], step.out)
-        if step.code in ("softmax", "layer_norm"):
-            values = [self._at(operand, at, number) for operand in step.inputs]
-            statistics = self._statistics(number, step, at[:-1])
-            if step.code == "softmax":
-                value = self._combined("tl.div_rn(exp_of({0} - {1}), {2})", [*values, *statistics])
-            else:
-                value = self._combined("({0} - {3}) * {4} * {1} + {2}", [*values, *statistics])
-            return self._rounded(value, step.out)
+            return self._rounded(self.combined(_FUNCTIONS[step.code], values), step.out)
+        if step.code in CHOICES:
+            return CHOICES[step.code](self, number, step, at)
+        if step.code in ("mean", "sum", "softmax", "layer_norm"):
+            return self._rounded(self._of_vectors(number, step, at), step.out)
         raise NotEmittableError(-1, f"{step.code} has no counterpart in Triton")
+
+    def _of_vectors(self, number: int, step: RowOp, at: tuple[Place, ...]) -> Value:
+        statistics = self._statistics(number, step, at[:-1])
+        if step.code in ("mean", "sum"):
+            return statistics[0]
+        values = [self.at(operand, at, number) for operand in step.inputs]
+        if step.code == "softmax":
+            return self.combined("tl.div_rn(exp_of({0} - {1}), {2})", [*values, *statistics])
+        return self.combined("({0} - {3}) * {4} * {1} + {2}", [*values, *statistics])
 
     def _embedding(self, step: RowOp, at: tuple[Place, ...]) -> Value:
         table = step.inputs[0].source
@@ -201,7 +206,8 @@ class Values:
         pointer = self._pointers.name(table)
         return self.line(f"tl.load({pointer} + {first.text} + ({index.text}){masked}).to(tl.float32)", index.axes)
 
-    def _at(self, operand: Operand, at: Sequence[Place], before: int) -> Value:
+    def at(self, operand: Operand, at: Sequence[Place], before: int) -> Value:
+        """Return the numbers of an operand of step ``before`` at some coordinates."""
         return self.read(operand.source, place_of(operand.offset, operand.strides, at), before)
 
     def _rounded(self, value: Value, out: Operand) -> Value:
@@ -209,35 +215,53 @@ class Values:
             return value
         return self.line(f"{value.text}.to({TYPES[out.dtype]}).to(tl.float32)", value.axes)
 
-    def _statistics(self, number: int, step: RowOp, outer: Sequence[Place]) -> list[Value]:
-        """Return what an operation needs to know of each vector: its sum, or two numbers."""
-        operand, outer_axes = step.inputs[0], tuple(sorted({a for p in outer for a in p.axes}, key=lambda a: a.number))
+    def vector(
+        self, number: int, operand: Operand, outer: Sequence[Place], own_axis: bool = False
+    ) -> tuple[Value, tuple[Axis, ...], Axis]:
+        """Return a step's vectors of an operand, the axes of all their numbers, and that along the vectors.
+
+        Args:
+            number: of the step.
+            operand: what it reads.
+            outer: the coordinates of the vectors.
+            own_axis: whether no other step shares the axis.
+
+        """
+        outer_axes = tuple(sorted({a for p in outer for a in p.axes}, key=lambda a: a.number))
         length = operand.length
         self.reduced.setdefault(number, []).append(outer_axes)
-        axis = self._vectors.setdefault((outer_axes, length), Axis(length))
+        key = (outer_axes, length, number, operand) if own_axis else (outer_axes, length)
+        axis = self._vectors.setdefault(key, Axis(length))
         try:
-            numbers = self._at(operand, (*outer, of_axis(axis)), number)
+            numbers = self.at(operand, (*outer, of_axis(axis)), number)
         except (SplitError, CutError) as error:
             if error.axis is axis:
                 raise NotEmittableError(number, "a sum over numbers that several operations wrote") from None
             raise
         wide = tuple(sorted({*outer_axes, axis}, key=lambda a: a.number)) if length > 1 else outer_axes
-        reduce = lambda value, how: self._reduced(value, wide, axis, how)  # noqa: E731
+        return numbers, wide, axis
+
+    def _statistics(self, number: int, step: RowOp, outer: Sequence[Place]) -> list[Value]:
+        """Return what an operation needs to know of each vector: its sum, or two numbers."""
+        length = step.inputs[0].length
+        numbers, wide, axis = self.vector(number, step.inputs[0], outer)
+        reduce = lambda value, how: self.over(axis, how, value, wide)  # noqa: E731
         if step.code == "softmax":
             largest = reduce(numbers, "max")
-            return [largest, reduce(self._combined("exp_of({0} - {1})", [numbers, largest]), "sum")]
+            return [largest, reduce(self.combined("exp_of({0} - {1})", [numbers, largest]), "sum")]
         total = reduce(numbers, "sum")
         if step.code == "sum":
             return [total]
         mean = self.line(f"tl.div_rn({total.text}, {_literal(float(length))})", total.axes)
         if step.code == "mean":
             return [mean]
-        squares = reduce(self._combined("({0} - {1}) * ({0} - {1})", [numbers, mean]), "sum")
+        squares = reduce(self.combined("({0} - {1}) * ({0} - {1})", [numbers, mean]), "sum")
         variance = self.line(f"tl.div_rn({squares.text}, {_literal(float(length))})", squares.axes)
         scale = f"tl.div_rn(1.0, tl.sqrt_rn({variance.text} + {_literal(step.scalar)}))"
         return [mean, self.line(scale, variance.axes)]
 
-    def _reduced(self, value: Value, axes: tuple[Axis, ...], axis: Axis, how: str) -> Value:
+    def over(self, axis: Axis, how: str, value: Value, axes: tuple[Axis, ...]) -> Value:
+        """Add a line that reduces a value with some axes ("sum", "max") over one of them."""
         if axis.size == 1:
             return value
         text = self.aligned(value, axes)

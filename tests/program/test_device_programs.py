@@ -23,6 +23,8 @@ from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.program import executors
 from specdec_fast.program.executors import Programs, executor_for
+from support.experts import CONFIGS as EXPERTS
+from support.experts import tiny_mixture
 from support.graphs import LIMITS, Everything
 from support.grids import grid
 from support.models import CONFIGS, TINY_GROUPED, VOCAB_SIZE, tiny_model, truncated_copy
@@ -68,6 +70,20 @@ def test_models_are_computed_as_pytorch_does(architecture, dtype):
     truth = copy.deepcopy(model).double()(IDS[None, :5]).logits[0]
     theirs = model(IDS[None, :5]).logits[0]
     assert (together.double() - truth).norm() <= 2 * (theirs.double() - truth).norm()
+
+
+@pytest.mark.parametrize("name", grid({name: name for name in EXPERTS}, ["mixtral", "glm4-moe"]))
+@torch.inference_mode()
+def test_mixtures_of_experts_are_computed_as_pytorch_does(name):
+    """Routers choose the same experts in fp32: another one moves logits by 1e-2. In fp16, bits of a row are its own."""
+    model = tiny_mixture(name)
+    together = logits_of(interpreted(model), [3, 2])
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # the default has no fp64
+    truth = exact(IDS[None, :5]).logits[0]
+    assert (together.double() - truth).norm() <= 1e-5 * truth.norm()
+    ours = interpreted(model.half())
+    assert torch.equal(logits_of(ours, [3, 2]), logits_of(ours, [4, 1]))
 
 
 def model_with_biases():
@@ -189,10 +205,16 @@ def resources(targets, models):
             pytest.param("sm_80,sm_90,sm_100,gfx942", [f"tiny.{each}", f"wide.{each}"], id=each, marks=pytest.mark.grid)
             for each in CONFIGS
         ),
+        pytest.param(
+            "sm_80,sm_90,sm_100,gfx942",
+            ["experts.qwen3-moe", "experts.deepseek-v3", *(f"mixture.{each}" for each in EXPERTS)],
+            id="experts",
+            marks=pytest.mark.grid,
+        ),
     ],
 )
 def test_kernels_compile_without_spills(targets, models):
-    """``wide`` are the sizes of a model of 8 billion parameters."""
+    """``wide`` are the sizes of a model of 8 billion parameters, ``experts`` routers of 128 and 256 experts."""
     rows = resources(targets, models)
     assert [row for row in rows if row["error"] or row["spill_bytes"]] == []
     assert len(rows) >= 4 * len(models) * len(targets.split(",")), "each of them has several kernels"

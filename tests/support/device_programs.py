@@ -22,6 +22,8 @@ from specdec_fast.program.ir import Plan
 from specdec_fast.program.row_kernel import OF_BATCH, RowKernel
 from specdec_fast.program.triton_executor import TritonProgram, compiled, dtypes_of, kernels_of
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Variant
+from support.experts import CONFIGS as EXPERTS
+from support.experts import mixture_of, tiny_mixture
 from support.models import CONFIGS, tiny_model
 from support.programs import CPU, NO_LAYERS
 
@@ -73,8 +75,9 @@ def variant_of(plan: Plan, kernel: RowKernel, name: str) -> Variant:
 
 
 def compiled_for(size: str, architecture: str, targets: Sequence[str]) -> list[Resources]:
-    """Compile every kernel of an architecture in bf16, without Triton's cache; ``size`` is "tiny" or "wide"."""
-    plan = plan_of((tiny_model if size == "tiny" else wide_model)(architecture).to(torch.bfloat16))
+    """Compile every kernel of an architecture, without Triton's cache; ``size`` is one of ``MAKERS``."""
+    make, dtype = MAKERS[size]
+    plan = plan_of(make(architecture).to(dtype))
     kernels = [launch[1] for launch in kernels_of(plan) if isinstance(launch, tuple)]
     distinct = {kernel.source: kernel for kernel in kernels}.values()
     variants = [variant_of(plan, kernel, f"{size}_{architecture}_{i}") for i, kernel in enumerate(distinct)]
@@ -95,8 +98,28 @@ def wide_model(architecture: str) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
+def many_experts(name: str) -> torch.nn.Module:
+    """Build one layer of "qwen3-moe" with the router of Qwen3-30B-A3B, or of "deepseek-v3" with its own."""
+    config = EXPERTS[name]()
+    sizes = {"hidden_size": 2048, "num_experts_per_tok": 8, "num_hidden_layers": 1}
+    if name == "qwen3-moe":
+        sizes |= {"num_experts": 128}
+    else:
+        sizes |= {"n_routed_experts": 256, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 0}
+    for key, value in sizes.items():
+        setattr(config, key, value)
+    return mixture_of(config)
+
+
+MAKERS = {
+    "tiny": (tiny_model, torch.bfloat16),
+    "wide": (wide_model, torch.bfloat16),
+    "mixture": (tiny_mixture, torch.float32),  # in bf16, rounding alone makes some routers choose other experts
+    "experts": (many_experts, torch.bfloat16),
+}
+
 if __name__ == "__main__":
     chosen_targets, *models = sys.argv[1:]
-    rows = [row for model in models for row in compiled_for(*model.split("."), chosen_targets.split(","))]
+    rows = [row for model in models for row in compiled_for(*model.split(".", 1), chosen_targets.split(","))]
     print(table(rows, chosen_targets.split(",")), file=sys.stderr)
     print(json.dumps([row.row for row in rows]))
