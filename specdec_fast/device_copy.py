@@ -115,7 +115,7 @@ class PackedArrays:
         """Copy the arrays to the device without waiting for its queued work."""
         self._packed.copy_(self._turns[self._turn], non_blocking=True)
         if self._sent is not None:
-            self._sent[self._turn].record()
+            self._sent[self._turn].record(torch.cuda.current_stream(self._packed.device))
         self._turn = 1 - self._turn
 
 

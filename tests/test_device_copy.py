@@ -107,12 +107,14 @@ class Event:
         self.noted.append("wait")
         self.passed = True
 
-    def record(self):
+    def record(self, stream):
+        assert stream == ("the stream of", CPU), "not that of the current device, which may be another one"
         self.noted.append("record")
         self.passed = False
 
 
-def test_the_host_writes_no_buffer_whose_transfer_still_runs():
+def test_the_host_writes_no_buffer_whose_transfer_still_runs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("the stream of", device))
     packed = PackedArrays(SHAPES, CPU)
     packed._sent = [Event(), Event()]
     buffers = []
