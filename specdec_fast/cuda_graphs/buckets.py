@@ -66,6 +66,7 @@ class Limits:
     Attributes:
         sequences: sequences of one forward.
         rows_each: rows of one sequence: K + 1 for a target, 2 for a draft model.
+        tree_rows: rows of one sequence in a verification of trees; 0: trees have no graphs.
         num_forwards: forwards in one graph of a draft model, each on the tokens that the one before it chose: K. Fewer
             forwards, as at the end of a text, run one by one, because every number would need a graph of its own.
 
@@ -74,17 +75,26 @@ class Limits:
     sequences: int
     rows_each: int
     num_forwards: int = 1
+    tree_rows: int = 0
 
-    def bucket(self, size: BatchSize, page_size: int, row_padding: RowPadding, num_forwards: int = 1) -> Bucket | None:
+    def bucket(
+        self,
+        size: BatchSize,
+        page_size: int,
+        row_padding: RowPadding,
+        num_forwards: int = 1,
+        has_trees: bool = False,
+    ) -> Bucket | None:
         """Return the smallest bucket for a batch, with one more row of each sequence per further forward.
 
         Sequences are rounded up to a power of two; rows to a power of two times the sequences, padded by
         ``row_padding``; pages to a power of two times the shortest context. None if no bucket is large enough.
         """
         num_rows, batch_size, most_rows, num_pages = size
-        if not 0 < batch_size <= min(self.sequences, num_rows) or most_rows > self.rows_each:
+        rows_each = self.tree_rows if has_trees else self.rows_each
+        if not 0 < batch_size <= min(self.sequences, num_rows) or most_rows > rows_each:
             return None
-        each = 1 if most_rows == 1 else self.rows_each
+        each = 1 if most_rows == 1 else rows_each
         sequences = min(1 << (batch_size - 1).bit_length(), self.sequences)
         one_each, most = (n + row_padding.padding(n) for n in (sequences, sequences * each))
         below, rows = 0, one_each

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.batch.trees import TreeRows
 from specdec_fast.cuda_graphs.buckets import BatchSize, Bucket, Limits, size_of
 from specdec_fast.cuda_graphs.capture import Capture, Captured, Run
 from specdec_fast.cuda_graphs.inputs import Inputs
@@ -48,6 +49,7 @@ class _Kind(NamedTuple):
     vocab_size: int = 0  # of the ids that are drafted
     samples: bool = False
     keeps_hidden: bool = False
+    has_trees: bool = False
 
 
 class _Graph(NamedTuple):
@@ -122,8 +124,9 @@ class Graphs:
         sampling: Mapping[str, np.ndarray],
         pool: PagePool,
         hidden_states: Tensor | None,
+        trees: TreeRows | None = None,
     ) -> tuple[Tensor, Joined] | None:
-        """Compute the rows of a verification of chains, and what is accepted.
+        """Compute the rows of a verification, and what is accepted.
 
         Args:
             layout: of ``T`` rows of ``B`` sequences.
@@ -132,27 +135,30 @@ class Graphs:
             sampling: of ``sampling_columns``; empty: all sequences are greedy.
             pool: the pages.
             hidden_states: memory for the taps of every row; None without taps.
+            trees: the shape of the rows, if they are trees of draft tokens; None: chains.
 
         Returns:
             The logits ``[T, V]``, and the results of ``verify_chain``. Read both before the model's next forward. None
             if there is no graph for the batch.
 
         """
-        if (bucket := self._bucket(size_of(layout), pool)) is None:
+        has_trees = trees is not None
+        if (bucket := self._bucket(size_of(layout), pool, has_trees=has_trees)) is None:
             return None
 
         def fill(inputs: Inputs) -> None:
-            inputs.send(layout, last, sampling, is_verified=True)
+            inputs.send(layout, last, sampling, is_verified=True, trees=trees)
             inputs.drafted[: len(draft_tokens)].copy_(draft_tokens)
 
-        kind = _Kind(bucket, "verify", samples=bool(sampling), keeps_hidden=hidden_states is not None)
+        kind = _Kind(bucket, "verify", 1, 0, bool(sampling), hidden_states is not None, has_trees)
         graph = self._graph(kind, pool, hidden_states, fill)
         if graph is None:
             return None
         logits, found = _replayed(graph, hidden_states)
         num_rows, batch_size, rows, places = len(layout.positions), len(last), bucket.num_rows, bucket.num_sequences
-        starts = zip((0, rows, rows + places), (num_rows, batch_size, batch_size), strict=True)
-        return logits[:num_rows], Joined(found, tuple(slice(start, start + count) for start, count in starts))
+        sizes = ((0, num_rows), (rows, batch_size), (rows + places, batch_size), (rows + 2 * places, num_rows))
+        parts = tuple(slice(start, start + count) for start, count in sizes[: 4 if has_trees else 3])
+        return logits[:num_rows], Joined(found, parts)
 
     @torch.inference_mode()
     def draft(
@@ -189,10 +195,10 @@ class Graphs:
         )
         return None if graph is None else _replayed(graph, None)[0][: len(layout.end)]
 
-    def _bucket(self, size: BatchSize, pool: PagePool, num_forwards: int = 1) -> Bucket | None:
+    def _bucket(self, size: BatchSize, pool: PagePool, num_forwards: int = 1, has_trees: bool = False) -> Bucket | None:
         if self.why_not is not None:
             return None
-        return self._limits.bucket(size, pool.page_size, pool.row_padding, num_forwards)
+        return self._limits.bucket(size, pool.page_size, pool.row_padding, num_forwards, has_trees)
 
     def _graph(
         self, kind: _Kind, pool: PagePool, hidden_states: Tensor | None, fill: Callable[[Inputs], None]
@@ -217,7 +223,7 @@ class Graphs:
         """Record a graph on the batch that needs it; computing it several times gives the same result each time."""
         if len(self._graphs) == MOST_GRAPHS:
             self._graphs.clear()
-        inputs = Inputs(kind.bucket, pool.page_size, pool.layout.device)
+        inputs = Inputs(kind.bucket, pool.page_size, pool.layout.device, kind.has_trees)
         fill(inputs)
         own = None  # outside of the graphs' memory, in which another graph would overwrite it
         if hidden_states is not None:

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import RaggedBatch
+from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.batch.trees import TreeRows
 from specdec_fast.cuda_graphs.buckets import Bucket
 from specdec_fast.device_copy import PackedArrays, all_to_device
 from specdec_fast.kv_cache.forward_layout import HostLayout
@@ -65,8 +66,23 @@ def _padding_on_device(
     return all_to_device([np.zeros_like(own.positions), *own], device)
 
 
+@lru_cache(maxsize=256)
+def _chains(positions: bytes, num_words: int) -> TreeRows:
+    """Return the padding rows of a bucket of trees, of which each sequence is a chain."""
+    depths = np.frombuffer(positions, np.int64)
+    masks = b"".join(((2 << depth) - 1).to_bytes(4 * num_words, "little") for depth in depths.tolist())
+    mask = np.frombuffer(masks, "<i4").reshape(len(depths), num_words)
+    return TreeRows(depths, (depths - 1).astype(np.int32), mask)
+
+
 class Inputs:
     """The tensors that a bucket's graphs read.
+
+    Args:
+        bucket: its shapes.
+        page_size: positions of a page.
+        device: of the tensors.
+        has_trees: whether rows are trees of draft tokens.
 
     Attributes:
         batch: the batch made of these tensors, which are never replaced by others. Where a draft token is verified, its
@@ -74,11 +90,14 @@ class Inputs:
         sampling: how the sequences choose, without repetition penalties.
         drafted: ``[num_rows]`` int64, room for the draft tokens of a verification, sequence after sequence.
         one_each: the places of which a drafting loop computes one row each.
+        parents: ``[num_rows]`` int32 of trees, see ``TreeRows``; None for chains.
 
     """
 
-    def __init__(self, bucket: Bucket, page_size: int, device: torch.device) -> None:
+    def __init__(self, bucket: Bucket, page_size: int, device: torch.device, has_trees: bool = False) -> None:
         rows, places = (bucket.num_rows,), (bucket.num_sequences,)
+        self._num_words = -(-bucket.max_seqlen_q // TREE_MASK_BITS)
+        trees = {"parents": (np.int32, rows), "tree_mask": (np.int32, (bucket.num_rows, self._num_words))}
         self._bucket, self._page_size, self.one_each = bucket, page_size, bucket.one_each
         self._packed = PackedArrays(
             {
@@ -90,10 +109,12 @@ class Inputs:
                 "seqused_k": (np.int32, places),
                 "block_table": (np.int32, (bucket.num_sequences, bucket.num_pages)),
                 **{name: (dtype, places) for name, dtype in _SAMPLING.items()},
+                **(trees if has_trees else {}),
             },
             device,
         )
         own = self._packed.on_device
+        self.parents = own.get("parents")
         self.drafted = torch.zeros(bucket.num_rows, dtype=torch.int64, device=device)
         self.batch = RaggedBatch(
             token_ids=own["token_ids"],
@@ -108,6 +129,7 @@ class Inputs:
             most_rows=bucket.max_seqlen_q,
             max_seqlen_q=bucket.max_seqlen_q,
             max_seqlen_k=bucket.num_pages * page_size,
+            tree_mask=own.get("tree_mask"),
         )
         self.sampling = self._sampling(device)
 
@@ -150,7 +172,12 @@ class Inputs:
         own.block_table[:batch_size, : batch.block_table.shape[1]] = batch.block_table[:batch_size]
 
     def send(
-        self, layout: HostLayout, token_ids: list[int], sampling: Mapping[str, np.ndarray], is_verified: bool
+        self,
+        layout: HostLayout,
+        token_ids: list[int],
+        sampling: Mapping[str, np.ndarray],
+        is_verified: bool,
+        trees: TreeRows | None = None,
     ) -> None:
         """Write a side of a step into the bucket's arrays, fill the rest of the bucket, and copy them to the device.
 
@@ -159,6 +186,7 @@ class Inputs:
             token_ids: of its rows; if they are verified, of the first row of each sequence.
             sampling: columns of ``sampling_columns``; empty: the graph chooses greedily and does not read any.
             is_verified: whether the other rows are draft tokens, which come in ``drafted``.
+            trees: the shape of the rows, if they are trees.
 
         """
         arrays, counts = self._packed.arrays(), layout.counts
@@ -179,6 +207,14 @@ class Inputs:
         table = arrays["block_table"]
         table[batch_size:], table[:batch_size, layout.table.shape[1] :] = 0, 0
         table[:batch_size, : layout.table.shape[1]] = layout.table
+        if trees is not None:
+            starts = layout.positions[counts.cu_seqlens[:-1]]
+            arrays["positions"][:num_rows] = starts[counts.sequence] + trees.depths
+            padding_trees, words = _chains(padding.positions.tobytes(), self._num_words), trees.mask.shape[1]
+            arrays["parents"][:num_rows], arrays["parents"][num_rows:] = trees.parents, padding_trees.parents
+            mask = arrays["tree_mask"]
+            mask[:num_rows, :words], mask[:num_rows, words:] = trees.mask, 0
+            mask[num_rows:] = padding_trees.mask
         for name, column in sampling.items():
             own = arrays["chosen_positions" if name == "positions" else name]
             own[:batch_size], own[batch_size:] = column, 0

@@ -25,7 +25,7 @@ class Choices(NamedTuple):
     """
 
     choose: Callable[[Tensor, int, Sampling | None], Tensor]
-    verify: Callable[[Tensor, Tensor, Tensor, Sampling | None], tuple[Tensor, ...]]
+    verify: Callable[[Tensor, Tensor, Tensor, Sampling | None, Tensor | None], tuple[Tensor, ...]]
     vocab_size: int
 
 
@@ -42,12 +42,12 @@ def verification(
 
     Returns:
         Logits ``[T, V]``, and ``[T + 2 B]`` int64: the target's tokens, the numbers of accepted draft tokens and the
-        next tokens.
+        next tokens; for trees ``[2 T + 2 B]``, with the accepted rows at the end.
 
     """
     batch = replace(inputs.batch, token_ids=inputs.token_ids(choices.vocab_size))
     logits = forward(batch)
-    found = choices.verify(logits, batch.token_ids, batch.cu_seqlens, sampling)
+    found = choices.verify(logits, batch.token_ids, batch.cu_seqlens, sampling, inputs.parents)
     return logits, torch.cat([part.long() for part in found])
 
 

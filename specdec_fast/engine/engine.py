@@ -95,7 +95,6 @@ class Engine:
             if self.config.deterministic:
                 make_deterministic(self.target)
             self.target.release_memory()
-            self.target.use_graphs(Limits(self.config.max_batch_size, self.config.most_draft_tokens + 1))
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
         if draft is not None:
@@ -104,6 +103,9 @@ class Engine:
         expect_max_nodes(drafter)
         if drafter.max_nodes:
             expect_trees(self.target)
+        most = self.config.most_draft_tokens
+        tree_rows = max(most, drafter.max_nodes) + 1 if drafter.max_nodes else 0
+        self.target.use_graphs(Limits(self.config.max_batch_size, most + 1, tree_rows=tree_rows))
         self.memory_plan = plan_memory(self.target, drafter, self.config, drafts=draft is not None)
         if self.memory_plan is not None:
             self.config, scheduler = self.memory_plan.config, make_scheduler(self.memory_plan.config)

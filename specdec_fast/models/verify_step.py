@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import sampling_columns, sampling_of
-from specdec_fast.batch.trees import rows_of_trees
+from specdec_fast.batch.trees import TreeRows, rows_of_trees
 from specdec_fast.device_copy import Joined, to_device
 from specdec_fast.errors import NotYetSupportedError
 from specdec_fast.kv_cache.forward_layout import lay_out, lay_out_on_host, spans_of
@@ -51,12 +51,12 @@ def verify_step(
         outcome = Outcome(emissions, paths)
         return Verification(counts, logits, outcome, model.program.seconds - before, seconds, hidden)
     started = perf_counter()
-    found = None if parents is not None else _by_graph(model, pool, rows, last, draft_tokens, hidden)
+    trees = None if parents is None else rows_of_trees(parents.tolist(), num_draft_tokens)
+    found = _by_graph(model, pool, rows, (last, draft_tokens, trees), hidden)
     if found is not None:
         return Verification(counts, *found, perf_counter() - started, 0.0, hidden)
     sampling = sampling_of(sequences, model.layout.device)
     token_ids = interleaved(last, draft_tokens, num_draft_tokens, model.vocab_size)
-    trees = None if parents is None else rows_of_trees(parents.tolist(), num_draft_tokens)
     batch = lay_out(pool, rows, token_ids, trees=trees)
     started = perf_counter()
     logits = model.forward(batch, pool, None, hidden)
@@ -70,8 +70,7 @@ def _by_graph(
     model: RaggedModel,
     pool: PagePool,
     rows: list[Rows],
-    last: list[int],
-    draft_tokens: Tensor,
+    fed: tuple[list[int], Tensor, TreeRows | None],
     hidden_states: Tensor | None,
 ) -> tuple[Tensor, Joined] | None:
     """Return logits and results of a graph of the whole verification; None if there is none for these sequences."""
@@ -79,7 +78,9 @@ def _by_graph(
     if model.graphs is None or any(s.params.repetition_penalty != 1 for s in sequences):
         return None
     columns = sampling_columns(sequences) if any(s.samples for s in sequences) else {}
-    return model.graphs.verify(lay_out_on_host(pool, rows), last, draft_tokens, columns, pool, hidden_states)
+    last, draft_tokens, trees = fed
+    layout = lay_out_on_host(pool, rows)
+    return model.graphs.verify(layout, last, draft_tokens, columns, pool, hidden_states, trees)
 
 
 def why_no_trees(model: RaggedModel) -> str | None:

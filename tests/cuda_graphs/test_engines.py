@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from itertools import product
 
@@ -21,6 +22,7 @@ from support.grids import diagonal, grid
 from support.models import truncated_copy
 from support.recording_drafter import Recording, hidden_states_of_text
 from support.repeated import waits
+from support.scripted_trees import RandomTrees
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +190,21 @@ def test_graphs_hand_over_hidden_states(pair, graphs_on_cpu):
     assert len(engine.drafter.released) == 2 * len(PROMPTS)
     for token_ids, seen in engine.drafter.released:
         assert torch.equal(seen, hidden_states_of_text(engine.target, token_ids))
+
+
+@diagonal(sampled={"greedy": False, "mixed": True}, dtype=[torch.float32, torch.bfloat16])
+def test_trees_are_verified_by_graphs(pair, sampled, dtype, graphs_on_cpu):
+    """Tokens and log-probability bits are those of plain decoding. Steps of a penalised sequence have no graph."""
+    target = copy.deepcopy(pair[0]).to(dtype)
+    params = [replace(p, logprobs=True, **({} if sampled else {"temperature": 0.0})) for p in PARAMS]
+    params = [p if i != 2 else replace(p, max_new_tokens=4) for i, p in enumerate(params)]
+
+    def outputs_of(engine):
+        return [(o.raise_for_error().token_ids, o.logprobs) for o in engine.generate(PROMPTS, params, progress=False)]
+
+    expected = outputs_of(sd.Engine(target, None, max_batch_size=1))
+    drafter = RandomTrees([token_ids for token_ids, _ in expected], max_nodes=12)
+    engine = sd.Engine(target, drafter, max_batch_size=4, num_draft_tokens=4)
+    assert [outputs_of(engine) for _ in range(3)] == [expected] * 3
+    assert engine.last_run.decoding.mean_acceptance_length > 1.5, "the trees held little of the text"
+    assert any(kind.has_trees and kind.samples == sampled for kind in engine.target.graphs._graphs)

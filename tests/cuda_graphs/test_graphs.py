@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, after
+from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.cuda_graphs import graphs
 from specdec_fast.cuda_graphs.capture import Captured
 from specdec_fast.device_copy import to_host
 from specdec_fast.drafters.draft_model import ModelDrafter
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out, lay_out_on_host
 from specdec_fast.models.draft_step import chosen_tokens
-from support.graphs import LIMITS, OWNERS, batches, eagerly, opened_pool
+from support.graphs import LIMITS, OWNERS, Everything, batches, eagerly, opened_pool
 from support.models import VOCAB_SIZE
 
 counts_of_batches = st.lists(st.lists(st.integers(1, LIMITS.rows_each), min_size=1, max_size=5), min_size=1, max_size=6)
@@ -112,6 +114,39 @@ def test_a_verification_has_the_bits_of_an_eager_forward(model, counts, start, d
     for _ in range(2):
         layout = lay_out_on_host(pools[1], rows)
         found = model.graphs.verify(layout, ids[~is_draft].tolist(), drafted, columns, pools[1], None)
+        assert torch.equal(found[0], logits)
+        assert to_host(found[1]) == [part.tolist() for part in expected]
+        assert torch.equal(pools[0].tensors[0][:, :, 1:], pools[1].tensors[0][:, :, 1:])
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(sizes=st.lists(st.integers(0, 8), min_size=1, max_size=5), start=st.integers(0, 20), data=st.data())
+def test_a_verification_of_trees_has_the_bits_of_an_eager_forward(model, sizes, start, data):
+    """Siblings differ in their tokens, of which one is the target's own choice now and then."""
+    model.use_graphs(replace(LIMITS, tree_rows=9))
+    model.graphs._asked = Everything()
+    pools, columns = filled_pools(model, start + 1), data.draw(choices(len(sizes)))
+    rows = [Rows(owner, start + 1, size + 1) for owner, size in enumerate(sizes)]
+    parents = [data.draw(st.integers(-1, node - 1)) for size in sizes for node in range(size)]
+    trees, sampling = rows_of_trees(parents, sizes), sampling_from(columns)
+    first, above = list(accumulate((size + 1 for size in sizes), initial=0)), torch.from_numpy(trees.parents)
+    ids = torch.arange(first[-1]) % VOCAB_SIZE
+    for _ in range(max(sizes, default=0)):
+        logits = eagerly(model, lay_out(pools[0], rows, ids, trees=trees), pools[0])
+        expected = model.ops.verify_chain(logits, ids, *seqlens(first, sampling), above)
+        for start_of, stop in pairwise(first):
+            row = data.draw(st.integers(start_of, stop - 1))
+            wanted = int(expected[0][start_of + max(int(above[row]), 0)])
+            siblings = [r for r in range(start_of + 1, stop) if above[r] == above[row]]
+            if row > start_of and wanted not in ids[siblings]:
+                ids[row] = wanted
+    logits = eagerly(model, lay_out(pools[0], rows, ids, trees=trees), pools[0])
+    expected = model.ops.verify_chain(logits, ids, *seqlens(first, sampling), above)
+    is_draft = torch.ones(len(ids), dtype=torch.bool)
+    is_draft[first[:-1]] = False
+    for _ in range(2):
+        layout, last = lay_out_on_host(pools[1], rows), ids[~is_draft].tolist()
+        found = model.graphs.verify(layout, last, ids[is_draft], columns, pools[1], None, trees)
         assert torch.equal(found[0], logits)
         assert to_host(found[1]) == [part.tolist() for part in expected]
         assert torch.equal(pools[0].tensors[0][:, :, 1:], pools[1].tensors[0][:, :, 1:])
