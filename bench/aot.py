@@ -85,7 +85,7 @@ def compile_variant(variant: Variant, target: GPUTarget) -> Any:
     source = ASTSource(
         fn=variant.kernel,
         signature={name: variant.signature.get(name, "constexpr") for name in arguments},
-        constexprs=variant.constexprs,
+        constexprs=_constexprs(variant, target),
         attrs={(arguments.index(name),): [["tt.divisibility", 16]] for name in variant.divisible},
     )
     options: dict[str, Any] = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
@@ -93,7 +93,16 @@ def compile_variant(variant: Variant, target: GPUTarget) -> Any:
         options["enable_fp_fusion"] = False
     if variant.max_registers is not None and target.backend == "cuda":
         options["maxnreg"] = variant.max_registers
+    if variant.instruction_side is not None and target.backend == "hip":
+        options["matrix_instr_nonkdim"] = variant.instruction_side
     return triton.compile(source, target=target, options=options)
+
+
+def _constexprs(variant: Variant, target: GPUTarget) -> dict[str, Any]:
+    """Return the compile-time arguments; kernels overlap where the target can do it, as ``overlap.overlaps`` says."""
+    if "OVERLAPS" not in variant.constexprs:
+        return variant.constexprs
+    return variant.constexprs | {"OVERLAPS": target.backend == "cuda" and target.arch >= 90}
 
 
 def measure(kernel: str, variant: Variant, target: str, has_instructions: bool) -> Resources:

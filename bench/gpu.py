@@ -44,7 +44,7 @@ TASKS = (
     Task("compile", gpu_compile.run, 3),
     Task("graphs", gpu_graphs.run, 2),
     Task("decoding", gpu_decoding.run, 5),
-    Task("timings", gpu_timings.run, 3),
+    Task("timings", gpu_timings.run, 4),
     Task("kernels", gpu_kernels.run, 3),
     Task("graph_gates", gpu_graphs.run_gates, 2),
     Task("equivalence", gpu_equivalence.run, 2),
@@ -119,7 +119,7 @@ def print_tables(results: dict[str, Result]) -> None:
     tables: tuple[tuple[str, Callable[[Result], Iterator[tuple[Any, ...]]], tuple[str, ...]], ...] = (
         ("timings", _timing_lines, ("op", "case", "dtype", "method", "us", "us/call", "GB/s", "of copy")),
         ("graphs", _graph_lines, ("what", "batch", "us", "eager us", "floor us", "of copy", "over eager")),
-        ("decoding", _decoding_lines, ("method", "batch", "acceptance", "same bits", *_DECODING_HEADER)),
+        ("decoding", _decoding_lines, ("method", "batch", "acceptance", *_DECODING_HEADER)),
     )
     for task, lines, header in tables:
         rows = list(lines(results.get(task, {"rows": []})))
@@ -156,7 +156,7 @@ def _decoding_lines(result: Result) -> Iterator[tuple[Any, ...]]:
         speeds = (f"{row['tokens_per_second']:.1f}", over, f"{row['mean_acceptance_length']:.2f}")
         shares = (f"{row['share_outside_forwards']:.1%}", f"{row['equal_share']:.1%}")
         acceptance = "-" if row["acceptance"] is None else row["acceptance"]
-        yield row["method"], row["batch"], acceptance, "yes" if row["deterministic"] else "no", *speeds, *shares
+        yield row["method"], row["batch"], acceptance, *speeds, *shares
 
 
 def _part_line(name: str, result: Result) -> tuple[Any, ...]:

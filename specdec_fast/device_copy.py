@@ -55,7 +55,7 @@ def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
 def _in_one_copy(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Pack, copy, and return views of the copy."""
     starts, size = _starts([array.nbytes for array in arrays])
-    packed = np.zeros(size, np.uint8)
+    packed = np.zeros(max(size, 1), np.uint8)  # slices of an empty tensor have stride 0, with which no view is possible
     for start, array in zip(starts, arrays, strict=True):
         packed[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
     copy = _copied(torch.from_numpy(packed), device)

@@ -63,6 +63,13 @@ def test_arrays_travel_in_one_copy_and_keep_bits_dtypes_and_shapes(copies):
         assert tensor.storage_offset() * tensor.element_size() % 16 == 0
 
 
+def test_arrays_without_numbers_travel(copies):
+    """A batch that fills its bucket has no padding; views of an empty tensor failed on a GPU."""
+    empty = [np.zeros(0, np.int64), np.zeros((2, 0), np.int32)]
+    tensors = all_to_device(empty, torch.device("cuda"))
+    assert [(tensor.dtype, tensor.shape) for tensor in tensors] == [(torch.int64, (0,)), (torch.int32, (2, 0))]
+
+
 def test_nothing_is_packed_on_a_cpu(copies):
     tensors = all_to_device(ARRAYS, CPU)
     assert copies == []

@@ -12,11 +12,13 @@ find them in the cache. (Where a row of weights is no multiple of 16 bytes, a pr
 outputs x groups of rows), groups of rows fastest.
 
 A row's bits depend on that row and the weights alone. One program adds up a whole sum, in the order of the features,
-and rounds once; no sum is split between programs. Rows are multiplied in blocks of 16. The number of rows determines
-only how many blocks share the weights that a program has loaded: 1, 4 or 8, each a compilation of its own. The
-instructions that multiply a block depend on the type and on whether the matrix has enough outputs for high tiles
-(``has_high_tiles``), and not on the number of blocks. The two heights of low tiles have the same instruction and the
-same steps through the features, so they give the same bits. No argument of the rows is specialised.
+and rounds once; no sum is split between programs. The number of rows determines the tiles, and so the instruction that
+multiplies them. Ampere has one instruction for all tiles, and AMD devices get one. On Hopper several do, and they give
+the same bits: ``make gpu-check`` compares them, and an engine compares the logits of its model when it is made. fp32
+is multiplied without tensor cores: a program adds up ``BLOCK_IN`` products, and then adds the sums. No argument of the
+rows is specialised.
+
+On Hopper and later, a program asks for its first weights while the kernel before it still runs: see ``overlap``.
 """
 
 from __future__ import annotations
@@ -30,14 +32,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_fast.triton_kernels.overlap import overlaps, prefetch_rows, wait
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 T = TypeVar("T")
 MAX_WEIGHTS = 3  # matrices of one launch
-_BLOCK_ROWS = 16  # rows of one product on tensor cores
-_NUM_BLOCKS = (1, 4, 8)  # of a program; the second are the rows of most verifications, the third serves prompts
-_ENOUGH_PROGRAMS = 96  # each loads at least 24 KiB of weights at a time, so many saturate a large device
-_HIGH = 64  # outputs of a high tile
+_ENOUGH_PROGRAMS = 96  # each loads at least 16 KiB of weights at a time, so many saturate a large device
+_LEAST_SHARED_MEMORY = 99 << 10  # bytes per program, of the devices of NVIDIA that have least
+_MOST_STAGES = 6
+_PREFETCHED = 256  # numbers of each row of weights for which a program asks before it waits
 _UNSPECIALISED = ("num_rows", "stride_rows_row")  # specialised by them, other rows would get another kernel
 
 
@@ -54,40 +57,40 @@ def _linear_kernel(
     NUM_WEIGHTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    groups = tl.cdiv(num_rows, BLOCK_ROWS * NUM_BLOCKS)
+    groups = tl.cdiv(num_rows, BLOCK_ROWS)
     weight, bias, out, out_features, tile = _matrix_of(
         tl.program_id(0) // groups, (weight_0, weight_1, weight_2), (bias_0, bias_1, bias_2), out,
         (out_features_0, out_features_1, out_features_2), num_rows.to(tl.int64), NUM_WEIGHTS, BLOCK_OUT,
     )  # fmt: skip
     output = tile.to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)  # [BLOCK_OUT]
     weight_at, weight_mask = weight + (output * IN_FEATURES)[:, None], (output < out_features)[:, None]
-    first_row = (tl.program_id(0) % groups).to(tl.int64) * (BLOCK_ROWS * NUM_BLOCKS) + tl.arange(0, BLOCK_ROWS)
-    sums = ()  # of each block [BLOCK_OUT, BLOCK_ROWS]
-    for _ in tl.static_range(NUM_BLOCKS):
-        sums += (tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32),)
+    if OVERLAPS and PREFETCHED > 0:
+        prefetch_rows(weight, output, out_features, IN_FEATURES, PREFETCHED)
+    wait(OVERLAPS)
+    row = (tl.program_id(0) % groups).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_at, row_mask = rows + tl.multiple_of(row * stride_rows_row, ALIGNMENT)[:, None], (row < num_rows)[:, None]
+    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for first in range(0, IN_FEATURES, BLOCK_IN):
         feature = first + tl.arange(0, BLOCK_IN)[None, :]  # [1, BLOCK_IN]
         inside = (feature < IN_FEATURES) | (IN_FEATURES % BLOCK_IN == 0)
         weights = tl.load(weight_at + feature, mask=weight_mask & inside, other=0.0)
-        later = ()
-        for block in tl.static_range(NUM_BLOCKS):
-            row = first_row + block * BLOCK_ROWS
-            row_at = rows + tl.multiple_of(row * stride_rows_row, ALIGNMENT)[:, None]
-            inputs = tl.load(row_at + feature, mask=(row < num_rows)[:, None] & inside, other=0.0)
-            later += (tl.dot(weights, inputs.T, sums[block], input_precision="ieee"),)
-        sums = later
-    for block in tl.static_range(NUM_BLOCKS):
-        row, result = first_row + block * BLOCK_ROWS, sums[block]
-        if HAS_BIAS:
-            result += tl.load(bias + output, mask=output < out_features, other=0.0).to(tl.float32)[:, None]
-        out_at = out + (row * out_features)[:, None] + output[None, :]
-        mask = (row < num_rows)[:, None] & (output < out_features)[None, :]
-        tl.store(out_at, result.to(out.dtype.element_ty).T, mask=mask)
+        inputs = tl.load(row_at + feature, mask=row_mask & inside, other=0.0)
+        if weights.dtype == tl.float32:
+            # Not a plain sum: Triton would give it to the product, which then adds its terms to it one by one.
+            sums = tl.fma(tl.dot(weights, inputs.T, input_precision="ieee"), 1.0, sums)
+        else:
+            sums = tl.dot(weights, inputs.T, sums)
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=output < out_features, other=0.0).to(tl.float32)[:, None]
+    out_at = out + (row * out_features)[:, None] + output[None, :]
+    mask = row_mask & (output < out_features)[None, :]
+    tl.store(out_at, sums.to(out.dtype.element_ty).T, mask=mask)
 
 
 @triton.jit
@@ -109,43 +112,51 @@ def _matrix_of(
     return weight, bias, out_at, out_features, place
 
 
-def has_high_tiles(dtype: torch.dtype, out_features: int) -> bool:
-    """Return whether a matrix is multiplied in high tiles; other instructions than those of low tiles compute them."""
-    return dtype != torch.float32 and out_features >= _HIGH * _ENOUGH_PROGRAMS
-
-
 def _launch(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int) -> Launch:
-    """Choose tiles and warps for matrices of these outputs. Only the number of blocks depends on the rows.
+    """Choose tiles and warps for matrices of these outputs.
 
-    Few outputs get low tiles, so that enough programs run to use the whole bandwidth. Splitting their sums instead
-    would need a second launch, which takes longer than reading so few weights. With 16-bit numbers a warp computes at
-    least 8 outputs, so a low tile has work for two warps. fp32 uses no tensor cores; higher tiles would spill.
+    16-bit numbers: 64 outputs are the least with which Hopper's largest instruction works. Few rows share a program,
+    which reads weights once; many rows get tiles that are also wide. fp32 uses no tensor cores; larger tiles would
+    spill. Splitting sums instead of outputs would need a second launch.
     """
-    is_fp32, alignment = dtype == torch.float32, _alignment(dtype, in_features)
-    block_out = 32 if sum(sizes) >= 32 * _ENOUGH_PROGRAMS else 16
-    if has_high_tiles(dtype, sizes[0]):
-        block_out = _HIGH
-    most = 1 if alignment == 1 else 4 if is_fp32 or block_out == 16 else 8  # as many as do not spill
-    num_blocks = next(n for n in _NUM_BLOCKS if n == most or num_rows <= n * _BLOCK_ROWS)
+    alignment, num_outputs = _alignment(dtype, in_features), sum(sizes)
+    block_in, num_warps = 128, 4
+    if dtype == torch.float32:
+        block_out, block_in = 32 if num_outputs >= 32 * _ENOUGH_PROGRAMS else 16, 32
+        block_rows = 16 if num_rows <= 16 or alignment == 1 else 64
+        num_warps = 8 if block_out * block_rows > 1024 else 4
+    elif num_rows <= 64 or alignment == 1:
+        block_out, block_rows = 64, 16 if num_rows <= 16 or alignment == 1 else 64
+    else:
+        block_in, block_rows = 64, 128
+        has_many = triton.cdiv(num_rows, 128) * triton.cdiv(num_outputs, 128) >= 2 * _ENOUGH_PROGRAMS
+        block_out, num_warps = (128, 8) if has_many else (64, 4)
     constexprs = {
         "IN_FEATURES": in_features,
         "ALIGNMENT": alignment,
-        "NUM_BLOCKS": num_blocks,
-        "BLOCK_ROWS": _BLOCK_ROWS,
+        "BLOCK_ROWS": block_rows,
         "BLOCK_OUT": block_out,
-        "BLOCK_IN": 64 if is_fp32 else 128,
+        "BLOCK_IN": block_in,
+        "PREFETCHED": _PREFETCHED,
     }
-    # Four warps would spill a tile of 32 x 64.
-    num_warps = 2 if not is_fp32 and (block_out == 16 or (block_out, num_blocks) == (32, 4)) else 4
-    return Launch(constexprs, num_warps, _num_stages(is_fp32, block_out, num_blocks))
+    stages = _num_stages((block_out + block_rows) * block_in * dtype.itemsize)
+    limit = (
+        255 if torch.version.hip is None else None
+    )  # otherwise tiles of many rows spill, for occupancy that they lack
+    return Launch(constexprs, num_warps, stages, max_registers=limit, instruction_side=16)
 
 
-def _num_stages(is_fp32: bool, block_out: int, num_blocks: int) -> int:
-    """Return how many tiles of weights are loaded ahead. Blocks of rows take the same shared memory; AMD has less."""
-    is_small = block_out == 16 and not is_fp32  # half of the bytes of the other tiles
+def _num_stages(num_bytes: int) -> int:
+    """Return how many tiles of weights and rows of ``num_bytes`` are loaded ahead. No bit depends on it."""
     if torch.version.hip is not None:
-        return 3 if is_small else 2
-    return {1: 7, 4: 5}[num_blocks] if is_small else {1: 4, 4: 3, 8: 2}[num_blocks]
+        return 2
+    return max(2, min(_shared_memory() // num_bytes, _MOST_STAGES))
+
+
+def _shared_memory() -> int:
+    if not torch.cuda.is_available():
+        return _LEAST_SHARED_MEMORY
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin)
 
 
 def _alignment(dtype: torch.dtype, in_features: int) -> int:
@@ -160,7 +171,8 @@ def _aligned(rows: Tensor, alignment: int) -> Tensor:
 
 
 def _with(launch: Launch, num_weights: int, has_bias: bool) -> Launch:
-    return replace(launch, constexprs={**launch.constexprs, "NUM_WEIGHTS": num_weights, "HAS_BIAS": has_bias})
+    flags = {"NUM_WEIGHTS": num_weights, "HAS_BIAS": has_bias, "OVERLAPS": overlaps()}
+    return replace(launch, constexprs=launch.constexprs | flags)
 
 
 def _filled(given: Sequence[T]) -> list[T]:
@@ -178,8 +190,7 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | 
 
     Args:
         rows: ``[T, in_features]``.
-        weights: 1 to ``MAX_WEIGHTS`` matrices ``[out_features_i, in_features]``, contiguous; ``has_high_tiles`` is the
-            same for all of them.
+        weights: 1 to ``MAX_WEIGHTS`` matrices ``[out_features_i, in_features]``, contiguous.
         biases: ``[out_features_i]`` for each matrix, or None.
 
     Returns:
@@ -196,7 +207,7 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | 
     blocks = launch.constexprs
     rows = _aligned(rows, blocks["ALIGNMENT"])
     num_tiles = sum(triton.cdiv(size, blocks["BLOCK_OUT"]) for size in sizes)
-    _linear_kernel[(num_tiles * triton.cdiv(num_rows, blocks["BLOCK_ROWS"] * blocks["NUM_BLOCKS"]),)](
+    _linear_kernel[(num_tiles * triton.cdiv(num_rows, blocks["BLOCK_ROWS"]),)](
         rows,
         *_filled(weights),
         *_filled(biases or weights),
@@ -234,8 +245,9 @@ def variants() -> Iterator[Variant]:
             aligned = (*_POINTERS, *_SIZES) if all(size % 16 == 0 for size in sizes) else _POINTERS
             name = f"{kind}_{in_features}x{'_'.join(map(str, sizes))}{'_bias' * has_bias}"
             for launch in _launches(dtype, in_features, sizes):
-                blocks, launched = launch.constexprs["NUM_BLOCKS"], _with(launch, len(sizes), has_bias)
-                yield launched.variant(f"{name}_{blocks}", _linear_kernel, signature, aligned)
+                tile, launched = launch.constexprs, _with(launch, len(sizes), has_bias)
+                suffix = f"{tile['BLOCK_OUT']}x{tile['BLOCK_ROWS']}"
+                yield launched.variant(f"{name}_{suffix}", _linear_kernel, signature, aligned)
         (launch,) = _launches(dtype, 67, (33,))
         yield _with(launch, 1, True).variant(f"{kind}_unaligned", _linear_kernel, signature, _POINTERS)
         launch = _with(launch, 1, True)  # Triton treats an integer that is 1 as a constant
@@ -246,5 +258,6 @@ def variants() -> Iterator[Variant]:
 
 def _launches(dtype: torch.dtype, in_features: int, sizes: Sequence[int]) -> list[Launch]:
     """Return the launches for all numbers of rows."""
-    launches = [_launch(dtype, in_features, sizes, blocks * _BLOCK_ROWS) for blocks in _NUM_BLOCKS]
-    return list({launch.constexprs["NUM_BLOCKS"]: launch for launch in launches}.values())
+    launches = [_launch(dtype, in_features, sizes, num_rows) for num_rows in (16, 64, 128, 1 << 20)]
+    tiles = {(each.constexprs["BLOCK_OUT"], each.constexprs["BLOCK_ROWS"]): each for each in launches}
+    return list(tiles.values())

@@ -27,6 +27,7 @@ from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.triton_kernels.attention_math import empty_state, merge
 from specdec_fast.triton_kernels.attention_tile import reduce_piece, result_of, store_tile, tile_of
 from specdec_fast.triton_kernels.attention_tree import path_variants, paths_of
+from specdec_fast.triton_kernels.overlap import overlaps, wait
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 PIECE = 512  # positions; it defines a row's bits, as the sizes of tiles do
@@ -63,8 +64,9 @@ def _attention_kernel(
     path_width, window, inner_scale, score_scale,  # fp32 scales: of products before the soft cap; of scores to log 2
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr,
-    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait(OVERLAPS)
     kv_head, place = (tl.program_id(0) % num_kv_heads).to(tl.int64), tl.program_id(0) // num_kv_heads
     sequence = (place // max_tiles).to(tl.int64)
     first_pair = (max_tiles - 1 - place % max_tiles) * BLOCK_M  # last tiles first: they see most positions
@@ -114,8 +116,9 @@ def _merge_kernel(
     out,  # [T, num_heads, VALUE_DIM], contiguous
     num_kv_heads, max_tiles, num_splits, window,  # tiles of PAIRS here
     VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
-    PIECE: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr,
+    PIECE: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait(OVERLAPS)
     kv_head, place = (tl.program_id(0) % num_kv_heads).to(tl.int64), tl.program_id(0) // num_kv_heads
     sequence, first_pair = (place // max_tiles).to(tl.int64), place % max_tiles * PAIRS
     # The pieces of these pairs are those of their tile in the first kernel.
@@ -175,12 +178,12 @@ def _alignment(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def _with(launch: Launch, **flags: int) -> Launch:
-    return replace(launch, constexprs={**launch.constexprs, **flags})
+    return replace(launch, constexprs={**launch.constexprs, "OVERLAPS": overlaps(), **flags})
 
 
 def _merge_launch(launch: Launch) -> Launch:
     """Return the launch of the second kernel for one of the first kernel, with the same flags."""
-    shared = ("VALUE_DIM", "GROUP", "BLOCK_M", "BLOCK_V", "PIECE", "TREE", "SINKS")
+    shared = ("VALUE_DIM", "GROUP", "BLOCK_M", "BLOCK_V", "PIECE", "TREE", "SINKS", "OVERLAPS")
     constexprs = {name: launch.constexprs[name] for name in shared}
     return Launch({**constexprs, "PAIRS": _MERGED_PAIRS}, num_warps=4, num_stages=2)
 

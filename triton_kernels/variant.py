@@ -26,6 +26,7 @@ class Variant:
             Triton's just-in-time compiler does.
         max_registers: registers per thread on NVIDIA; None leaves the number to the assembler, which may spill for more
             occupancy.
+        instruction_side: rows and columns of what an instruction of AMD multiplies; None: the compiler chooses.
         fuses: whether a product and a sum may become one operation, which rounds once.
 
     """
@@ -38,6 +39,7 @@ class Variant:
     num_stages: int = 2
     divisible: tuple[str, ...] = ()
     max_registers: int | None = None
+    instruction_side: int | None = None
     fuses: bool = True
 
 
@@ -51,6 +53,7 @@ class Launch:
         num_stages: depth of the software pipeline.
         max_registers: registers per thread on NVIDIA; None leaves the number to the assembler, which may spill for more
             occupancy.
+        instruction_side: rows and columns of what an instruction of AMD multiplies; None: the compiler chooses.
 
     """
 
@@ -58,14 +61,22 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     max_registers: int | None = None
+    instruction_side: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of a launch, ``kernel[grid](..., **options)``."""
-        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
-        return {**self.constexprs, "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
+        options = {**self.constexprs, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
+        if self.instruction_side is not None and torch.version.hip is not None:
+            options["matrix_instr_nonkdim"] = self.instruction_side
+        if self.constexprs.get("OVERLAPS"):
+            options["launch_pdl"] = True
+        return options
 
     def variant(self, name: str, kernel: Any, signature: dict[str, str], divisible: tuple[str, ...]) -> Variant:
         """Return the compilation that this launch requests."""
         shape = (self.num_warps, self.num_stages)
-        return Variant(name, kernel, signature, self.constexprs, *shape, divisible, self.max_registers)
+        limits = (self.max_registers, self.instruction_side)
+        return Variant(name, kernel, signature, self.constexprs, *shape, divisible, *limits)

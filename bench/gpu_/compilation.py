@@ -78,7 +78,7 @@ def _calls() -> Iterator[tuple[str, Call]]:
     for dtype in floats:
         yield from calls_on(Heads(shape.heads, shape.kv_heads, shape.head_dim, 1024), dtype, ROWS)
         weight = torch.empty(out_features, in_features, dtype=dtype)
-        for count in (1, 64, 65):  # the number of rows chooses one of three compilations
+        for count in (1, 64, 65, 600):  # the number of rows chooses one of four compilations
             rows = torch.empty(count, in_features, dtype=dtype)
             yield "linear", partial(launcher("linear"), rows, weight)
             parts = gpu_kernels.parts_of_weight(weight)

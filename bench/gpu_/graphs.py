@@ -179,7 +179,7 @@ def _time_drafting(
 def _model(shape: ModelShape, sizes: gpu_decoding.Sizes, device: torch.device, limits: Limits) -> RaggedModel:
     module = random_model(shape, sizes.vocab_size, sizes.dtype, device, SEED)
     # If the device has no graphs, PyTorch runs the forwards: graphs are not to be compared with a CPU's programs.
-    model = RaggedModel(module, resolve(device), enforce_eager=device.type not in CAPTURES)
+    model = RaggedModel(module, resolve(device, dtype=module.dtype), enforce_eager=device.type not in CAPTURES)
     model.use_graphs(limits)
     return model
 

@@ -230,13 +230,13 @@ def _check_linear(
 ) -> None:
     """Count calls on some rows, from either end, whose outputs have other bits than the call on all rows."""
     generator, (in_features, out_features) = torch.Generator().manual_seed(0), sizes.linear
-    rows = torch.randn(200, in_features, generator=generator).to(dtype).to(device)
+    rows = torch.randn(600, in_features, generator=generator).to(dtype).to(device)
     weight = torch.randn(out_features, in_features, generator=generator).to(dtype).to(device)
     what = f"rows of linear on {backend} in {name_of(dtype)}"
     try:
         linear = op.load(backend)
         whole, same = linear(rows, weight), []
-        for count in (1, 3, 8, 15, 16, 17, 32, 33, 48, 64, 65):
+        for count in (1, 3, 8, 15, 16, 17, 32, 33, 48, 64, 65, 128, 129, 512):  # tiles of all sizes
             same += [same_bits(linear(rows[:count], weight), whole[:count])]
             same += [same_bits(linear(rows[-count:], weight), whole[-count:])]
     except Exception as error:
@@ -254,10 +254,7 @@ def parts_of_weight(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check_linears(dtype: torch.dtype, device: torch.device, sizes: Sizes, progress: Progress) -> None:
-    """Compare three matrices in one launch with a launch for each of them, at several numbers of rows.
-
-    Alone, the matrices may have tiles of another height: see ``has_high_tiles``.
-    """
+    """Compare three matrices in one launch with a launch for each of them, at several numbers of rows."""
     from specdec_fast.triton_kernels.linear import linear, linears
 
     generator, (in_features, out_features) = torch.Generator().manual_seed(0), sizes.linear

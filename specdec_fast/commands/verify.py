@@ -136,7 +136,7 @@ def _prompts(args: argparse.Namespace, matrix: Matrix) -> list[list[int]]:
     """Check and encode every line. An invalid line ends the command, because a report on the rest would mislead."""
     config = EngineConfig(dtype=matrix.dtypes[0], device=args.device, backend=args.backend)
     model = load_model(args.target, config.dtype, config.device)  # type: ignore[arg-type]
-    target = RaggedModel(model, resolve(model.device, args.backend), config.page_size)
+    target = RaggedModel(model, resolve(model.device, args.backend, model.dtype), config.page_size)
     builder = RequestBuilder(target, load_tokenizer(getattr(model.config, "_name_or_path", None)))
     prompts = []
     for line in read_prompts(args.prompts):

@@ -77,7 +77,8 @@ class Op:
         benchmarks_of_rows: the same for given numbers of rows; None if rows are not what an op's sizes differ in.
         bytes_moved: returns the least number of bytes to read and write, for given arguments.
         exact: whether implementations must agree bit for bit (integers, copies) or within rounding.
-        preference: device type to the backends that "auto" chooses from, where the general order does not hold.
+        preference: device type, and dtype if there is one, to the backends that "auto" chooses from, where the general
+            order does not hold.
         invariant: backends whose implementation gives a row the same bits whatever the other rows, by construction.
         trees: backends whose implementation gives a row of a tree the bits that it has alone in the chain of its path.
 
@@ -90,7 +91,7 @@ class Op:
     benchmarks: Callable[[], Iterable[Case]]
     bytes_moved: Callable[..., int]
     exact: bool = True
-    preference: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    preference: Mapping[tuple[str, torch.dtype | None], tuple[str, ...]] = field(default_factory=dict)
     invariant: frozenset[str] = frozenset()
     trees: frozenset[str] = frozenset()
     benchmarks_of_rows: Callable[[Iterable[int]], Iterable[Case]] | None = None
@@ -230,13 +231,14 @@ def all_ops() -> dict[str, Op]:
     return {module.OP.name: module.OP for module in modules}
 
 
-def resolve(device: torch.device, backend: str = AUTO) -> Ops:
+def resolve(device: torch.device, backend: str = AUTO, dtype: torch.dtype | None = None) -> Ops:
     """Choose an implementation of every op for ``device``.
 
     Args:
         device: the device of the tensors.
         backend: ``"auto"`` chooses per op the best backend that runs here. A name chooses that backend for all ops
             that it has; the other ops raise a BackendError when they are called, because a model may need none.
+        dtype: of the numbers, if ``"auto"`` should choose what is best for it.
 
     Raises:
         ConfigError: there is no such backend.
@@ -248,7 +250,7 @@ def resolve(device: torch.device, backend: str = AUTO) -> Ops:
     chosen, missing = {}, {}
     for op in all_ops().values():
         is_left_to_auto = backend != AUTO and BACKENDS[backend].partial and backend not in op.implementations
-        choice = _best(op, device) if backend == AUTO or is_left_to_auto else backend
+        choice = _best(op, device, dtype) if backend == AUTO or is_left_to_auto else backend
         if choice not in op.implementations:
             missing[op.name] = _missing(op, device, backend)
             continue
@@ -285,8 +287,8 @@ def _imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _best(op: Op, device: torch.device) -> str:
-    preferred = op.preference.get(device.type, _PREFERENCE.get(device.type, ()))
+def _best(op: Op, device: torch.device, dtype: torch.dtype | None) -> str:
+    preferred = op.preference.get((device.type, dtype), _PREFERENCE.get(device.type, ()))
     candidates = (name for name in preferred if device.type in BACKENDS[name].device_types)
     return next((name for name in candidates if op.why_unavailable(name) is None), "torch")
 

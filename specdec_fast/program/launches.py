@@ -25,7 +25,7 @@ from specdec_fast.program.ir import (
     Plan,
     RowOp,
 )
-from specdec_fast.triton_kernels.linear import MAX_WEIGHTS, has_high_tiles
+from specdec_fast.triton_kernels.linear import MAX_WEIGHTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,17 +121,16 @@ def _joined(steps: Sequence[_Single]) -> list[Shared]:
 def _joint_key(step: Instruction) -> object:
     """Return what linears of one launch have in common; None for what is a launch of its own.
 
-    The kernel reads weights as they are stored, and multiplies all matrices in tiles of one height. Its results lie one
-    after the other, at addresses that must be multiples of 16 bytes for every number of rows: Triton compiles another
-    kernel for an argument with another alignment.
+    The kernel reads weights as they are stored. Its results lie one after the other, at addresses that must be
+    multiples of 16 bytes for every number of rows: Triton compiles another kernel for an argument with another
+    alignment.
     """
     if not isinstance(step, Linear) or not step.weight.is_contiguous():
         return None
     weight = step.weight
     if weight.shape[0] * weight.itemsize % 16:
         return None
-    high, has_bias = has_high_tiles(weight.dtype, weight.shape[0]), step.bias is not None
-    return step.source, step.offset, step.num_vectors, weight.dtype, weight.shape[1], high, has_bias
+    return step.source, step.offset, step.num_vectors, weight.dtype, weight.shape[1], step.bias is not None
 
 
 def _launch_of(group: Sequence[_Single]) -> Shared:

@@ -216,7 +216,7 @@ def _block(values: Values, tile: tuple[Axis, int] | None, first: int, count: int
 
 
 def _source(pointers: Pointers, body: str, domain: int) -> str:
-    row = "    row = tl.program_id(0).to(tl.int64)\n    tile = tl.program_id(1)\n"
+    row = "    wait(OVERLAPS)\n    row = tl.program_id(0).to(tl.int64)\n    tile = tl.program_id(1)\n"
     if "+ source)" in body:
         source = f"tl.load({pointers.name('logit_rows')} + row)" if domain == LOGIT_ROWS else "row"
         row += f"    source = {source}\n"
@@ -226,4 +226,5 @@ def _source(pointers: Pointers, body: str, domain: int) -> str:
         for name, tensor in zip(names, pointers.tensors, strict=True)
         if isinstance(tensor, str) and tensor in OF_BATCH
     ]
-    return f"@triton.jit(do_not_specialize={batch})\ndef row_kernel({', '.join(names)}):\n{row}{body}"
+    arguments = ", ".join([*names, "OVERLAPS: tl.constexpr"])
+    return f"@triton.jit(do_not_specialize={batch})\ndef row_kernel({arguments}):\n{row}{body}"

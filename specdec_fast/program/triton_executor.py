@@ -31,6 +31,8 @@ from specdec_fast.program.row_values import NotEmittableError
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.triton_kernels import row_functions
 from specdec_fast.triton_kernels.linear import linears
+from specdec_fast.triton_kernels.overlap import overlaps, wait
+from specdec_fast.triton_kernels.variant import Launch as KernelLaunch
 
 # A product and a sum are rounded one after the other, as the instructions say.
 OPTIONS = {"enable_fp_fusion": False}
@@ -67,9 +69,14 @@ def compiled(source: str) -> Any:
     name = f"<row kernel {sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # Triton reads it
     functions = {each: getattr(row_functions, each) for each in dir(row_functions) if each.endswith("_of")}
-    namespace: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": name, **functions}
+    namespace: dict[str, Any] = {"triton": triton, "tl": tl, "wait": wait, "__name__": name, **functions}
     exec(compile(source, name, "exec"), namespace)
     return namespace["row_kernel"]
+
+
+def launch_of(kernel: RowKernel) -> KernelLaunch:
+    """Return the compile-time choices of a launch."""
+    return KernelLaunch({"OVERLAPS": overlaps()}, kernel.num_warps)
 
 
 class TritonProgram:
@@ -126,6 +133,7 @@ class TritonProgram:
 
     def _row_run(self, run: RowRun, kernel: RowKernel) -> Callable[[_Forward], None]:
         function, is_logits = compiled(kernel.source), run.domain == LOGIT_ROWS
+        options = launch_of(kernel)
 
         def launch(forward: _Forward) -> None:
             num_rows = forward.num_logit_rows if is_logits else forward.num_rows
@@ -133,7 +141,7 @@ class TritonProgram:
                 forward.write(buffer, num_rows, self._dtypes[buffer])
             tensors = [forward.tensor(each) for each in kernel.tensors]
             if num_rows:
-                function[num_rows, kernel.num_tiles](*tensors, num_warps=kernel.num_warps, **OPTIONS)
+                function[num_rows, kernel.num_tiles](*tensors, **options.options, **OPTIONS)
 
         return launch
 

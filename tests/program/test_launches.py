@@ -18,7 +18,6 @@ pytest.importorskip("triton")
 
 from specdec_fast.program.launches import JointLinear, RowRun, launches_of
 from specdec_fast.program.triton_executor import kernels_of
-from specdec_fast.triton_kernels import linear as linear_module
 from support.device_programs import launched, plan_of
 
 pytestmark = needs_programs
@@ -84,15 +83,6 @@ def test_linears_of_one_input_are_one_launch(function, sizes):
     token_ids = torch.tensor([5, 40, 60])
     expected = model(token_ids[None], torch.arange(3)[None])[0]
     torch.testing.assert_close(launched(model)(token_ids), expected)
-
-
-def test_linears_with_tiles_of_other_instructions_are_launched_apart(monkeypatch):
-    """Llama-3-70B's queries have high tiles, its keys and values low ones."""
-    monkeypatch.setattr(linear_module, "_ENOUGH_PROGRAMS", 1)
-    model = Function(lambda x, p: torch.cat([F.linear(x, w.half()) for w in matrices(64, 16, 8)], -1), torch.float16)
-    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
-    launches = [each for each in launches_of(plan) if isinstance(each, JointLinear | Linear)]
-    assert [len(each.writes) for each in launches] == [1, 2]
 
 
 def overwritten_after_it_is_read(x):

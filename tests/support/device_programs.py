@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 import torch
@@ -20,7 +21,7 @@ from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
 from specdec_fast.program.ir import Plan
 from specdec_fast.program.row_kernel import OF_BATCH, RowKernel
-from specdec_fast.program.triton_executor import TritonProgram, compiled, dtypes_of, kernels_of
+from specdec_fast.program.triton_executor import TritonProgram, compiled, dtypes_of, kernels_of, launch_of
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Variant
 from support.experts import CONFIGS as EXPERTS
 from support.experts import mixture_of, tiny_mixture
@@ -71,7 +72,8 @@ def variant_of(plan: Plan, kernel: RowKernel, name: str) -> Variant:
             kind = f"*{TYPE_NAMES[dtypes[tensor] if isinstance(tensor, int) else tensor.dtype]}"
         signature[f"p{i}"] = kind
     aligned = tuple(f"p{i}" for i, tensor in enumerate(kernel.tensors) if tensor not in list(OF_BATCH))
-    return Variant(name, compiled(kernel.source), signature, {}, kernel.num_warps, 2, aligned, fuses=False)
+    variant = launch_of(kernel).variant(name, compiled(kernel.source), signature, aligned)
+    return replace(variant, fuses=False)
 
 
 def compiled_for(size: str, architecture: str, targets: Sequence[str]) -> list[Resources]:
