@@ -88,17 +88,16 @@ def _fold(
         key_at = key_cache + (head * HEAD_DIM)[:, None] + dims[None, :]
         value_at = value_cache + (head * VALUE_DIM)[:, None] + value_dims[None, :]
         keys = _load_entries(key_at, inside, dims, HEAD_DIM, PARTIAL)
-        if PARTIAL:  # asked for before the products, because this tile is loaded without a pipeline
-            values = _load_entries(value_at, inside, value_dims, VALUE_DIM, PARTIAL)
         products = tl.dot(queries, keys.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if SOFTCAP:
             products = tanh(products * inner_scale)
         scores = products * score_scale  # in units of log 2
+        usable = inside
         if PARTIAL:
-            # A value that is not finite must not reach the rows that do not see it, as 0 * NaN would. So the value
-            # becomes 0, and the rows that see it get a score that makes them NaN.
+            # A value that is not finite must not reach the rows that do not see it, as 0 * NaN would. So the value is
+            # loaded as 0, and the rows that see it get a score that makes them NaN.
+            values = _load_entries(value_at, inside, value_dims, VALUE_DIM, PARTIAL)
             usable = inside & (tl.max(tl.where(finite(values), 0, 1), axis=1) == 0)
-            values = tl.where(usable[:, None], values, 0.0)
             products = tl.where((inside != usable)[None, :], float("nan"), products)
             visible = _visible(tile, row_position, window, BLOCK_N)
             scores = tl.where(visible, scores, float("-inf"))
@@ -109,8 +108,7 @@ def _fold(
             weights = tl.where(visible, weights, 0.0)
         rescale = tl.exp2(maximum - shift)
         total = tl.fma(total, rescale, tl.sum(weights, axis=1))
-        if not PARTIAL:
-            values = _load_entries(value_at, inside, value_dims, VALUE_DIM, PARTIAL)
+        values = _load_entries(value_at, usable, value_dims, VALUE_DIM, PARTIAL)
         sums = tl.dot(weights.to(values.dtype), values, sums * rescale[:, None], input_precision="ieee")
         maximum = later_maximum
     return sums, maximum, total

@@ -140,9 +140,7 @@ def _launch(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows
         "PREFETCHED": _PREFETCHED,
     }
     stages = _num_stages((block_out + block_rows) * block_in * dtype.itemsize)
-    limit = (
-        255 if torch.version.hip is None else None
-    )  # otherwise tiles of many rows spill, for occupancy that they lack
+    limit = 255 if torch.version.hip is None else None  # the assembler would choose fewer, and spill
     return Launch(constexprs, num_warps, stages, max_registers=limit, instruction_side=16)
 
 

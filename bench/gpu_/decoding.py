@@ -60,8 +60,8 @@ class Sizes:
         prompts: number of prompts at each batch size.
         num_draft_tokens: K.
         acceptance: probabilities that a draft token is the target's own.
-        warm_up_tokens: tokens per prompt before each measured run; as many as measured where there are graphs, which
-            are recorded when they are first needed.
+        warm_up_tokens: tokens per prompt in each of two runs before each measured one; as many as measured where there
+            are graphs, which are recorded when they are needed for the second time.
 
     """
 
@@ -207,7 +207,8 @@ def _measure(bench: Bench, setting: DecodingSetting, plain: dict[int, float], pr
     began = monotonic()
     run = bench.engine(setting)
     made = monotonic()
-    run.decode(bench.sizes.warm_up_tokens)
+    for _ in range(2):
+        run.decode(bench.sizes.warm_up_tokens)
     before = {"engine_seconds": made - began, "warm_up_seconds": monotonic() - made}
     row = _measured(run, bench)
     if setting.method == PLAIN:

@@ -67,8 +67,8 @@ class Limits:
         sequences: sequences of one forward.
         rows_each: rows of one sequence: K + 1 for a target, 2 for a draft model.
         tree_rows: rows of one sequence in a verification of trees; 0: trees have no graphs.
-        num_forwards: forwards in one graph of a draft model, each on the tokens that the one before it chose: K. Fewer
-            forwards, as at the end of a text, run one by one, because every number would need a graph of its own.
+        num_forwards: forwards in one graph of a draft model, each on the tokens that the one before it chose: K. If no
+            sequence needs so many, they run one by one, because every number would need a graph of its own.
 
     """
 

@@ -173,7 +173,7 @@ class Graphs:
         """Compute rows, then one more row of each sequence per forward, on the token chosen before.
 
         Args:
-            layout: of the first forward, ``B`` sequences, whose pages suffice for the rows of all forwards.
+            layout: of the first forward, ``B`` sequences, with block tables for the rows of all forwards.
             token_ids: of its rows.
             num_forwards: number of forwards, ``K``.
             sampling: of ``sampling_columns``; empty: all sequences are greedy.

@@ -99,20 +99,26 @@ def row_layout(counts: tuple[int, ...], device: torch.device) -> RowLayout:
     return RowLayout(own, cu_seqlens, cu_seqlens[1:].long() - 1)
 
 
-def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int = 0) -> HostLayout:
+def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[int] = 0) -> HostLayout:
     """Lay out one forward, and allocate the pages that its new positions need; see ``lay_out``.
+
+    ``ahead`` may differ between sequences. Then all of them have block tables for the largest one; what lies behind a
+    sequence's own pages is the scratch page.
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
 
     """
     places, ends = [], []
-    for owner, start, count in rows:
+    each = [ahead] * len(rows) if isinstance(ahead, int) else ahead
+    for (owner, start, count), further in zip(rows, each, strict=True):
         ends.append(start + count)
-        pool.allocate(owner, start + count + ahead)
+        pool.allocate(owner, start + count + further)
         places.append(pool.place(owner))
     place, end = np.array([places, ends], np.int64)
-    table = pool.tables[:, : max(1, pool.num_pages_for(max(ends, default=0) + ahead))][place]
+    num_pages = max(1, pool.num_pages_for(max(ends, default=0) + max(each, default=0)))
+    pool.widen(num_pages)
+    table = pool.tables[:, :num_pages][place]
     counts = row_counts(tuple([count for _, _, count in rows]))
     positions = end[counts.sequence] + counts.offset_from_end
     return HostLayout(counts, place, end, table, positions, pool.slots[place[counts.sequence], positions])

@@ -158,7 +158,7 @@ class PagePool:
                 f"{num_tokens} KV positions need {needed} pages; the owner holds {len(pages)}, and {len(self._free)} "
                 f"of {self.num_pages} are free. Raise kv_cache_tokens, or lower max_new_tokens."
             )
-        self._widen(needed)
+        self.widen(needed)
         while len(pages) < needed:
             page, start = self._free.pop(), len(pages) * self.page_size
             self.tables[place, len(pages)] = page
@@ -173,8 +173,8 @@ class PagePool:
         self.slots = np.pad(self.slots, ((0, more), (0, 0)))
         self._free_places += range(places, places + more)
 
-    def _widen(self, num_pages: int) -> None:
-        """Let every place have ``num_pages``, or more, so that this is rare."""
+    def widen(self, num_pages: int) -> None:
+        """Let ``tables`` name ``num_pages`` of every place, or more, so that this is rare."""
         width = self.tables.shape[1]
         if num_pages > width:
             wider = max(num_pages, 2 * width) - width

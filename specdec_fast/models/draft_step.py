@@ -58,7 +58,7 @@ class DraftLoop:
         """
         of_graph = self._by_graph(rows, token_ids, num_draft_tokens)
         if of_graph is not None:
-            return of_graph.flatten()
+            return of_graph
         with self._model.attached():
             drafted = self._draft(rows, token_ids, num_draft_tokens)
         if len(drafted) == min(num_draft_tokens):  # every sequence gets as many
@@ -66,17 +66,26 @@ class DraftLoop:
         return torch.cat(drafted)[to_device(by_sequence(num_draft_tokens), self._device)]
 
     def _by_graph(self, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int]) -> Tensor | None:
-        """Return ``[B, K]`` tokens of a graph of the whole loop; None if there is none for these sequences."""
-        graphs, num_forwards = self._model.graphs, num_draft_tokens[0]
+        """Return the tokens that a graph of the whole loop chooses; None if there is none for these sequences.
+
+        A sequence that gets fewer tokens than others, as at the end of its text, has as many forwards. Those that it
+        does not need write their KV entries into the scratch page.
+        """
+        graphs, num_forwards = self._model.graphs, max(num_draft_tokens)
         sequences: list[Sequence] = [row.owner for row in rows]  # type: ignore[misc]
-        if graphs is None or num_forwards != max(num_draft_tokens) or num_forwards != min(num_draft_tokens):
+        if graphs is None or any(sequence.params.repetition_penalty != 1 for sequence in sequences):
             return None
-        if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
+        longest = max(row.start + row.count for row in rows) + num_forwards - 1
+        if self._model.max_positions is not None and longest > self._model.max_positions:
             return None
-        layout = lay_out_on_host(self._pool, rows, ahead=num_forwards - 1)
+        layout = lay_out_on_host(self._pool, rows, ahead=[count - 1 for count in num_draft_tokens])
         samples = any(sequence.samples for sequence in sequences)
         columns = sampling_columns(sequences) if samples else {}
-        return graphs.draft(layout, token_ids, num_forwards, columns, self._pool, self._vocab_size)
+        chosen = graphs.draft(layout, token_ids, num_forwards, columns, self._pool, self._vocab_size)
+        if chosen is None or num_forwards == min(num_draft_tokens):
+            return None if chosen is None else chosen.flatten()
+        own = [i * num_forwards + j for i, count in enumerate(num_draft_tokens) for j in range(count)]
+        return chosen.flatten()[to_device(own, self._device)]
 
     def _draft(self, first: list[Rows], token_ids: list[int], num_draft_tokens: list[int]) -> list[Tensor]:
         """Return the tokens of each forward: one of every sequence that gets so many, in batch order."""

@@ -347,7 +347,7 @@ def test_an_exception_ends_its_check_only(monkeypatch):
 
     def fails_once(self, *args, **kwargs):
         calls.append(self)
-        if len(calls) == 4:
+        if len(calls) == 5:  # the transcripts, three runs of plain decoding, and then
             raise RuntimeError("illegal memory access")
         return generate(self, *args, **kwargs)
 
@@ -355,6 +355,20 @@ def test_an_exception_ends_its_check_only(monkeypatch):
     result = result_of("decoding")
     assert [failure["what"] for failure in result["failures"]] == ["eqspec at batch 2, acceptance 0.8"]
     assert len(result["rows"]) == len(list(gpu_decoding.decoding_settings(gpu_decoding.SMOKE))) - 1
+
+
+def test_outputs_that_differ_from_plain_decoding_are_red(monkeypatch):
+    decode = gpu_decoding.Run.decode
+
+    def other(self, new_tokens):
+        outputs = decode(self, new_tokens)
+        return outputs if len(self.models) == 1 else [[token + 1 for token in outputs[0]], *outputs[1:]]
+
+    monkeypatch.setattr(gpu_decoding.Run, "decode", other)
+    result = result_of("decoding")
+    drafted = [row for row in result["rows"] if row["acceptance"] is not None]
+    assert len(result["failures"]) == len(drafted) > 0
+    assert all("of the outputs are those of plain decoding" in failure["why"] for failure in result["failures"])
 
 
 def test_time_for_engines_and_recording_counts(monkeypatch):

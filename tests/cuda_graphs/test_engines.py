@@ -16,6 +16,7 @@ from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.cuda_graphs import inputs
 from specdec_fast.kv_cache import accepted_paths, forward_layout
 from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.models.draft_step import DraftLoop
 from specdec_fast.ops.registry import all_ops
 from support.graphs import opened_pool
 from support.grids import diagonal, grid
@@ -108,6 +109,29 @@ def test_preemption_changes_no_token(pair, graphs_on_cpu):
     assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected
     assert engine.last_run.num_preemptions
     assert engine.describe()["graphs_captured"] > 0
+
+
+@pytest.mark.parametrize("max_positions", [512, 12], ids=["all", "some"])
+def test_sequences_at_their_end_draft_in_the_graph_of_the_others(pair, max_positions, graphs_on_cpu, monkeypatch):
+    """Otherwise a batch would leave the graph whenever one of its texts ends; past a model's positions it must."""
+    without_graph, drafts = [], DraftLoop._draft
+
+    def note(self, rows, token_ids, num_draft_tokens):
+        without_graph.append(num_draft_tokens)
+        return drafts(self, rows, token_ids, num_draft_tokens)
+
+    monkeypatch.setattr(DraftLoop, "_draft", note)
+    outputs = []
+    for eager in (True, False):
+        engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=3, enforce_eager=eager)
+        engine.drafter.model.max_positions = max_positions
+        for _ in range(2):
+            without_graph.clear()
+            params = [replace(p, repetition_penalty=1.0) for p in PARAMS]
+            outputs.append([out.raise_for_error().token_ids for out in engine.generate(PROMPTS, params)])
+    assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
+    are_mixed = [max(counts) == 3 > min(counts) for counts in without_graph]
+    assert any(are_mixed) == (max_positions == 12)
 
 
 def test_there_are_none_on_a_cpu(pair):

@@ -31,7 +31,7 @@ def _product(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "length", "columns"), [(16, 16, 16), (32, 64, 16), (16, 128, 64)])
-def test_products_are_added_one_by_one(rows, length, columns, transposed, dtype):
+def test_sums_of_16_products_are_added_one_by_one(rows, length, columns, transposed, dtype):
     generator = torch.Generator().manual_seed(rows + length + columns)
     left = torch.randn(rows, length, generator=generator).to(dtype)
     right = torch.randn(length, columns, generator=generator).to(dtype)
@@ -39,6 +39,6 @@ def test_products_are_added_one_by_one(rows, length, columns, transposed, dtype)
     stored = right.T.contiguous() if transposed else right
     _product[(1,)](left, stored, out, rows, length, columns, transposed)
     expected = torch.zeros(rows, columns)
-    for step in range(length):
-        expected += left[:, step, None].float() * right[step].float()
+    for first in range(0, length, 16):
+        expected += sum(left[:, step, None].float() * right[step].float() for step in range(first, first + 16))
     assert torch.equal(out, expected)
