@@ -3,7 +3,7 @@
 A kernel takes ``max(bytes / bandwidth, operations / peak)`` and 2 microseconds for its launch. Two ways of running a
 forward are modelled (``model_step_/kernels.py``): *present*, PyTorch's kernels in a CUDA graph, and *fused*, the
 launches of the program (``program/triton_executor.py``): one kernel for each run of row operations, and one for the
-linears of one input. No GPU has run programs yet. A verification has K + 1 rows of every sequence, a draft forward and
+linears of one input. A verification has K + 1 rows of every sequence, a draft forward and
 a plain step one; each contains the choice of its tokens. Work on the host, and rows that the draft model catches up,
 are not modelled. Gains are over plain decoding in the same way, at an acceptance for every draft token.
 """

@@ -1,8 +1,8 @@
-"""Task "programs" of ``bench.gpu``: the bundled pair as forward programs, which engines use only if they are requested.
+"""Task "programs" of ``bench.gpu``: the bundled pair as forward programs, in fp32, too, where they are no default.
 
 In fp32 the reference is ``transformers`` at batch 1, as in "equivalence". In bf16 it is plain decoding by programs at
 batch 1: rows have bits of their own, so no token may differ. The first engine generates and compiles the kernels. On a
-CPU its own programs, those in C++, try the check. Not yet run on a GPU.
+CPU its own programs, those in C++, try the check.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recording work on a CUDA device, to run it again in one launch. Not yet run on a GPU."""
+"""Recording work on a CUDA device, to run it again in one launch."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ forwards and choices, greedy or sampled. A forward that is neither has a graph o
 
 The numbers that a launch takes from a batch (``max_seqlen_q``, ``max_seqlen_k``) are the bucket's bounds. They add
 programs to a grid that find nothing to do; no row's bits depend on them. If a batch is larger than any bucket, the
-caller runs it without a graph. Not yet run on a GPU: in the tests, repeated calls take the place of graphs.
+caller runs it without a graph. In the tests, repeated calls take the place of graphs.
 """
 
 from __future__ import annotations

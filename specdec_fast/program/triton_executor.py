@@ -3,8 +3,7 @@
 The kernels compute what the C++ executor computes, from the same instructions. Linears and attention run on the ops
 that the engine chose, which are those of Triton; linears of one input are launched together. Buffers are allocated when
 they are written and freed after their last use, because the ops allocate their results too; inside a CUDA graph the
-graph's own memory serves them. Not yet run on a GPU: Triton's interpreter has run the kernels, and they have been
-compiled ahead of time.
+graph's own memory serves them.
 """
 
 from __future__ import annotations
