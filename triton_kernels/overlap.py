@@ -9,21 +9,21 @@ launched like this, such as one of PyTorch's, begins when the kernel before it h
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from specdec_fast.ops.registry import INTERPRETING
-
 _FIRST_CAPABILITY = (9, 0)
+_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 _LINE = tl.constexpr(128)  # bytes of a line of the L2 cache
 
 
 def overlaps() -> bool:
     """Return whether kernels of the current device may overlap."""
-    if INTERPRETING or torch.version.hip is not None or not torch.cuda.is_available():
+    if _INTERPRETING or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return _overlaps(torch.cuda.current_device())
 

@@ -5,17 +5,20 @@ This module does not import torch, because the parent of an isolated task must n
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 GRACE = 20.0  # seconds after its deadline until the process of a task is ended
 TRACEBACK_LINES = 12
 LONGEST_MESSAGE = 400
+ROOT = Path(__file__).parents[2]
 
 Result = dict[str, Any]
 Keep = Callable[[Result], None]
@@ -188,5 +191,6 @@ def described(error: BaseException) -> str:
 
 
 def tail_of(error: BaseException) -> list[str]:
-    """Return the last lines of an exception's traceback."""
-    return "".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:]
+    """Return the last lines of an exception's traceback, with paths from the root of the checkout."""
+    lines = "".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:]
+    return [line.replace(f"{ROOT}{os.sep}", "") for line in lines]

@@ -430,6 +430,7 @@ def test_an_exception_ends_its_task_only(tmp_path, monkeypatch):
     first, second = content["parts"]["first"], content["parts"]["second"]
     assert first["error"] == "RuntimeError: device-side assert"
     assert any("in raises" in line for line in first["traceback"])
+    assert any('File "tests/' in line for line in first["traceback"]), "no path of the machine"
     assert first["rows"] == [{"found": "before"}], "what was found before it is kept"
     assert second["rows"] == [{"device": "cpu"}]
 
