@@ -88,7 +88,8 @@ class Engine:
         expect_tokenizer(tokenizer)
         draft = affordable_draft(target, draft, self.config)
         model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
-        self._ops = resolve(next(model.parameters()).device, self.config.backend, model.dtype)
+        weight = next(model.parameters())
+        self._ops = resolve(weight.device, self.config.backend, weight.dtype)
         with named_failures(model):
             self.target = RaggedModel(model, self._ops, self.config.page_size, self.config.enforce_eager)
             self._expect_same_steps()
