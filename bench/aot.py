@@ -36,6 +36,7 @@ from bench.aot_.machine_code import Figures, figures_of, worse
 from bench.common.report import names, write_json
 from specdec_fast.errors import ConfigError
 from specdec_fast.triton_kernels import kernel_modules
+from specdec_fast.triton_kernels.overlap import FIRST_ARCH
 from specdec_fast.triton_kernels.variant import Variant
 
 TARGETS = {
@@ -102,7 +103,7 @@ def _constexprs(variant: Variant, target: GPUTarget) -> dict[str, Any]:
     """Return the compile-time arguments; kernels overlap where the target can do it, as ``overlap.overlaps`` says."""
     if "OVERLAPS" not in variant.constexprs:
         return variant.constexprs
-    return variant.constexprs | {"OVERLAPS": target.backend == "cuda" and target.arch >= 90}
+    return variant.constexprs | {"OVERLAPS": target.backend == "cuda" and target.arch >= FIRST_ARCH}
 
 
 def measure(kernel: str, variant: Variant, target: str, has_instructions: bool) -> Resources:

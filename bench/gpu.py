@@ -35,7 +35,7 @@ from bench.gpu_ import graphs as gpu_graphs
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import programs as gpu_programs
 from bench.gpu_ import timings as gpu_timings
-from bench.gpu_.isolated_tasks import Progress, Result, Settings, Task, inline, is_red, isolated, run_tasks
+from bench.gpu_.isolated_tasks import ROOT, Progress, Result, Settings, Task, inline, is_red, isolated, run_tasks
 from specdec_fast.commands.common import format_table
 from specdec_fast.ops import availability
 
@@ -50,7 +50,6 @@ TASKS = (
     Task("equivalence", gpu_equivalence.run, 2),
     Task("programs", gpu_programs.run, 2),
 )
-ROOT = Path(__file__).parents[1]
 
 
 def environment(settings: Settings, progress: Progress) -> None:

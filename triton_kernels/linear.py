@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_fast.triton_kernels.device import properties
 from specdec_fast.triton_kernels.overlap import overlaps, prefetch_rows, wait
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
@@ -40,7 +41,7 @@ MAX_WEIGHTS = 3  # matrices of one launch
 _ENOUGH_PROGRAMS = 96  # each loads at least 16 KiB of weights at a time, so many saturate a large device
 _LEAST_SHARED_MEMORY = 99 << 10  # bytes per program, of the devices of NVIDIA that have least
 _MOST_STAGES = 6
-_PREFETCHED = 256  # numbers of each row of weights for which a program asks before it waits
+_PREFETCHED = tl.constexpr(256)  # numbers of each row of weights for which a program asks before it waits
 _UNSPECIALISED = ("num_rows", "stride_rows_row")  # specialised by them, other rows would get another kernel
 
 
@@ -60,7 +61,6 @@ def _linear_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    PREFETCHED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(num_rows, BLOCK_ROWS)
@@ -70,8 +70,8 @@ def _linear_kernel(
     )  # fmt: skip
     output = tile.to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)  # [BLOCK_OUT]
     weight_at, weight_mask = weight + (output * IN_FEATURES)[:, None], (output < out_features)[:, None]
-    if OVERLAPS and PREFETCHED > 0:
-        prefetch_rows(weight, output, out_features, IN_FEATURES, PREFETCHED)
+    if OVERLAPS:
+        prefetch_rows(weight, output, out_features, IN_FEATURES, _PREFETCHED)
     wait(OVERLAPS)
     row = (tl.program_id(0) % groups).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_at, row_mask = rows + tl.multiple_of(row * stride_rows_row, ALIGNMENT)[:, None], (row < num_rows)[:, None]
@@ -120,15 +120,14 @@ def _launch(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows
     spill. Splitting sums instead of outputs would need a second launch.
     """
     alignment, num_outputs = _alignment(dtype, in_features), sum(sizes)
-    block_in, num_warps = 128, 4
+    block_rows, block_in, num_warps = 16 if num_rows <= 16 or alignment == 1 else 64, 128, 4
     if dtype == torch.float32:
         block_out, block_in = 32 if num_outputs >= 32 * _ENOUGH_PROGRAMS else 16, 32
-        block_rows = 16 if num_rows <= 16 or alignment == 1 else 64
         num_warps = 8 if block_out * block_rows > 1024 else 4
     elif num_rows <= 64 or alignment == 1:
-        block_out, block_rows = 64, 16 if num_rows <= 16 or alignment == 1 else 64
+        block_out = 64
     else:
-        block_in, block_rows = 64, 128
+        block_rows, block_in = 128, 64
         has_many = triton.cdiv(num_rows, 128) * triton.cdiv(num_outputs, 128) >= 2 * _ENOUGH_PROGRAMS
         block_out, num_warps = (128, 8) if has_many else (64, 4)
     constexprs = {
@@ -137,24 +136,20 @@ def _launch(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows
         "BLOCK_ROWS": block_rows,
         "BLOCK_OUT": block_out,
         "BLOCK_IN": block_in,
-        "PREFETCHED": _PREFETCHED,
+        "OVERLAPS": overlaps(),
     }
     stages = _num_stages((block_out + block_rows) * block_in * dtype.itemsize)
-    limit = 255 if torch.version.hip is None else None  # the assembler would choose fewer, and spill
-    return Launch(constexprs, num_warps, stages, max_registers=limit, instruction_side=16)
+    # Without a limit of its own, the assembler would choose fewer registers, and spill.
+    return Launch(constexprs, num_warps, stages, max_registers=255, instruction_side=16)
 
 
 def _num_stages(num_bytes: int) -> int:
     """Return how many tiles of weights and rows of ``num_bytes`` are loaded ahead. No bit depends on it."""
     if torch.version.hip is not None:
         return 2
-    return max(2, min(_shared_memory() // num_bytes, _MOST_STAGES))
-
-
-def _shared_memory() -> int:
-    if not torch.cuda.is_available():
-        return _LEAST_SHARED_MEMORY
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin)
+    device = properties()
+    available = _LEAST_SHARED_MEMORY if device is None else device.shared_memory_per_block_optin
+    return max(2, min(available // num_bytes, _MOST_STAGES))
 
 
 def _alignment(dtype: torch.dtype, in_features: int) -> int:
@@ -169,8 +164,7 @@ def _aligned(rows: Tensor, alignment: int) -> Tensor:
 
 
 def _with(launch: Launch, num_weights: int, has_bias: bool) -> Launch:
-    flags = {"NUM_WEIGHTS": num_weights, "HAS_BIAS": has_bias, "OVERLAPS": overlaps()}
-    return replace(launch, constexprs=launch.constexprs | flags)
+    return replace(launch, constexprs={**launch.constexprs, "NUM_WEIGHTS": num_weights, "HAS_BIAS": has_bias})
 
 
 def _filled(given: Sequence[T]) -> list[T]:

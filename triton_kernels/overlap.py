@@ -10,27 +10,21 @@ launched like this, such as one of PyTorch's, begins when the kernel before it h
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 
-_FIRST_CAPABILITY = (9, 0)
+from specdec_fast.triton_kernels.device import properties
+
+FIRST_ARCH = 90  # the number of Hopper, as in sm_90
 _INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 _LINE = tl.constexpr(128)  # bytes of a line of the L2 cache
 
 
 def overlaps() -> bool:
     """Return whether kernels of the current device may overlap."""
-    if _INTERPRETING or torch.version.hip is not None or not torch.cuda.is_available():
-        return False
-    return _overlaps(torch.cuda.current_device())
-
-
-@lru_cache
-def _overlaps(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+    device = None if _INTERPRETING else properties()
+    return device is not None and 10 * device.major + device.minor >= FIRST_ARCH
 
 
 @triton.jit

@@ -166,10 +166,9 @@ def launch_config(dtype: torch.dtype, head_dim: int, value_dim: int, group: int)
         "BLOCK_V": block_v,
         "PIECE": PIECE,
         "ALIGNMENT": _alignment(dtype, head_dim),
+        "OVERLAPS": overlaps(),
     }
-    if torch.version.hip is not None:
-        return Launch(constexprs, num_warps, num_stages=2)
-    return Launch(constexprs, num_warps, num_stages, max_registers=255)
+    return Launch(constexprs, num_warps, 2 if torch.version.hip is not None else num_stages, max_registers=255)
 
 
 def _alignment(dtype: torch.dtype, head_dim: int) -> int:
@@ -178,7 +177,7 @@ def _alignment(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def _with(launch: Launch, **flags: int) -> Launch:
-    return replace(launch, constexprs={**launch.constexprs, "OVERLAPS": overlaps(), **flags})
+    return replace(launch, constexprs={**launch.constexprs, **flags})
 
 
 def _merge_launch(launch: Launch) -> Launch:

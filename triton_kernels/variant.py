@@ -67,9 +67,10 @@ class Launch:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of a launch, ``kernel[grid](..., **options)``."""
         options = {**self.constexprs, "num_warps": self.num_warps, "num_stages": self.num_stages}
-        if self.max_registers is not None:
+        is_amd = torch.version.hip is not None
+        if self.max_registers is not None and not is_amd:
             options["maxnreg"] = self.max_registers
-        if self.instruction_side is not None and torch.version.hip is not None:
+        if self.instruction_side is not None and is_amd:
             options["matrix_instr_nonkdim"] = self.instruction_side
         if self.constexprs.get("OVERLAPS"):
             options["launch_pdl"] = True

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -27,12 +26,11 @@ from triton.backends.compiler import GPUTarget
 from bench.common.pairs import ModelShape
 from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import kernels as gpu_kernels
-from bench.gpu_.isolated_tasks import Progress, Settings
+from bench.gpu_.isolated_tasks import ROOT, Progress, Settings
 from bench.gpu_.launches import Call, Heads, Note, calls_of_cases, calls_on, launcher, notes_of
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.triton_kernels.linear import linears
 
-ROOT = Path(__file__).parents[2]
 BUNDLED = (Heads(4, 2, 32, 1024), Heads(2, 1, 32, 1024))  # target and draft
 ROWS = (6, 1, 3)  # rows of a batch; no compilation depends on them
 HOPPER = GPUTarget("cuda", 90, 32)

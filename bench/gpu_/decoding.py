@@ -193,7 +193,7 @@ def decoding_settings(sizes: Sizes) -> Iterator[DecodingSetting]:
 
 
 def measure_all(bench: Bench, progress: Progress) -> None:
-    """Time every setting once, after a run that records its shapes; one row each."""
+    """Time every setting once, after runs that record its shapes; one row each."""
     plain: dict[int, float] = {}
     longest = 0.0  # seconds of a setting so far, including all before its timing: an estimate for the next one
     for setting in decoding_settings(bench.sizes):

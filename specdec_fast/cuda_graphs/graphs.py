@@ -160,6 +160,10 @@ class Graphs:
         parts = tuple(slice(start, start + count) for start, count in sizes[: 4 if has_trees else 3])
         return logits[:num_rows], Joined(found, parts)
 
+    def has_loop(self, num_forwards: int) -> bool:
+        """Return whether drafting loops of so many forwards are recorded."""
+        return self.why_not is None and num_forwards == self._limits.num_forwards
+
     @torch.inference_mode()
     def draft(
         self,
@@ -185,7 +189,7 @@ class Graphs:
             there is no graph for the batch.
 
         """
-        if num_forwards != self._limits.num_forwards:
+        if not self.has_loop(num_forwards):
             return None
         if (bucket := self._bucket(size_of(layout), pool, num_forwards)) is None:
             return None

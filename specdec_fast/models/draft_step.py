@@ -73,7 +73,9 @@ class DraftLoop:
         """
         graphs, num_forwards = self._model.graphs, max(num_draft_tokens)
         sequences: list[Sequence] = [row.owner for row in rows]  # type: ignore[misc]
-        if graphs is None or any(sequence.params.repetition_penalty != 1 for sequence in sequences):
+        if graphs is None or not graphs.has_loop(num_forwards):
+            return None
+        if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
             return None
         longest = max(row.start + row.count for row in rows) + num_forwards - 1
         if self._model.max_positions is not None and longest > self._model.max_positions:
@@ -82,8 +84,10 @@ class DraftLoop:
         samples = any(sequence.samples for sequence in sequences)
         columns = sampling_columns(sequences) if samples else {}
         chosen = graphs.draft(layout, token_ids, num_forwards, columns, self._pool, self._vocab_size)
-        if chosen is None or num_forwards == min(num_draft_tokens):
-            return None if chosen is None else chosen.flatten()
+        if chosen is None:
+            return None
+        if num_forwards == min(num_draft_tokens):
+            return chosen.flatten()
         own = [i * num_forwards + j for i, count in enumerate(num_draft_tokens) for j in range(count)]
         return chosen.flatten()[to_device(own, self._device)]
 

@@ -132,7 +132,7 @@ class TritonProgram:
 
     def _row_run(self, run: RowRun, kernel: RowKernel) -> Callable[[_Forward], None]:
         function, is_logits = compiled(kernel.source), run.domain == LOGIT_ROWS
-        options = launch_of(kernel)
+        options = launch_of(kernel).options | OPTIONS
 
         def launch(forward: _Forward) -> None:
             num_rows = forward.num_logit_rows if is_logits else forward.num_rows
@@ -140,7 +140,7 @@ class TritonProgram:
                 forward.write(buffer, num_rows, self._dtypes[buffer])
             tensors = [forward.tensor(each) for each in kernel.tensors]
             if num_rows:
-                function[num_rows, kernel.num_tiles](*tensors, **options.options, **OPTIONS)
+                function[num_rows, kernel.num_tiles](*tensors, **options)
 
         return launch
 
