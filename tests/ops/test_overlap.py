@@ -35,6 +35,7 @@ for variant in [multiplying, *others, variant_of(plan, kernel, "row kernel")]:
 """
 
 
+@pytest.mark.grid
 def test_kernels_wait_before_they_touch_memory():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT / "tests")
