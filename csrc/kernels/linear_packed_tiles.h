@@ -1,7 +1,7 @@
-// linear in bf16 on tiles, for many rows; linear_tiles.h includes this file.
+// linear in bf16 on tiles, for many rows, and linear_transposed for any number of rows; linear_tiles.h includes this file.
 //
-// Inputs are the left operand, copied to tiles. Weights are the right one, so each call transposes them, a group of outputs
-// and a few steps at a time; then the sums have a row per row of the output. What a thread holds meanwhile, packed weights
+// Inputs are the left operand, copied to tiles. Weights are the right one, so each call packs them, a group of outputs and a
+// few steps at a time; then the sums have a row per row of the output. What a thread holds meanwhile, packed weights
 // and sums, stays in the second-level cache. Two blocks of inputs are multiplied with all weights of the group while the
 // next two are fetched.
 
@@ -40,24 +40,75 @@ inline void prepare_packed_tiles(const LinearWork& work, std::int64_t block) {
   }
 }
 
-// Packs the weights of steps [first, last) of up to two tiles of outputs: tile (step, which), whose rows are pairs of
-// inputs. Columns after the last output repeat the last one; their sums are not written.
-inline void pack_tiles(const LinearArgs& args, std::int64_t output, std::int64_t count, Range steps, char* packed) {
-  const auto* weights = static_cast<const std::uint16_t*>(args.weight) + output * args.in_features;
-  for (std::int64_t o = 0; o < kPairOutputs; o += kLanes) {
-    const std::int64_t own = std::max<std::int64_t>(1, std::min<std::int64_t>(kLanes, count - o));
-    const auto* from = weights + std::min(o, count - 1) * args.in_features;
-    char* to = packed + o / kTileHeight * kTileBytes + o % kTileHeight * 4;
-    for (std::int64_t step = steps.begin; step < steps.end; ++step, to += 2 * kTileBytes) {
-      for (std::int64_t pair = 0; pair < kTilePairs; pair += kLanes) {
-        Vector square[kLanes] = {};
-        const std::int64_t unit = step * kTilePairs + pair;
-        if (2 * unit < args.in_features) load_square<MovedPairs>(from, args.in_features, own, args.in_features, unit / kLanes, square);
-        for (int l = 0; l < kLanes; ++l) std::memcpy(to + (pair + l) * kTileRowBytes, &square[l], sizeof(Vector));
+// Weights stored as [out_features, in_features]: packing transposes them.
+struct WeightsByOutput {
+  // Packs the weights of the given outputs and steps: tile (pair of tiles of outputs, step, which), whose rows are pairs of
+  // inputs. Columns after the last output repeat the last one; their sums are not written.
+  static void pack(const LinearArgs& args, Range outputs, Range steps, char* packed) {
+    for (std::int64_t output = outputs.begin; output < outputs.end; output += kPairOutputs) {
+      pack_pair(args, output, std::min(kPairOutputs, outputs.end - output), steps, packed);
+      packed += (steps.end - steps.begin) * 2 * kTileBytes;
+    }
+  }
+
+ private:
+  static void pack_pair(const LinearArgs& args, std::int64_t output, std::int64_t count, Range steps, char* packed) {
+    const auto* weights = static_cast<const std::uint16_t*>(args.weight) + output * args.in_features;
+    for (std::int64_t o = 0; o < kPairOutputs; o += kLanes) {
+      const std::int64_t own = std::max<std::int64_t>(1, std::min<std::int64_t>(kLanes, count - o));
+      const auto* from = weights + std::min(o, count - 1) * args.in_features;
+      char* to = packed + o / kTileHeight * kTileBytes + o % kTileHeight * 4;
+      for (std::int64_t step = steps.begin; step < steps.end; ++step, to += 2 * kTileBytes) {
+        for (std::int64_t pair = 0; pair < kTilePairs; pair += kLanes) {
+          Vector square[kLanes] = {};
+          const std::int64_t unit = step * kTilePairs + pair;
+          if (2 * unit < args.in_features) load_square<MovedPairs>(from, args.in_features, own, args.in_features, unit / kLanes, square);
+          for (int l = 0; l < kLanes; ++l) std::memcpy(to + (pair + l) * kTileRowBytes, &square[l], sizeof(Vector));
+        }
       }
     }
   }
-}
+};
+
+// Weights stored as [in_features, out_features]: packing interleaves the weights of two inputs.
+struct WeightsByInput {
+  // As above. The weights of one input lie side by side, so all outputs are packed before the next pair of inputs. Columns
+  // after the last output and rows after the last input are zero.
+  static void pack(const LinearArgs& args, Range outputs, Range steps, char* packed) {
+    const auto* weights = static_cast<const std::uint16_t*>(args.weight);
+    const std::int64_t pair_bytes = (steps.end - steps.begin) * 2 * kTileBytes;
+    for (std::int64_t step = steps.begin; step < steps.end; ++step, packed += 2 * kTileBytes) {
+      for (std::int64_t pair = 0; pair < kTilePairs; ++pair) {
+        char* to = packed + pair * kTileRowBytes;
+        for (std::int64_t output = outputs.begin; output < outputs.end; output += kPairOutputs, to += pair_bytes) {
+          const std::int64_t first = step * kTileInputs + 2 * pair, count = std::min(kPairOutputs, outputs.end - output);
+          const std::int64_t inputs = std::max<std::int64_t>(0, std::min<std::int64_t>(2, args.in_features - first));
+          pack_two(weights + first * args.out_features + output, args.out_features, inputs, count, to);
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kRowsAhead = 16;  // whose weights are fetched early: a row of weights is short
+
+  static void pack_two(const std::uint16_t* weights, std::int64_t stride, std::int64_t inputs, std::int64_t count, char* to) {
+    std::uint16_t copied[2][kPairOutputs];
+    const std::uint16_t* from[2] = {weights, weights + stride};
+    for (int i = 0; i < 2; ++i) {
+      __builtin_prefetch(from[i] + kRowsAhead * stride);
+      if (i < inputs && count == kPairOutputs) continue;
+      std::memset(copied[i], 0, sizeof(copied[i]));
+      if (i < inputs) std::memcpy(copied[i], from[i], static_cast<std::size_t>(count) * sizeof(copied[i][0]));
+      from[i] = copied[i];
+    }
+    for (std::int64_t o = 0; o < kPairOutputs; o += kLanes) {
+      const Words first = __builtin_convertvector(load_as<Halves>(from[0] + o), Words);
+      const Words second = __builtin_convertvector(load_as<Halves>(from[1] + o), Words);
+      store_as(to + o / kTileHeight * kTileBytes + o % kTileHeight * 4, first | second << 16);
+    }
+  }
+};
 
 // What one multiplication fetches: some cache lines in each step.
 struct Fetched {
@@ -119,7 +170,7 @@ inline Fetched fetched_share(const LinearWork& work, const char* inputs, std::in
   return {inputs + (2 + first / block_lines) * work.plan.block_bytes + first % block_lines * kLineBytes, lines};
 }
 
-template <typename Tiles>
+template <typename Tiles, typename Weights>
 void packed_tile_outputs(const LinearWork& work, Range blocks, Range outputs, void* buffer) {
   const LinearArgs& args = work.args;
   const std::int64_t num_steps = work.plan.num_steps;
@@ -134,9 +185,7 @@ void packed_tile_outputs(const LinearWork& work, Range blocks, Range outputs, vo
       const std::int64_t steps = std::min(groups.steps, num_steps - step);
       const bool is_last = step + steps == num_steps;
       const auto packed_at = [&](std::int64_t output) { return packed + (output - group) / kPairOutputs * steps * 2 * kTileBytes; };
-      for (std::int64_t output = group; output < group_end; output += kPairOutputs) {
-        pack_tiles(args, output, std::min(kPairOutputs, group_end - output), {step, step + steps}, packed_at(output));
-      }
+      Weights::pack(args, {group, group_end}, {step, step + steps}, packed);
       for (std::int64_t block = blocks.begin; block < blocks.end; block += 2) {
         const char* inputs = work.prepared(block) + step * kTileBytes;
         const bool both = block + 1 < blocks.end;
@@ -158,11 +207,12 @@ void packed_tile_outputs(const LinearWork& work, Range blocks, Range outputs, vo
   tiles.release();
 }
 
-template <typename Tiles>
-LinearPlan packed_tile_plan(std::int64_t num_steps) {
+template <typename Tiles, typename Weights>
+LinearPlan packed_tile_plan(const LinearArgs& args) {
+  const std::int64_t num_steps = (args.in_features + kTileInputs - 1) / kTileInputs;
   const std::int64_t most_blocks = kMostPackedRows / kTileHeight;
   const TileGroups largest(num_steps, 1);  // of many blocks, one thread may have few
   const std::int64_t sums_bytes = num_steps > largest.steps ? kHeldSumsBytes : kSumsBytes;
-  return {prepare_packed_tiles, packed_tile_outputs<Tiles>, num_steps, kTileHeight, num_steps * kTileBytes, most_blocks,
+  return {prepare_packed_tiles, packed_tile_outputs<Tiles, Weights>, num_steps, kTileHeight, num_steps * kTileBytes, most_blocks,
           kPairOutputs, largest.weight_bytes() + sums_bytes, kPackedWeightRows};
 }

@@ -197,8 +197,8 @@ void tile_outputs(const LinearWork& work, Range blocks, Range outputs, void* buf
 
 template <typename Tiles>
 LinearPlan tile_plan(const LinearArgs& args) {
+  if (args.num_rows >= kLeastPackedRows) return packed_tile_plan<Tiles, WeightsByOutput>(args);
   const std::int64_t num_steps = (args.in_features + kTileInputs - 1) / kTileInputs;
-  if (args.num_rows >= kLeastPackedRows) return packed_tile_plan<Tiles>(num_steps);
   const std::int64_t columns = even_height(args.num_rows, kTileHeight);
   const std::int64_t block_bytes = (num_steps * kTilePairs * columns * 4 + 63) / 64 * 64;
   const std::int64_t blocks = (args.num_rows + columns - 1) / columns;
@@ -206,4 +206,5 @@ LinearPlan tile_plan(const LinearArgs& args) {
           kSumsBytes + num_steps * 2 * kTileBytes, kWeightRows};
 }
 
+constexpr LinearPlanner kTransposedTilePlan = packed_tile_plan<SPECDEC_TILES, WeightsByInput>;
 constexpr LinearPlans kTilePlans = {plan<Float32, Widened<Float32>>, plan<Float16, Widened<Float16>>, tile_plan<SPECDEC_TILES>};

@@ -57,10 +57,12 @@ inline std::int64_t even_height(std::int64_t num_rows, std::int64_t most) {
   return (num_rows + blocks - 1) / std::max<std::int64_t>(1, blocks);
 }
 
-using LinearPlans = std::array<LinearPlan (*)(const LinearArgs&), 3>;  // by DType
+using LinearPlanner = LinearPlan (*)(const LinearArgs&);
+using LinearPlans = std::array<LinearPlanner, 3>;  // by DType
 
 namespace linear_portable {
 extern const LinearPlans kPlans, kTilePlans;
+extern const LinearPlanner kTransposedTilePlan;  // of linear_transposed, in bf16
 }
 #ifdef SPECDEC_X86_64_LEVELS
 namespace linear_x86_64_v3 {
@@ -71,6 +73,7 @@ extern const LinearPlans kPlans;
 }
 namespace linear_avx512_bf16 {
 extern const LinearPlans kPlans, kTilePlans;
+extern const LinearPlanner kTransposedTilePlan;
 }
 #endif
 

@@ -8,6 +8,7 @@
 #include "kernels/linear_work.h"
 #include "kernels/multiversion.h"
 #include "kernels/versions.h"
+#include "ops/linear_driver.h"
 
 namespace specdec {
 namespace {
@@ -63,9 +64,7 @@ Range share(std::int64_t size, std::int64_t granule, int part, int parts) {
   return {std::min(size, granules * part / parts * granule), std::min(size, granules * (part + 1) / parts * granule)};
 }
 
-LinearPlan plan_of(const LinearArgs& args) {
-  return (*versions.chosen())[static_cast<std::size_t>(args.dtype)](args);
-}
+LinearPlanner planner_of(const LinearArgs& args) { return (*versions.chosen())[static_cast<std::size_t>(args.dtype)]; }
 
 // Blocks of rows that are prepared at a time.
 std::int64_t blocks_of_pass(const LinearPlan& plan, std::int64_t num_rows) {
@@ -77,16 +76,16 @@ std::int64_t buffer_bytes_of(const LinearPlan& plan) { return quotient(plan.buff
 
 }  // namespace
 
-std::int64_t linear_bytes(const LinearArgs& args) {
+std::int64_t bytes_by_plan(const LinearArgs& args, LinearPlanner planner) {
   if (args.num_rows == 0 || args.out_features == 0) return 0;
-  const LinearPlan plan = plan_of(args);
+  const LinearPlan plan = planner(args);
   const std::int64_t inputs = blocks_of_pass(plan, args.num_rows) * plan.block_bytes;
   return inputs + buffer_bytes_of(plan) * args.num_threads + 2 * kAlignment;
 }
 
-void linear(const LinearArgs& args) {
+void linear_by_plan(const LinearArgs& args, LinearPlanner planner) {
   if (args.num_rows == 0 || args.out_features == 0) return;
-  const LinearPlan plan = plan_of(args);
+  const LinearPlan plan = planner(args);
   const std::int64_t pass_blocks = blocks_of_pass(plan, args.num_rows), buffer_bytes = buffer_bytes_of(plan);
   const Buffer inputs(pass_blocks * plan.block_bytes), buffers(buffer_bytes * args.num_threads);
   // Waking a thread takes some microseconds, in which a core multiplies about 64K numbers.
@@ -118,6 +117,10 @@ void linear(const LinearArgs& args) {
     }
   }
 }
+
+std::int64_t linear_bytes(const LinearArgs& args) { return bytes_by_plan(args, planner_of(args)); }
+
+void linear(const LinearArgs& args) { linear_by_plan(args, planner_of(args)); }
 
 std::vector<std::string> linear_versions() { return versions.names(); }
 

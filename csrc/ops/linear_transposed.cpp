@@ -4,36 +4,56 @@
 #include <cstddef>
 #include <memory>
 
+#include "kernels/amx_tiles.h"
 #include "kernels/linear_transposed_work.h"
 #include "kernels/multiversion.h"
 #include "kernels/versions.h"
+#include "ops/linear_driver.h"
 
 namespace specdec {
 namespace {
 
-std::vector<Versions<TransposedKernel>::Version> usable() {
-  std::vector<Versions<TransposedKernel>::Version> usable = {{"portable", transposed_portable::kKernel}};
+// The code of one version: a kernel, and what computes bf16 on tiles in its place.
+struct Code {
+  TransposedKernel kernel;
+  LinearPlanner tile_plan = nullptr;
+};
+
+std::vector<Versions<Code>::Version> usable() {
+  std::vector<Versions<Code>::Version> usable = {
+      {"amx-bf16-portable", {transposed_portable::kKernel, linear_portable::kTransposedTilePlan}},
+      {"portable", {transposed_portable::kKernel}}};
 #ifdef SPECDEC_X86_64_LEVELS
-  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", transposed_x86_64_v3::kKernel});
+  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", {transposed_x86_64_v3::kKernel}});
   if (__builtin_cpu_supports("x86-64-v4")) {
-    usable.push_back({"x86-64-v4", transposed_x86_64_v4::kKernel});
-    if (__builtin_cpu_supports("avx512bf16")) usable.push_back({"avx512-bf16", transposed_avx512_bf16::kKernel});
+    usable.push_back({"x86-64-v4", {transposed_x86_64_v4::kKernel}});
+    if (__builtin_cpu_supports("avx512bf16")) {
+      usable.push_back({"avx512-bf16", {transposed_avx512_bf16::kKernel}});
+      if (permitted_amx()) usable.push_back({"amx-bf16", {transposed_avx512_bf16::kKernel, linear_avx512_bf16::kTransposedTilePlan}});
+    }
   }
 #endif
   return usable;
 }
 
-Versions<TransposedKernel> versions("linear_transposed", usable());
+Versions<Code> versions("linear_transposed", usable());
+
+// The plan on tiles for a call, or null if the kernel computes it.
+LinearPlanner tile_plan_of(const LinearArgs& args) {
+  return args.dtype == DType::kBFloat16 ? versions.chosen().tile_plan : nullptr;
+}
 
 }  // namespace
 
 std::int64_t linear_transposed_bytes(const LinearArgs& args) {
-  const TransposedKernel::Format& format = versions.chosen().formats[static_cast<int>(args.dtype)];
+  if (const LinearPlanner planner = tile_plan_of(args)) return bytes_by_plan(args, planner);
+  const TransposedKernel::Format& format = versions.chosen().kernel.formats[static_cast<int>(args.dtype)];
   return args.num_rows * format.num_units(args.in_features) * static_cast<std::int64_t>(sizeof(float));
 }
 
 void linear_transposed(const LinearArgs& args) {
-  const TransposedKernel& kernel = versions.chosen();
+  if (const LinearPlanner planner = tile_plan_of(args)) return linear_by_plan(args, planner);
+  const TransposedKernel& kernel = versions.chosen().kernel;
   const TransposedKernel::Format& format = kernel.formats[static_cast<int>(args.dtype)];
   const std::unique_ptr<float[]> units(new float[static_cast<std::size_t>(linear_transposed_bytes(args)) / sizeof(float)]);
   format.prepare(args, units.get());

@@ -12,7 +12,7 @@ from specdec_fast.ops import all_ops
 from support.tile_arithmetic import by_the_manual, cancelling, one_chain
 
 _C = pytest.importorskip("specdec_fast._C", reason="built without C++")
-linear = all_ops()["linear"].load("cpp")
+linear, grouped_linear = (all_ops()[name].load("cpp") for name in ("linear", "grouped_linear"))
 PORTABLE = "amx-bf16-portable"
 TILES = [version for version in (PORTABLE, "amx-bf16") if version in _C.linear_versions()]
 
@@ -20,8 +20,16 @@ TILES = [version for version in (PORTABLE, "amx-bf16") if version in _C.linear_v
 @pytest.fixture(autouse=True, params=TILES)
 def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
     _C.choose_linear_version(request.param)
+    _C.choose_linear_transposed_version(request.param)
     yield
     _C.choose_linear_version(_C.linear_versions()[-1])
+    _C.choose_linear_transposed_version(_C.linear_transposed_versions()[-1])
+
+
+def linear_transposed(rows: Tensor, weight: Tensor) -> Tensor:
+    """``linear`` with the weights stored as ``[in_features, out_features]``."""
+    experts = torch.stack([weight.T, torch.full_like(weight.T, float("nan"))]).mT  # what lies behind must not be read
+    return grouped_linear(rows[:, None], torch.zeros(len(rows), 1, dtype=torch.int64), experts, None)[:, 0]
 
 
 # One row and one tile; tiles not full; two tiles of rows; several pairs of tiles; many rows, so packed weights: in one
@@ -34,6 +42,15 @@ def test_sums_are_those_of_the_manual(shape: tuple[int, int, int]) -> None:
     expected = by_the_manual(rows, weight).bfloat16()
     assert torch.equal(linear(rows, weight), expected)
     assert not torch.equal(one_chain(rows, weight).bfloat16(), expected), "another order would not be noticed"
+
+
+# One row, and rows and outputs that fill no tile; several groups of outputs; two groups of steps, and an odd last input.
+@pytest.mark.parametrize("shape", [(1, 32, 16), (3, 75, 5), (17, 96, 600), (40, 2101, 33)], ids=str)
+def test_sums_of_transposed_weights_are_those_of_the_manual(shape: tuple[int, int, int]) -> None:
+    rows, weight = cancelling(*shape)
+    expected = by_the_manual(rows, weight).bfloat16()
+    assert torch.equal(linear_transposed(rows, weight), expected)
+    assert torch.equal(linear_transposed(rows, weight), linear(rows, weight)), "the layout of weights changes a bit"
 
 
 @pytest.mark.parametrize("num_rows", [255, 257])
@@ -59,5 +76,6 @@ def test_subnormal_operands_and_results_are_zero(flushed: Callable[[Tensor], Ten
 
 
 def test_portable_tiles_are_never_the_choice_of_a_machine() -> None:
-    assert PORTABLE in _C.linear_versions()
-    assert _C.linear_versions()[-1] != PORTABLE
+    for versions in (_C.linear_versions(), _C.linear_transposed_versions()):
+        assert PORTABLE in versions
+        assert versions[-1] != PORTABLE
