@@ -270,7 +270,9 @@ class RaggedModel:
         layers, taps = self.hf.sliding_layers, self.hf.taps
         with self.hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
             tapped = None if taps is None else taps.collected
-            plan = compile_forward(self.model, self.hf.call, self.layout, self.ops, layers, tapped)
+            plan = compile_forward(
+                self.model, self.hf.call, self.layout, self.ops, layers, tapped, self.max_positions
+            )
         self.program, self.device_program = self._executor(plan)
         self._watch = Watch(self.model, plan.baked)
 

@@ -22,7 +22,8 @@ from specdec_fast.program.ir import LOGIT_ROWS, ROWS, Instruction, Operand, Plan
 from specdec_fast.program.memory_plan import linears_first, placed, without_unread
 from specdec_fast.program.recording_ops import recording_ops
 from specdec_fast.program.row_views import NotLowerableError
-from specdec_fast.program.tape import Index, Tape
+from specdec_fast.program.tape import Tape
+from specdec_fast.program.tape_values import Index
 from specdec_fast.program.tracer import Recorder
 
 # Numbers of rows, and of rows whose logits are wanted: odd and even, and unlikely to be a size of a model. There are
@@ -81,6 +82,7 @@ def compile_forward(
     ops: Ops,
     sliding: frozenset[int],
     tapped: Tapped | None = None,
+    max_positions: int | None = None,
 ) -> Plan:
     """Record a model's forward, and plan its program.
 
@@ -92,6 +94,7 @@ def compile_forward(
         sliding: layers that must pass their window to attention.
         tapped: collects the hidden states that are further outputs of the program; None: it has none. Without taps
             the program is the same, except for the copies of the taps.
+        max_positions: the program will compute positions below it only; None: any.
 
     Returns:
         The plan from which an executor builds the program.
@@ -117,7 +120,7 @@ def compile_forward(
             raise NotLowerableError(f"{cache.num_attended} of {layout.num_layers} layers attend over pages")
         return logits, [buffer for _, buffer in sorted(taps.items())]
 
-    return _planned(run, layout, 0, [*model.parameters(), *model.buffers()])
+    return _planned(run, layout, 0, [*model.parameters(), *model.buffers()], max_positions)
 
 
 @torch.inference_mode()
@@ -141,9 +144,11 @@ def compile_rows(function: RowFunction, ops: Ops) -> Plan:
     return _planned(run, layout, function.input_size, [])
 
 
-def _planned(run: _Run, layout: KVLayout, input_size: int, tensors: list[Tensor]) -> Plan:
+def _planned(
+    run: _Run, layout: KVLayout, input_size: int, tensors: list[Tensor], max_positions: int | None = None
+) -> Plan:
     """Record twice, compare, plan; ``tensors`` are a model's parameters and buffers, in which changes are watched."""
-    first, second = (_record(run, layout, counts) for counts in _COUNTS)
+    first, second = (_record(run, layout, counts, max_positions) for counts in _COUNTS)
     own = {tensor.untyped_storage().data_ptr() for tensor in tensors} | (
         _addresses(first.instructions) & _addresses(second.instructions)
     )
@@ -166,10 +171,10 @@ def _planned(run: _Run, layout: KVLayout, input_size: int, tensors: list[Tensor]
     )
 
 
-def _record(run: _Run, layout: KVLayout, counts: tuple[int, int]) -> _Recorded:
+def _record(run: _Run, layout: KVLayout, counts: tuple[int, int], max_positions: int | None) -> _Recorded:
     num_rows, num_logit_rows = counts
     batch, pool = _batch(layout, num_rows)
-    tape = Tape(num_rows, num_logit_rows, layout.dtype)
+    tape = Tape(num_rows, num_logit_rows, layout.dtype, max_positions)
     logit_rows = torch.arange(num_logit_rows, device=layout.device)
     for tensor, kind in ((batch.token_ids, "token_ids"), (batch.positions, "positions"), (logit_rows, "logit_rows")):
         tape.bind(tensor, Index(kind))
