@@ -18,8 +18,8 @@ from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import hooked_class
 from specdec_fast.ops import Ops
-from specdec_fast.program.ir import LOGIT_ROWS, ROWS, Instruction, Operand, Plan, RowOp
-from specdec_fast.program.memory_plan import linears_first, placed, without_unread
+from specdec_fast.program.ir import ROWS, Instruction, Operand, Plan, RowOp
+from specdec_fast.program.memory_plan import gathers_first, linears_first, placed, without_unread
 from specdec_fast.program.recording_ops import recording_ops
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.program.tape import Tape
@@ -182,14 +182,16 @@ def _record(run: _Run, layout: KVLayout, counts: tuple[int, int], max_positions:
     with recorder:
         logits, taps = run(recorder, pool, batch, logit_rows)
     view = tape.row_view(logits)
-    if (view.domain, view.axis, prod(view.sizes[:-2])) != (LOGIT_ROWS, logits.dim() - 2, 1) or logits.dim() not in (
-        2,
-        3,
-    ):
+    if (view.axis, prod(view.sizes[:-2])) != (logits.dim() - 2, 1) or logits.dim() not in (2, 3):
         raise NotLowerableError("logits are not computed for the wanted rows alone")
+    if view.domain == ROWS:  # a model that knows no wanted rows computes those of all
+        wanted = logits.index_select(view.axis, logit_rows)
+        tape.gather(view, wanted)
+        view = tape.row_view(wanted)
     if not view.is_dense or view.size != tape.buffers[view.buffer].size:
         view = tape.copied(view)
-    instructions = linears_first(without_unread(tape.instructions, [view.buffer, *taps]))
+    needed = gathers_first(without_unread(tape.instructions, [view.buffer, *taps]), tape.buffers)
+    instructions = linears_first(needed)
     read = _addresses(instructions)
     baked = recorder.computed_from | (recorder.met_rows - read)
     return _Recorded(tape, instructions, view.buffer, view.size, baked, taps)

@@ -41,11 +41,18 @@ class Extent:
 
 
 @dataclass(frozen=True)
+class Complex:
+    """Complex numbers: ``parts`` has the real and the imaginary ones along one more axis, the last."""
+
+    parts: RowView
+
+
+@dataclass(frozen=True)
 class Overwritten:
     """A tensor whose numbers were changed in place through another tensor of the same memory."""
 
 
-Value = RowView | Index | Extent | Overwritten
+Value = RowView | Index | Extent | Complex | Overwritten
 
 
 def only_axis(tensor: Tensor) -> int:

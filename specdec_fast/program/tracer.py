@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_fast.program import lower_choices, lower_math, lower_views
+from specdec_fast.program import lower_choices, lower_complex, lower_math, lower_views
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.program.tape import Tape
 
-LOWERED = lower_views.LOWERED | lower_math.LOWERED | lower_choices.LOWERED
+LOWERED = lower_views.LOWERED | lower_math.LOWERED | lower_choices.LOWERED | lower_complex.LOWERED
 
 
 class Recorder(TorchDispatchMode):
