@@ -247,6 +247,27 @@ def test_kernels_choose_the_first_of_equal_numbers(size, count):
     assert launched(model)(torch.arange(9)).tolist() == expected.float().tolist()
 
 
+@pytest.mark.parametrize("is_kernel", [False, True], ids=["cpp", "triton"])
+@pytest.mark.parametrize("size", [1, 2, 8, 24])
+@torch.inference_mode()
+def test_the_first_of_equal_numbers_is_the_largest(size, is_kernel):
+    """As PyTorch chooses on a CPU. NaN counts as the largest."""
+    function = lambda x, p: torch.cat((*(y.float() for y in x.max(-1, keepdim=True)), x.argmax(-1, True).float()), -1)  # noqa: E731
+    model, token_ids = Function(function), torch.arange(9)
+    scores = torch.randint(4, (VOCAB_SIZE, size), generator=torch.Generator().manual_seed(size)).float()
+    scores[1, size // 2 :] = scores[2, 0] = float("nan")
+    scores[3], scores[4, : size - 1], scores[5, ::2] = 0.0, float("-inf"), -0.0
+    model.embedding = torch.nn.Embedding.from_pretrained(scores)
+    if is_kernel:
+        pytest.importorskip("triton")
+        from support.device_programs import launched as compiled_for
+    else:
+        compiled_for = compiled
+    got, expected = compiled_for(model)(token_ids), model(token_ids[None], None)[0]
+    assert torch.equal(got[:, 1:], expected[:, 1:])
+    assert torch.equal(got.nan_to_num(nan=9.0), expected.nan_to_num(nan=9.0))
+
+
 @torch.inference_mode()
 def test_kernels_choose_from_vectors_as_long_as_the_choice():
     """The index and the vector then have axes of one size, which must not become one."""
