@@ -203,7 +203,8 @@ def _repeat_interleave(
 @LOWERED.entry("index.Tensor")
 def _index(tape: Tape, result: Tensor, source: Tensor, indices: Sequence[Tensor | None]) -> None:
     if tape.value(source) is None and len(indices) == 1 and isinstance(indices[0], Tensor):
-        _embedding(tape, result, source, indices[0])
+        look_up = _numbers_of_vector if source.dim() == 1 else _embedding
+        look_up(tape, result, source, indices[0])
         return
     view = tape.row_view(source)
     chosen = [(d, index) for d, index in enumerate(indices) if index is not None]
@@ -211,6 +212,16 @@ def _index(tape: Tape, result: Tensor, source: Tensor, indices: Sequence[Tensor 
     if not isinstance(value, Index) or value != Index("logit_rows"):
         raise NotLowerableError("rows are picked by indices of the model's own")
     tape.gather(view, result)
+
+
+def _numbers_of_vector(tape: Tape, result: Tensor, source: Tensor, indices: Tensor) -> None:
+    """Lower ``source[indices]``, such as a factor of every chosen expert."""
+    view = tape.row_view(indices)
+    if indices.dtype == torch.bool or view.axis == indices.dim() - 1:
+        raise NotLowerableError("a vector is read at places that are not the last axis of a row")
+    out = tape.fresh_like(result, view.axis, view.domain)
+    tape.row_op("gather", [source, view], out)
+    tape.bind(result, out)
 
 
 @LOWERED.entry("embedding.default")

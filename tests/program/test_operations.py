@@ -93,6 +93,7 @@ FUNCTIONS = {
     "largest": lambda x, p: torch.cat([y.float() for y in x.view(1, -1, 4, 6).max(-1)], -1),
     "argmax": lambda x, p: x.argmax(-1, keepdim=True).float(),
     "gather": lambda x, p: x.square().gather(-1, (x.float() + 1e-4 * torch.arange(WIDTH)).topk(5).indices),
+    "numbers_of_a_vector": lambda x, p: WEIGHT.to(x.dtype)[x.view(1, -1, 4, 6).topk(2).indices].flatten(2),
     "scatter": lambda x, p: torch.full_like(x, -1).scatter(-1, x[..., :8].topk(3).indices, 2.5),
     "scatter_rows": lambda x, p: torch.ones_like(x).scatter_(-1, x[..., :8].topk(3).indices, x[..., :3]),
     "group_limited": lambda x, p: group_limited(x[0])[None],
@@ -122,7 +123,7 @@ FUNCTIONS = {
     "compared_positions": lambda x, p: torch.where((p >= 20)[..., None] & (p != 40)[..., None], x, -x),
     "row_of_a_table": lambda x, p: x * TABLE.to(x.dtype)[p],
     # complex numbers
-    "rotated": lambda x, p: rotated(x, p), "polar": lambda x, p: torch.view_as_real(turned(p)).flatten(2).to(x.dtype),
+    "rotated": rotated, "polar": lambda x, p: torch.view_as_real(turned(p)).flatten(2).to(x.dtype),
     # linear layers
     "linear": lambda x, p: F.linear(x, TABLE[:11].to(x.dtype), WEIGHT[:11].to(x.dtype)),
     "linear_of_heads": lambda x, p: F.linear(x.view(1, -1, 4, 6), TABLE[:5, :6].contiguous().to(x.dtype)).flatten(2),
@@ -200,7 +201,8 @@ def test_functions_of_extreme_numbers(name, is_kernel):
     model, token_ids = Function(lambda x, p: getattr(torch, name)(x)), torch.arange(7)
     huge = float(torch.finfo(torch.float32).max)
     special = [0.0, -0.0, -1.0, -0.5, 1e-45, 1e-39, -1e-39, 1.2e-38, huge, -huge, *map(float, ("inf", "-inf", "nan"))]
-    near = [base * (1 + i * 2**-23) for base in (1.0, -1.0, 0.70710678, 1.41421356, -18.0, 88.72284) for i in (-1, 0, 1)]
+    bounds = (1.0, -1.0, 0.70710678, 1.41421356, -18.0, 88.72284)
+    near = [bound * (1 + i * 2**-23) for bound in bounds for i in (-1, 0, 1)]
     numbers = [*special, *near, *torch.logspace(-30, 30, 7 * WIDTH - len(special) - len(near)).tolist()]
     model.embedding.weight.data[:7] = torch.tensor(numbers).view(7, WIDTH)
     if is_kernel:
@@ -215,71 +217,6 @@ def test_functions_of_extreme_numbers(name, is_kernel):
     assert torch.equal(got[~finite & ~theirs.isnan()], theirs[~finite & ~theirs.isnan()])
     allowed = 2 * torch.finfo(torch.float32).eps * truth.abs() + torch.finfo(torch.float32).smallest_normal
     assert ((got.double() - truth).abs() <= allowed)[finite].all()
-
-
-@pytest.mark.parametrize("is_sorted", [True, False])
-@pytest.mark.parametrize(("size", "count"), [(8, 2), (24, 5), (24, 24), (256, 3), (256, 8)])
-@torch.inference_mode()
-def test_topk_chooses_among_equal_numbers_as_pytorch_does(size, count, is_sorted):
-    """Scores of 16 bits tie; a program and PyTorch should then choose the same experts. NaN counts as the largest."""
-    model = Function(lambda x, p: x.topk(count, sorted=is_sorted).indices.float())
-    scores = torch.randint(6, (VOCAB_SIZE, size), generator=torch.Generator().manual_seed(size)).float()
-    scores[7, 5] = scores[7, 3] = float("nan")
-    scores[8] = 0.0
-    model.embedding = torch.nn.Embedding.from_pretrained(scores)
-    assert torch.equal(compiled(model)(torch.arange(97)), model(torch.arange(97)[None], None)[0])
-
-
-@pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 1), (8, 2), (24, 5), (24, 24), (256, 8)])
-@torch.inference_mode()
-def test_kernels_choose_the_first_of_equal_numbers(size, count):
-    """PyTorch's own choice among equal numbers differs between CPUs and GPUs. NaN counts as the largest."""
-    pytest.importorskip("triton")
-    from support.device_programs import launched
-
-    model = Function(lambda x, p: x.topk(count).indices.float())
-    scores = torch.randint(6, (VOCAB_SIZE, size), generator=torch.Generator().manual_seed(size)).float()
-    scores[1, size // 2] = scores[2, 0] = float("nan")
-    scores[3], scores[4, : size - 1], scores[5, ::2] = 0.0, float("-inf"), -0.0
-    model.embedding = torch.nn.Embedding.from_pretrained(scores)
-    order = scores[:9].nan_to_num(nan=float("inf"), neginf=float("-inf"), posinf=9.0)
-    expected = order.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    assert launched(model)(torch.arange(9)).tolist() == expected.float().tolist()
-
-
-@pytest.mark.parametrize("is_kernel", [False, True], ids=["cpp", "triton"])
-@pytest.mark.parametrize("size", [1, 2, 8, 24])
-@torch.inference_mode()
-def test_the_first_of_equal_numbers_is_the_largest(size, is_kernel):
-    """As PyTorch chooses on a CPU. NaN counts as the largest."""
-    function = lambda x, p: torch.cat((*(y.float() for y in x.max(-1, keepdim=True)), x.argmax(-1, True).float()), -1)  # noqa: E731
-    model, token_ids = Function(function), torch.arange(9)
-    scores = torch.randint(4, (VOCAB_SIZE, size), generator=torch.Generator().manual_seed(size)).float()
-    scores[1, size // 2 :] = scores[2, 0] = float("nan")
-    scores[3], scores[4, : size - 1], scores[5, ::2] = 0.0, float("-inf"), -0.0
-    model.embedding = torch.nn.Embedding.from_pretrained(scores)
-    if is_kernel:
-        pytest.importorskip("triton")
-        from support.device_programs import launched as compiled_for
-    else:
-        compiled_for = compiled
-    got, expected = compiled_for(model)(token_ids), model(token_ids[None], None)[0]
-    assert torch.equal(got[:, 1:], expected[:, 1:])
-    assert torch.equal(got.nan_to_num(nan=9.0), expected.nan_to_num(nan=9.0))
-
-
-@torch.inference_mode()
-def test_kernels_choose_from_vectors_as_long_as_the_choice():
-    """The index and the vector then have axes of one size, which must not become one."""
-    pytest.importorskip("triton")
-    from support.device_programs import launched
-
-    def sorted_and_back(x, p):
-        values, places = x.float().topk(WIDTH)
-        return torch.cat((values, x.gather(-1, places), torch.zeros_like(x).scatter(-1, places, values)), dim=-1)
-
-    model, token_ids = Function(sorted_and_back), torch.arange(5)
-    assert torch.equal(launched(model)(token_ids), model(token_ids[None], None)[0])
 
 
 def changed_through_a_view(x):
