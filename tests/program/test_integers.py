@@ -43,7 +43,7 @@ FUNCTIONS = {
     "clamped": lambda w, ids: F.embedding(ids.clamp(10, 20), w),
     "shifted": lambda w, ids: F.embedding((ids + 1).clamp(max=VOCAB_SIZE - 1), w),
     "indexed": lambda w, ids: w[torch.maximum(ids.to(torch.int32), torch.tensor(50)).long()],
-    "as_numbers": lambda w, ids: F.embedding(ids, w) * ids[..., None] + ids.float()[..., None].to(w.dtype),
+    "as_numbers": lambda w, ids: F.embedding(ids, w) * (ids + 3001)[..., None] + ids.float()[..., None].to(w.dtype),
     "chosen": lambda w, ids: F.embedding(F.embedding(ids, w).float().argmax(-1), w),
 }
 

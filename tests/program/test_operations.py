@@ -119,7 +119,7 @@ FUNCTIONS = {
     "rotary_product": lambda x, p: (FREQUENCIES[None, :, None] @ p[:, None, :].float()).transpose(1, 2),
     "learned_positions": lambda x, p: x + F.embedding(p + 2, TABLE.to(x.dtype)),
     "scaled_by_position": lambda x, p: x * (1 + 0.1 * torch.log(1 + torch.floor(p / 16)))[..., None].to(x.dtype),
-    "whole_times_halves": lambda x, p: torch.cat((x * (p[..., None] * 30.0), x + p[..., None]), -1),
+    "whole_times_halves": lambda x, p: torch.cat((x * (p + 3001)[..., None], x + (p - 5001)[..., None]), -1),
     "compared_positions": lambda x, p: torch.where((p >= 20)[..., None] & (p != 40)[..., None], x, -x),
     "row_of_a_table": lambda x, p: x * TABLE.to(x.dtype)[p],
     # complex numbers
