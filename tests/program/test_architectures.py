@@ -10,6 +10,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3Config
 
 from bench.common.tiny_models import tiny_config
 from bench.sweep import examine
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.grids import grid
@@ -71,6 +74,20 @@ def test_integers_of_the_batch_are_computed_as_pytorch_does(name, dtype):
     truth = dense_logits(copy.deepcopy(model.model).double(), ids)
     ours, theirs = ((ragged_logits(m, ids=ids).double() - truth).norm() for m in (model, eager(model)))
     assert ours <= 2 * theirs
+
+
+@pytest.mark.parametrize("name", grid(list(CHANGES), keep=["ministral3"]))
+@torch.inference_mode()
+def test_kernels_compute_integers_of_the_batch(name):
+    """In Triton's interpreter; nine tokens, of which the sixth is a placeholder."""
+    pytest.importorskip("triton")
+    from support.device_programs import interpreted
+
+    model, ids = interpreted(tiny(name, torch.float32)), CHANGES[name][1][:9]
+    pool = PagePool(model.layout, 64, 16)
+    pool.add("a")
+    got, truth = model.forward(lay_out(pool, [Rows("a", 0, 9)], ids), pool), model.model(ids[None]).logits[0]
+    assert (got - truth).norm() <= 1e-5 * truth.norm()
 
 
 @pytest.mark.parametrize("name", grid(SERVED, keep=["gemma3", "whisper"]))
