@@ -36,6 +36,52 @@ def exp_of(x):
 
 
 @triton.jit
+def expm1_of(x):
+    """Return e^x - 1: with x = n * ln(2) + r it is 2^n * (e^r - 1) + (2^n - 1)."""
+    bounded = tl.where(x < -18.0, -18.0, x)
+    shifted = bounded * 1.44269504 + 12582912.0
+    n = shifted - 12582912.0
+    r = (bounded - n * _LN2_HIGH) + n * _LN2_LOW
+    p = r * 1.98412698e-4 + 1.38888889e-3
+    p = p * r + 8.33333333e-3
+    p = p * r + 4.16666667e-2
+    p = p * r + 1.66666667e-1
+    p = p * r + 0.5
+    less_one = r + r * r * p
+    whole = shifted.to(tl.int32, bitcast=True) - 0x4B400000
+    power = ((whole + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x > 1.0, exp_of(x) - 1.0, power * less_one + (power - 1.0))
+
+
+@triton.jit
+def log_of(x):
+    """Return log(x), from x = 2^n * (1 + f) and s = f / (2 + f)."""
+    is_tiny = x < 1.17549435e-38
+    bits = tl.where(is_tiny, x * 8388608.0, x).to(tl.int32, bitcast=True)
+    whole = (bits - 0x3F3504F3) >> 23
+    n = tl.where(is_tiny, whole - 23, whole).to(tl.float32)
+    f = (bits - (whole << 23)).to(tl.float32, bitcast=True) - 1.0
+    s = tl.div_rn(f, 2.0 + f)
+    z = s * s
+    half = 0.5 * (f * f)
+    p = z * 1.81818182e-1 + 2.22222222e-1
+    p = p * z + 2.85714286e-1
+    p = p * z + 4.0e-1
+    p = p * z + 6.66666667e-1
+    ordinary = n * _LN2_HIGH + (f - (half - (s * (half + z * p) - n * _LN2_LOW)))
+    special = tl.where(x == 0.0, float("-inf"), tl.where(x < 0.0, float("nan"), x))
+    return tl.where((x > 0.0) & (x < float("inf")), ordinary, special)
+
+
+@triton.jit
+def log1p_of(x):
+    """Return log(1 + x): what 1 + x has lost by rounding is made good by a factor."""
+    u = 1.0 + x
+    is_whole = (u == 1.0) | (u == float("inf"))
+    return tl.where(is_whole, x, log_of(u) * tl.div_rn(x, tl.where(is_whole, 1.0, u - 1.0)))
+
+
+@triton.jit
 def order_of(x):
     """Return int32 in the order of the numbers: -0 and +0 are equal, NaN is largest."""
     bits = x.to(tl.int32, bitcast=True)

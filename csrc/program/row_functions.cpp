@@ -42,6 +42,53 @@ SPECDEC_INLINE float tanh_of(float x) {
   return magnitude < 0.625f ? near : beyond;
 }
 
+// e^x - 1 within 2 units in the last place. With x = n * ln(2) + r it is 2^n * (e^r - 1) + (2^n - 1), which cancels nowhere;
+// beyond 1 nothing cancels in e^x - 1 either. Below -18 it is -1 in fp32.
+SPECDEC_INLINE float expm1_of(float x) {
+  const float bounded = x < -18.0f ? -18.0f : x;
+  const float shifted = bounded * 1.44269504f + 12582912.0f;  // as in exp_remainder
+  const float n = shifted - 12582912.0f;
+  const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.98412698e-4f;
+  p = p * r + 1.38888889e-3f;
+  p = p * r + 8.33333333e-3f;
+  p = p * r + 4.16666667e-2f;
+  p = p * r + 1.66666667e-1f;
+  p = p * r + 0.5f;
+  const float less_one = r + r * r * p;  // e^r - 1
+  const std::uint32_t whole = bit_cast<std::uint32_t>(shifted) - 0x4b400000u;
+  const float power = bit_cast<float>((whole + 127u) << 23);
+  return x > 1.0f ? exp_of(x) - 1.0f : power * less_one + (power - 1.0f);
+}
+
+// log(x) within 2 units in the last place: x = 2^n * (1 + f), with 1 + f between the roots of 1/2 and 2. With
+// s = f / (2 + f), log(1 + f) = 2 * (s + s^3 / 3 + s^5 / 5 + ...). As f = 2 * s + s * f, that is
+// f - f^2 / 2 + s * (f^2 / 2 + 2 * (s^2 / 3 + s^4 / 5 + ...)), whose first term is exact.
+SPECDEC_INLINE float log_of(float x) {
+  const bool is_tiny = x < 1.17549435e-38f;
+  const std::int32_t bits = bit_cast<std::int32_t>(is_tiny ? x * 8388608.0f : x);
+  const std::int32_t whole = (bits - 0x3f3504f3) >> 23;
+  const float n = static_cast<float>(is_tiny ? whole - 23 : whole);
+  const float f = bit_cast<float>(bits - static_cast<std::int32_t>(static_cast<std::uint32_t>(whole) << 23)) - 1.0f;
+  const float s = f / (2.0f + f), z = s * s, half = 0.5f * (f * f);
+  float p = 1.81818182e-1f;
+  p = p * z + 2.22222222e-1f;
+  p = p * z + 2.85714286e-1f;
+  p = p * z + 4.0e-1f;
+  p = p * z + 6.66666667e-1f;
+  const float ordinary = n * 0.693359375f + (f - (half - (s * (half + z * p) - n * 2.12194440e-4f)));
+  const float infinity = std::numeric_limits<float>::infinity();
+  const float special = x == 0.0f ? -infinity : x < 0.0f ? std::numeric_limits<float>::quiet_NaN() : x;
+  return x > 0.0f && x < infinity ? ordinary : special;
+}
+
+// log(1 + x): what 1 + x has lost by rounding is made good by a factor.
+SPECDEC_INLINE float log1p_of(float x) {
+  const float u = 1.0f + x;
+  const float scaled = log_of(u) * (x / (u - 1.0f));
+  return u == 1.0f || u == std::numeric_limits<float>::infinity() ? x : scaled;
+}
+
 using Function = void (*)(const float* a, const float* b, const float* c, float* out, std::int64_t size);
 
 #define SPECDEC_ROW_FUNCTION(name, expression)                                                             \
@@ -70,6 +117,10 @@ SPECDEC_ROW_FUNCTION(tanh_function, tanh_of(x))
 SPECDEC_ROW_FUNCTION(relu, x < 0.0f ? 0.0f : x)
 SPECDEC_ROW_FUNCTION(gelu, 0.5f * x * (1.0f + std::erf(x * 0.707106781f)))
 SPECDEC_ROW_FUNCTION(gelu_tanh, 0.5f * x * (1.0f + tanh_of(0.797884561f * (x + 0.044715f * (x * x * x)))))
+SPECDEC_ROW_FUNCTION(round_down, std::floor(x))
+SPECDEC_ROW_FUNCTION(logarithm, log_of(x))
+SPECDEC_ROW_FUNCTION(logarithm_of_one_more, log1p_of(x))
+SPECDEC_ROW_FUNCTION(exponential_less_one, expm1_of(x))
 SPECDEC_ROW_FUNCTION(add, x + b[i])
 SPECDEC_ROW_FUNCTION(sub, x - b[i])
 SPECDEC_ROW_FUNCTION(mul, x* b[i])
@@ -87,6 +138,7 @@ SPECDEC_ROW_FUNCTION(where, x != 0.0f ? b[i] : c[i])
 
 constexpr Function kFunctions[] = {copy, neg,  absolute,      square, square_root, reciprocal_root, reciprocal,
                                    exponential, sine, cosine, sigmoid, silu, tanh_function, relu, gelu, gelu_tanh,
+                                   round_down, logarithm, logarithm_of_one_more, exponential_less_one,
                                    add,  sub,  mul,           div, maximum, minimum, equal, not_equal, less,
                                    less_or_equal, greater, greater_or_equal, where};
 static_assert(sizeof(kFunctions) / sizeof(Function) == static_cast<int>(RowCode::kMean), "one per code");
@@ -154,6 +206,14 @@ void top_k(const float* a, std::int64_t size, float* out, std::int64_t count, bo
     if (is_sorted) std::sort(places.begin(), places.begin() + count - 1, comes_first);
   }
   for (std::int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(places[i].second);
+}
+
+std::int64_t first_largest(const float* a, std::int64_t size) {
+  std::int64_t best = 0;
+  for (std::int64_t i = 1; i < size; ++i) {
+    if (a[best] == a[best] && !(a[i] <= a[best])) best = i;  // true if a[i] is a NaN
+  }
+  return best;
 }
 
 void layer_norm(const float* a, const float* weight, const float* bias, float epsilon, float* out, std::int64_t size) {

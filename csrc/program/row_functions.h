@@ -21,4 +21,7 @@ void softmax(const float* a, float* out, std::int64_t size);
 // whose scores tie choose the same experts. The result depends on these numbers alone.
 void top_k(const float* a, std::int64_t size, float* out, std::int64_t count, bool is_sorted);
 
+// The first place of the largest of `size` numbers; that of the first NaN if there is one, as in PyTorch.
+std::int64_t first_largest(const float* a, std::int64_t size);
+
 }  // namespace specdec

@@ -114,6 +114,7 @@ void run_over_vectors(const RowOp& op, const float* const* in, float* result) {
       case RowCode::kMean: result[0] = sum(numbers, length) / static_cast<float>(length); break;
       case RowCode::kSoftmax: softmax(numbers, result, length); break;
       case RowCode::kTopK: top_k(numbers, length, result, op.out.length, op.scalar != 0.0f); break;
+      case RowCode::kArgmax: result[0] = static_cast<float>(first_largest(numbers, length)); break;
       case RowCode::kGather:
         for (std::int64_t i = 0; i < others; ++i) result[i] = numbers[place_of(second[i], length)];
         break;
@@ -126,11 +127,22 @@ void run_over_vectors(const RowOp& op, const float* const* in, float* result) {
   }
 }
 
+// The row of a table that an embedding takes, and what it is, for the message if the table has no such row.
+std::int64_t row_of_table(const RowOp& op, const RowPlace& place, const char*& kind) {
+  if (op.in.size() > 1) {
+    kind = "index ";
+    return static_cast<std::int64_t>(widen_one(op.in[1].dtype, address(op.in[1], place)));
+  }
+  kind = op.by_position ? "position " : "token id ";
+  return op.by_position ? place.position + static_cast<std::int64_t>(op.scalar) : place.token_id;
+}
+
 void embed(const RowOp& op, const RowPlace& place) {
-  const std::int64_t row = op.by_position ? place.position + static_cast<std::int64_t>(op.scalar) : place.token_id;
+  const char* kind = nullptr;
+  const std::int64_t row = row_of_table(op, place, kind);
   if (row < 0 || row >= op.table_rows) {
-    throw std::out_of_range((op.by_position ? "position " : "token id ") + std::to_string(row) +
-                            " lies outside a table of " + std::to_string(op.table_rows) + " rows");
+    throw std::out_of_range(kind + std::to_string(row) + " lies outside a table of " + std::to_string(op.table_rows) +
+                            " rows");
   }
   const std::int64_t bytes = op.num_vectors() * op.out.length * item_size(op.out.dtype);
   std::memcpy(address(op.out, place), op.in[0].constant + row * bytes, static_cast<std::size_t>(bytes));
@@ -153,8 +165,9 @@ RowOp prepared(RowOp op) {
 void run_row_op(const RowOp& op, const RowPlace& place, RowScratch& scratch) {
   if (op.code == RowCode::kEmbedding) return embed(op, place);
   const Shape results = shape_of(op.out, op);
-  if (op.code == RowCode::kPosition) {
-    scratch.result[0] = static_cast<float>(place.position) + op.scalar;
+  if (op.code == RowCode::kPosition || op.code == RowCode::kTokenId) {
+    const std::int64_t number = op.code == RowCode::kPosition ? place.position : place.token_id;
+    scratch.result[0] = static_cast<float>(number + static_cast<std::int64_t>(op.scalar));
     return store(op.out, results, scratch.result.data(), place);
   }
   const float* in[3] = {};

@@ -2,7 +2,7 @@
 //
 // An operation widens a row's numbers to fp32, computes in a fixed order, and rounds to the dtype of the result, as PyTorch
 // does. It reads no other row, so a row's bits depend on that row alone. Truth values are 0 and 1. Places along an axis, as
-// topk returns them, are whole numbers below 2^24, which fp32 represents exactly.
+// topk returns them, token ids and positions are whole numbers below 2^24, which fp32 represents exactly.
 #pragma once
 
 #include <array>
@@ -15,17 +15,19 @@ namespace specdec {
 
 enum class RowCode : int {
   kCopy, kNeg, kAbs, kSquare, kSqrt, kRsqrt, kReciprocal, kExp, kSin, kCos, kSigmoid, kSilu, kTanh, kRelu, kGelu,
-  kGeluTanh,                 // functions of one number; specdec_fast/program/ir.py has the same order
+  kGeluTanh, kFloor, kLog, kLog1p, kExpm1,  // functions of one number; specdec_fast/program/ir.py has the same order
   kAdd, kSub, kMul, kDiv, kMaximum, kMinimum,  // functions of two numbers
   kEq, kNe, kLt, kLe, kGt, kGe,                // comparisons of two numbers: 1 or 0
   kWhere,                    // the second operand where the first is not 0, else the third
   kMean, kSum, kLayerNorm,   // over the last axis; kLayerNorm takes weight, bias and epsilon (`scalar`)
   kSoftmax,                  // over the last axis
   kTopK,                     // places of the largest numbers along the last axis, sorted if `scalar` is not 0
+  kArgmax,                   // the first place of the largest number along the last axis
   kGather,                   // the first operand's numbers at the places in the second
   kScatter,                  // the first operand, with the third at the places in the second
-  kPosition,                 // the row's position plus `scalar`
-  kEmbedding,                // a row of the table in[0]: that of the token, or of the position plus `scalar`
+  kTokenId, kPosition,       // the row's token id or position, plus `scalar`
+  kEmbedding,                // a row of the table in[0]: number in[1] if there is one, else that of the token, or of the
+                             // position plus `scalar`
 };
 
 constexpr int kMaxRank = 4;
@@ -48,7 +50,7 @@ struct Operand {
 struct RowOp {
   RowCode code;
   std::array<std::int64_t, kMaxRank> shape;  // of a row; if there are fewer axes, the leading ones are 1
-  std::vector<Operand> in;                   // one to three operands
+  std::vector<Operand> in;                   // at most three operands
   Operand out;
   float scalar;
   bool by_position;         // kEmbedding

@@ -267,10 +267,11 @@ class RaggedModel:
 
     def _compile(self) -> None:
         assert self._executor is not None
-        layers, taps = self.hf.sliding_layers, self.hf.taps
-        with self.hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
-            tapped = None if taps is None else taps.collected
-            plan = compile_forward(self.model, self.hf.call, self.layout, self.ops, layers, tapped)
+        hf = self.hf
+        tapped = None if hf.taps is None else hf.taps.collected
+        forward = (self.model, hf.call, self.layout, self.ops, hf.sliding_layers, tapped, self.max_positions)
+        with hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
+            plan = compile_forward(*forward)
         self.program, self.device_program = self._executor(plan)
         self._watch = Watch(self.model, plan.baked)
 

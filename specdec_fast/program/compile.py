@@ -18,11 +18,12 @@ from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import hooked_class
 from specdec_fast.ops import Ops
-from specdec_fast.program.ir import LOGIT_ROWS, ROWS, Instruction, Operand, Plan, RowOp
-from specdec_fast.program.memory_plan import linears_first, placed, without_unread
+from specdec_fast.program.ir import ROWS, Instruction, Operand, Plan, RowOp
+from specdec_fast.program.memory_plan import gathers_first, linears_first, placed, without_unread
 from specdec_fast.program.recording_ops import recording_ops
 from specdec_fast.program.row_views import NotLowerableError
-from specdec_fast.program.tape import Index, Tape
+from specdec_fast.program.tape import Tape
+from specdec_fast.program.tape_values import Index
 from specdec_fast.program.tracer import Recorder
 
 # Numbers of rows, and of rows whose logits are wanted: odd and even, and unlikely to be a size of a model. There are
@@ -81,6 +82,7 @@ def compile_forward(
     ops: Ops,
     sliding: frozenset[int],
     tapped: Tapped | None = None,
+    max_positions: int | None = None,
 ) -> Plan:
     """Record a model's forward, and plan its program.
 
@@ -92,6 +94,7 @@ def compile_forward(
         sliding: layers that must pass their window to attention.
         tapped: collects the hidden states that are further outputs of the program; None: it has none. Without taps
             the program is the same, except for the copies of the taps.
+        max_positions: the program will compute positions below it only; None: any.
 
     Returns:
         The plan from which an executor builds the program.
@@ -117,7 +120,7 @@ def compile_forward(
             raise NotLowerableError(f"{cache.num_attended} of {layout.num_layers} layers attend over pages")
         return logits, [buffer for _, buffer in sorted(taps.items())]
 
-    return _planned(run, layout, 0, [*model.parameters(), *model.buffers()])
+    return _planned(run, layout, 0, [*model.parameters(), *model.buffers()], max_positions)
 
 
 @torch.inference_mode()
@@ -141,9 +144,11 @@ def compile_rows(function: RowFunction, ops: Ops) -> Plan:
     return _planned(run, layout, function.input_size, [])
 
 
-def _planned(run: _Run, layout: KVLayout, input_size: int, tensors: list[Tensor]) -> Plan:
+def _planned(
+    run: _Run, layout: KVLayout, input_size: int, tensors: list[Tensor], max_positions: int | None = None
+) -> Plan:
     """Record twice, compare, plan; ``tensors`` are a model's parameters and buffers, in which changes are watched."""
-    first, second = (_record(run, layout, counts) for counts in _COUNTS)
+    first, second = (_record(run, layout, counts, max_positions) for counts in _COUNTS)
     own = {tensor.untyped_storage().data_ptr() for tensor in tensors} | (
         _addresses(first.instructions) & _addresses(second.instructions)
     )
@@ -166,10 +171,10 @@ def _planned(run: _Run, layout: KVLayout, input_size: int, tensors: list[Tensor]
     )
 
 
-def _record(run: _Run, layout: KVLayout, counts: tuple[int, int]) -> _Recorded:
+def _record(run: _Run, layout: KVLayout, counts: tuple[int, int], max_positions: int | None) -> _Recorded:
     num_rows, num_logit_rows = counts
     batch, pool = _batch(layout, num_rows)
-    tape = Tape(num_rows, num_logit_rows, layout.dtype)
+    tape = Tape(num_rows, num_logit_rows, layout.dtype, max_positions)
     logit_rows = torch.arange(num_logit_rows, device=layout.device)
     for tensor, kind in ((batch.token_ids, "token_ids"), (batch.positions, "positions"), (logit_rows, "logit_rows")):
         tape.bind(tensor, Index(kind))
@@ -177,14 +182,16 @@ def _record(run: _Run, layout: KVLayout, counts: tuple[int, int]) -> _Recorded:
     with recorder:
         logits, taps = run(recorder, pool, batch, logit_rows)
     view = tape.row_view(logits)
-    if (view.domain, view.axis, prod(view.sizes[:-2])) != (LOGIT_ROWS, logits.dim() - 2, 1) or logits.dim() not in (
-        2,
-        3,
-    ):
+    if (view.axis, prod(view.sizes[:-2])) != (logits.dim() - 2, 1) or logits.dim() not in (2, 3):
         raise NotLowerableError("logits are not computed for the wanted rows alone")
+    if view.domain == ROWS:  # a model that knows no wanted rows computes those of all
+        wanted = logits.index_select(view.axis, logit_rows)
+        tape.gather(view, wanted)
+        view = tape.row_view(wanted)
     if not view.is_dense or view.size != tape.buffers[view.buffer].size:
         view = tape.copied(view)
-    instructions = linears_first(without_unread(tape.instructions, [view.buffer, *taps]))
+    needed = gathers_first(without_unread(tape.instructions, [view.buffer, *taps]), tape.buffers)
+    instructions = linears_first(needed)
     read = _addresses(instructions)
     baked = recorder.computed_from | (recorder.met_rows - read)
     return _Recorded(tape, instructions, view.buffer, view.size, baked, taps)

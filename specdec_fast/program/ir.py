@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 # In the order of RowCode in csrc/program/rowwise.h.
 UNARY = (
     "copy", "neg", "abs", "square", "sqrt", "rsqrt", "reciprocal", "exp", "sin", "cos", "sigmoid", "silu", "tanh",
-    "relu", "gelu", "gelu_tanh",
+    "relu", "gelu", "gelu_tanh", "floor", "log", "log1p", "expm1",
 )  # fmt: skip
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")  # 1 where it holds, else 0
 REDUCTIONS = ("mean", "sum")
-# Along the last axis, of which every operand has its own length. topk returns places, gather and scatter take them.
-OVER_VECTORS = (*REDUCTIONS, "layer_norm", "softmax", "topk", "gather", "scatter")
-ROW_CODES = (*UNARY, *BINARY, *COMPARISONS, "where", *OVER_VECTORS, "position", "embedding")
+# Along the last axis, of which every operand has its own length. topk and argmax return places, gather and scatter take
+# them.
+OVER_VECTORS = (*REDUCTIONS, "layer_norm", "softmax", "topk", "argmax", "gather", "scatter")
+OF_ROW = {"token_ids": "token_id", "positions": "position"}  # operations without inputs, by the tensor of the batch
+ROW_CODES = (*UNARY, *BINARY, *COMPARISONS, "where", *OVER_VECTORS, *OF_ROW.values(), "embedding")
 MAX_RANK = 4
 
 ROWS, LOGIT_ROWS = 0, 1  # domains: the rows of the batch, or those whose logits are wanted
@@ -66,10 +68,10 @@ class RowOp:
     Attributes:
         code: one of ``ROW_CODES``.
         shape: at most ``MAX_RANK`` axes; every operand has its own length of the last one.
-        inputs: operands; for an embedding, its table.
+        inputs: operands; for an embedding, its table, and the one index of the row if the model has computed it.
         out: the operand for the result.
-        scalar: epsilon of a norm; the number added to a position; 1 if topk sorts its result.
-        by_position: whether an embedding is looked up by position instead of token id.
+        scalar: epsilon of a norm; the number added to a position or token id; 1 if topk sorts its result.
+        by_position: whether an embedding without an index is looked up by position instead of token id.
 
     """
 

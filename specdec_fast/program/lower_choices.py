@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,16 +14,44 @@ from specdec_fast.program.lower_math import elementwise, vectors_of
 from specdec_fast.program.lowering_table import Lowerings
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.program.tape import Tape
+from specdec_fast.program.tape_values import Extent, Index
 
 LOWERED = Lowerings()
 
 
-def _compare(tape: Tape, result: Tensor, left: Any, right: Any, *, code: str) -> None:
+def _function(tape: Tape, result: Tensor, left: Any, right: Any, *, code: str) -> None:
     elementwise(tape, result, code, left, right)
 
 
+def _compare(tape: Tape, result: Tensor, left: Any, right: Any, *, code: str) -> None:
+    extent = tape.value(left)
+    if not isinstance(extent, Extent):
+        elementwise(tape, result, code, left, right)
+    elif tape.value(right) is not None or not extent.is_decided(code, float(right)):
+        raise NotLowerableError(f"the length of the longest text is compared with {right}, which may be either way")
+    # else PyTorch's result is a constant
+
+
 LOWERED |= {f"{code}.{form}": partial(_compare, code=code) for code in COMPARISONS for form in ("Tensor", "Scalar")}
-LOWERED |= {f"{code}.default": partial(_compare, code=code) for code in ("maximum", "minimum")}
+LOWERED |= {name: partial(_function, code="maximum") for name in ("maximum.default", "max.other")}
+LOWERED |= {name: partial(_function, code="minimum") for name in ("minimum.default", "min.other")}
+
+
+@LOWERED.entry("max.default")
+def _max_of_all(tape: Tape, result: Tensor, source: Tensor) -> None:
+    """Lower the largest position of the batch, of which a program knows only the bounds."""
+    value = tape.value(source)
+    if not isinstance(value, Index) or value.kind != "positions" or tape.max_positions is None:
+        raise NotLowerableError("the largest number of all rows")
+    tape.bind(result, Extent(value.added, value.added + tape.max_positions - 1))
+
+
+@LOWERED.entry("is_nonzero.default")
+def _is_nonzero(tape: Tape, result: bool, source: Tensor) -> None:
+    """Lower the truth of a number as a condition of Python, if the bounds of the number decide it."""
+    extent = tape.value(source)
+    if not isinstance(extent, Extent) or not extent.is_decided("ne", 0):
+        raise NotLowerableError("Python decides by numbers of the batch")
 
 
 @LOWERED.entry("logical_not.default", "bitwise_not.default")
@@ -56,6 +85,17 @@ def _where(tape: Tape, result: Tensor, condition: Tensor, first: Any, second: An
 @LOWERED.entry("masked_fill.Scalar", "masked_fill.Tensor")
 def _masked_fill(tape: Tape, result: Tensor, source: Tensor, mask: Tensor, value: Any) -> None:
     elementwise(tape, result, "where", mask, value, source)
+
+
+@LOWERED.entry("index_put.default")
+def _index_put(
+    tape: Tape, result: Tensor, target: Tensor, indices: Sequence[Tensor], value: Tensor, *accumulate: bool
+) -> None:
+    """Lower ``target[mask] = number``."""
+    is_masked = len(indices) == 1 and indices[0].dtype == torch.bool and indices[0].dim() == target.dim()
+    if not is_masked or any(accumulate) or tape.value(value) is not None or value.numel() != 1:
+        raise NotLowerableError("numbers are written to places that are no mask of every number")
+    elementwise(tape, result, "where", indices[0], value.reshape(()), target)
 
 
 @LOWERED.entry("clamp.default", "clamp.Tensor")
@@ -124,6 +164,28 @@ def _topk(
     tape.row_op("topk", [view], found, scalar=float(is_sorted))
     tape.bind(places, found)
     _gather(tape, values, source, axis, places)
+
+
+@LOWERED.entry("max.dim")
+def _max_of_vectors(
+    tape: Tape, result: tuple[Tensor, Tensor], source: Tensor, axis: int, keepdim: bool = False
+) -> None:
+    """Record the first place of the largest number of every vector, and the number there."""
+    view = vectors_of(tape, "max", source, axis)
+    place = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), torch.int64)
+    largest = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), source.dtype)
+    tape.row_op("argmax", [view], place)
+    tape.row_op("gather", [view, place], largest)
+    for tensor, own in zip(result, (largest, place), strict=True):
+        tape.bind(tensor, own if keepdim else own.without(-1, 0))
+
+
+@LOWERED.entry("argmax.default")
+def _argmax(tape: Tape, result: Tensor, source: Tensor, axis: int, keepdim: bool = False) -> None:
+    view = vectors_of(tape, "argmax", source, axis)
+    place = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), torch.int64)
+    tape.row_op("argmax", [view], place)
+    tape.bind(result, place if keepdim else place.without(-1, 0))
 
 
 @LOWERED.entry("gather.default")

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec_fast.program.ir import COMPARISONS
 from specdec_fast.program.lowering_table import Lowerings
+from specdec_fast.program.operands import FLOATS, LARGEST_WHOLE, WHOLE
 from specdec_fast.program.row_views import NotLowerableError, RowView
-from specdec_fast.program.tape import WHOLE, Index, Tape
+from specdec_fast.program.tape import Tape
+from specdec_fast.program.tape_values import Extent, Index
 
 LOWERED = Lowerings()
 ARITHMETIC = ("add", "sub", "mul", "div")
@@ -50,13 +53,14 @@ _UNARY = {
     "neg.default": "neg", "abs.default": "abs", "sqrt.default": "sqrt", "rsqrt.default": "rsqrt",
     "reciprocal.default": "reciprocal", "exp.default": "exp", "sin.default": "sin", "cos.default": "cos",
     "sigmoid.default": "sigmoid", "silu.default": "silu", "tanh.default": "tanh", "relu.default": "relu",
-    "square.default": "square",
+    "square.default": "square", "floor.default": "floor", "log.default": "log", "log1p.default": "log1p",
+    "expm1.default": "expm1",
 }  # fmt: skip
 _POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal", 1: "copy"}
 
 
 def _unary(tape: Tape, result: Tensor, source: Tensor, *, code: str) -> None:
-    view = tape.row_view(source)
+    view = tape.numbers(source)
     if result.dtype in WHOLE:
         raise NotLowerableError(f"{code} of integers")
     out = tape.fresh_like(result, view.axis, view.domain)
@@ -65,6 +69,23 @@ def _unary(tape: Tape, result: Tensor, source: Tensor, *, code: str) -> None:
 
 
 LOWERED |= {name: partial(_unary, code=code) for name, code in _UNARY.items()}
+
+
+@LOWERED.entry("softplus.default")
+def _softplus(tape: Tape, result: Tensor, source: Tensor, beta: float = 1, threshold: float = 20) -> None:
+    """Record ``log(1 + exp(beta * x)) / beta``, and ``x`` beyond the threshold, as its parts in fp32, rounded once."""
+    view = tape.row_view(source)
+    scaled, is_beyond, power, log, divided = (
+        tape.fresh(view.domain, view.axis, view.sizes, torch.float32) for _ in range(5)
+    )
+    out = tape.fresh_like(result, view.axis, view.domain)
+    tape.row_op("mul", [view, float(beta)], scaled)
+    tape.row_op("exp", [scaled], power)
+    tape.row_op("log1p", [power], log)
+    tape.row_op("div", [log, float(beta)], divided)
+    tape.row_op("gt", [scaled, float(threshold)], is_beyond)
+    tape.row_op("where", [is_beyond, view, divided], out)
+    tape.bind(result, out)
 
 
 @LOWERED.entry("gelu.default")
@@ -88,8 +109,11 @@ def _pow(tape: Tape, result: Tensor, source: Tensor, exponent: float) -> None:
 
 
 def _binary(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1, *, code: str) -> None:
-    if isinstance(tape.value(left), Index) and code == "add":
-        _shift(tape, result, left, right)
+    value = tape.value(left)
+    if isinstance(value, (Index, Extent)) and code in ("add", "sub") and isinstance(right, int):
+        added = int(right * alpha) * (1 if code == "add" else -1)
+        shifted = replace(value, added=value.added + added) if isinstance(value, Index) else value.shifted(added)
+        tape.bind(result, shifted)
     elif alpha != 1:
         raise NotLowerableError(f"{code} with a factor")
     else:
@@ -98,7 +122,8 @@ def _binary(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1,
 
 def elementwise(tape: Tape, result: Tensor, code: str, *operands: Any) -> None:
     """Record a function of several tensors or numbers that are broadcast to each other."""
-    values = [_as_operand(tape, each) for each in operands]
+    dtype = torch.result_type(*operands) if code in COMPARISONS else result.dtype
+    values = [_as_operand(tape, each, dtype, code) for each in operands]
     views = [each for each in values if isinstance(each, RowView)]
     if not views or (result.dtype in WHOLE and code in ARITHMETIC):
         raise NotLowerableError(f"{code} of integers")
@@ -109,21 +134,22 @@ def elementwise(tape: Tape, result: Tensor, code: str, *operands: Any) -> None:
 
 LOWERED |= {f"{code}.{form}": partial(_binary, code=code) for code in ARITHMETIC for form in ("Tensor", "Scalar")}
 
+def _as_operand(tape: Tape, value: Any, dtype: torch.dtype, code: str) -> RowView | Tensor | float:
+    """Return an operand of a function that PyTorch computes in a dtype, to which it converts integers at first.
 
-def _as_operand(tape: Tape, value: Any) -> RowView | Tensor | float:
-    if not isinstance(value, Tensor):
-        return float(value)
-    if tape.value(value) is not None:
-        return tape.row_view(value)
-    return float(value) if value.dim() == 0 else value
-
-
-def _shift(tape: Tape, result: Tensor, source: Tensor, added: Any) -> None:
-    """Lower additions to positions: those of some architectures begin at 2."""
-    value = tape.value(source)
-    if not isinstance(value, Index) or not isinstance(added, int):
-        raise NotLowerableError("arithmetic on integers of the batch")
-    tape.bind(result, replace(value, added=value.added + added))
+    It converts numbers, too, except for those of arithmetic.
+    """
+    if isinstance(value, Tensor) and (tape.value(value) is not None or value.dim()):
+        if tape.value(value) is None:
+            return value
+        view = tape.numbers(value)
+        return tape.copied(view, dtype) if dtype in FLOATS[1:] and value.dtype in WHOLE[1:] else view
+    if code in ARITHMETIC or dtype not in FLOATS[1:]:
+        number = float(value)
+        if dtype in WHOLE and abs(number) > LARGEST_WHOLE:
+            raise NotLowerableError(f"{code} of integers and {value}")
+        return number
+    return float(torch.tensor(float(value), dtype=dtype))
 
 
 @LOWERED.entry("rsub.Scalar", "rsub.Tensor")

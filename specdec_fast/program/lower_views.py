@@ -10,8 +10,10 @@ from torch import Tensor
 
 from specdec_fast.program.ir import ROWS, Operand, RowOp
 from specdec_fast.program.lowering_table import Lowerings
-from specdec_fast.program.row_views import NotLowerableError, RowView
-from specdec_fast.program.tape import WHOLE, Index, Tape, kept
+from specdec_fast.program.operands import LARGEST_WHOLE, WHOLE, kept
+from specdec_fast.program.row_views import NotLowerableError
+from specdec_fast.program.tape import Tape
+from specdec_fast.program.tape_values import Index, only_axis
 
 LOWERED = Lowerings()
 
@@ -35,45 +37,32 @@ def _dropout(tape: Tape, result: Tensor, source: Tensor, p: float, train: bool) 
 @LOWERED.entry("to.dtype", "to.dtype_layout", "to.other", "_to_copy.default", "type_as.default")
 def _convert(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
     value = tape.value(source)
-    if result.dtype == source.dtype:
+    is_index = isinstance(value, Index) and result.dtype in (torch.int32, torch.int64)
+    if result.dtype == source.dtype or is_index:
         _alias(tape, result, source)
-    elif isinstance(value, RowView) and result.dtype == torch.bool:
-        out = tape.fresh_like(result, value.axis, value.domain)
-        tape.row_op("ne", [value, 0.0], out)
+    elif isinstance(value, Index) and result.is_floating_point():
+        tape.bind(result, tape.numbers(source, like=result))
+    elif result.dtype == torch.bool:
+        view = tape.numbers(source)
+        out = tape.fresh_like(result, view.axis, view.domain)
+        tape.row_op("ne", [view, 0.0], out)
         tape.bind(result, out)
-    elif isinstance(value, RowView) and result.dtype in WHOLE:
+    elif result.dtype in WHOLE:
         if source.dtype not in WHOLE:
             raise NotLowerableError(f"numbers of {source.dtype} cut to whole ones")
         _alias(tape, result, source)
-    elif isinstance(value, RowView):
-        tape.bind(result, tape.copied(value, result.dtype))
-    elif isinstance(value, Index) and value.kind == "positions" and result.is_floating_point():
-        axis = _only_axis(result)
-        out = tape.fresh_like(result, axis, ROWS)
-        tape.instructions.append(
-            RowOp("position", (1,), (), Operand(out.buffer, out.dtype, 0, (0,), 1), scalar=float(value.added))
-        )
-        tape.bind(result, out)
     else:
-        raise NotLowerableError("token ids used as numbers")
-
-
-def _only_axis(tensor: Tensor) -> int:
-    """Return the one axis of a tensor of integers that is longer than 1."""
-    axes = [d for d, size in enumerate(tensor.shape) if size != 1]
-    if len(axes) != 1:
-        raise NotLowerableError(f"integers of the batch in a shape {list(tensor.shape)}")
-    return axes[0]
+        tape.bind(result, tape.copied(tape.row_view(source), result.dtype))
 
 
 @LOWERED.entry(
-    "view.default", "_unsafe_view.default", "reshape.default", "flatten.using_ints", "unflatten.int",
-    "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
+    "view.default", "_unsafe_view.default", "reshape.default", "view_as.default", "reshape_as.default",
+    "flatten.using_ints", "unflatten.int", "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
 )  # fmt: skip
 def _view(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
     value = tape.value(source)
     if isinstance(value, Index):
-        _only_axis(result)
+        only_axis(result)
         tape.bind(result, value)
     else:
         tape.bind(result, tape.reshaped(tape.row_view(source), tuple(result.shape)))
@@ -155,7 +144,7 @@ def _unbind(tape: Tape, result: Sequence[Tensor], source: Tensor, axis: int = 0)
         _select(tape, piece, source, axis, index)
 
 
-@LOWERED.entry("cat.default")
+@LOWERED.entry("cat.default", "concat.default", "concatenate.default")
 def _cat(tape: Tape, result: Tensor, sources: Sequence[Tensor], axis: int = 0) -> None:
     view, start = tape.row_view(sources[0]), 0
     if axis % result.dim() == view.axis:
@@ -213,6 +202,10 @@ def _repeat_interleave(
 
 @LOWERED.entry("index.Tensor")
 def _index(tape: Tape, result: Tensor, source: Tensor, indices: Sequence[Tensor | None]) -> None:
+    if tape.value(source) is None and len(indices) == 1 and isinstance(indices[0], Tensor):
+        look_up = _numbers_of_vector if source.dim() == 1 else _embedding
+        look_up(tape, result, source, indices[0])
+        return
     view = tape.row_view(source)
     chosen = [(d, index) for d, index in enumerate(indices) if index is not None]
     value = tape.value(chosen[0][1]) if len(chosen) == 1 and chosen[0][0] == view.axis else None
@@ -221,17 +214,37 @@ def _index(tape: Tape, result: Tensor, source: Tensor, indices: Sequence[Tensor 
     tape.gather(view, result)
 
 
+def _numbers_of_vector(tape: Tape, result: Tensor, source: Tensor, indices: Tensor) -> None:
+    """Lower ``source[indices]``, such as a factor of every chosen expert."""
+    view = tape.row_view(indices)
+    if indices.dtype == torch.bool or view.axis == indices.dim() - 1:
+        raise NotLowerableError("a vector is read at places that are not the last axis of a row")
+    out = tape.fresh_like(result, view.axis, view.domain)
+    tape.row_op("gather", [source, view], out)
+    tape.bind(result, out)
+
+
 @LOWERED.entry("embedding.default")
 def _embedding(tape: Tape, result: Tensor, table: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Lower the choice of a row of a table: by token id, by position, or by an integer computed for every row."""
     value = tape.value(indices)
-    if not isinstance(value, Index) or value.kind == "logit_rows" or not table.is_contiguous():
-        raise NotLowerableError("an embedding by something other than token ids or positions")
-    if value.kind == "token_ids" and value.added:
-        raise NotLowerableError("an embedding by shifted token ids")
-    out, width = tape.fresh_like(result, _only_axis(indices), ROWS), table.shape[1]
+    if tape.value(table) is not None or table.dim() != 2 or not table.is_contiguous():
+        raise NotLowerableError("an embedding by a table that is not plain")
+    computed: tuple[Operand, ...] = ()
+    axis, width, added = 0, table.shape[1], 0
+    if isinstance(value, Index) and (value.kind, value.added != 0) != ("token_ids", True):
+        axis, added = only_axis(indices), value.added
+        if value.kind == "logit_rows":
+            raise NotLowerableError("an embedding by the rows whose logits are wanted")
+    else:
+        view = tape.numbers(indices)
+        if view.size != 1 or view.domain != ROWS or indices.dtype == torch.bool or len(table) > LARGEST_WHOLE:
+            raise NotLowerableError("an embedding by anything but one integer for each row")
+        axis, computed = view.axis, (Operand(view.buffer, view.dtype, view.offset, (0,), 1),)
+    out = tape.fresh_like(result, axis, ROWS)
     places = Operand(kept(table), table.dtype, 0, (1,), width), Operand(out.buffer, out.dtype, 0, (1,), width)
-    by_position = value.kind == "positions"
+    by_position = not computed and value == Index("positions", added)
     tape.instructions.append(
-        RowOp("embedding", (width,), places[:1], places[1], scalar=float(value.added), by_position=by_position)
+        RowOp("embedding", (width,), (places[0], *computed), places[1], scalar=float(added), by_position=by_position)
     )
     tape.bind(result, out)

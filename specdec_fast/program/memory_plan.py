@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from specdec_fast.program.ir import (
     ARENA,
     INPUTS,
+    LOGIT_ROWS,
     LOGITS,
     ROWS,
     SCRATCH,
     TAPS,
     Append,
     Buffer,
+    Gather,
     Instruction,
     Linear,
     Placed,
@@ -39,6 +42,23 @@ def without_unread(instructions: Sequence[Instruction], outputs: Collection[int]
             needed.update(instruction.reads)
             kept.append(instruction)
     return kept[::-1]
+
+
+def gathers_first(instructions: Sequence[Instruction], buffers: list[Buffer]) -> list[Instruction]:
+    """Take rows before a linear instead of after it if nothing else reads its result; add the buffer of the rows."""
+    ordered = list(instructions)
+    for gather in [each for each in instructions if isinstance(each, Gather)]:
+        writers = [each for each in ordered if gather.source in each.writes]
+        readers = [each for each in ordered if gather.source in each.reads]
+        linear = writers[-1] if writers else None
+        if len(writers) + len(readers) > 2 or not isinstance(linear, Linear) or linear.num_vectors > 1:
+            continue
+        source = buffers[linear.source]
+        buffers.append(replace(source, domain=LOGIT_ROWS))
+        taken = len(buffers) - 1
+        ordered[ordered.index(gather)] = replace(linear, source=taken, out=gather.out)
+        ordered[ordered.index(linear)] = Gather(linear.source, taken)
+    return ordered
 
 
 def linears_first(instructions: Sequence[Instruction]) -> list[Instruction]:

@@ -84,6 +84,7 @@ def _numbers(values: Values, place: Place) -> Value:
 
 CHOICES: dict[str, Callable[[Values, int, RowOp, tuple[Place, ...]], Value]] = {
     "topk": _topk,
+    "argmax": _topk,  # of one
     "gather": _gather,
     "scatter": _scatter,
 }

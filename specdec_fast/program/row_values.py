@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_fast.program.ir import COMPARISONS, Append, Operand, RowOp
+from specdec_fast.program.ir import COMPARISONS, OF_ROW, Append, Operand, RowOp
 from specdec_fast.program.row_choices import CHOICES
 from specdec_fast.program.row_index import Axis, CutError, Place, SplitError, located, of_axis, padded, place_of
 
@@ -25,11 +25,15 @@ _FUNCTIONS = {
     "rsqrt": "tl.div_rn(1.0, tl.sqrt_rn({0}))", "reciprocal": "tl.div_rn(1.0, {0})", "exp": "exp_of({0})",
     "sin": "sin_of({0})", "cos": "cos_of({0})", "sigmoid": "sigmoid_of({0})", "silu": "silu_of({0})",
     "tanh": "tanh_of({0})", "relu": "tl.where({0} < 0.0, 0.0, {0})", "gelu": "gelu_of({0})",
-    "gelu_tanh": "gelu_tanh_of({0})", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
+    "gelu_tanh": "gelu_tanh_of({0})", "floor": "tl.floor({0})", "log": "log_of({0})", "log1p": "log1p_of({0})",
+    "expm1": "expm1_of({0})", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
     "div": "tl.div_rn({0}, {1})", "maximum": "tl.where({0} < {1}, {1}, tl.where({1} != {1}, {1}, {0}))",
     "minimum": "tl.where({0} > {1}, {1}, tl.where({1} != {1}, {1}, {0}))", "where": "tl.where({0} != 0.0, {1}, {2})",
     **{code: f"tl.where({{0}} {_SYMBOLS[code]} {{1}}, 1.0, 0.0)" for code in COMPARISONS},
 }  # fmt: skip
+
+
+_OF_ROW = {code: name for name, code in OF_ROW.items()}
 
 
 class NotEmittableError(Exception):
@@ -170,10 +174,10 @@ class Values:
 
     def _result(self, number: int, step: RowOp, at: tuple[Place, ...]) -> Value:
         if step.code == "embedding":
-            return self._rounded(self._embedding(step, at), step.out)
-        if step.code == "position":
-            position = self.line(f"tl.load({self._pointers.name('positions')} + source)")
-            return self._rounded(self.line(f"{position.text}.to(tl.float32) + {_literal(step.scalar)}"), step.out)
+            return self._rounded(self._embedding(number, step, at), step.out)
+        if step.code in _OF_ROW:
+            integer = self.line(f"tl.load({self._pointers.name(_OF_ROW[step.code])} + source)")
+            return self._rounded(self.line(f"({integer.text} + {int(step.scalar)}).to(tl.float32)"), step.out)
         if step.code in _FUNCTIONS:
             values = [self.at(operand, at, number) for operand in step.inputs]
             if step.code == "copy" and step.out.dtype in (step.inputs[0].dtype, torch.float32):
@@ -194,12 +198,16 @@ class Values:
             return self.combined("tl.div_rn(exp_of({0} - {1}), {2})", [*values, *statistics])
         return self.combined("({0} - {3}) * {4} * {1} + {2}", [*values, *statistics])
 
-    def _embedding(self, step: RowOp, at: tuple[Place, ...]) -> Value:
+    def _embedding(self, number: int, step: RowOp, at: tuple[Place, ...]) -> Value:
         table = step.inputs[0].source
         assert isinstance(table, Tensor)
-        ids = self._pointers.name("positions" if step.by_position else "token_ids")
-        shift = f" + {int(step.scalar)}" if step.by_position and step.scalar else ""
-        first = self.line(f"(tl.load({ids} + source){shift}) * {table.shape[1]}")
+        if len(step.inputs) > 1:
+            chosen = f"{self.at(step.inputs[1], at, number).text}.to(tl.int64)"
+        else:
+            ids = self._pointers.name("positions" if step.by_position else "token_ids")
+            shift = f" + {int(step.scalar)}" if step.by_position and step.scalar else ""
+            chosen = f"(tl.load({ids} + source){shift})"
+        first = self.line(f"{chosen} * {table.shape[1]}")
         index = self.index(at[0])
         mask = self.mask(index.axes)
         masked = f", mask={mask}, other=0.0" if mask else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -13,6 +12,7 @@ from specdec_fast.batch.ragged_batch import AttentionParams
 from specdec_fast.program.ir import (
     LOGIT_ROWS,
     MAX_RANK,
+    OF_ROW,
     OVER_VECTORS,
     ROWS,
     Append,
@@ -26,27 +26,9 @@ from specdec_fast.program.ir import (
     Operand,
     RowOp,
 )
+from specdec_fast.program.operands import FLOATS, WHOLE, kept, lengths_of, operand_of, sizes_of, strides_of
 from specdec_fast.program.row_views import NotLowerableError, RowView, collapsed, dense, row_axis
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-# Truth values and places along an axis. They are kept as fp32: whole numbers below 2^24, used in no arithmetic.
-WHOLE = (torch.bool, torch.int64, torch.int32)
-
-
-@dataclass(frozen=True)
-class Index:
-    """A tensor of integers of the batch, whatever its shape: one per row, plus ``added``."""
-
-    kind: str  # "token_ids", "positions" or "logit_rows"
-    added: int = 0
-
-
-@dataclass(frozen=True)
-class Overwritten:
-    """A tensor whose numbers were changed in place through another tensor of the same memory."""
-
-
-Value = RowView | Index | Overwritten
+from specdec_fast.program.tape_values import Complex, Extent, Index, Overwritten, Value, only_axis
 
 
 class Tape:
@@ -56,6 +38,7 @@ class Tape:
         num_rows: rows of the batch, a number that is no size of the model.
         num_logit_rows: rows whose logits are wanted, also a number that is no size of the model.
         kv_dtype: dtype of the pages.
+        max_positions: number of positions that the batch may have; None if there is no limit.
 
     Attributes:
         instructions: the instructions so far.
@@ -64,8 +47,10 @@ class Tape:
 
     """
 
-    def __init__(self, num_rows: int, num_logit_rows: int, kv_dtype: torch.dtype) -> None:
-        self.kv_dtype = kv_dtype
+    def __init__(
+        self, num_rows: int, num_logit_rows: int, kv_dtype: torch.dtype, max_positions: int | None = None
+    ) -> None:
+        self.kv_dtype, self.max_positions = kv_dtype, max_positions
         self.counts = {ROWS: num_rows, LOGIT_ROWS: num_logit_rows}
         self.instructions: list[Instruction] = []
         self.buffers: list[Buffer] = []
@@ -103,15 +88,34 @@ class Tape:
 
         """
         value = self.value(tensor)
+        if isinstance(value, RowView):
+            return value
         if isinstance(value, Overwritten):
             raise NotLowerableError("numbers that were changed in place through another tensor of the same memory")
-        if not isinstance(value, RowView):
-            raise NotLowerableError("an operation on integers of the batch, or on a constant where rows are expected")
-        return value
+        kinds = {Index: "integers of the batch", Extent: "a number of the whole batch", Complex: "complex numbers"}
+        what = kinds.get(type(value), "a constant")
+        raise NotLowerableError(f"an operation on {what} where numbers of rows are expected")
+
+    def numbers(self, tensor: Tensor, like: Tensor | None = None) -> RowView:
+        """Return the places of a tensor's numbers; token ids and positions are written to a buffer.
+
+        Args:
+            tensor: rows, or integers of the batch.
+            like: a tensor of integers of the batch gets the shape and dtype of this one; None: its own.
+
+        """
+        value = self.value(tensor)
+        if not isinstance(value, Index) or value.kind == "logit_rows":
+            return self.row_view(tensor)
+        like = tensor if like is None else like
+        out = self.fresh_like(like, only_axis(like), ROWS)
+        place = Operand(out.buffer, out.dtype, 0, (0,), 1)
+        self.instructions.append(RowOp(OF_ROW[value.kind], (1,), (), place, scalar=float(value.added)))
+        return out
 
     def fresh(self, domain: int, axis: int, sizes: tuple[int, ...], dtype: torch.dtype) -> RowView:
         """Return a view of a new buffer; ``sizes`` has 1 at ``axis``, the axis of the rows."""
-        if dtype not in (*_FLOATS, *WHOLE):
+        if dtype not in (*FLOATS, *WHOLE):
             raise NotLowerableError(f"numbers of {dtype}")
         strides = tuple(0 if size == 1 else stride for size, stride in zip(sizes, dense(sizes), strict=True))
         stored = torch.float32 if dtype in WHOLE else dtype
@@ -149,7 +153,7 @@ class Tape:
         """
         rank = max(len(out.sizes), *(len(each.sizes) for each in inputs if isinstance(each, RowView)), 0)
         views = [*inputs, out]
-        sizes = [_sizes(each, rank) for each in views]
+        sizes = [sizes_of(each, rank) for each in views]
         for each in views:
             if isinstance(each, RowView) and each.axis - len(each.sizes) != out.axis - len(out.sizes):
                 raise NotLowerableError(f"{code} of tensors whose rows are different axes")
@@ -160,16 +164,16 @@ class Tape:
         shape = tuple(max(axis) for axis in zip(*common, strict=True))
         if common[-1] != shape:
             raise NotLowerableError(f"{code} gives a shape {list(sizes[-1])} from one of {list(shape)}")
-        strides = [_strides(each, shape, rank) for each in views]
+        strides = [strides_of(each, shape, rank) for each in views]
         head, own = collapsed(shape, [each[: len(shape)] for each in strides])
         lengths = [head[-1]] * len(views)
         if over_vectors:
-            lengths = _lengths(views, sizes)
+            lengths = lengths_of(views, sizes)
             head = (*head, lengths[0])
             own = [(*o, s[-1]) for o, s in zip(own, strides, strict=True)]
         if len(head) > MAX_RANK:
             raise NotLowerableError(f"{code} over more than {MAX_RANK} axes")
-        operands = [_operand(*each) for each in zip(views, own, lengths, strict=True)]
+        operands = [operand_of(*each) for each in zip(views, own, lengths, strict=True)]
         self.instructions.append(RowOp(code, head, tuple(operands[:-1]), operands[-1], **more))
 
     def copied(self, view: RowView, dtype: torch.dtype | None = None) -> RowView:
@@ -257,43 +261,3 @@ class Tape:
             viewed = self.copied(view).viewed(axis, sizes)
         assert viewed is not None, "contiguous numbers have a view of every shape"
         return viewed
-
-
-def kept(constant: Tensor) -> Tensor:
-    """Return a tensor that keeps the constant's memory alive, even if the model's own tensor gets other memory."""
-    return constant.detach()
-
-
-def _sizes(value: RowView | Tensor | float, rank: int) -> tuple[int, ...]:
-    own = tuple(value.shape) if isinstance(value, Tensor) else () if isinstance(value, float) else value.sizes
-    return (1,) * (rank - len(own)) + own
-
-
-def _lengths(values: list[RowView | Tensor | float], sizes: list[tuple[int, ...]]) -> list[int]:
-    """Return the length of the last axis of each value."""
-    lengths: list[int] = []
-    for value, own in zip(values, sizes, strict=True):
-        lengths.append(lengths[-1] if isinstance(value, float) else own[-1])
-    return lengths
-
-
-def _strides(value: RowView | Tensor | float, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Return strides of ``rank`` axes, the first of which are broadcast to ``shape``."""
-    if isinstance(value, float):
-        return (0,) * rank
-    strides = value.stride() if isinstance(value, Tensor) else value.strides
-    sizes = _sizes(value, rank)
-    own = (0,) * (rank - len(strides)) + tuple(strides)
-    if any(size not in (1, whole) for size, whole in zip(sizes, shape, strict=False)):
-        raise NotLowerableError(f"shapes {list(sizes)} and {list(shape)} of one row do not broadcast")
-    return tuple(0 if size == 1 else stride for size, stride in zip(sizes, own, strict=True))
-
-
-def _operand(value: RowView | Tensor | float, strides: tuple[int, ...], length: int) -> Operand:
-    if isinstance(value, RowView):
-        return Operand(value.buffer, value.dtype, value.offset, strides, length)
-    if isinstance(value, Tensor):
-        if value.dtype not in _FLOATS:
-            raise NotLowerableError(f"a constant of {value.dtype}")
-        return Operand(kept(value), value.dtype, 0, strides, length)
-    return Operand(float(value), torch.float32, 0, strides, length)

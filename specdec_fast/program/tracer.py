@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_fast.program import lower_choices, lower_math, lower_views
+from specdec_fast.program import lower_choices, lower_complex, lower_math, lower_views
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.program.tape import Tape
 
-LOWERED = lower_views.LOWERED | lower_math.LOWERED | lower_choices.LOWERED
+LOWERED = lower_views.LOWERED | lower_math.LOWERED | lower_choices.LOWERED | lower_complex.LOWERED
 
 
 class Recorder(TorchDispatchMode):
@@ -32,6 +32,7 @@ class Recorder(TorchDispatchMode):
         # computed.
         self.met_rows: set[int] = set()
         self.computed_from: set[int] = set()
+        self._rewritten: set[int] = set()  # those that the run fills before it reads them: what they held is irrelevant
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,22 +43,37 @@ class Recorder(TorchDispatchMode):
         if self._is_paused:
             return result
         constants = [tensor for tensor in _tensors(args, kwargs) if self.tape.value(tensor) is None]
+        read = {_address(tensor) for tensor in constants} - self._rewritten
         if len(constants) == len(list(_tensors(args, kwargs))):
             kept = {_address(each) for each in _tensors((result,), {})}  # a view computes nothing
-            self.computed_from.update(_address(tensor) for tensor in constants if kept != {_address(tensor)})
+            self.computed_from.update(address for address in read if kept != {address})
+            if str(func) == "aten.copy_.default" and _is_whole(args[0]):
+                self._rewritten |= kept - self.computed_from - self.met_rows
             return result
-        self.met_rows.update(map(_address, constants))
-        self.computed_from.update(_address(tensor) for tensor in constants if tensor.dim() == 0)
+        self.met_rows |= read
+        self.computed_from.update(read & {_address(tensor) for tensor in constants if tensor.dim() == 0})
+        # The program reads weights in place, so that it sees changes; but it must not see what this run writes.
+        args = tuple(self._as_it_is(each) for each in args)
         full_name = str(func).removeprefix("aten.")
         name, overload = full_name.split(".")
         in_place = name.endswith("_") and not name.endswith("__") and full_name not in LOWERED
         handler = LOWERED.get(f"{name[:-1]}.{overload}" if in_place else full_name)
         if handler is None or (in_place and self.tape.value(args[0]) is None):
             raise NotLowerableError(f"{func} has no counterpart in a forward program")
-        handler(self.tape, result, *args, **kwargs)
+        try:
+            handler(self.tape, result, *args, **kwargs)
+        except NotLowerableError as error:
+            raise NotLowerableError(f"{func}: {error}") from error
         if in_place:  # `result` is the first argument, which has a new value from now on
             self.tape.changed_in_place(args[0])
         return result
+
+    def _as_it_is(self, value: Any) -> Any:
+        """Return an argument with copies of the constants that the run has written."""
+        if isinstance(value, Tensor):
+            is_written = self.tape.value(value) is None and _address(value) in self._rewritten
+            return value.clone() if is_written else value
+        return [self._as_it_is(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -71,6 +87,10 @@ class Recorder(TorchDispatchMode):
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

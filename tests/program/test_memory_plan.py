@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from itertools import combinations
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
-from specdec_fast.program.ir import LOGIT_ROWS, RowOp
+from specdec_fast.program import compile_forward
+from specdec_fast.program.ir import LOGIT_ROWS, ROWS, Gather, Linear, RowOp
 from specdec_fast.program.memory_plan import _lives, _steps, placed
 from support.models import tiny_model
-from support.programs import CPU, needs_programs
+from support.programs import CPU, NO_LAYERS, WIDTH, Function, needs_programs
 
 pytestmark = needs_programs
 
@@ -55,3 +57,37 @@ def test_buffers_that_are_needed_together_lie_apart(architecture, monkeypatch):
     assert overlapping(plan, **kept, lives_of=lambda steps: lambda i: steps[i] // 3)
     domains = {kept["buffers"][i.writes[0]].domain for i in plan.instructions if isinstance(i, RowOp)}
     assert (LOGIT_ROWS in domains) is (architecture == "gemma2")  # whose logits are capped
+
+
+@torch.inference_mode()
+def test_rows_are_taken_before_the_output_layer():
+    """Of a model that computes the logits of all rows, a program computes those that are wanted."""
+    head = torch.randn(7, WIDTH)
+    model = Function(lambda x, p: torch.nn.functional.linear(x, head))
+    forward = lambda token_ids, positions, cache, logit_rows: model(token_ids, positions)  # noqa: E731
+    plan = compile_forward(model, forward, NO_LAYERS, resolve(CPU), frozenset())
+    *_, gather, linear = plan.instructions
+    assert (type(gather), type(linear), linear.source) == (Gather, Linear, gather.out)
+    domains = [plan.buffers[each].domain for each in (gather.source, gather.out, linear.out)]
+    assert domains == [ROWS, LOGIT_ROWS, LOGIT_ROWS]
+
+
+@torch.inference_mode()
+def test_a_result_that_is_read_elsewhere_is_computed_for_all_rows():
+    head, other = torch.randn(WIDTH, WIDTH), torch.randn(7, WIDTH)
+    model = Function(lambda x, p: torch.nn.functional.linear(x, head))
+    kept = []
+
+    @contextmanager
+    def tapped(collect):
+        kept.append(collect)
+        yield
+
+    def forward(token_ids, positions, cache, logit_rows):
+        hidden = model(token_ids, positions)
+        kept[-1](0, hidden)
+        return torch.nn.functional.linear(hidden[:, logit_rows], other)
+
+    plan = compile_forward(model, forward, NO_LAYERS, resolve(CPU), frozenset(), tapped)
+    kinds = [type(each) for each in plan.instructions if isinstance(each, (Gather, Linear))]
+    assert kinds == [Linear, Gather, Linear]

@@ -49,6 +49,16 @@ def overwritten_after_a_copy(x):
     return x + before
 
 
+def turned(p):
+    angles = p[..., None].float() * torch.linspace(0.01, 2, WIDTH // 2)
+    return torch.polar(torch.full_like(angles, 1.5), angles) * 0.5
+
+
+def rotated(x, p):
+    pairs = torch.view_as_complex(widened(x).float().reshape(*x.shape[:-1], -1, 2)).unsqueeze(2)
+    return torch.view_as_real(pairs * turned(p).unsqueeze(2)).flatten(2).type_as(x)
+
+
 FUNCTIONS = {
     # functions of one number
     "copy": lambda x, p: x.clone(), "neg": lambda x, p: -x, "abs": lambda x, p: x.abs(),
@@ -58,12 +68,17 @@ FUNCTIONS = {
     "sin_of_much": lambda x, p: (widened(x) * 3e4).sin().to(x.dtype), "cos_of_much": lambda x, p: (x * 900).cos(),
     "sigmoid": lambda x, p: x.sigmoid(), "silu": lambda x, p: F.silu(x), "tanh": lambda x, p: x.tanh(),
     "relu": lambda x, p: x.relu(), "gelu": lambda x, p: F.gelu(x),
-    "gelu_tanh": lambda x, p: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": lambda x, p: F.gelu(x, approximate="tanh"), "floor": lambda x, p: (x * 3).floor(),
+    "log": lambda x, p: torch.cat((x.abs().log(), (1 + x / 1000).log()), -1),
+    "log1p": lambda x, p: torch.cat((x.abs().log1p(), (x / 1000).log1p()), -1),
+    "expm1": lambda x, p: torch.cat((x.expm1(), (x / 1000).expm1()), -1), "softplus": lambda x, p: F.softplus(x),
+    "softplus_steep": lambda x, p: F.softplus(x, beta=2, threshold=3),
     # of two, with constants, scalars and repeated numbers on either side
     "add": lambda x, p: x + WEIGHT, "sub": lambda x, p: WEIGHT - x, "rsub": lambda x, p: 1.5 - x,
     "mul": lambda x, p: 2.5 * x, "div": lambda x, p: x / BIAS, "by_a_number": lambda x, p: x / torch.tensor(3.0),
     "broadcast": lambda x, p: (x.view(1, -1, 4, 6) * x[..., :6].unsqueeze(2)).flatten(2),
     "maximum": lambda x, p: torch.maximum(x, WEIGHT.to(x.dtype)), "clamp": lambda x, p: x.clamp(min=-1.5, max=2),
+    "max_of_two": lambda x, p: torch.max(torch.min(x, WEIGHT.to(x.dtype)), torch.tensor(-0.5)),
     "minimum": lambda x, p: torch.minimum(x, x.view(1, -1, 2, 12)[:, :, 0].repeat_interleave(2, -1)),
     "clamp_min": lambda x, p: x.clamp_min(0.5), "clamp_max": lambda x, p: x.clamp_max(0.5),
     # that compare and choose
@@ -75,7 +90,10 @@ FUNCTIONS = {
     "softmax_of_heads": lambda x, p: x.view(1, -1, 4, 6).transpose(1, 2).softmax(-1).transpose(1, 2).flatten(2),
     "topk": lambda x, p: x.view(-1, WIDTH).topk(5, dim=-1)[0][None],
     "places": lambda x, p: (x.float() + 1e-4 * torch.arange(WIDTH)).topk(5).indices.float(),
+    "largest": lambda x, p: torch.cat([y.float() for y in x.view(1, -1, 4, 6).max(-1)], -1),
+    "argmax": lambda x, p: x.argmax(-1, keepdim=True).float(),
     "gather": lambda x, p: x.square().gather(-1, (x.float() + 1e-4 * torch.arange(WIDTH)).topk(5).indices),
+    "numbers_of_a_vector": lambda x, p: WEIGHT.to(x.dtype)[x.view(1, -1, 4, 6).topk(2).indices].flatten(2),
     "scatter": lambda x, p: torch.full_like(x, -1).scatter(-1, x[..., :8].topk(3).indices, 2.5),
     "scatter_rows": lambda x, p: torch.ones_like(x).scatter_(-1, x[..., :8].topk(3).indices, x[..., :3]),
     "group_limited": lambda x, p: group_limited(x[0])[None],
@@ -100,6 +118,12 @@ FUNCTIONS = {
     "rotary": lambda x, p: (p[..., None].float() * FREQUENCIES).cos().to(x.dtype),
     "rotary_product": lambda x, p: (FREQUENCIES[None, :, None] @ p[:, None, :].float()).transpose(1, 2),
     "learned_positions": lambda x, p: x + F.embedding(p + 2, TABLE.to(x.dtype)),
+    "scaled_by_position": lambda x, p: x * (1 + 0.1 * torch.log(1 + torch.floor(p / 16)))[..., None].to(x.dtype),
+    "whole_times_halves": lambda x, p: torch.cat((x * (p + 3001)[..., None], x + (p - 5001)[..., None]), -1),
+    "compared_positions": lambda x, p: torch.where((p >= 20)[..., None] & (p != 40)[..., None], x, -x),
+    "row_of_a_table": lambda x, p: x * TABLE.to(x.dtype)[p],
+    # complex numbers
+    "rotated": rotated, "polar": lambda x, p: torch.view_as_real(turned(p)).flatten(2).to(x.dtype),
     # linear layers
     "linear": lambda x, p: F.linear(x, TABLE[:11].to(x.dtype), WEIGHT[:11].to(x.dtype)),
     "linear_of_heads": lambda x, p: F.linear(x.view(1, -1, 4, 6), TABLE[:5, :6].contiguous().to(x.dtype)).flatten(2),
@@ -140,7 +164,8 @@ def expect_close(name, model, token_ids, got):
 
 # What rounds each result of one arithmetic operation has the same bits everywhere.
 ROUNDED = re.compile(
-    "exp$|rsqrt|sin|cos|sig|silu|tanh|gelu|soft|mean|sum|norm|linear|rotary$|cube|in_place|group_limited"
+    "exp|rsqrt|sin|cos|sig|silu|tanh|gelu|soft|mean|sum|norm|linear|rotary$|cube|in_place|group_limited|^log|scaled_by|"
+    "polar|rotated"
 )
 
 
@@ -168,48 +193,30 @@ def test_kernels_compute_operations_as_pytorch_does(name, dtype):
     assert torch.equal(run(token_ids[:1]), got[:1])
 
 
-@pytest.mark.parametrize("is_sorted", [True, False])
-@pytest.mark.parametrize(("size", "count"), [(8, 2), (24, 5), (24, 24), (256, 3), (256, 8)])
+@pytest.mark.parametrize("is_kernel", [False, True], ids=["cpp", "triton"])
+@pytest.mark.parametrize("name", ["log", "log1p", "expm1", "exp"])
 @torch.inference_mode()
-def test_topk_chooses_among_equal_numbers_as_pytorch_does(size, count, is_sorted):
-    """Scores of 16 bits tie; a program and PyTorch should then choose the same experts. NaN counts as the largest."""
-    model = Function(lambda x, p: x.topk(count, sorted=is_sorted).indices.float())
-    scores = torch.randint(6, (VOCAB_SIZE, size), generator=torch.Generator().manual_seed(size)).float()
-    scores[7, 5] = scores[7, 3] = float("nan")
-    scores[8] = 0.0
-    model.embedding = torch.nn.Embedding.from_pretrained(scores)
-    assert torch.equal(compiled(model)(torch.arange(97)), model(torch.arange(97)[None], None)[0])
-
-
-@pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 1), (8, 2), (24, 5), (24, 24), (256, 8)])
-@torch.inference_mode()
-def test_kernels_choose_the_first_of_equal_numbers(size, count):
-    """PyTorch's own choice among equal numbers differs between CPUs and GPUs. NaN counts as the largest."""
-    pytest.importorskip("triton")
-    from support.device_programs import launched
-
-    model = Function(lambda x, p: x.topk(count).indices.float())
-    scores = torch.randint(6, (VOCAB_SIZE, size), generator=torch.Generator().manual_seed(size)).float()
-    scores[1, size // 2] = scores[2, 0] = float("nan")
-    scores[3], scores[4, : size - 1], scores[5, ::2] = 0.0, float("-inf"), -0.0
-    model.embedding = torch.nn.Embedding.from_pretrained(scores)
-    order = scores[:9].nan_to_num(nan=float("inf"), neginf=float("-inf"), posinf=9.0)
-    expected = order.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    assert launched(model)(torch.arange(9)).tolist() == expected.float().tolist()
-
-
-@torch.inference_mode()
-def test_kernels_choose_from_vectors_as_long_as_the_choice():
-    """The index and the vector then have axes of one size, which must not become one."""
-    pytest.importorskip("triton")
-    from support.device_programs import launched
-
-    def sorted_and_back(x, p):
-        values, places = x.float().topk(WIDTH)
-        return torch.cat((values, x.gather(-1, places), torch.zeros_like(x).scatter(-1, places, values)), dim=-1)
-
-    model, token_ids = Function(sorted_and_back), torch.arange(5)
-    assert torch.equal(launched(model)(token_ids), model(token_ids[None], None)[0])
+def test_functions_of_extreme_numbers(name, is_kernel):
+    """0, numbers below 0, the smallest and the largest ones, those around the bounds of a formula, and what is none."""
+    model, token_ids = Function(lambda x, p: getattr(torch, name)(x)), torch.arange(7)
+    huge = float(torch.finfo(torch.float32).max)
+    special = [0.0, -0.0, -1.0, -0.5, 1e-45, 1e-39, -1e-39, 1.2e-38, huge, -huge, *map(float, ("inf", "-inf", "nan"))]
+    bounds = (1.0, -1.0, 0.70710678, 1.41421356, -18.0, 88.72284)
+    near = [bound * (1 + i * 2**-23) for bound in bounds for i in (-1, 0, 1)]
+    numbers = [*special, *near, *torch.logspace(-30, 30, 7 * WIDTH - len(special) - len(near)).tolist()]
+    model.embedding.weight.data[:7] = torch.tensor(numbers).view(7, WIDTH)
+    if is_kernel:
+        pytest.importorskip("triton")
+        from support.device_programs import launched as compiled_for
+    else:
+        compiled_for = compiled
+    got, rows = compiled_for(model)(token_ids), model.embedding.weight[:7]
+    theirs, truth = (getattr(torch, name)(each) for each in (rows, rows.double()))
+    finite = theirs.isfinite()
+    assert torch.equal(got.isnan(), theirs.isnan())
+    assert torch.equal(got[~finite & ~theirs.isnan()], theirs[~finite & ~theirs.isnan()])
+    allowed = 2 * torch.finfo(torch.float32).eps * truth.abs() + torch.finfo(torch.float32).smallest_normal
+    assert ((got.double() - truth).abs() <= allowed)[finite].all()
 
 
 def changed_through_a_view(x):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -21,19 +23,34 @@ needs_programs = pytest.mark.skipif(
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTH = 24  # of the rows that single operations get
+IDS = torch.arange(41) * 7 % VOCAB_SIZE
 NO_LAYERS = KVLayout.uniform(num_layers=0, num_kv_heads=1, head_dim=4, dtype=torch.float32, device=CPU)
 
 
-def ragged_logits(model, logit_rows=None):
-    """Three sequences in two forwards: the second forward's logits."""
+def ragged_logits(model, logit_rows=None, ids=IDS):
+    """Three sequences of tokens ``[41]`` in two forwards: the second forward's logits."""
     pool = PagePool(model.layout, 512, 16, model.row_padding)
     for owner in "abc":
         pool.add(owner)
-    ids = torch.arange(41) * 7 % VOCAB_SIZE
     first = [Rows("a", 0, 20), Rows("b", 0, 11), Rows("c", 0, 10)]
     model.forward(lay_out(pool, first, ids), pool)
     second = [Rows("a", 20, 6), Rows("b", 11, 1), Rows("c", 10, 3)]
     return model.forward(lay_out(pool, second, ids[:10]), pool, logit_rows)
+
+
+@torch.inference_mode()
+def dense_logits(model, ids=IDS):
+    """Return the logits of ``ragged_logits`` from the Hugging Face model itself, sequence by sequence."""
+    first, second = ids.split([20, 11, 10]), ids[:10].split([6, 1, 3])
+    texts = [torch.cat(pieces) for pieces in zip(first, second, strict=True)]
+    return torch.cat([model(text[None]).logits[0, -len(own) :] for text, own in zip(texts, second, strict=True)])
+
+
+def eager(model):
+    """Return the same model without its program."""
+    other = copy.copy(model)
+    other.program = None
+    return other
 
 
 class Function(torch.nn.Module):

@@ -1,0 +1,63 @@
+"""What a tape knows of a tensor: where its numbers are, or which integers of the batch they are."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from specdec_fast.program.row_views import NotLowerableError, RowView
+
+
+@dataclass(frozen=True)
+class Index:
+    """A tensor of integers of the batch, whatever its shape: one per row, plus ``added``."""
+
+    kind: str  # "token_ids", "positions" or "logit_rows"
+    added: int = 0
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One integer computed from all rows of the batch, of which a program knows only the bounds.
+
+    The largest position is one. Models ask whether a text is longer than some length. The answer is a constant if the
+    bounds decide it.
+    """
+
+    least: int
+    most: int
+
+    def shifted(self, by: int) -> Extent:
+        """Return the bounds of the sum with a number."""
+        return replace(self, least=self.least + by, most=self.most + by)
+
+    def is_decided(self, code: str, number: float) -> bool:
+        """Return whether a comparison with a number (``"lt"``, ``"ge"``, ...) has one result within the bounds."""
+        compare = getattr(operator, code)
+        is_between = code in ("eq", "ne") and self.least < number < self.most
+        return not is_between and compare(self.least, number) == compare(self.most, number)
+
+
+@dataclass(frozen=True)
+class Complex:
+    """Complex numbers: ``parts`` has the real and the imaginary ones along one more axis, the last."""
+
+    parts: RowView
+
+
+@dataclass(frozen=True)
+class Overwritten:
+    """A tensor whose numbers were changed in place through another tensor of the same memory."""
+
+
+Value = RowView | Index | Extent | Complex | Overwritten
+
+
+def only_axis(tensor: Tensor) -> int:
+    """Return the one axis of a tensor of integers of the batch that is longer than 1."""
+    axes = [d for d, size in enumerate(tensor.shape) if size != 1]
+    if len(axes) != 1:
+        raise NotLowerableError(f"integers of the batch in a shape {list(tensor.shape)}")
+    return axes[0]
