@@ -44,9 +44,11 @@ HEAD = """# Architectures
 transformers {transformers} knows, with torch {torch}. For each architecture, the sweep builds a
 tiny random model from the defaults of its config and decodes greedily in fp32: four prompts in
 one batch, with drafts by prompt lookup. It compares the tokens with `model.generate()` at batch
-1, and the bits of the log-probabilities with the engine's own plain decoding at batch 1. A tiny
-model has the layers of its architecture, but not the options of every checkpoint. The engine
-checks each model again when it loads it.
+1, and the bits of the log-probabilities with the engine's own plain decoding at batch 1.
+
+A tiny model has the layers of its architecture, but not the options of every checkpoint. Where an
+encoder can also be a decoder (BERT), the model is one (`is_decoder=True`). The engine checks each
+model again when it loads it.
 
 {counts}
 

@@ -78,7 +78,7 @@ def _run_in_pytorch(model: RaggedModel) -> None:
     model.device_program, model.why_no_program = None, _OTHER_BITS
     probe = _tokens(0, model.vocab_size)[:8].to(model.layout.device)
     dense = model.hf.dense_logits(probe)
-    check_reproduces(type(model.model).__name__, model.forward, model.layout, model.page_size, probe, dense)
+    check_reproduces(model.hf, model.forward, model.page_size, probe, dense)
 
 
 def _why_mixing(model: RaggedModel) -> str | None:

@@ -87,10 +87,19 @@ class HFModel:
         return hidden_states
 
     @torch.inference_mode()
-    def dense_logits(self, token_ids: Tensor) -> Tensor:
-        """Run the unmodified model on one sequence of ``n`` tokens; return its logits ``[n, vocab_size]``."""
+    def dense_logits(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Run the unmodified model on one sequence of ``n`` tokens; return its logits ``[n, vocab_size]``.
+
+        Args:
+            token_ids: ``[n]`` int64.
+            positions: ``[n]`` int64; None: the model counts itself.
+
+        """
+        given = {} if positions is None else {"position_ids": positions[None]}
         with self._lock:
-            return self.model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True).logits[0]
+            return self.model(
+                input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True, **given
+            ).logits[0]
 
     def forward(
         self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None = None
@@ -133,8 +142,9 @@ class HFModel:
             logits = self.call(token_ids[None], positions[None], cache, wanted)[0]
         if cache.num_attended != self.layout.num_layers:
             raise UnsupportedModelError(
-                f"{cache.num_attended} of {self.layout.num_layers} layers of {type(self.model).__name__} attend "
-                "through transformers' AttentionInterface; the others would not see the paged KV cache."
+                f"{type(self.model).__name__} attended {cache.num_attended} times in a forward, and "
+                f"{self.layout.num_layers} times in another; every layer must attend through transformers' "
+                "AttentionInterface once per forward."
             )
         if logit_rows is None:
             return logits[:num_rows]

@@ -210,7 +210,7 @@ def _decoder(model: Any) -> nn.Module:
     return decoder
 
 
-def check_hidden_states(model: RaggedModel, name: str) -> None:
+def check_hidden_states(model: RaggedModel, taps: tuple[int | str, ...]) -> None:
     """Compare the ragged taps of a model with its own dense ones; see ``check_reproduces``."""
     probe = torch.arange(8, device=model.layout.device) % model.vocab_size
 
@@ -221,7 +221,7 @@ def check_hidden_states(model: RaggedModel, name: str) -> None:
         return hidden_states
 
     expected = model.hf.dense_hidden_states(probe)
-    check_reproduces(name, ragged, model.layout, model.page_size, probe, expected, "hidden states")
+    check_reproduces(model.hf, ragged, model.page_size, probe, expected, f"hidden states (taps {taps})")
 
 
 def _output_layer(model: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,7 @@ class KVProbe(Cache):
         self.real_rows: dict[int, int] = {}  # as in ``PagedCache``; there is no padding
         self._cached: set[int] = set()
         self._attended: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer, in order
+        self._calls: Counter[int] = Counter()  # of attention, by layer
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -47,6 +49,7 @@ class KVProbe(Cache):
                 f" and values {list(value.shape)} in {value.dtype}; pages serve [1, heads, rows, head size], a key and "
                 "a value per row, in one dtype, the heads of queries a multiple of theirs."
             )
+        self._calls[layer_idx] += 1
         self._attended[layer_idx] = key, value  # kept alive, so that no other tensor is mistaken for it
         return query.new_zeros(1, num_rows, num_heads, value.shape[3])
 
@@ -58,11 +61,23 @@ class KVProbe(Cache):
         """Return the layout of the KV cache of a model called ``name``.
 
         Raises:
-            UnsupportedModelError: some layers do not attend through the hook, or their dtypes differ or are not served.
+            UnsupportedModelError: some layers do not attend through the hook, or several times, or their dtypes differ
+                or are not served.
 
         """
         num_layers = len(self._cached | set(self._attended))
-        if set(self._attended) != set(range(num_layers)) or not num_layers:
+        if not num_layers:
+            raise UnsupportedModelError(
+                f"{name} has no layer that writes to its KV cache or attends through transformers' AttentionInterface; "
+                "only models of such layers can be served."
+            )
+        for layer, times in self._calls.items():
+            if times > 1:
+                raise UnsupportedModelError(
+                    f"layer {layer} of {name} attends {times} times in a forward; pages hold one key and one value per "
+                    "layer and position."
+                )
+        if set(self._attended) != set(range(num_layers)):
             raise UnsupportedModelError(
                 f"{len(self._attended)} of {num_layers} layers of {name} attend through transformers' "
                 "AttentionInterface; the others would not see the paged KV cache."

@@ -9,7 +9,7 @@ another length.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.refusal_reasons import why_not_reproduced
+
+if TYPE_CHECKING:
+    from specdec_fast.models.hf_model import HFModel
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -145,9 +149,8 @@ def _logits(
 
 
 def check_reproduces(
-    model_name: str,
+    hf: HFModel,
     forward: RaggedForward,
-    layout: KVLayout,
     page_size: int,
     token_ids: Tensor,
     expected: Tensor,
@@ -159,19 +162,18 @@ def check_reproduces(
     below what a wrong position, mask or cache entry does.
 
     Args:
-        model_name: for the message.
+        hf: the model.
         forward: computes a batch on a pool's pages: logits ``[T, vocab_size]``, or ``[T, taps, H]``, tap by tap.
-        layout: of the model's KV cache.
         page_size: of the pages.
         token_ids: ``[8]`` int64.
         expected: ``[8, vocab_size]`` or ``[8, taps, H]``, what the model computes of them as it is.
         results: what they are, for the message.
 
     Raises:
-        UnsupportedModelError: they are further apart than that.
+        UnsupportedModelError: they are further apart than that; the message says why, as far as that can be found.
 
     """
-    pool = PagePool(layout, 2 * (len(token_ids) + page_size), page_size)
+    pool = PagePool(hf.layout, 2 * (len(token_ids) + page_size), page_size)
     pieces = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)]]
     for owner in "ab":
         pool.add(owner)
@@ -180,10 +182,9 @@ def check_reproduces(
         ragged = forward(lay_out(pool, rows, token_ids[positions]), pool).float()
         dense = expected[positions].float()
         distance = float(((ragged - dense).norm(dim=(0, -1)) / dense.norm(dim=(0, -1))).max())
-        bound = torch.finfo(layout.dtype).eps ** 0.5
+        bound = torch.finfo(hf.layout.dtype).eps ** 0.5
         if not distance <= bound:
             raise UnsupportedModelError(
-                f"{model_name} does not reproduce its own {results} on a paged KV cache (relative "
-                f"distance {distance:.1e}, bound {bound:.1e}): it does not attend through transformers' "
-                "AttentionInterface, or adds terms of its own to the scores."
+                f"{type(hf.model).__name__} does not reproduce its own {results} on a paged KV cache (relative "
+                f"distance {distance:.1e}, bound {bound:.1e}): {why_not_reproduced(hf.dense_logits, token_ids, bound)}."
             )

@@ -28,9 +28,16 @@ def named_failures(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         where = _innermost(model, error)
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot run on a paged KV cache: {f'in {where}: ' if where else ''}"
-            f"{type(error).__name__}: {error}"
+            f"{type(model).__name__} cannot run on a paged KV cache: {_known_cause(model)}"
+            f"{f'in {where}: ' if where else ''}{type(error).__name__}: {error}"
         ) from error
+
+
+def _known_cause(model: nn.Module) -> str:
+    """Return what the model's class says of its attention, if it says that the engine cannot replace it."""
+    if getattr(model, "_supports_attention_backend", True):
+        return ""
+    return "its class does not declare that it attends through transformers' AttentionInterface; "
 
 
 def _innermost(model: nn.Module, error: Exception) -> str:

@@ -240,7 +240,7 @@ class RaggedModel:
                 except NotLowerableError as error:
                     raise UnsupportedModelError(f"the program of {self.name} has no taps {ids}: {error}") from error
             if ids:
-                check_hidden_states(self, f"{type(self.model).__name__} (taps {ids})")
+                check_hidden_states(self, ids)
         self.release_memory()
 
     def release_memory(self) -> None:
@@ -276,7 +276,7 @@ class RaggedModel:
         self._watch = Watch(self.model, plan.baked)
 
     def _expect_to_reproduce(self, token_ids: Tensor, dense_logits: Tensor) -> None:
-        check_reproduces(type(self.model).__name__, self.forward, self.layout, self.page_size, token_ids, dense_logits)
+        check_reproduces(self.hf, self.forward, self.page_size, token_ids, dense_logits)
 
     def expect_same_weights(self) -> None:
         """Check that the model is as it was when it was loaded. If it is not, its graphs are destroyed.

@@ -67,7 +67,10 @@ def _attend(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     cache = active_cache.get()
     if sliding_window is None and layer in cache.sliding_layers:
-        raise UnsupportedModelError(f"layer {layer} slides its window through the mask alone, which pages have not.")
+        raise UnsupportedModelError(
+            f"layer {layer} applies its sliding window by a mask alone; a paged KV cache has no mask, so it must pass "
+            "sliding_window to its attention function."
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale, sliding_window, softcap, kwargs.get("s_aux"))
     return cache.attend(query, key, value, layer, params), None

@@ -25,6 +25,7 @@ _COPYING = frozenset((
     "repeat_interleave", "scalar_tensor", "select_scatter", "slice_scatter", "split_with_sizes_copy", "stack", "tril",
     "triu", "zero_", "zeros", "zeros_like",
 ))  # fmt: skip
+_ELEMENTWISE = frozenset(("complex", "polar"))  # torch does not tag them as such
 # Operations along dimensions that an argument names: the argument's place, and its default (None: all dimensions).
 _ALONG: dict[str, tuple[int, Sequence[int] | None]] = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "max", "min", "var", "var_mean",
@@ -87,7 +88,7 @@ class RowMixing(TorchDispatchMode):
         name = name.split(".")[0]
         if namespace not in ("aten", "prim"):
             return "it is none of PyTorch's own operations"
-        if torch.Tag.pointwise in func.tags or func.is_view or name in _COPYING:
+        if torch.Tag.pointwise in func.tags or func.is_view or name in _COPYING or name in _ELEMENTWISE:
             return None
         if name in _FIRST_FACTOR:
             is_sum = args[_FIRST_FACTOR[name]].shape[-1] > 1

@@ -220,7 +220,7 @@ def test_unsupported_model(make, message):
 def test_window_that_only_the_mask_knows_is_refused():
     """PhiMoE applies its window by the mask alone: over pages it would attend to too much, and the probe is short."""
     config = PhimoeConfig(**TINY_GROUPED, num_local_experts=2, sliding_window=20)
-    with pytest.raises(sd.UnsupportedModelError, match="window through the mask alone"):
+    with pytest.raises(sd.UnsupportedModelError, match="sliding window by a mask alone"):
         sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import specdec_fast as sd
+from bench.common.tiny_models import tiny_model as tiny_default_model
 from specdec_fast.errors import DeterminismError
 from specdec_fast.models import row_counts
 from specdec_fast.models.batch_invariance import make_deterministic
@@ -120,6 +121,15 @@ def in_a_batch_of_matrices(mlp, rows):
 def test_no_known_architecture_needs_to_be_computed_one_by_one(architecture):
     described = sd.Engine(tiny_model(architecture), None, enforce_eager=True).describe()
     assert (described["rows_one_by_one"], described["why_one_by_one"]) == (False, None)
+
+
+def test_positions_as_complex_numbers_are_computed_in_batches():
+    """DeepSeek-V2 rotates by products of complex numbers, whose bits differ in batches that are not padded."""
+    model = tiny_default_model("deepseek_v2")
+    described = sd.Engine(model, None, enforce_eager=True).describe()
+    assert (described["rows_one_by_one"], described["why_one_by_one"]) == (False, None)
+    alone = Alone(model, PROMPTS, enforce_eager=True)
+    assert_same_bits(model, "ngram", PROMPTS, alone, max_batch_size=5, num_draft_tokens=3, enforce_eager=True)
 
 
 def test_linears_without_a_module_are_computed_in_chunks():

@@ -232,12 +232,20 @@ def attended(*layers):
             [(4, (1, 2, 8, 16), (1, 2, 8, 16), torch.float32), (4, (1, 2, 8, 16), (1, 2, 8, 16), torch.float16)],
             "Model attends in torch.float16 and torch.float32; a KV cache has one dtype",
         ),
-        ([], "0 of 0 layers of Model attend"),
+        ([], "Model has no layer that writes to its KV cache or attends"),
     ],
 )  # fmt: skip
 def test_layers_that_pages_cannot_store_are_refused(layers, message):
     with pytest.raises(UnsupportedModelError, match=message):
         attended(*layers).layout("Model")
+
+
+def test_a_layer_that_attends_twice_is_refused():
+    probe = attended((4, (1, 2, 8, 16), (1, 2, 8, 16), torch.float32))
+    states = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)
+    probe.attend(*states, 0, AttentionParams(1.0))
+    with pytest.raises(UnsupportedModelError, match="layer 0 of Model attends 2 times in a forward"):
+        probe.layout("Model")
 
 
 def test_a_layer_that_only_caches_is_refused():

@@ -1,0 +1,39 @@
+"""Finds out why a model computes other logits on a paged KV cache than by itself, for the message of its refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Computes the logits ``[n, vocab_size]`` of one sequence from ``[n]`` token ids, and positions if they are not None.
+DenseLogits = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def why_not_reproduced(dense_logits: DenseLogits, token_ids: Tensor, bound: float) -> str:
+    """Return what differs from a decoder that pages can serve, as a clause whose subject is the model.
+
+    Args:
+        dense_logits: runs the unmodified model.
+        token_ids: ``[n]`` int64, a text.
+        bound: the relative distance from which logits differ by more than rounding.
+
+    """
+    positions = torch.arange(len(token_ids), device=token_ids.device)
+    half = len(token_ids) // 2
+    try:
+        expected = dense_logits(token_ids, None)
+        if _distance(dense_logits(token_ids[:half], None), expected[:half]) > bound:
+            return "a token attends to later tokens: it is an encoder (some configs need is_decoder=True)"
+        if torch.equal(dense_logits(token_ids, positions.flip(0)), expected):
+            return "it ignores position_ids, so the rows of a batch cannot have positions of their own"
+        if _distance(dense_logits(token_ids, positions), expected) > bound:
+            return "it computes other logits from position_ids 0, 1, 2, ... than without position_ids"
+    except Exception:  # the model's own code may raise anything; the reason is the last one then
+        pass
+    return "it attends by other means than transformers' AttentionInterface, or adds terms of its own to the scores"
+
+
+def _distance(logits: Tensor, expected: Tensor) -> float:
+    return float((logits.float() - expected.float()).norm() / expected.float().norm())
