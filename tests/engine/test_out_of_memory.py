@@ -11,6 +11,7 @@ from specdec_fast.engine import core as core_module
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.kv_cache.page_pool import PagePool
+from support.grids import each_value_once
 from support.memory_errors import ERRORS
 from support.models import VOCAB_SIZE
 
@@ -52,6 +53,7 @@ def rows_of(place, args):
     return len(args[0])
 
 
+@each_value_once("place", "most", "ahead")
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])

@@ -12,6 +12,7 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.kv_cache.page_pool import PagePool
+from support.grids import each_value_once
 from support.models import tiny_model
 
 PARAMS = sd.SamplingParams(max_new_tokens=12)
@@ -223,6 +224,7 @@ def test_a_stream_moves_between_threads(pair):
         thread.shutdown()
 
 
+@each_value_once
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("method", ["add", "free", "allocate"])
 @pytest.mark.parametrize("count", [1, 3])

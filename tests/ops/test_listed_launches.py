@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.triton_kernels import kernel_modules
+from support.grids import each_value_once
 from support.op_cases import make
 from support.op_checks import TRITON_FUNCTIONS
 
@@ -153,6 +154,7 @@ def listed() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield variant.kernel, {**pointers, **variant.constexprs, **options}
 
 
+@each_value_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(("op", "index"), [(op, index) for op, all_ in LAUNCHES.items() for index in range(len(all_))])
 def test_launchers_ask_for_nothing_that_is_not_listed(op, index, dtype, monkeypatch):

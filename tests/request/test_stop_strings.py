@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 import specdec_fast as sd
 from support.demo import MAX_NEW_TOKENS
+from support.grids import each_value_once
 from support.models import tiny_model
 from support.scripted import INCOMPLETE, ByteTokenizer, scripted_model
 
@@ -137,6 +138,7 @@ SETTINGS = [("none", 0, "eqspec"), ("none", 0, "exspec")] + [
 ]
 
 
+@each_value_once
 @pytest.mark.parametrize(("draft", "num_draft_tokens", "method"), SETTINGS)
 def test_every_case_in_one_batch(play, draft, num_draft_tokens, method):
     engine = play.engine(draft, num_draft_tokens, method)
@@ -192,6 +194,7 @@ def stopped(expected, tokenizer):
     return found
 
 
+@each_value_once
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 @pytest.mark.parametrize("drafter", ["none", "model", "ngram"])
 def test_bundled_pair(target, draft, tokenizer, prompt_ids, stopped, drafter, method):
