@@ -16,7 +16,7 @@ from support.chi_squared import SIGNIFICANCE, p_value
 from support.models import tiny_model, truncated_copy
 from support.sampling_by_hand import NEUTRAL, target_probs_by_hand
 
-NUM_TEXTS, TOP_K, NEW_TOKENS = 6_000, 4, 3
+NUM_TEXTS, TOP_K, NEW_TOKENS = 3_000, 4, 3
 PROMPT = [5, 17, 3]
 
 
