@@ -23,10 +23,20 @@ from transformers.utils import logging
 from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import transformers_greedy
 
+gc.disable()  # until all tests are collected: nothing of that is garbage
+
 # The same examples in every run, and no limit of time: that would depend on the machine, and on what else it does.
 settings.load_profile("ci")
 
 pytest.register_assert_rewrite("support")  # before anything of it is imported
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects what carries the marker
+def pytest_collection_modifyitems(items):
+    """Leave to ``make test-rest`` what a test of all combinations of its parameters need not run every time."""
+    from support.grids import mark_what_is_covered
+
+    mark_what_is_covered(items)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,11 +47,16 @@ def _torch_settings():
     does not look at what is imported: that takes 0.2 s each time.
     """
     gc.freeze()
+    gc.enable()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from support import triton_interpreter
+
+        triton_interpreter.speed_up()
     yield
     gc.unfreeze()
 

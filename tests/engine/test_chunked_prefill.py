@@ -10,6 +10,7 @@ import specdec_fast as sd
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.models import prefill
+from support.grids import each_value_once
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
 
 
@@ -44,6 +45,7 @@ def params_of(i):
     return sd.SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=True, temperature=0.9 * (i % 2), seed=i)
 
 
+@each_value_once
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 @pytest.mark.parametrize(("chunk", "method"), [(1, "exspec"), (5, "exspec"), (5, "eqspec"), (16, "exspec")])
 def test_no_bit_depends_on_the_chunks(pair, num_rows, monkeypatch, ahead, chunk, method):

@@ -13,6 +13,7 @@ from specdec_fast.drafters import Draft, Drafter
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.kv_cache.page_pool import PagePool
+from support.grids import each_value_once
 from support.models import VOCAB_SIZE
 
 NUM_REQUESTS = 12
@@ -71,6 +72,7 @@ def vacant(engine):
     return all(pool is None or pool.is_vacant for pool in pools)
 
 
+@each_value_once
 @pytest.mark.parametrize("draft", ["model", "ngram", None])
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 def test_requests_that_join_and_leave_get_the_tokens_of_plain_decoding(pair, overlap, method, draft):

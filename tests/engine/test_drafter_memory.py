@@ -6,6 +6,7 @@ import pytest
 
 import specdec_fast as sd
 from support.eagle3 import write_checkpoint
+from support.grids import each_value_once
 from support.mixed_batch import PARAMS, PROMPTS, outputs_of
 from support.models import tiny_model, truncated_copy
 
@@ -17,6 +18,7 @@ def target():
     return tiny_model("llama")
 
 
+@each_value_once
 @pytest.mark.parametrize("kind", ["model", "eagle3", "ngram"])
 @pytest.mark.parametrize("works_first", [False, True])
 def test_a_commit_without_memory_changes_no_output(target, tmp_path, monkeypatch, kind, works_first):

@@ -6,14 +6,12 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, LlamaConfig
 
 import specdec_fast as sd
-from specdec_fast.assets import demo_pair
 from specdec_fast.engine.input import RequestBuilder
 from support.demo import MAX_NEW_TOKENS
 from support.grids import diagonal
-from support.models import TINY, TINY_GROUPED, tiny_model
+from support.models import tiny_model
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
@@ -239,71 +237,3 @@ class TestOneBadRequest:
         assert isinstance(text.error, sd.InvalidPromptError)
         assert "pass tokenizer=" in str(text.error)
         assert (ids.text, len(ids.token_ids)) == (None, 2)
-
-
-def test_generate_with_names_and_a_generation_config(prompts):
-    """The README's example: folders or names, strings, a transformers GenerationConfig."""
-    outputs = sd.generate(
-        str(demo_pair() / "target"),
-        str(demo_pair() / "draft"),
-        prompts[:2],
-        GenerationConfig(max_new_tokens=6, do_sample=False),
-        dtype="float32",
-    )
-    assert [len(o.token_ids) for o in outputs] == [6, 6]
-    assert all(isinstance(o.text, str) and o.text for o in outputs)
-
-
-def test_draft_with_fewer_positions_than_the_target(prompt_ids, expected, target, draft):
-    """Beyond its own positions the draft model proposes nothing; the target decodes plainly."""
-    short = copy.deepcopy(draft)
-    short.config.max_position_embeddings = 30
-    engine = sd.Engine(target, short, max_batch_size=4)
-    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
-    longest = max(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
-    assert engine.generate([prompt_ids[longest]], PARAMS)[0].stats.num_draft_tokens == 0
-
-
-def test_padded_vocabularies_of_one_family(target, draft, prompt_ids, expected):
-    """The draft's logits may be narrower or wider than the target's, if the tokenizers agree."""
-    wide = copy.deepcopy(draft)
-    wide.resize_token_embeddings(1040, mean_resizing=False)
-    assert all(model.config._name_or_path for model in (wide, target))  # where their tokenizers are found
-    engine = sd.Engine(target, wide, max_batch_size=4)
-    assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
-
-
-def test_rope_that_depends_on_the_longest_sequence_is_held_to_its_original_length():
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    config = LlamaConfig(**TINY, rope_parameters=rope)
-    engine = sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
-    assert engine.target.max_positions == 32
-    assert isinstance(engine.generate([[5] * 40])[0].error, sd.PromptTooLongError)
-
-
-def test_rope_of_each_layer_type_is_looked_into():
-    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
-    config = Gemma3TextConfig(
-        **TINY_GROUPED,
-        head_dim=8,
-        layer_types=["sliding_attention", "full_attention", "full_attention"],
-        sliding_window=16,
-        rope_parameters={
-            "full_attention": {"rope_type": "longrope", "rope_theta": 1e6, "factor": 4.0, **factors},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    )
-    engine = sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
-    assert engine.target.max_positions == 32
-    alone, beside = engine.generate([[5, 6, 7]])[0], engine.generate([[5, 6, 7], [9] * 40])
-    assert isinstance(beside[1].error, sd.PromptTooLongError)
-    assert beside[0].token_ids == alone.token_ids
-
-
-def test_bfloat16_runs_and_repeats_itself(prompt_ids):
-    """bf16 is served; that it equals plain decoding bit for bit is not promised yet."""
-    outputs = [
-        sd.generate(str(demo_pair() / "target"), "ngram", prompt_ids[:3], PARAMS, dtype="bfloat16") for _ in range(2)
-    ]
-    assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
-    assert all(o.error is None and o.token_ids for o in outputs[0])

@@ -9,6 +9,7 @@ from specdec_fast.engine import core as core_module
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.models.verification import Verification
+from support.grids import each_value_once
 
 PARAMS = sd.SamplingParams(max_new_tokens=15, ignore_eos=True, logprobs=True)
 PROMPTS = [[3, 4], [5], [6, 7, 8], [9, 1], [2], [4, 4, 4]]
@@ -49,6 +50,7 @@ def fail_at(monkeypatch, engine, place, error, count):
     monkeypatch.setattr(owner, place, failing)
 
 
+@each_value_once
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 @pytest.mark.parametrize("place", PLACES)
 def test_only_the_requests_of_the_step_fail(pair, expected, monkeypatch, ahead, place):

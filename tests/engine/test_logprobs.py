@@ -12,6 +12,7 @@ import specdec_fast as sd
 from specdec_fast.engine import commit
 from specdec_fast.engine.commit import token_logprobs
 from support.demo import MAX_NEW_TOKENS
+from support.grids import each_value_once
 from support.scripted import ByteTokenizer, scripted_model
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, logprobs=True)
@@ -84,6 +85,7 @@ def run(models, params, draft=None, num_draft_tokens=4, method="exspec"):
     return outputs
 
 
+@each_value_once
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 @pytest.mark.parametrize("draft", ["itself", "draft", "ngram"])
 @pytest.mark.parametrize("num_draft_tokens", range(1, 6))

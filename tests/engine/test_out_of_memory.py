@@ -5,15 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 import specdec_fast as sd
 from specdec_fast.engine import core as core_module
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
-from specdec_fast.engine.row_limit import RowLimit, is_out_of_memory
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.request.sequence import Sequence
+from support.grids import each_value_once
+from support.memory_errors import ERRORS
 from support.models import VOCAB_SIZE
 
 PARAMS = [
@@ -31,32 +30,6 @@ def expected(pair):
 
 def results(output):
     return output.token_ids, output.logprobs
-
-
-def real_error(make):
-    """Return what PyTorch raises if memory cannot be allocated."""
-    with pytest.raises(RuntimeError) as raised:
-        make()
-    return raised.value
-
-
-ERRORS = {
-    "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    "c++": MemoryError("std::bad_alloc"),
-    "cpu": real_error(lambda: torch.empty(2**46, device="cpu")),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_a_lack_of_memory_is_recognised(name):
-    assert is_out_of_memory(ERRORS[name])
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("shapes differ"), ValueError("out of memory"), sd.KVCacheAllocationError("out of memory")]
-)
-def test_other_errors_are_not(error):
-    assert not is_out_of_memory(error)
 
 
 def wrap(monkeypatch, owner, name, failing, works_first=True):
@@ -80,6 +53,7 @@ def rows_of(place, args):
     return len(args[0])
 
 
+@each_value_once("place", "most", "ahead")
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
@@ -231,32 +205,6 @@ def test_a_cancelled_request_that_lacks_memory_alone_is_not_returned(pair, monke
     assert core.pool.is_vacant
 
 
-def test_the_limit_is_doubled_until_it_is_gone(monkeypatch):
-    monkeypatch.setattr("specdec_fast.engine.row_limit._STEPS", 3)
-    limit, sequence = RowLimit(), Sequence(0, [1], 1, 9, sd.SamplingParams(), frozenset())
-
-    class Released:
-        def release(self, released):
-            assert released is sequence
-
-    def fails(num_rows):
-        limit.num_rows, sequence.is_admitted = num_rows, True
-        assert limit.recover(ERRORS["gpu"], [sequence], Released()) == (num_rows > 1)
-        assert not sequence.is_admitted
-
-    fails(40)
-    fails(20)
-    found = []
-    for _ in range(7):
-        found.append(limit.most)
-        limit.passed()
-    assert found == [10, 10, 10, 20, 20, 20, None]
-    fails(1)
-    assert limit.most is None
-    with pytest.raises(ZeroDivisionError):
-        limit.recover(ZeroDivisionError(), [sequence], Released())
-
-
 def test_steps_that_only_prefill_count(pair, monkeypatch):
     """A long prompt is not prefilled one row a step until another sequence decodes."""
     monkeypatch.setattr("specdec_fast.engine.row_limit._STEPS", 3)
@@ -270,16 +218,6 @@ def test_steps_that_only_prefill_count(pair, monkeypatch):
         core.step()
         found.append(request.target_kv_length)
     assert found[:7] == [1, 2, 3, 5, 7, 9, 13]
-
-
-def test_a_limited_step_has_the_oldest_sequences():
-    limit = RowLimit()
-    batch = [Sequence(i, [1], 1, 9, sd.SamplingParams(), frozenset(), request_id=i) for i in (3, 1, 2)]
-    assert limit.fit(batch, [5, 4, 0]) == (batch, [5, 4, 0])
-    for most, wanted in ((1, {1: 0}), (4, {1: 3}), (5, {1: 4}), (6, {1: 4, 2: 0}), (8, {1: 4, 2: 0, 3: 1})):
-        limit.most = most
-        kept, limits = limit.fit(batch, [5, 4, 0])
-        assert dict(zip([s.request_id for s in kept], limits, strict=True)) == wanted
 
 
 @pytest.fixture(params=[True, False], ids=["target", "draft"])

@@ -19,6 +19,7 @@ from specdec_fast.ops.registry import all_ops
 from specdec_fast.program.executors import TokenChoice
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import StageTimer
+from support.grids import each_value_once
 from support.models import VOCAB_SIZE, tiny_model
 
 CPU = torch.device("cpu")
@@ -168,6 +169,7 @@ def test_outputs_are_returned_while_the_next_step_runs(pair, monkeypatch, overla
     assert events == ["_launch", "_finish", *inner * (num_steps - 1), "last chunk"]
 
 
+@each_value_once
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, "auto"])
 def test_overlap_changes_no_token(pair, overlap, method, num_draft_tokens):

@@ -14,7 +14,7 @@ import specdec_fast as sd
 from specdec_fast import oracle
 from specdec_fast.equivalence.compare import transformers_greedy
 from support.demo import MAX_NEW_TOKENS
-from support.grids import diagonal, grid
+from support.grids import diagonal, each_value_once, grid
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model, torch, truncated_copy
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -66,6 +66,7 @@ class TestDemoPair:
         config = {"method": method, "max_batch_size": batch_size, "num_draft_tokens": num_draft_tokens}
         assert run_engine(target, source, prompt_ids, **config) == expected
 
+    @each_value_once
     @pytest.mark.parametrize(("batch_size", "num_draft_tokens"), SIZES_OF_ORACLE)
     def test_oracle(self, demo, method, drafter, batch_size, num_draft_tokens):
         target, draft, prompt_ids, expected = demo
@@ -115,6 +116,7 @@ class TestArchitectures:
         accepted = engine.last_run.decoding.accepted_per_position
         assert drafter != "model" or accepted[0] > accepted[1] > 0, "acceptance should be ragged"
 
+    @each_value_once
     @diagonal(method=["exspec", "eqspec"], drafter=["model", "ngram"])
     def test_oracle(self, pair, method, drafter):
         target, draft, prompts, expected = pair

@@ -51,9 +51,7 @@ schedules = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
-@given(schedule=schedules)
-def test_invariants_hold_over_random_schedules(pair, schedule):
+def assert_invariants_hold(pair, schedule):
     requests = schedule["requests"]
     largest = max(prompt + new for prompt, new in requests)
     engine = checked(
@@ -72,6 +70,19 @@ def test_invariants_hold_over_random_schedules(pair, schedule):
     assert all(output.error is None for output in outputs)
     assert engine.num_checked == sum(output.stats.num_steps for output in outputs)
     assert engine.engine.core.pool.num_free_pages == engine.engine.core.pool.num_pages
+
+
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@given(schedule=schedules)
+def test_invariants_hold_over_random_schedules(pair, schedule):
+    assert_invariants_hold(pair, schedule)
+
+
+@pytest.mark.grid
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@given(schedule=schedules)
+def test_invariants_hold_over_random_schedules_at_length(pair, schedule):
+    assert_invariants_hold(pair, schedule)
 
 
 def run(engine):

@@ -19,7 +19,7 @@ RULES = {
     "greedy_with_penalty": {"repetition_penalty": 1.3},
 }
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-NUM_PROMPTS, NEW_TOKENS = 8, 24
+NUM_PROMPTS, NEW_TOKENS = 8, 16
 
 
 def params_of(rule, **others):

@@ -12,7 +12,7 @@ import specdec_fast as sd
 from bench.common.tiny_models import tiny_model as tiny_default_model
 from specdec_fast.models import verify_step
 from specdec_fast.models.verification import Outcome
-from support.grids import diagonal, grid
+from support.grids import diagonal, each_value_once, grid
 from support.invariants import CheckedEngine
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model
 from support.scripted_trees import RandomTrees
@@ -71,6 +71,7 @@ def test_trees_have_the_bits_of_plain_decoding_in_pytorch_ops(dtype):
     assert decode(engine, 3) == expected
 
 
+@each_value_once
 @pytest.mark.parametrize("eager", [False, True], ids=["program", "pytorch"])
 @pytest.mark.parametrize("model", grid(MODELS, keep=["llama", "gemma2", LATENT]))
 def test_no_entry_of_another_branch_is_read(model, eager):

@@ -43,9 +43,16 @@ def test_verify_chain_in_triton(call):
 
 
 # Every filter and penalty, alone and together; positions on both sides of 32 bits.
-@fuzz(300)
+@fuzz(100)
 @given(call=sampled_calls(CPP, VOCAB_SIZES, batch=6))
 def test_sampling_in_cpp(call):
+    assert_equals_oracle("verify_chain", "cpp", call)
+
+
+@pytest.mark.grid
+@fuzz(300)
+@given(call=sampled_calls(CPP, VOCAB_SIZES, batch=6))
+def test_sampling_in_cpp_at_length(call):
     assert_equals_oracle("verify_chain", "cpp", call)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specdec_fast.ops import all_ops
+from support.grids import each_value_once
 from support.op_cases import CASES, DTYPES, changed, each_dtype, make
 from support.op_checks import assert_agrees, assert_rows_independent, long_prefill
 
@@ -45,6 +46,7 @@ def test_every_version_of_linear_agrees_with_the_oracle(version, dtype):
 
 
 # One row, and as many as the kernel lays out otherwise; inputs and outputs that fill its steps and blocks, and do not.
+@each_value_once("version", "dtype")
 @pytest.mark.parametrize(
     ("in_features", "out_features"), [(128, 64), (352, 128), (33, 47), (1000, 100), (7, 16), (64, 5), (2048, 40)]
 )
@@ -73,6 +75,7 @@ def test_rows_of_linear_are_independent_in_every_version(version, dtype, in_feat
 
 
 # As above; more rows than pass by a chunk of weights together, more inputs than a chunk, wide blocks of one row.
+@each_value_once("version", "dtype")
 @pytest.mark.parametrize(("in_features", "out_features"), [(300, 530), (33, 47), (7, 16), (64, 5)])
 @each_dtype
 @pytest.mark.parametrize("version", _C.linear_transposed_versions())
@@ -108,6 +111,7 @@ def bits(tensor):
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
 
+@each_value_once
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 100, 128, 256])  # full, half and odd blocks of every version
 def test_every_version_serves_every_head_size(version, head_dim):
     generator = torch.Generator().manual_seed(head_dim)
@@ -118,6 +122,7 @@ def test_every_version_serves_every_head_size(version, head_dim):
 
 
 # Windows that end before a task's last rows begin to see, within a tile, and beyond one.
+@each_value_once("version", "dtype")
 @pytest.mark.parametrize("window", [None, 5, 70])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 def test_rows_are_independent_in_every_version(version, dtype, window):
@@ -134,6 +139,7 @@ def prompts_with_heads_of(head_dim, dtype):
 
 
 # Heads in whole vectors of every version: its kernel reads the keys and values of few rows where they are stored.
+@each_value_once("version", "dtype")
 @pytest.mark.parametrize("head_dim", [32, 160])  # less than a chunk of a score's sum, and two and a half
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 def test_few_rows_have_the_bits_of_a_prompt_in_every_version(version, dtype, head_dim):
@@ -143,6 +149,7 @@ def test_few_rows_have_the_bits_of_a_prompt_in_every_version(version, dtype, hea
 
 
 # The kernel for few rows looks for such values only where a sum is not finite.
+@each_value_once("version", "dtype")
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 def test_values_that_are_not_finite_reach_only_rows_that_see_them_in_every_version(version, dtype, broken):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.ops import all_ops
+from support.grids import each_value_once
 from support.op_cases import CASES, attention_by_hand, changed, each_case, each_dtype, make
 
 
@@ -32,6 +33,7 @@ def assert_within_rounding(got: Tensor, truth: Tensor, args: dict[str, Any]) -> 
     assert float((got.double() - truth).abs().max() if got.numel() else 0) <= bound
 
 
+@each_value_once
 @each_dtype
 @each_case("paged_attention")
 def test_attention(case, dtype):
@@ -85,6 +87,7 @@ IN_PLACE = {"append_kv_": append_by_hand, "compact_kv_": compact_by_hand, "reali
 UNCHANGED = {"no_rows", "no_moves", "unmoved", "empty"}
 
 
+@each_value_once
 @each_dtype
 @pytest.mark.parametrize(("op", "case"), [(op, case) for op, case in CASES if op in IN_PLACE])
 def test_in_place(op, case, dtype):

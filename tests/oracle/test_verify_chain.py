@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import all_ops
 from support.fuzzing import fuzz
-from support.grids import grid
+from support.grids import each_value_once, grid
 from support.op_cases import CPU, each_case, each_dtype, make
 from support.op_checks import device_for, same_bits
 from support.sampling_by_hand import targets_by_hand
@@ -97,6 +97,7 @@ def only(sampling: Sampling, b: int) -> Sampling:
     return Sampling(**own, seen_ids=sampling.seen_ids[first:last], cu_seen=cu_seen)
 
 
+@each_value_once
 @each_dtype
 @each_case("verify_chain")
 def test_verify_chain(case, dtype):

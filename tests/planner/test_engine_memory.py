@@ -18,6 +18,7 @@ from specdec_fast.engine.memory import plan_memory
 from specdec_fast.models.model_memory import forward_memory, storage_bytes, weights_of
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from support.eagle3 import write_checkpoint
+from support.grids import each_value_once
 from support.models import TINY, tiny_model, truncated_copy
 from support.programs import needs_programs
 
@@ -72,6 +73,7 @@ def largest_logits(engine, monkeypatch):
     return sizes
 
 
+@each_value_once
 @needs_programs
 @pytest.mark.parametrize("prefill", [None, 8])
 @pytest.mark.parametrize("pair", ["bundled", "grouped", "latent"], indirect=True)

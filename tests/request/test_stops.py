@@ -14,6 +14,7 @@ import specdec_fast as sd
 from specdec_fast import oracle
 from specdec_fast.equivalence.compare import transformers_greedy
 from support.demo import MAX_NEW_TOKENS
+from support.grids import each_value_once
 from support.models import torch
 
 K = 4
@@ -44,6 +45,7 @@ def plain(expected):
     return expected[6]
 
 
+@each_value_once
 @pytest.mark.parametrize(
     "remainder", [0, 1, 2, K - 1, K], ids=["first draft", "inside", "middle", "last draft", "bonus after acceptance"]
 )

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import specdec_fast as sd
 from specdec_fast.request.detokenizer import load_tokenizer
+from support.grids import each_value_once
 from support.scripted import ByteTokenizer, scripted_model
 
 PIECES = [b"-", b"a", b"b", b"c", b"d", b"X", b"e", b"f", b"g", *(bytes([byte]) for byte in "é🚀".encode())]
@@ -77,6 +78,7 @@ def streamed(engine, params):
     return whole
 
 
+@each_value_once
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
 @pytest.mark.parametrize("kind", FAILURES)
 def test_tokens_that_cannot_be_decoded(model, kind, num_draft_tokens):
@@ -94,6 +96,7 @@ def test_tokens_that_cannot_be_decoded(model, kind, num_draft_tokens):
     assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
 
 
+@each_value_once
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
 @pytest.mark.parametrize("kind", FAILURES)
 def test_stop_strings_end_where_they_cannot_be_looked_for(model, kind, num_draft_tokens):

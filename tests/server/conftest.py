@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 import specdec_fast as sd
+from specdec_fast.server.app import create_app
 from support.chats import chat_tokenizer
 
 
@@ -32,3 +33,9 @@ def make_engine(target, draft, chat_tokens):
 @pytest.fixture(scope="module")
 def engine(make_engine):
     return make_engine(max_batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def app(engine):
+    """Return the application of this engine, under two names; choices have twelve tokens unless they ask for others."""
+    return create_app(engine, model_names=["demo", "other-name"], default_max_tokens=12)

@@ -15,9 +15,11 @@ import specdec_fast as sd
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.service.receivers import Mailbox
 from support.forks import in_a_fork
+from support.grids import each_value_once
 from support.services import MANY, NUM_REQUESTS, Gate, num_served, read, until, vacant
 
 
+@each_value_once
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 @pytest.mark.parametrize(("draft", "method"), [("model", "exspec"), ("ngram", "eqspec")])
 def test_requests_that_come_and_go_are_served_as_if_alone(pair, requests, expected, monkeypatch, ahead, draft, method):

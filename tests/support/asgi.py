@@ -105,3 +105,12 @@ class Exchange:
 async def fetch(app, path, body=None, headers=None):
     """Send a request and return its whole exchange."""
     return await Exchange(app, path, body, headers)()
+
+
+def served(app, *requests):
+    """Send requests (path, body) at the same time and return their exchanges."""
+
+    async def main():
+        return await asyncio.gather(*(fetch(app, path, body) for path, body in requests))
+
+    return asyncio.run(main())

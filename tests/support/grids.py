@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 
 def grid(values: Mapping[str, Any] | Iterable[Any], keep: Callable[[Any], bool] | Iterable[Any]) -> list[Any]:
@@ -48,6 +49,42 @@ def diagonal(**axes: Mapping[str, Any] | Iterable[Any]) -> pytest.MarkDecorator:
         marks = () if places in kept else (pytest.mark.grid,)
         found.append(pytest.param(*values, id="-".join(names), marks=marks))
     return pytest.mark.parametrize(tuple(axes), found)
+
+
+# ``make test`` runs so many combinations of a test's parameters, and of its fixtures', that every value occurs. With
+# arguments, ``each_value_once("first", "second")``, every combination of these two occurs.
+each_value_once = pytest.mark.each_value_once
+
+
+def mark_what_is_covered(items: list[Any]) -> None:
+    """Give the marker ``grid`` to items of tests with ``each_value_once`` whose values all occur in other items."""
+    tests: dict[str, list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("each_value_once") and not item.get_closest_marker("grid"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for left in tests.values():
+        missing = {value for item in left for value in _values(item)}
+        while missing:
+            chosen = max(left, key=lambda item: len(missing & _values(item)))
+            left.remove(chosen)
+            missing -= _values(chosen)
+        for item in left:
+            item.add_marker(pytest.mark.grid)
+
+
+def _values(item: Any) -> set[tuple[str, str]]:
+    """Return the parameters of an item with their values; those without a name of their own by their place."""
+    call, together = item.callspec, item.get_closest_marker("each_value_once").args
+    named = {
+        name: repr(value) if isinstance(value, _PLAIN) else str(call.indices[name])
+        for name, value in call.params.items()
+    }
+    assert named.keys() >= set(together), f"{item.nodeid} has no parameters {together}"
+    combination = {(" ".join(together), " ".join(named.pop(name) for name in together))} if together else set()
+    return combination | set(named.items())
+
+
+_PLAIN = (str, int, float, type(None), torch.dtype, BaseException)
 
 
 def _id(value: Any) -> str:

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.batch.sampling_batch import Sampling
-from specdec_fast.ops import BACKENDS, Op, registry
+from specdec_fast.ops import BACKENDS, Op, all_ops, registry
 from support.op_cases import attention_in_fp64
 
 # Backends whose kernels run as NumPy, a hundred times slower.
 INTERPRETED = {"triton"} if registry.INTERPRETING else set()
+# The launchers in Triton: each op's module and function.
+TRITON_FUNCTIONS = {
+    op.name: op.implementations["triton"].split(":") for op in all_ops().values() if "triton" in op.implementations
+}
 
 
 def device_for(op: Op, backend: str) -> torch.device:

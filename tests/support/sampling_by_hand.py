@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 WORD = 2**32
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0}  # a rule that changes nothing
 
 
 def philox_by_hand(counter: tuple[int, ...], key: tuple[int, ...]) -> list[int]:

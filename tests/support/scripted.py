@@ -6,6 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 NUM_POSITIONS = 256
+INCOMPLETE = "\ufffd"  # what the bytes of a character that is not complete are decoded to
 
 
 class ByteTokenizer:

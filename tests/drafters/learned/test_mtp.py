@@ -14,6 +14,7 @@ from specdec_fast.drafters.mtp import MtpDrafter
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.courses import Course, new_sequence
+from support.grids import each_value_once
 from support.models import VOCAB_SIZE
 from support.mtp import Case
 
@@ -81,6 +82,7 @@ def test_features_that_nobody_asked_for_are_computed_in_time(tmp_path, monkeypat
     assert course.num_proposed > 0
 
 
+@each_value_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_engine_emits_what_plain_decoding_does(tmp_path, dtype, batch_size):

@@ -1,0 +1,89 @@
+"""``paged_attention`` in Triton: what is launched, and what the compiler makes of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from specdec_fast.ops.paged_attention import _Shape
+from specdec_fast.ops.registry import INTERPRETING
+from specdec_fast.triton_kernels import paged_attention as module
+from support.source_tree import ROOT
+from support.triton_attention import attention, launches, make
+
+pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.gpu; this is about the interpreter")
+
+
+def test_nothing_of_the_batch_is_compiled_in(monkeypatch):
+    wide = make(_Shape((40, 9, 3), (6, 1, 3)), torch.float16)
+    sliding = make(_Shape((700,), (33,), sliding_window=5), torch.float16)
+    with launches(monkeypatch) as noted:
+        for args in (wide, sliding):
+            attention(**args)
+    assert len({str(options) for name, _, options in noted if name == "_attention_kernel"}) == 1
+    sizes = {"stride_query_row", "stride_query_head", "max_pages", "max_tiles", "num_splits", "path_width", "window"}
+    assert sizes <= set(module._UNSPECIALISED), "an argument that is specialised by its value makes another kernel"
+    assert {"block_table", "cu_seqlens_q", "seqused_k", "paths"} <= set(module._UNSPECIALISED)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        _Shape((600,), (3,), heads=4, kv_heads=1, head_dim=128),
+        _Shape((40,), (2,), heads=8, kv_heads=1, head_dim=64, tree=True),
+        _Shape((600,), (2,), heads=8, kv_heads=1, head_dim=64, sinks=True),
+        _Shape((40,), (2,), heads=2, kv_heads=2, head_dim=192, value_dim=128),
+    ],
+    ids=["split", "tree", "sinks", "narrow_values"],
+)
+def test_launches_are_those_compiled_ahead_of_time(shape, monkeypatch):
+    known = [(v.kernel, v.constexprs, v.num_warps, v.num_stages, v.max_registers) for v in module.variants()]
+    kernels = {name: getattr(module, name) for name in ("_attention_kernel", "_merge_kernel")}
+    with launches(monkeypatch) as noted:
+        attention(**make(shape, torch.float16))
+    assert noted
+    for name, _, options in noted:
+        asked = [options.pop(key, None) for key in ("num_warps", "num_stages", "maxnreg")]
+        assert (kernels[name], options, *asked) in known
+
+
+LAYOUTS = r"""
+import re, sys
+from bench.aot import TARGETS, compile_variant
+from specdec_fast.triton_kernels.paged_attention import variants
+chosen = [variant for variant in variants() if variant.name in sys.argv[1:]]
+for name in ("sm_80", "sm_90"):
+    for variant in chosen:
+        code = compile_variant(variant, TARGETS[name]).asm["ttgir"]
+        layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+        block_m, block_n = variant.constexprs["BLOCK_M"], variant.constexprs["BLOCK_N"]
+        tile = rf"\}}\) : \(tensor<{block_m}x{block_n}xf32, (#\w+)>\)"
+        product = r"= tt.dot .*-> tensor<(\w+, #\w+)>"
+        summed = [layouts[alias].replace(" ", "") for alias in re.findall(tile, code)]
+        products = [found.split(", ") for found in re.findall(product, code)]
+        print(name, *summed, *(f"{shape}{layouts[alias]}".replace(" ", "") for shape, alias in products))
+"""
+
+
+def test_sums_over_a_tile_have_one_order():
+    """Whether a tile is partly hidden, in a tree or not, the compiler adds up its weights in the same layout.
+
+    The interpreter cannot show that; the order of a sum on a GPU is that of its layout.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    names = ("fp16_dim128_group4", "fp16_dim128_group4_tree")
+    command = [sys.executable, "-c", LAYOUTS, *names]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 4, done.stderr
+    for chain, tree in (lines[:2], lines[2:]):
+        assert chain == tree, "a tree's rows have the bits of chains"
+        _, *layouts = chain
+        assert len(layouts) == 8, "a maximum, a sum and two products, of tiles that all rows see and of others"
+        assert len(set(layouts[:4])) == 1
+        assert layouts[4:6] == layouts[6:]
