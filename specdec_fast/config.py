@@ -174,6 +174,13 @@ def expect_at_least(name: str, value: Any, smallest: int) -> None:
         raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}.")
 
 
+def expect_seconds(name: str, value: Any, or_zero: bool = False) -> None:
+    """Raise a ConfigError that names the setting unless its value is a number above 0 (or 0, with ``or_zero``)."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and (value > 0 or (or_zero and value == 0))):
+        raise ConfigError(f"{name}={value!r}: expected a number of seconds {'>= 0' if or_zero else '> 0'}.")
+
+
 def _as_tap_layers(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None

@@ -218,6 +218,16 @@ def test_every_response_has_a_request_id(app):
     assert bad.headers["x-request-id"] != missing.headers["x-request-id"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"model_names": "qwen"}, r"model_names='qwen' is one string; .* \['qwen'\]"), ({"timeout": "5"}, "timeout='5'")],
+    ids=str,
+)
+def test_wrong_settings_of_an_application(engine, wrong, message):
+    with pytest.raises(sd.ConfigError, match=message):
+        create_app(engine, **wrong)
+
+
 def test_the_api_key_guards_everything_but_health_and_metrics(engine):
     app = create_app(engine, api_key="sécret", max_request_bytes=100)
 
