@@ -109,6 +109,23 @@ def test_process_without_a_console(target, monkeypatch, shown, closed):
     assert output.error is None
 
 
+@pytest.mark.parametrize("shown", [None, True])
+def test_a_stderr_that_can_only_be_written_to(target, monkeypatch, shown):
+    class Log:
+        written = ""
+
+        def write(self, text):
+            self.written += text
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stderr", Log())
+    (output,) = sd.Engine(target, None).generate([[5]], sd.SamplingParams(max_new_tokens=2), progress=shown)
+    assert output.error is None
+    assert ("generate" in sys.stderr.written) == bool(shown)
+
+
 def test_progress_is_a_flag(target):
     with pytest.raises(sd.ConfigError, match="progress='no'"):
         sd.Engine(target, None).generate([[5]], progress="no")
