@@ -74,10 +74,7 @@ def create_app(
     expect_at_least("stream_interval", stream_interval, 1)
     if timeout is not None:
         expect_seconds("timeout", timeout)
-    if isinstance(model_names, str):
-        raise ConfigError(f"model_names={model_names!r} is one string; expected a list of names: [{model_names!r}].")
-    names = tuple(model_names) or (str(engine.engine.describe()["target"]),)
-    api = _Api(engine, names, timeout, default_max_tokens, stream_interval)
+    api = _Api(engine, _checked_names(model_names, engine), timeout, default_max_tokens, stream_interval)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -101,6 +98,18 @@ def create_app(
     for method, path, function in routes:
         app.add_api_route(path, function, methods=[method], response_model=None)
     return app
+
+
+def _checked_names(names: Sequence[str], engine: AsyncEngine) -> tuple[str, ...]:
+    """Return the names of the model: those given, or the target's.
+
+    Raises:
+        ConfigError: the names are one string, whose characters would be names.
+
+    """
+    if isinstance(names, str):
+        raise ConfigError(f"model_names={names!r} is one string; expected a list of names: [{names!r}].")
+    return tuple(names) or (str(engine.engine.describe()["target"]),)
 
 
 async def _on_invalid_body(_: Request, error: Exception) -> Response:
