@@ -185,5 +185,6 @@ def check_reproduces(
             raise UnsupportedModelError(
                 f"{model_name} does not reproduce its own {results} on a paged KV cache (relative "
                 f"distance {distance:.1e}, bound {bound:.1e}): it does not attend through transformers' "
-                "AttentionInterface, or adds terms of its own to the scores."
+                "AttentionInterface, adds terms of its own to the scores, or computes a row with the others of its "
+                "forward (as dynamic quantisation does)."
             )
