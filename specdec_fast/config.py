@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import torch
 
 from specdec_fast.errors import ConfigError
-from specdec_fast.request.prompt_options import PROMPT_KEYWORDS
-from specdec_fast.sampling_params import SamplingParams, as_plain
+from specdec_fast.request.prompt_options import PROMPT_KEYWORDS, unknown_keyword
+from specdec_fast.sampling_params import as_plain
 from specdec_fast.speculation_length import LengthPolicy, make_length_policy
 from specdec_fast.speculation_length.choice_tree import MOST_NODES, checked_choices
 
@@ -141,14 +140,10 @@ class EngineConfig:
         """
         known = [f.name for f in fields(cls)]
         for name in keywords:
-            if name not in known and name in {f.name for f in fields(SamplingParams)}:
-                raise ConfigError(f"{name!r} belongs to a request; pass params=SamplingParams({name}=...).")
             if name in PROMPT_KEYWORDS:
                 raise ConfigError(f"{name!r} belongs to prompts; pass it to generate or stream.")
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f" Did you mean {close[0]}?" if close else ""
-                raise ConfigError(f"unknown keyword {name!r}.{hint} Known: {', '.join(known)}.")
+                raise unknown_keyword(name, known)
         return cls(**keywords)
 
 
@@ -172,6 +167,13 @@ def expect_at_least(name: str, value: Any, smallest: int) -> None:
     """Raise a ConfigError that names the setting unless its value is an integer from ``smallest`` on."""
     if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value < 2**63:
         raise ConfigError(f"{name}={value!r}: expected an integer >= {smallest}.")
+
+
+def expect_seconds(name: str, value: Any, or_zero: bool = False) -> None:
+    """Raise a ConfigError that names the setting unless its value is a number above 0 (or 0, with ``or_zero``)."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and (value > 0 or (or_zero and value == 0))):
+        raise ConfigError(f"{name}={value!r}: expected a number of seconds {'>= 0' if or_zero else '> 0'}.")
 
 
 def _as_tap_layers(value: Any) -> tuple[int, ...] | None:

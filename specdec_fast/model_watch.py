@@ -29,6 +29,11 @@ def hooked_class(model: nn.Module) -> str | None:
     return None if hooked is None else type(hooked).__name__
 
 
+def training_module(model: nn.Module) -> str | None:
+    """Return the name of a module in training mode, "" for the model itself; None if all are in evaluation mode."""
+    return next((name for name, module in model.named_modules() if module.training), None)
+
+
 class Watch:
     """The state of a model when its program or its graphs were made. It keeps the model's tensors alive.
 

@@ -28,8 +28,10 @@ class Progress:
     def __init__(self, num_requests: int, show: bool | None) -> None:
         if not isinstance(show, bool) and show is not None:
             raise ConfigError(f"progress={show!r}: expected True, False or None.")
-        usable = sys.stderr is not None and not sys.stderr.closed  # a process without a console has none
-        shown = usable and (sys.stderr.isatty() if show is None else show)
+        stderr = sys.stderr  # None in a process without a console; or the caller's own, which may have `write` only
+        is_open = stderr is not None and not getattr(stderr, "closed", False)
+        is_terminal = is_open and hasattr(stderr, "isatty") and stderr.isatty()
+        shown = is_terminal if show is None else is_open and show
         self.is_shown = bool(shown)
         self._bar = tqdm(total=num_requests, desc="generate", unit="request", disable=not shown)
         self._num_tokens = 0

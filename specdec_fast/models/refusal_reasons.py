@@ -32,7 +32,10 @@ def why_not_reproduced(dense_logits: DenseLogits, token_ids: Tensor, bound: floa
             return "it computes other logits from position_ids 0, 1, 2, ... than without position_ids"
     except Exception:  # the model's own code may raise anything; the reason is the last one then
         pass
-    return "it attends by other means than transformers' AttentionInterface, or adds terms of its own to the scores"
+    return (
+        "it attends by other means than transformers' AttentionInterface, adds terms of its own to the scores, or "
+        "computes a row with the others of its forward (as dynamic quantisation does)"
+    )
 
 
 def _distance(logits: Tensor, expected: Tensor) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.sampling_params import SamplingParams
 
 # Arguments of ``apply_chat_template`` that this library sets, or that have a field of their own below.
 _NOT_FOR_TEMPLATES = {
@@ -91,9 +93,26 @@ class PromptOptions:
             ConfigError: a keyword is unknown; the message lists the known ones.
 
         """
-        if unknown := [name for name in keywords if name not in PROMPT_KEYWORDS]:
-            raise ConfigError(f"unknown keyword {unknown[0]!r}. Known: {', '.join(PROMPT_KEYWORDS)}.")
+        for name in keywords:
+            if name not in PROMPT_KEYWORDS:
+                raise unknown_keyword(name, PROMPT_KEYWORDS)
         return cls(**keywords)
 
 
 PROMPT_KEYWORDS = tuple(option.name for option in fields(PromptOptions))
+_REQUEST_KEYWORDS = {parameter.name for parameter in fields(SamplingParams)}
+
+
+def unknown_keyword(name: str, known: Sequence[str]) -> ConfigError:
+    """Return the error of a keyword that a call does not have: where it belongs, or what is like it and the known ones.
+
+    Args:
+        name: of the keyword.
+        known: names of those that the call has.
+
+    """
+    if name in _REQUEST_KEYWORDS:
+        return ConfigError(f"{name!r} belongs to a request; pass params=SamplingParams({name}=...).")
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return ConfigError(f"unknown keyword {name!r}.{hint} Known: {', '.join(known)}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Set
 from numbers import Integral
 from typing import Any
@@ -12,6 +13,7 @@ from specdec_fast.request.detokenizer import tokenizer_failures
 from specdec_fast.request.prompt_options import PromptOptions
 
 _BYTES = (bytes, bytearray, memoryview)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
@@ -121,8 +123,13 @@ def _encode_text(tokenizer: Any | None, text: str, add_special_tokens: bool | No
         raise InvalidPromptError(
             "the prompt is a string, but no tokenizer is known for this target; pass tokenizer=..., or token ids."
         )
-    # A prompt with lone surrogates is not valid Unicode; fast tokenizers raise on it.
-    with tokenizer_failures(InvalidPromptError, "the tokenizer cannot encode the prompt"):
+    failure = "the tokenizer cannot encode the prompt"
+    if (lone := _LONE_SURROGATE.search(text)) is not None:  # some tokenizers encode them; fast ones raise
+        failure += (
+            f", whose character {lone.start()}, {lone[0]!r}, is half of a surrogate pair; remove it, for example by "
+            "text.encode(errors='replace').decode()"
+        )
+    with tokenizer_failures(InvalidPromptError, failure):
         if add_special_tokens is not None:
             return _as_ids(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
         bos_text = getattr(tokenizer, "bos_token", None)

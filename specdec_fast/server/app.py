@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from specdec_fast.config import expect_at_least
+from specdec_fast.config import expect_at_least, expect_seconds
 from specdec_fast.errors import ConfigError
 from specdec_fast.results import GenerationOutput
 from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS, SamplingParams
@@ -64,7 +64,7 @@ def create_app(
         max_request_bytes: limit of a request's body.
 
     Raises:
-        ConfigError: a limit is out of range, or the key is empty.
+        ConfigError: a limit is out of range, the key is empty, or ``model_names`` is one string.
 
     """
     if api_key == "":
@@ -72,10 +72,9 @@ def create_app(
     expect_at_least("default_max_tokens", default_max_tokens, 1)
     expect_at_least("max_request_bytes", max_request_bytes, 1)
     expect_at_least("stream_interval", stream_interval, 1)
-    if timeout is not None and not timeout > 0:
-        raise ConfigError(f"timeout={timeout!r}: expected a number of seconds > 0, or None.")
-    names = tuple(model_names) or (str(engine.engine.describe()["target"]),)
-    api = _Api(engine, names, timeout, default_max_tokens, stream_interval)
+    if timeout is not None:
+        expect_seconds("timeout", timeout)
+    api = _Api(engine, _checked_names(model_names, engine), timeout, default_max_tokens, stream_interval)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -99,6 +98,18 @@ def create_app(
     for method, path, function in routes:
         app.add_api_route(path, function, methods=[method], response_model=None)
     return app
+
+
+def _checked_names(names: Sequence[str], engine: AsyncEngine) -> tuple[str, ...]:
+    """Return the names of the model: those given, or the target's.
+
+    Raises:
+        ConfigError: the names are one string, whose characters would be names.
+
+    """
+    if isinstance(names, str):
+        raise ConfigError(f"model_names={names!r} is one string; expected a list of names: [{names!r}].")
+    return tuple(names) or (str(engine.engine.describe()["target"]),)
 
 
 async def _on_invalid_body(_: Request, error: Exception) -> Response:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specdec_fast.config import EngineConfig, expect_at_least
+from specdec_fast.config import EngineConfig, expect_at_least, expect_seconds
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.input import RequestBuilder
@@ -110,9 +110,14 @@ class AsyncEngine:
 
         Args:
             observer: called soon after the end, in a thread of the engine or of the caller that dropped the request;
-                must return at once and not raise.
+                must return at once. What it raises is logged by the logger ``specdec_fast.service``.
+
+        Raises:
+            ConfigError: it cannot be called.
 
         """
+        if not callable(observer):
+            raise ConfigError(f"observer is a {type(observer).__name__}; expected a function of one RequestRecord.")
         self._worker.observers.append(observer)
 
     async def generate(
@@ -192,7 +197,12 @@ class AsyncEngine:
             finish_within: seconds for which requests may go on; those that do not end within them end with a
                 RequestCancelledError.
 
+        Raises:
+            ConfigError: ``finish_within`` is no number from 0 on; the engine stays open.
+
         """
+        finish_within = as_plain(finish_within)
+        expect_seconds("finish_within", finish_within, or_zero=True)
         self._is_closed = True
         deadline = monotonic() + finish_within
         while self._live and monotonic() < deadline:
@@ -222,9 +232,8 @@ class AsyncEngine:
         if request_id is not None and not isinstance(request_id, str):
             raise ConfigError(f"request_id={request_id!r}: expected a string, or None.")
         timeout = as_plain(timeout)
-        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if timeout is not None and not (is_number and timeout > 0):
-            raise ConfigError(f"timeout={timeout!r}: expected a number of seconds > 0, or None.")
+        if timeout is not None:
+            expect_seconds("timeout", timeout)
         deadline = None if timeout is None else monotonic() + timeout
         request = ServedRequest(Receiver(asyncio.get_running_loop()), is_stream, deadline)
         self._live.enter(request, request_id)

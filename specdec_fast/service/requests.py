@@ -118,7 +118,10 @@ class LiveRequests:
                     f"{len(self._requests)} requests are running or waiting, and there may be {self.most_requests} "
                     "(the window plus max_waiting); send the request again later, or raise max_waiting."
                 )
-            request.request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
+            if request_id is None:  # a caller may have chosen a name of the same form
+                names = (f"request-{number}" for number in self._numbers)
+                request_id = next(name for name in names if name not in self._requests)
+            request.request_id = request_id
             if request.request_id in self._requests:
                 raise ConfigError(
                     f"request_id={request.request_id!r} belongs to a request that has not ended; choose another, or "

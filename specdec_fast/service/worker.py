@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
@@ -16,6 +17,7 @@ from specdec_fast.service.receivers import Item, Mailbox, Receiver
 from specdec_fast.service.requests import LiveRequests, ServedRequest
 from specdec_fast.service.statistics import Observer, ServiceStats, Totals
 
+_logger = logging.getLogger("specdec_fast.service")
 _MOST_SECONDS_HELD = 0.003  # by which texts may come later, so that they are made during the next verification
 
 
@@ -152,12 +154,15 @@ class Worker:
         return found
 
     def _record(self, request: ServedRequest, finish_reason: str) -> None:
-        """Show the observers a request that has ended, once."""
+        """Show the observers a request that has ended, once. What they raise must not lose the outputs of a step."""
         if self.observers and not request.is_recorded:
             request.is_recorded = True
             record = request.record(finish_reason)
             for observer in self.observers:
-                observer(record)
+                try:
+                    observer(record)
+                except Exception:
+                    _logger.exception("an observer of AsyncEngine.add_observer raised; all requests go on")
 
     def _hand_out(self, served: list[tuple[ServedRequest, StepOutput]]) -> None:
         """Make chunks and outputs of a step's outputs, and post them: once per event loop. In the writer's thread.

@@ -109,6 +109,43 @@ def test_process_without_a_console(target, monkeypatch, shown, closed):
     assert output.error is None
 
 
+@pytest.mark.parametrize("shown", [None, True])
+def test_a_stderr_that_can_only_be_written_to(target, monkeypatch, shown):
+    class Log:
+        written = ""
+
+        def write(self, text):
+            self.written += text
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stderr", Log())
+    (output,) = sd.Engine(target, None).generate([[5]], sd.SamplingParams(max_new_tokens=2), progress=shown)
+    assert output.error is None
+    assert ("generate" in sys.stderr.written) == bool(shown)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ("max_new_tokens", r"'max_new_tokens' belongs to a request; pass params=SamplingParams\(max_new_tokens=...\)"),
+        ("add_special_token", r"unknown keyword 'add_special_token'. Did you mean add_special_tokens\?"),
+    ],
+)
+def test_a_keyword_of_another_place(target, keyword, message):
+    engine = sd.Engine(target, None)
+    for call in (engine.generate, engine.stream, engine.as_completed, engine.encode):
+        with pytest.raises(sd.ConfigError, match=message):
+            call([5], **{keyword: True})
+
+
+def test_half_of_a_surrogate_pair_is_named(target, tokenizer):
+    (output,) = sd.Engine(target, None, tokenizer=tokenizer).generate("One day, \ud83d")
+    with pytest.raises(sd.InvalidPromptError, match=r"character 9, '\\ud83d', is half of a surrogate pair.*remove it"):
+        output.raise_for_error()
+
+
 def test_progress_is_a_flag(target):
     with pytest.raises(sd.ConfigError, match="progress='no'"):
         sd.Engine(target, None).generate([[5]], progress="no")

@@ -124,10 +124,11 @@ def test_draft_with_other_ids_for_the_same_words(target, draft, tmp_path, tokeni
         sd.Engine(target, str(tmp_path), tokenizer=tokenizer)
 
 
-def test_training_mode_after_the_engine_was_made():
+@pytest.mark.parametrize("part", ["", "model.layers.1"], ids=["all", "a layer"])
+def test_training_mode_after_the_engine_was_made(part):
     model = tiny_model("llama")
     engine = sd.Engine(model, None, enforce_eager=True)
-    model.train()
+    model.get_submodule(part).train()
     with pytest.raises(sd.UnsupportedModelError, match=r"training mode since.*call model\.eval\(\) first"):
         engine.generate([[1, 2]])
     model.eval()
@@ -138,6 +139,17 @@ def test_training_mode(target):
     model = copy.deepcopy(target).train()
     with pytest.raises(sd.ConfigError, match=r"model.eval\(\)"):
         sd.Engine(model, None)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_part_in_training_mode(target, draft, role):
+    """Its dropout would make outputs random, though the model itself is in evaluation mode."""
+    models = {"target": target, "draft": draft}
+    models[role] = copy.deepcopy(models[role])
+    models[role].model.layers[0].mlp.train()
+    message = rf"{role} LlamaForCausalLM has a module in training mode \(model\.layers\.0\.mlp\).*model.eval\(\)"
+    with pytest.raises(sd.ConfigError, match=message):
+        sd.Engine(models["target"], models["draft"])
 
 
 def test_draft_in_training_mode(target, draft):

@@ -113,3 +113,13 @@ def test_models_are_listed_by_name(app):
     assert (unknown.status, unknown.json["error"]["code"]) == (404, "model_not_found")
     (exchange,) = served(app, ("/v1/completions", {"model": "other-name", "prompt": "Hi"}))
     assert (exchange.status, exchange.json["model"]) == (200, "other-name")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"model_names": "qwen"}, r"model_names='qwen' is one string; .* \['qwen'\]"), ({"timeout": "5"}, "timeout='5'")],
+    ids=str,
+)
+def test_wrong_settings_of_an_application(engine, wrong, message):
+    with pytest.raises(sd.ConfigError, match=message):
+        create_app(engine, **wrong)

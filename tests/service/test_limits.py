@@ -167,6 +167,34 @@ def test_what_is_wrong_with_a_request_is_raised(pair, monkeypatch):
     assert vacant(engine)
 
 
+def test_a_name_that_is_made_belongs_to_no_other_request(pair, monkeypatch):
+    engine = sd.AsyncEngine(*pair)
+    gate = Gate(monkeypatch, engine)
+
+    async def main():
+        async with engine:
+            own = [engine.stream([1], MANY, request_id=f"request-{number}") for number in (1, 2)]
+            made = engine.stream([2], MANY)
+            assert made.request_id not in [stream.request_id for stream in own]
+            gate.open()
+            assert [len((await read(stream))[0]) for stream in (*own, made)] == [90, 90, 90]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), "30", None, True], ids=repr)
+def test_a_time_to_close_that_is_none_closes_nothing(pair, seconds):
+    engine = sd.AsyncEngine(*pair)
+
+    async def main():
+        async with engine:
+            with pytest.raises(sd.ConfigError, match=r"finish_within=.*: expected a number of seconds >= 0"):
+                await engine.close(finish_within=seconds)
+            assert len((await engine.generate([1], sd.SamplingParams(max_new_tokens=3))).token_ids) == 3
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("limits", [{"max_waiting": -1}, {"max_waiting": 1.5}, {"kv_token_budget": 0}], ids=str)
 def test_limits_are_checked(pair, limits):
     with pytest.raises(sd.ConfigError, match=r"expected an integer >="):

@@ -61,6 +61,34 @@ def test_running_and_waiting_requests_are_counted_now(pair, monkeypatch):
     assert engine.stats().num_prompt_tokens == 6
 
 
+def test_an_observer_that_raises_is_logged_and_harms_no_request(pair, caplog):
+    engine, records = sd.AsyncEngine(*pair, max_batch_size=4), []
+
+    def fails(record):
+        raise ValueError("the observer is broken")
+
+    engine.add_observer(fails)
+    engine.add_observer(records.append)
+
+    async def main():
+        async with engine:
+            tasks = [engine.generate([i + 1], MANY) for i in range(6)]
+            outputs = await asyncio.gather(*tasks)
+            dropped = engine.stream([4, 5], MANY)
+            await anext(aiter(dropped))
+            await dropped.aclose()
+            return outputs
+
+    assert [len(output.token_ids) for output in asyncio.run(main())] == [90] * 6
+    assert len(records) == 7, "the other observers see every request"
+    assert caplog.text.count("ValueError: the observer is broken") == 7
+
+
+def test_an_observer_is_a_function(pair):
+    with pytest.raises(sd.ConfigError, match=r"observer is a str; expected a function"):
+        sd.AsyncEngine(*pair).add_observer("log")
+
+
 def test_every_request_that_was_served_is_recorded_once(pair, monkeypatch):
     engine, records = sd.AsyncEngine(*pair, num_draft_tokens=0, max_batch_size=2, window_size=2), []
     engine.add_observer(records.append)
