@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import specdec_fast as sd
-from bench.common.tiny_models import ARCHITECTURES, SPECIAL, NotTinyError, tiny_model
+from bench.common.tiny_models import ARCHITECTURES, SPECIAL, NotTinyError, tiny_model, varied
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.errors import DeterminismError
 
@@ -69,7 +69,7 @@ The verdicts mean:
 def examine(architecture: str) -> tuple[str, str]:
     """Return the verdict on an architecture, a key of ``VERDICTS``, and the reason, which may be empty."""
     try:
-        model = tiny_model(architecture)
+        model = varied(tiny_model(architecture))
         expected = [transformers_greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     except NotTinyError as error:
         return "unbuilt", str(error)

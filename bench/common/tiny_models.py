@@ -129,20 +129,19 @@ def tiny_model(architecture: str) -> PreTrainedModel:
         raise NotTinyError(f"{num_parameters:,} parameters remain")
     torch.manual_seed(0)
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     except Exception as error:
         raise NotTinyError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
-    _vary(model)
-    return model
 
 
-def _vary(model: PreTrainedModel) -> None:
-    """Change parameters whose numbers are all alike: whoever forgets a bias of zeros makes no difference."""
+def varied(model: PreTrainedModel) -> PreTrainedModel:
+    """Change parameters whose numbers are all alike, in place: a bias of zeros could be forgotten unnoticed."""
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias")]
     with torch.no_grad():
         for _, tensor in [*model.named_parameters(), *biases]:
             if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
                 tensor.add_(torch.randn_like(tensor), alpha=0.2)
+    return model
 
 
 def tiny_config(kind: type[PreTrainedConfig], fields: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.common.tiny_models import LARGEST, NotTinyError, tiny_model
+from bench.common.tiny_models import LARGEST, NotTinyError, tiny_model, varied
 from support.grids import grid
 
 # Each has a rule or a field of its own in bench/common/tiny_models.py.
@@ -37,7 +37,7 @@ def test_tiny_model_has_small_sizes_that_fit_each_other(architecture):
 
 
 def test_no_parameter_is_all_zeros_or_all_ones():
-    model = tiny_model("gpt2")
+    model = varied(tiny_model("gpt2"))
     named = dict(model.named_parameters())
     assert {name.rsplit(".", 1)[1] for name in named} == {"weight", "bias"}
     assert [name for name, parameter in named.items() if parameter.unique().numel() < 2] == []

@@ -35,7 +35,7 @@ def mixing_rows():
             lambda: tiny_default_model("roberta"),
             "other logits from position_ids 0, 1, 2, ... than without position_ids",
         ),
-        (mixing_rows, "it attends by other means than transformers' AttentionInterface, or adds terms"),
+        (mixing_rows, "it attends by other means than transformers' AttentionInterface, adds terms"),
         (lambda: tiny_default_model("diffllama"), "layer 0 of DiffLlamaForCausalLM attends 2 times in a forward"),
         (lambda: tiny_default_model("rwkv"), "has no layer that writes to its KV cache or attends"),
         (

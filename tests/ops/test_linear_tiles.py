@@ -44,7 +44,7 @@ def test_sums_are_those_of_the_manual(shape: tuple[int, int, int]) -> None:
     assert not torch.equal(one_chain(rows, weight).bfloat16(), expected), "another order would not be noticed"
 
 
-# One row, and rows and outputs that fill no tile; several groups of outputs; two groups of steps, and an odd last input.
+# One row; rows and outputs that fill no tile; several groups of outputs; two groups of steps, and an odd last input.
 @pytest.mark.parametrize("shape", [(1, 32, 16), (3, 75, 5), (17, 96, 600), (40, 2101, 33)], ids=str)
 def test_sums_of_transposed_weights_are_those_of_the_manual(shape: tuple[int, int, int]) -> None:
     rows, weight = cancelling(*shape)
