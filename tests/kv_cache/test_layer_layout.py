@@ -95,7 +95,7 @@ LAYOUTS = {  # shapes and sources
     "minicpm3": _DENSE,
     "mimo-v2-flash": ((KVShape(4, 12, 8), KVShape(2, 12, 8), KVShape(4, 12, 8)), (0, 1, 2)),
 }
-NO_PROGRAM = {"gemma3n-shared", "deepseek-v2"}  # PyTorch runs these, with or without the extension
+NO_PROGRAM = {"gemma3n-shared"}  # PyTorch runs it, with or without the extension
 
 
 # Gemma-3n's forward has twice as many operations as the others together; Gemma-4 shares layers in the same way.
