@@ -159,7 +159,9 @@ def check_reproduces(
     """Compare ragged logits (two sequences, two forwards) with the model's own dense ones; or its hidden states.
 
     The bound is the square root of the dtype's rounding unit, on the relative L2 distance: far above rounding, far
-    below what a wrong position, mask or cache entry does.
+    below what a wrong position, mask or cache entry does. In 16 bits it is the median of the rows' distances, because
+    rounding may let a mixture of experts choose other experts for single rows; what a page, position or mask does wrong
+    changes most rows of one of the two forwards.
 
     Args:
         hf: the model.
@@ -181,7 +183,11 @@ def check_reproduces(
         positions = torch.cat([torch.arange(r.start, r.start + r.count, device=token_ids.device) for r in rows])
         ragged = forward(lay_out(pool, rows, token_ids[positions]), pool).float()
         dense = expected[positions].float()
-        distance = float(((ragged - dense).norm(dim=(0, -1)) / dense.norm(dim=(0, -1))).max())
+        if torch.finfo(hf.layout.dtype).bits == 16:
+            distances = ((ragged - dense).norm(dim=-1) / dense.norm(dim=-1)).median(dim=0).values
+        else:
+            distances = (ragged - dense).norm(dim=(0, -1)) / dense.norm(dim=(0, -1))
+        distance = float(distances.max())
         bound = torch.finfo(hf.layout.dtype).eps ** 0.5
         if not distance <= bound:
             raise UnsupportedModelError(

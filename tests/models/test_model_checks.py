@@ -1,13 +1,21 @@
-"""Models that compute with what a KV cache's methods return are refused; those that only call them are served."""
+"""Checks of a loaded model: questions to its KV cache, and whether pages reproduce its own logits."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cache, Llama4TextConfig
 
 import specdec_fast as sd
+from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.equivalence.compare import transformers_greedy
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.model_checks import RaggedForward, check_reproduces
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops import resolve
 from support.models import CONFIGS, tiny_model
 
 
@@ -80,3 +88,36 @@ def test_what_pages_cannot_answer_is_refused_by_name(name):
 @pytest.mark.parametrize("architecture", sorted(CONFIGS))
 def test_a_model_of_the_grid_is_not_refused(architecture):
     sd.Engine(tiny_model(architecture), None)
+
+
+def disturbed(model: RaggedModel, is_wrong: Callable[[torch.Tensor], torch.Tensor]) -> RaggedForward:
+    """Return a forward whose logits are those of another token at the positions that ``is_wrong`` names."""
+
+    def forward(batch: RaggedBatch, pool: PagePool) -> torch.Tensor:
+        logits = model.forward(batch, pool).clone()
+        wrong = is_wrong(batch.positions)
+        logits[wrong] = logits[wrong].roll(1, dims=-1)
+        return logits
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_wrong", "refused"),
+    [
+        (torch.float32, lambda positions: positions < 0, False),
+        (torch.float32, lambda positions: positions == 6, True),
+        (torch.bfloat16, lambda positions: positions == 6, False),
+        (torch.float16, lambda positions: positions == 6, False),
+        (torch.bfloat16, lambda positions: positions > 0, True),
+        (torch.bfloat16, lambda positions: positions > 3, True),
+        (torch.float16, lambda positions: positions > 3, True),
+    ],
+    ids=["none", "one", "one in bf16", "one in fp16", "most in bf16", "the last in bf16", "the last in fp16"],
+)
+def test_rounding_may_change_single_rows_in_16_bits_only(dtype, is_wrong, refused):
+    """In 16 bits rounding lets some mixtures of experts choose other experts for a row."""
+    model, token_ids = RaggedModel(tiny_model("llama").to(dtype), resolve(torch.device("cpu"))), torch.arange(8)
+    expected = model.hf.dense_logits(token_ids)
+    with pytest.raises(sd.UnsupportedModelError, match="does not reproduce") if refused else nullcontext():
+        check_reproduces(model.hf, disturbed(model, is_wrong), 16, token_ids, expected)
