@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 
 
 class RecordedEngine:

@@ -15,12 +15,12 @@ PROMPTS = [torch.randint(VOCAB_SIZE, (n,), generator=torch.Generator().manual_se
 PARAMS = sd.SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
-def make(folder, monkeypatch, arm, dtype=torch.float32, **options):
+def make(folder, monkeypatch, arm, dtype=torch.float32, learning_rate=5e-3, **options):
     """Return an engine, and updates that always take the same arm and all the time they want."""
     target = tiny_model("llama").to(dtype)
     write_checkpoint(folder, target, **options)
     engine = sd.Engine(target, f"specblock:{folder}", max_batch_size=4, num_draft_tokens=4)
-    updates = OnlineUpdates(engine, OnlineSettings(learning_rate=5e-3, time_share=1e6))
+    updates = OnlineUpdates(engine, OnlineSettings(learning_rate=learning_rate, time_share=1e6))
     monkeypatch.setattr(updates.bandit, "choose", lambda tokens_ahead: arm)
     monkeypatch.setattr(updates.bandit, "updated", lambda seconds: None)
     return engine, updates
@@ -58,9 +58,9 @@ def test_an_update_changes_drafts_and_no_output(tmp_path, monkeypatch, dtype, op
 
 
 def test_a_drafter_learns_its_traffic(tmp_path, monkeypatch):
-    engine, updates = make(tmp_path, monkeypatch, FULL)
+    engine, updates = make(tmp_path, monkeypatch, FULL, learning_rate=2e-2)
     first = updates.observe(outputs_of(engine)).tokens_per_step
-    for _ in range(25):
+    for _ in range(12):
         last = updates.observe(outputs_of(engine)).tokens_per_step
     assert last > first + 0.2
 
