@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,6 +24,9 @@ _COMMANDS = {
     "plan": "Plan batch size, K and KV pages for a memory budget, and say what fits and how fast it is.",
     "doctor": "Show versions, devices, and which backend can run which op here; or check the taps of a drafter.",
 }
+
+
+_READER_LEFT = 141  # what a shell shows for a program that a closed pipe has ended
 
 
 def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
@@ -52,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0; 1 if the command found a difference or an invalid line; 2 if the arguments are invalid.
+        0; 1 if the command found a difference or an invalid line; 2 if the arguments are invalid; 141 if what reads
+        the output has left, as ``head`` does.
 
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -62,7 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.disable_progress_bar()
     try:
         status: int = _module(args.command).run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what cannot be written is an error of the command, not of the interpreter's end
         return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter flushes at its end
+        return _READER_LEFT
     except (SpecDecError, OSError) as error:
         print(f"specdec-fast {args.command}: {error}", file=sys.stderr)
         return 2

@@ -7,7 +7,8 @@ changes of numbers that it copied: scalars, and results computed from weights al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -16,9 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
+from specdec_fast.errors import UnsupportedModelError
+
 # Tensors up to this size are compared by value; for larger ones, PyTorch's version counter is compared.
 _MOST_COPIED = 1 << 16
 _GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
+
+
+class OwnForward(partial[Any]):
+    """A forward that an engine gives a module while PyTorch runs the model's forward; no change of the model.
+
+    Other engines over the model may look at it meanwhile, in other threads.
+    """
+
+
+def replaced_forward(module: nn.Module) -> Any | None:
+    """Return the forward that a module has instead of its class's, unless it is an engine's; None without one."""
+    forward = vars(module).get("forward")
+    return None if isinstance(forward, OwnForward) else forward
 
 
 def hooked_class(model: nn.Module) -> str | None:
@@ -29,9 +45,33 @@ def hooked_class(model: nn.Module) -> str | None:
     return None if hooked is None else type(hooked).__name__
 
 
-def training_module(model: nn.Module) -> str | None:
-    """Return the name of a module in training mode, "" for the model itself; None if all are in evaluation mode."""
-    return next((name for name, module in model.named_modules() if module.training), None)
+def training_modules(model: nn.Module) -> frozenset[str]:
+    """Return the names of the modules in training mode, "" for the model itself."""
+    return frozenset(name for name, module in model.named_modules() if module.training)
+
+
+def check_repeats(model: nn.Module, logits: Tensor, compute: Callable[[], Tensor]) -> frozenset[str]:
+    """Return the model's modules in training mode, after checking that they are not random.
+
+    Replacing a module leaves the new one in training mode, which only matters if it, or a module within it, has
+    dropout.
+
+    Args:
+        model: in evaluation mode itself.
+        logits: what it computes of a text.
+        compute: computes the same again.
+
+    Raises:
+        UnsupportedModelError: the second time gives other logits.
+
+    """
+    parts = training_modules(model)
+    if parts and not torch.equal(compute(), logits):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes other logits each time, and its module {min(parts)} is in training mode "
+            "(dropout); call model.eval() first."
+        )
+    return parts
 
 
 class Watch:
@@ -49,7 +89,7 @@ class Watch:
         self._places: list[tuple[dict[str, Any], list[Any]]] = [(place, list(place.values())) for place in places]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._forwards = [(vars(m), vars(m).get("forward")) for m in modules]
+        self._forwards = [(m, replaced_forward(m)) for m in modules]
         self._hooks = [*_GLOBAL_HOOKS, *chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)]
         is_copied = [tensor.numel() <= _MOST_COPIED or tensor.is_inference() for tensor in baked]
         self._copies = [(t, t.detach().clone()) for t, copied in zip(baked, is_copied, strict=True) if copied]
@@ -62,7 +102,7 @@ class Watch:
         for place, values in self._places:
             if len(place) != len(values) or not all(map(is_, place.values(), values)):
                 return "its weights, buffers or modules have been replaced"
-        if not all(attributes.get("forward") is forward for attributes, forward in self._forwards):
+        if not all(replaced_forward(module) is forward for module, forward in self._forwards):
             return "a forward of one of its modules has been replaced, which would not be called"
         if self._addresses != [tensor.data_ptr() for tensor in self._tensors]:
             return "its weights have been moved or cast"

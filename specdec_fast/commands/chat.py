@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer the messages of a terminal, or the lines of stdin. Exit status 1 if one could not be answered."""
+    if sys.stdin is None or sys.stdout is None:
+        raise ConfigError("chat reads messages from stdin and prints answers to stdout; one of them is closed.")
     options = chat_options(args)
     sampling_params(args)  # wrong values are refused before the models are loaded
     chat = Chat(Engine(args.target, args.draft, engine_config(args, args.dtype)), args, options)

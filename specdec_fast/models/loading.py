@@ -10,7 +10,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec_fast.errors import ConfigError
-from specdec_fast.model_watch import training_module
 
 
 def load_model(
@@ -30,8 +29,7 @@ def load_model(
     Raises:
         ConfigError: the source is none of these; there is no such model or device; files are damaged, weights are
             missing, or the model needs code of its own; or a loaded model has another dtype or device than asked for,
-            has no weights, is spread over devices, or is in training mode, or a module of it; or a draft is sharded
-            over processes.
+            has no weights, is in training mode, or is spread over devices; or a draft is sharded over processes.
 
     """
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
@@ -73,9 +71,8 @@ def _expect_usable(device: torch.device) -> None:
 
 def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.device | None, role: str) -> None:
     name = f"{role} {type(model).__name__}"
-    if (part := training_module(model)) is not None:
-        where = f"has a module in training mode ({part})" if part else "is in training mode"
-        raise ConfigError(f"{name} {where}, so dropout would change its output; call model.eval() first.")
+    if model.training:
+        raise ConfigError(f"{name} is in training mode, so dropout would change its output; call model.eval() first.")
     weights = dict(model.named_parameters())
     if not weights:
         raise ConfigError(f"{name} has no weights; expected a Hugging Face causal model, or its name or folder.")

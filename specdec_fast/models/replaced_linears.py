@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
+from specdec_fast.model_watch import OwnForward, replaced_forward
 from specdec_fast.models.row_counts import FUNCTIONS, chunks, is_aligned, kind_of, sizes_of
 from specdec_fast.ops import Ops
 from specdec_fast.ops.checks import FLOATS
@@ -48,7 +48,7 @@ class Linears:
         self.sees_all = False
         self.real_rows: Mapping[int, int] | None = None
         self._exchanged = [(module, name) for module in model.modules() if (name := _function_of(module))]
-        self._forwards = [(m.__dict__, partial(self._forward, m, name)) for m, name in self._exchanged]
+        self._forwards = [(m.__dict__, OwnForward(self._forward, m, name)) for m, name in self._exchanged]
 
     def served(self, are_chunked: bool) -> list[nn.Module]:
         """Return the modules that the op ``linear`` computes, with or without chunks."""
@@ -112,7 +112,7 @@ class Linears:
 
 def _function_of(module: nn.Module) -> str | None:
     """Return the one function that a module calls, or None if it does something else."""
-    if "forward" in module.__dict__ or type(getattr(module, "weight", None)) not in _PLAIN:
+    if replaced_forward(module) is not None or type(getattr(module, "weight", None)) not in _PLAIN:
         return None  # other code has replaced it, or it is quantised
     if type(module).forward is nn.Linear.forward:
         return "linear"

@@ -119,6 +119,9 @@ async def _on_invalid_body(_: Request, error: Exception) -> Response:
 
 async def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    cause = error.__cause__
+    if isinstance(cause, (ValueError, RecursionError)):  # FastAPI's own message does not say what it cannot parse
+        return problem_response(Problem(error.status_code, f"the body is not JSON that can be read: {cause}."))
     return problem_response(Problem(error.status_code, str(error.detail)))
 
 

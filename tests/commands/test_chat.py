@@ -49,6 +49,13 @@ def user(text):
     return {"role": "user", "content": text}
 
 
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_closed_stream_ends_in_one_line(monkeypatch, capsys, template, stream):
+    monkeypatch.setattr(sys, stream, None)
+    assert main(["chat", *PAIR, "--chat-template", template]) == 2
+    assert "one of them is closed" in capsys.readouterr().err
+
+
 def test_every_line_of_a_pipe_is_a_message(monkeypatch, capsys, template, prompts):
     options = ("--chat-template", template, "--system", "Be brief.", "--temperature", "0.9", "--seed", "5")
     assert talk(monkeypatch, "Grüße\n\nOne day\n/reset\nHi".encode(), *options) == 0

@@ -169,6 +169,21 @@ def test_runs_as_a_module():
     assert (ended.returncode, ended.stdout) == (0, f"specdec-fast {sd.__version__}\n"), ended.stderr
 
 
+def test_a_reader_that_leaves_is_no_error():
+    """As ``doctor | head -1`` does. A short output is only written when the command has ended."""
+    code = "import sys; sys.stdin.read(); from specdec_fast.cli import main; sys.exit(main(['doctor']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    _, error = process.communicate("")
+    assert (process.returncode, error) == (141, "")
+
+
 def test_a_question_of_spec_bench_is_its_first_turn(in_folder, capsys):
     question = {"question_id": 81, "category": "writing", "turns": ["One day", "Rewrite it."], "reference": ["x"]}
     path = write_lines(in_folder / "question.jsonl", question, {"prompt": "One day", "turns": ["Not this"]})

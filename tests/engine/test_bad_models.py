@@ -142,14 +142,25 @@ def test_training_mode(target):
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_part_in_training_mode(target, draft, role):
-    """Its dropout would make outputs random, though the model itself is in evaluation mode."""
-    models = {"target": target, "draft": draft}
-    models[role] = copy.deepcopy(models[role])
-    models[role].model.layers[0].mlp.train()
-    message = rf"{role} LlamaForCausalLM has a module in training mode \(model\.layers\.0\.mlp\).*model.eval\(\)"
-    with pytest.raises(sd.ConfigError, match=message):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_of_a_part_in_training_mode(role, dtype):
+    """It would make outputs random, though the model itself is in evaluation mode."""
+    models = {name: tiny_model("gpt2").to(dtype) for name in ("target", "draft")}
+    block = models[role].transformer.h[1]
+    block.mlp.dropout.p = 0.01  # too little to be noticed as other logits on a paged KV cache
+    block.train()
+    message = r"computes other logits each time, and its module transformer\.h\.1 is in training.*model\.eval\(\)"
+    with pytest.raises(sd.UnsupportedModelError, match=message):
         sd.Engine(models["target"], models["draft"])
+
+
+def test_a_part_without_dropout_may_be_in_training_mode(target):
+    """As every module is that replaces another one."""
+    model = copy.deepcopy(target)
+    model.model.layers[1].mlp.act_fn = torch.nn.SiLU()
+    assert model.model.layers[1].mlp.act_fn.training
+    outputs = [sd.Engine(one, None, enforce_eager=True).generate([[1, 2]])[0].token_ids for one in (model, target)]
+    assert outputs[0] == outputs[1]
 
 
 def test_draft_in_training_mode(target, draft):

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import specdec_fast as sd
+from specdec_fast.model_watch import Watch
 from specdec_fast.models.replaced_linears import Linears
 from specdec_fast.ops import all_ops, resolve
-from support.models import truncated_copy
+from support.models import tiny_model, truncated_copy
 from support.op_cases import DTYPES, each_dtype
 from support.row_bits import Alone, assert_same_bits
 
@@ -122,6 +123,24 @@ def test_plain_linears_are_served_and_only_during_a_forward(wide):
     engine.generate(PROMPTS, sd.SamplingParams(max_new_tokens=4))
     assert not any("forward" in module.__dict__ for module in wide.modules())
     assert sd.Engine(wide, None, backend="torch").describe()["own_linears"] == 0
+
+
+def test_engines_over_one_model_look_past_each_others_forwards():
+    """Another thread may begin a call, or make an engine, while a forward has replaced the linears."""
+    model = tiny_model("llama")
+    program, eager = sd.Engine(model, None), sd.Engine(model, None, enforce_eager=True)
+    (expected,) = program.generate([[1, 2, 3]])
+    alone = Linears(model, resolve(CPU)).served(True)
+    with eager.target.hf.attached():
+        (output,) = program.generate([[1, 2, 3]])
+        assert Linears(model, resolve(CPU)).served(True) == alone
+        late = Watch(model, ())
+    assert output.token_ids == expected.token_ids
+    assert alone
+    assert late.change() is None, "a watch that began meanwhile would take the end of the forward for a change"
+    model.lm_head.forward = model.lm_head.forward
+    with pytest.raises(sd.UnsupportedModelError, match="a forward of one of its modules has been replaced"):
+        program.generate([[1, 2, 3]])
 
 
 def test_what_is_not_a_plain_linear_is_left_alone(wide):

@@ -17,9 +17,9 @@ HI = {"prompt": "Hi"}
     ("body", "status", "param", "message"),
     [
         (b'{"prompt": "Hi"', 400, None, "not valid JSON"),
-        (b'{"prompt": "\xff\xfe"}', 400, None, "pars"),
+        (b'{"prompt": "\xff\xfe"}', 400, None, "not JSON that can be read"),
         (b'{"prompt": "\\ud800"}', 400, None, "cannot encode"),
-        (b"[" * 100_000, 400, None, "pars"),
+        (b"[" * 100_000, 400, None, "not JSON that can be read"),
         (b"", 400, None, "not a JSON object"),
         (b"5", 400, None, "not a JSON object"),
         ({"prompt": "Hi", "model": "gpt-4"}, 404, "model", "'gpt-4' does not exist; expected one of 'demo'"),

@@ -15,6 +15,23 @@ from support.asgi import Exchange, fetch
 HI = {"prompt": "Hi"}
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt": "\xff"}', "can't decode byte 0xff"),
+        (b"[" * 50_000, "recursion"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "4300 digits"),
+    ],
+    ids=["not UTF-8", "too deep", "too many digits"],
+)
+def test_a_body_that_no_parser_reads_gets_the_reason(app, body, message):
+    exchange = asyncio.run(fetch(app, "/v1/completions", body))
+    assert exchange.status == 400
+    found = exchange.json["error"]["message"]
+    assert found.startswith("the body is not JSON that can be read: ")
+    assert message in found
+
+
 def test_a_body_of_another_content_type_is_refused(app):
     async def main():
         return await fetch(app, "/v1/completions", b'{"prompt": "Hi"}', {"content-type": "text/plain"})

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import gc
+import re
+import socket
+
+import uvicorn
 
 from specdec_fast.assets import demo_pair
 from specdec_fast.cli import main
 from specdec_fast.commands import serve
+
+
+def test_the_address_is_printed_when_it_can_be_connected_to(monkeypatch, capsys):
+    """uvicorn takes a second to start, longer on a busy machine; a script that reads the line connects at once."""
+    printed = []
+
+    async def serve_nothing(self, sockets):
+        printed.append(capsys.readouterr().out)
+        port = int(re.search(r"http://127.0.0.1:(\d+)/v1", printed[0])[1])
+        socket.create_connection(("127.0.0.1", port)).close()
+
+    monkeypatch.setattr(uvicorn.Server, "serve", serve_nothing)
+    assert main(["serve", "--target", str(demo_pair() / "target"), "--draft", "none", "--port", "0"]) == 0
+    assert printed
 
 
 def test_the_garbage_collector_passes_over_the_models_while_they_are_served(monkeypatch):
