@@ -129,7 +129,7 @@ def _paced(each: World, since: float, until: float, draft: float, verify: float)
 
 # The acceptance of these is that of their kinds of positions.
 WITH_SCORES = ("trees", "trees, scores too high", "trees, all profiled twice too slow", "chains with scores")
-OTHER_PAIRS = (("demo", "0.8"), ("demo", "0.4"), ("qwen3-0.6b", "0.8"), ("qwen3-0.6b", "0.4"))
+OTHERS = (("demo", "0.8", 8), ("demo", "0.4", 1), ("qwen3-0.6b", "0.8", 1))
 # What is unlike the usual world, in which steps have noise of 5% and one forward of a hundred waits.
 KINDS_OF_WORLDS: dict[str, Callable[[World], World]] = {
     "usual": lambda each: each,
@@ -161,11 +161,11 @@ KINDS_OF_WORLDS: dict[str, Callable[[World], World]] = {
 
 
 def cells(batch_sizes: list[int]) -> Iterator[Cell]:
-    """Yield the usual worlds of all pairs and acceptances, and some of each other kind at batch 1 and 8."""
+    """Yield the usual worlds of all pairs and acceptances at these batch sizes, and three of each other kind."""
     for pair, acceptance, batch_size in product(COSTS, ACCEPTANCES, batch_sizes):
         yield Cell("usual", pair, acceptance, batch_size)
-    for kind, (pair, acceptance), batch_size in product(KINDS_OF_WORLDS, OTHER_PAIRS, (1, 8)):
+    for kind, (pair, acceptance, batch_size) in product(KINDS_OF_WORLDS, OTHERS):
         if kind not in ("usual", *WITH_SCORES):
             yield Cell(kind, pair, acceptance, batch_size)
-    for kind, pair, batch_size in product(WITH_SCORES, COSTS, (1, 8)):
+    for kind, pair, batch_size in product(WITH_SCORES, ("demo", "qwen3-0.6b"), (1, 8)):
         yield Cell(kind, pair, "-", batch_size)

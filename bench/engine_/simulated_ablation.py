@@ -18,6 +18,8 @@ from specdec_fast.speculation_length import Profiler
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.fixed import FixedLength
 
+PARTS_AT = (1, 8)  # batch sizes at which the parts are taken out
+
 
 def simulated_rows(batch_sizes: list[int], repeats: int, is_refilled: bool) -> list[dict[str, Any]]:
     """Return one row per world, see ``rows_of_cell``; a process per core computes them."""
@@ -37,7 +39,8 @@ def rows_of_cell(cell: Cell, repeats: int, is_refilled: bool = True) -> dict[str
     worlds = [cell.world(seed, is_refilled) for seed in range(repeats)]
     first = [_before(each) for each in worlds]
     fixed = {k: speed(worlds, lambda _, k=k: FixedLength(k)) for k in FIXED.values()}  # type: ignore[misc]
-    names = [name for name in PARTS if name not in OF_SCORES or cell.kind in WITH_SCORES]
+    parts = PARTS if cell.batch_size in PARTS_AT else ()
+    names = [name for name in parts if name not in OF_SCORES or cell.kind in WITH_SCORES]
     cold, warm = _speeds(first, worlds, None)
     found = {name: _speeds(first, worlds, name) for name in names}
     return {

@@ -11,8 +11,8 @@ from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObs
 from specdec_fast.speculation_length.step_costs import StepCosts
 from specdec_fast.speculation_length.verify_budget import VerifyBudget
 
-_STEPS, _LEAST_STEPS = 32, 4  # that a choice holds
-_ROUND_SECONDS = 0.01  # that it holds if 32 steps take longer: a choice takes 0.1 ms, a percent of it
+_STEPS, _LEAST_STEPS = 32, 4  # that a choice holds: the former for plain steps, the latter to time the other kind
+_ROUND_SECONDS = 0.05  # that a choice to draft holds, within these: a choice takes 0.1 ms, and shorter rounds are noisy
 _KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, and every step is a choice
 _FIRST_K = 3  # draft tokens of each of these at most, and of a probe after one that was accepted whole
 _PROBE_SHARE = 0.01  # of the time of plain steps that probes and trials may lose
@@ -141,8 +141,9 @@ class AdaptiveLength(LengthPolicy):
 
     def _end_round(self) -> None:
         """Learn from the steps since the last choice."""
-        if len(self._ratios) >= _LEAST_STEPS - 1:  # a median: now and then a step waits for another process
-            self._costs.observe(self._k, median_low(self._ratios), median_low(self._others))
+        # A low median: now and then a step waits for another process.
+        if len(self._ratios) >= (_LEAST_STEPS - 1 if self._costs.is_drafter_profiled else 1):
+            self._costs.observe(self._k, median_low(self._ratios), median_low(self._others), self._is_trying)
             self._budget.end_round()
         if any(self._asked[1:]):
             self._acceptance.add(self._accepted, self._rejected, self._asked, self._proposed)
@@ -178,7 +179,7 @@ class AdaptiveLength(LengthPolicy):
             self._steps_drafting = 0
             if self._may_try(batch, best, tokens[best]):
                 self._k, self._is_trying, self._plain_seconds = best, True, 0.0
-            elif self._probe_budget >= 0:
+            elif self._may_probe(batch, speeds):
                 self._k, self._num_drafting, self._is_probing = min(self._probe_k, self.max_draft_tokens), 1, True
         elif self._steps_drafting > _PLAIN_EVERY or (self._costs.is_observed(k) and not self._costs.is_observed(0)):
             self._k, self._steps_left, self._steps_drafting = 0, _LEAST_STEPS, 0
@@ -191,8 +192,13 @@ class AdaptiveLength(LengthPolicy):
             steps = 0 if self._is_trying else ceil(_ROUND_SECONDS / self._costs.seconds(size, k))
             self._steps_left = min(_STEPS, max(_LEAST_STEPS, steps))
 
+    def _may_probe(self, batch: list[Sequence], speeds: list[float]) -> bool:
+        """Return whether a probe has been paid for, and drafting would pay if every token were accepted."""
+        all_accepted = [self._costs.depth(k) + 1.0 for k in range(len(speeds))]
+        return self._probe_budget >= 0 and max(self._speeds(batch, all_accepted)) > speeds[0]
+
     def _may_try(self, batch: list[Sequence], k: int, tokens: float) -> bool:
-        """Return whether plain steps have paid for what a few steps of this K may lose."""
+        """Return whether plain steps have paid for what a few steps of this K for all sequences may lose."""
         lost = self._costs.seconds(self._size, k) - tokens * self._costs.seconds(self._size, 0)
         lost = _LEAST_STEPS * lost + self._costs.catch_up * sum(map(self._pending, batch))
         is_paid = self._probe_budget >= 0 and lost < _PROBE_SHARE / 2 * self._plain_seconds

@@ -11,7 +11,9 @@ from specdec_fast.speculation_length.base import Profiler
 
 _MOST_PROFILED_ROWS = 2048  # of a forward: more are extrapolated, and their logits may not fit
 _CATCH_UP_ROWS = 64  # rows of the draft model's forward from which the cost of prefilling one token is taken
-_RATE = 0.3  # of a difference between what steps show and what is expected of them, by which the latter moves
+_TREES = 1000  # number of the kind of plain steps of trees, far from those of chains
+_RATE = 0.3  # weight of the steps of a choice, beside all before
+_SHARED_RATE = 0.2  # by which other kinds follow: long contexts and busy machines slow all down
 
 
 class StepCosts:
@@ -53,7 +55,7 @@ class StepCosts:
         self._draft = _Curve({n: s for n, s in draft.items() if n}) if draft else None
         self._once = draft.get(0, 0.0) if draft else 0.0
         self.catch_up = self._draft(_CATCH_UP_ROWS) / _CATCH_UP_ROWS if self._draft else 0.0
-        self._learned: dict[int, tuple[float, ...]] = {}  # logarithm of the factor and other seconds, by kind of step
+        self._learned: dict[int, tuple[float, float]] = {}  # logarithm of the factor and other seconds, by kind of step
         self._profiled: dict[tuple[int, int, int], float] = {}
         self._verified: dict[int, dict[int, float]] = {}  # nodes of a sequence, by power of two of B and by K
 
@@ -119,31 +121,53 @@ class StepCosts:
         is_known = self.is_observed(0) and not self._is_asynchronous
         return self._verify(rows) * (exp(self._learned_of(0)[0]) if is_known else 1.0)
 
+    @property
+    def is_drafter_profiled(self) -> bool:
+        """Whether the drafter could be timed."""
+        return self._draft is not None
+
     def is_observed(self, k: int) -> bool:
         """Return whether steps of that kind were observed."""
         return self._kind(k) in self._learned
 
-    def observe(self, k: int, ratio: float, other: float) -> None:
+    def observe(self, k: int, ratio: float, other: float, is_anew: bool = False) -> None:
         """Learn from steps of one K.
 
         Args:
             k: draft tokens of each sequence.
             ratio: of the seconds of the forwards to those profiled.
             other: seconds besides forwards.
+            is_anew: whether what was learned of their kind is out of date.
 
         """
-        found = log(max(ratio, 1e-6)), other
-        before = self._learned.get(self._kind(k), found)
-        self._learned[self._kind(k)] = tuple(old + _RATE * (new - old) for old, new in zip(before, found, strict=True))
+        kind, found = self._kind(k), log(max(ratio, 1e-6))
+        if is_anew or kind not in self._learned:
+            self._learned[kind] = found, other
+            return
+        surprise = found - self._learned[kind][0]
+        for each, (factor, its_other) in self._learned.items():
+            is_own = each == kind
+            self._learned[each] = (
+                factor + surprise * (_RATE if is_own else _SHARED_RATE),
+                its_other + (other - its_other) * _RATE * is_own,
+            )
 
     def _kind(self, k: int) -> int:
-        """Return 0 for plain steps, 1 for chains, 2 for trees."""
-        return 0 if not k else 1 if k == self.depth(k) else 2
+        """Return a number of the kind of step; each depth has one if the drafter, and so its cost, was not timed."""
+        depth = self.depth(k)
+        return (depth if self._draft is None else min(1, k)) + _TREES * (k != depth)
 
-    def _learned_of(self, k: int) -> tuple[float, ...]:
-        """Return what steps of that kind showed; until they were observed, what those of the nearest kind did."""
-        kind = self._kind(k)
-        return self._learned[min(self._learned, key=lambda each: abs(each - kind))] if self._learned else (0.0, 0.0)
+    def _learned_of(self, k: int) -> tuple[float, float]:
+        """Return what steps of that kind showed; until they were observed, what those of the kinds beside it did."""
+        kind, learned = self._kind(k), self._learned
+        beside = [max((each for each in learned if each <= kind), default=None)]
+        beside.append(min((each for each in learned if each >= kind), default=beside[0]))
+        fewer, more = beside if beside[0] is not None else (beside[1], beside[1])
+        if fewer is None or more is None:
+            return 0.0, 0.0
+        share = (kind - fewer) / (more - fewer) if more > fewer else 0.0
+        (factor, other), (more_factor, more_other) = learned[fewer], learned[more]
+        return factor + share * (more_factor - factor), other + share * (more_other - other)
 
 
 class _Curve:
