@@ -1,0 +1,106 @@
+"""What the adaptive policy estimates: seconds of steps, and acceptance."""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean
+
+import pytest
+
+import specdec_fast as sd
+from specdec_fast.models import profiling
+from specdec_fast.speculation_length.acceptance import Acceptance
+from specdec_fast.speculation_length.step_costs import StepCosts
+from support.models import tiny_model
+
+
+def test_seconds_between_profiled_counts():
+    costs = StepCosts({1: 1.0, 4: 1.0, 8: 2.0}, {0: 0.5, 1: 0.1, 2: 0.2})
+    assert [costs.profiled(size, 0) for size in (1, 4, 5, 8, 12)] == pytest.approx([1, 1, 1.25, 2, 3])
+    assert costs.profiled(2, 3) == pytest.approx(2 + 3 * 0.2 + 0.5)
+
+
+@pytest.mark.parametrize("disturbed", [2, 8])
+def test_a_disturbed_measurement_is_bounded_by_the_counts_beside_it(disturbed):
+    """A row costs no more among more rows, and more rows cost no less."""
+    seconds = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.4} | {disturbed: 300.0}
+    costs = StepCosts(seconds, None)
+    assert all(costs.profiled(size, 0) <= size for size in range(1, 9))
+    assert costs.profiled(8, 0) <= 2.4
+    assert costs.profiled(2, 0) <= 1.2
+
+
+def test_factors_follow_what_steps_take():
+    costs = StepCosts({1: 1.0, 4: 2.0, 8: 3.0}, {1: 0.1})
+    costs.observe(0, 1.0, 0.0)
+    for _ in range(60):
+        costs.observe(3, 2.0, 0.0)
+    profiled = costs.profiled(1, 3)
+    assert costs.seconds(1, 3) == pytest.approx(2 * profiled, rel=0.02)
+    assert costs.seconds(1, 2) == pytest.approx(2 * costs.profiled(1, 2), rel=0.02), "another K that drafts"
+    assert costs.seconds(1, 0) == pytest.approx(costs.profiled(1, 0)), "plain steps have their own"
+
+
+def test_acceptance_counts_what_was_tried():
+    """Accepted over tried, where tokens after a rejection were not tried."""
+    acceptance = Acceptance(4)
+    assert acceptance.expected_tokens()[1] > 1.9, "the prior is optimistic: acceptance can be observed only by drafting"
+    for _ in range(40):  # of 32 sequences half accept all four tokens, half reject the first
+        acceptance.add([16, 0, 0, 0, 16], [16, 0, 0, 0, 0], [0, 0, 0, 0, 32], [0, 0, 0, 0, 32])
+    tokens = acceptance.expected_tokens()
+    assert tokens[1] == pytest.approx(1.5, abs=0.07), "shrunk a little to the average"
+    assert tokens[4] - tokens[1] > 1.2, "a sequence that accepts the first token accepts the others"
+    assert acceptance.average == pytest.approx(4 / 5, abs=0.01)
+
+
+def test_a_change_of_acceptance_outweighs_the_past():
+    acceptance = Acceptance(4)
+    for _ in range(20):
+        acceptance.add([0, 0, 0, 0, 2], [0] * 5, [0, 0, 0, 0, 2], [0, 0, 0, 0, 2])
+    assert acceptance.average > 0.95
+    acceptance.add([12, 0, 0, 0, 0], [12, 0, 0, 0, 0], [0, 0, 0, 0, 12], [0, 0, 0, 0, 12])
+    assert acceptance.average < 0.6
+
+
+def test_acceptance_of_a_drafter_that_is_silent():
+    acceptance = Acceptance(4)
+    for _ in range(5000):
+        acceptance.fade(0.5)
+        acceptance.add([0] * 5, [0] * 5, [0, 0, 0, 0, 1], [1, 0, 0, 0, 0])
+    assert acceptance.expected_tokens() == pytest.approx([1] * 5)
+
+
+@pytest.mark.parametrize("asked", [3, 8])
+def test_acceptance_of_a_drafter_with_a_largest_depth(asked):
+    """Of at most three tokens each is accepted with probability 0.7: asking for more neither gains nor loses."""
+    acceptance, draws, found = Acceptance(8), random.Random(0), []
+    for _ in range(200):
+        accepted, rejected, asked_for, proposed = ([0] * 9 for _ in range(4))
+        for _ in range(32):
+            count = next((j for j in range(3) if draws.random() > 0.7), 3)
+            accepted[count] += 1
+            rejected[count] += count < 3
+            asked_for[asked] += 1
+            proposed[3] += 1
+        acceptance.add(accepted, rejected, asked_for, proposed)
+        found.append(acceptance.expected_tokens())
+    of_three, of_eight = (fmean(tokens[k] for tokens in found[20:]) for k in (3, 8))
+    assert of_three == pytest.approx(1 + 0.7 + 0.7**2 + 0.7**3, abs=0.1)
+    if asked == 8:
+        assert of_eight == pytest.approx(of_three, abs=0.05)
+
+
+def test_a_busy_moment_does_not_end_the_repeats_of_a_profile(monkeypatch):
+    """The first forward at 4 rows is disturbed for longer than all repeats may take."""
+    clock, calls = [0.0], []
+
+    def forward(model, pool, num_rows, *_):
+        calls.append(num_rows)
+        seconds = 2.0 if calls.count(4) == 1 and num_rows == 4 else 0.001 * num_rows
+        clock[0] += seconds
+        return seconds
+
+    monkeypatch.setattr(profiling, "_forward", forward)
+    monkeypatch.setattr(profiling, "perf_counter", lambda: clock[0])
+    model = sd.Engine(tiny_model("llama"), None).target
+    assert profiling.forward_seconds(model, [1, 4, 8], 8) == pytest.approx({1: 0.001, 4: 0.004, 8: 0.008})
