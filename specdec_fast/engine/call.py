@@ -70,9 +70,12 @@ class Call:
             EngineBusyError: this is called by code that a step of this core called.
 
         """
+        outputs: list[StepOutput] | None
         try:
             outputs = self.inbox.get_nowait()
         except Empty:
+            outputs = None
+        if outputs is None:  # not in the handler: an error of a step would have the empty inbox as its context
             lead = self._shared.lead(self)
             if lead is None:
                 outputs = self._wait(timeout)

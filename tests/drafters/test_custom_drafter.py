@@ -93,8 +93,9 @@ def test_engine_survives_an_exception_of_its_drafter(target, prompt_ids, expecte
         return []
 
     engine = sd.Engine(target, Scripted(fail_on_the_third_step), max_batch_size=2)
-    with pytest.raises(RuntimeError, match="drafter broke"):
+    with pytest.raises(RuntimeError, match="drafter broke") as raised:
         engine.generate(prompt_ids, PARAMS)
+    assert raised.value.__context__ is None, "a traceback shows the drafter's error alone"
     assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
     engine.drafter.script = lambda s, limit: []
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
