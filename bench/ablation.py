@@ -4,6 +4,7 @@
 ``--part auto``: the parts of ``num_draft_tokens="auto"``; ratios are to fixed K and to the whole policy.
 ``--part auto-simulated``: all of its parts in simulated time, over many machines, pairs and courses of acceptance.
 ``--part confidence-simulated``: in simulated time, a drafter that scores its chains (DSpark).
+``--part ranks``: tokens per step of EAGLE-3's dynamic trees, by the temperature that gives ranks their probabilities.
 
 All variants decode the same prompts, of unequal lengths and with unequal ends, interleaved; what is reported are ratios
 within a repeat. Outputs are held against plain decoding.
@@ -23,7 +24,7 @@ from bench.common import report
 from bench.common.measurement import Measurement, MethodSetting, Runs, measure
 from bench.common.timing import median_ratio
 from bench.common.workload import Workload, add_workload_options, check_workload, load
-from bench.engine_ import length_ablation, simulated_ablation
+from bench.engine_ import length_ablation, rank_ablation, simulated_ablation
 from bench.engine_.methods import Bench, EngineRunner
 from bench.engine_.summary import latency_percentiles
 from specdec_fast import Engine
@@ -147,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-sizes", type=report.integers, default=[4, 8, 16])
     parser.add_argument(
         "--part",
-        choices=["exspec", "auto", "auto-simulated", "confidence-simulated"],
+        choices=["exspec", "auto", "auto-simulated", "confidence-simulated", "ranks"],
         default="exspec",
         help="default: %(default)s",
     )
@@ -171,6 +172,11 @@ def main(argv: list[str] | None = None) -> None:
         rows = rows_of_part(args.batch_sizes, args.repeats, args.method == "exspec")
         print_rows(rows)
         report.write_json({"method": args.method, "repeats": args.repeats, "rows": rows}, args.json)
+        return
+    if args.part == "ranks":
+        rows = rank_ablation.rank_rows(args.num_prompts, args.max_new_tokens)
+        rank_ablation.print_table(rows)
+        report.write_json({"rows": rows}, args.json)
         return
     workload = load(args, 64)
     machine = report.machine(torch.device(workload.target.device))

@@ -8,11 +8,12 @@ import pytest
 
 from bench import ablation
 from bench.ablation import InTurn, variants
-from bench.engine_ import simulated_ablation
+from bench.engine_ import rank_ablation, simulated_ablation
 from bench.engine_.length_parts import OF_SCORES, PARTS, without
 from bench.engine_.length_worlds import KINDS_OF_WORLDS, Cell, cells
 from specdec_fast import SamplingParams
 from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import ranked
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.schedulers.exspec import ExspecScheduler
 
@@ -82,3 +83,15 @@ def test_a_part_is_put_back():
 
 def test_every_kind_of_world_is_simulated():
     assert {cell.kind for cell in cells([1])} == set(KINDS_OF_WORLDS)
+
+
+def test_ranks_of_every_temperature_and_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_ablation, "TEMPERATURES", (10.0, 0.5))
+    monkeypatch.setattr(rank_ablation, "NODES", (6,))
+    before = ranked.GREEDY_TEMPERATURE
+    file = tmp_path / "ranks.json"
+    ablation.main(["--part", "ranks", "--num-prompts", "3", "--max-new-tokens", "24", "--json", str(file)])
+    flat, chosen = json.loads(file.read_text())["rows"]
+    assert (flat["temperature"], chosen["temperature"]) == (10.0, 0.5)
+    assert flat["tokens_per_step"] < chosen["tokens_per_step"], "the temperature does not reach the drafter"
+    assert before == ranked.GREEDY_TEMPERATURE
