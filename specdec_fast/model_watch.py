@@ -50,26 +50,31 @@ def training_modules(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, module in model.named_modules() if module.training)
 
 
-def check_repeats(model: nn.Module, logits: Tensor, compute: Callable[[], Tensor]) -> frozenset[str]:
-    """Return the model's modules in training mode, after checking that they are not random.
+def check_repeats(model: nn.Module, compute: Callable[[], Tensor], known: frozenset[str]) -> frozenset[str]:
+    """Return the names of the model's modules in training mode, after checking that they are not random.
 
     Replacing a module leaves the new one in training mode, which only matters if it, or a module within it, has
     dropout.
 
     Args:
-        model: in evaluation mode itself.
-        logits: what it computes of a text.
-        compute: computes the same again.
+        model: that PyTorch runs.
+        compute: computes its logits of a short text.
+        known: what this function returned before.
 
     Raises:
-        UnsupportedModelError: the second time gives other logits.
+        UnsupportedModelError: the model itself is in training mode, or two computations give different logits.
 
     """
     parts = training_modules(model)
-    if parts and not torch.equal(compute(), logits):
+    if "" in parts:
         raise UnsupportedModelError(
-            f"{type(model).__name__} computes other logits each time, and its module {min(parts)} is in training mode "
-            "(dropout); call model.eval() first."
+            f"{type(model).__name__} has been put in training mode since the engine was made, so dropout would change "
+            "its output; call model.eval() first."
+        )
+    if parts - known and not torch.equal(compute(), compute()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes other logits each time, and its module {min(parts - known)} is in "
+            "training mode (dropout); call model.eval() first."
         )
     return parts
 

@@ -23,7 +23,7 @@ from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
 from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.model_watch import Watch, check_repeats, training_modules
+from specdec_fast.model_watch import Watch, check_repeats
 from specdec_fast.models.draft_step import DraftLoop, choices_of
 from specdec_fast.models.hf_model import HFModel
 from specdec_fast.models.hidden_states import check_hidden_states, checked_taps
@@ -87,7 +87,7 @@ class RaggedModel:
         with named_failures(model):
             self.hf = HFModel(model, ops, probe)
             logits = self.hf.dense_logits(probe)
-            self._in_training = check_repeats(model, logits, lambda: self.hf.dense_logits(probe))
+            self._in_training = check_repeats(model, lambda: self.hf.dense_logits(probe), frozenset())
             self.layout, self.vocab_size = self.hf.layout, logits.shape[-1]
             self._make_program(probe, logits)
             if not self.has_program:
@@ -286,11 +286,9 @@ class RaggedModel:
             UnsupportedModelError: a change that its program would not see, or PyTorch would run it in training mode.
 
         """
-        if not self.has_program and training_modules(self.model) - self._in_training:
-            raise UnsupportedModelError(
-                f"{self.name}, or a module of it, has been put in training mode since the engine was made, so dropout "
-                "would change its output; call model.eval() first."
-            )
+        if not self.has_program:
+            probe = torch.arange(8, device=self.layout.device) % self.vocab_size
+            self._in_training = check_repeats(self.model, lambda: self.hf.dense_logits(probe), self._in_training)
         if self.graphs is not None:
             self.graphs.expect_same_weights()
         change = self._watch.change() if self.has_program and self._watch is not None else None
