@@ -149,7 +149,7 @@ def _as_operand(tape: Tape, value: Any, dtype: torch.dtype, code: str) -> RowVie
         if dtype in WHOLE and abs(number) > LARGEST_WHOLE:
             raise NotLowerableError(f"{code} of integers and {value}")
         return number
-    return float(torch.tensor(float(value), dtype=dtype))
+    return float(torch.tensor(float(value), dtype=dtype, device="cpu"))
 
 
 @LOWERED.entry("rsub.Scalar", "rsub.Tensor")

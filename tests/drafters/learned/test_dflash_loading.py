@@ -132,7 +132,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, model, target
 def test_the_memory_of_logits_is_estimated(tmp_path, monkeypatch, settings):
     """A wide vocabulary, and few hidden states that wait, so that logits are most of it."""
     monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
-    model = LlamaForCausalLM(LlamaConfig(**TINY_GROUPED | {"vocab_size": 16_000}))
+    model = LlamaForCausalLM(LlamaConfig(**TINY_GROUPED | {"vocab_size": 16_000})).eval()
     write_checkpoint(tmp_path, model, config=settings)
     target = RaggedModel(model, resolve(torch.device("cpu")))
     drafter = DFlashDrafter(DrafterContext(target, EngineConfig()), str(tmp_path))

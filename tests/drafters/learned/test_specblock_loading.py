@@ -51,7 +51,7 @@ def test_weights_get_the_targets_dtype_and_memory_is_counted(tmp_path):
 def test_the_memory_of_logits_is_estimated(tmp_path, monkeypatch, dtype, num_draft_tokens):
     """A wide vocabulary, and few hidden states that wait, so that logits are most of it."""
     monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
-    model = LlamaForCausalLM(LlamaConfig(**TINY_GROUPED | {"vocab_size": 4_000})).to(dtype)
+    model = LlamaForCausalLM(LlamaConfig(**TINY_GROUPED | {"vocab_size": 4_000})).to(dtype).eval()
     write_checkpoint(tmp_path, model)
     target = RaggedModel(model, resolve(torch.device("cpu")))
     drafter = SpecBlockDrafter(DrafterContext(target, EngineConfig()), str(tmp_path))
