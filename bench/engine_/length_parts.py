@@ -50,7 +50,7 @@ def _weighing_alike(self: Any) -> None:
 def _holding(steps: int) -> Any:
     def choose(self: Any, batch: Any) -> None:
         _choose(self, batch)
-        if self._k and self._steps_left > 1 and not self._is_probing:
+        if self._k and self._steps_left > 1 and not (self._is_probing or self._is_trying):
             self._steps_left = steps
 
     return choose
@@ -79,22 +79,23 @@ def _unsorted(self: Any) -> None:
 PARTS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "profile bounded by its neighbours": ((step_costs._Curve, "__init__", _raw_curve),),
     "factors that steps correct": ((StepCosts, "observe", lambda self, *_: None),),
-    "a factor for each kind of step": ((StepCosts, "_kind", lambda self, k: 0),),
-    "factors that other kinds share": ((step_costs, "_SHARED_RATE", 0.0),),
+    "factors of plain steps, chains and trees": ((StepCosts, "_kind", lambda self, k: 0),),
+    "factors by depth": ((StepCosts, "_kind", lambda self, k: (k > 0) + step_costs._TREES * (k != self.depth(k))),),
     "other seconds apart from forwards": ((AdaptiveLength, "observe", _without_other),),
     "low median of a round": ((adaptive, "median_low", fmean),),
     "no times of steps that catch up": ((AdaptiveLength, "limits", _counting_catch_up),),
     "cost of the drafter's prefill": ((AdaptiveLength, "_prefill_seconds", lambda self, batch: 0.0),),
     "optimistic prior": ((acceptance, "_PRIOR", 0.5),),
     "window of acceptance": ((acceptance, "_WINDOW", 1e12),),
+    "least share of the past that is kept": ((acceptance, "_LEAST_KEPT", 0.0),),
     "change detector": ((acceptance, "_CHANGE", inf),),
     "acceptance shrunk to its neighbour": ((acceptance, "_NEIGHBOUR_TOKENS", 1e-6),),
     "acceptance by position": ((acceptance, "_NEIGHBOUR_TOKENS", 1e9),),
     "share that is proposed": ((Acceptance, "expected_tokens", _as_asked),),
     "its shrinking to the neighbour": ((acceptance, "_NEIGHBOUR_ASKED", 1e-9),),
     "first drafts for few sequences": ((adaptive, "_KNOWN", 0),),
-    "short rounds where steps are long": ((AdaptiveLength, "_choose", _holding(32)),),
-    "long rounds where steps are short": ((AdaptiveLength, "_choose", _holding(4)),),
+    "short rounds of large batches": ((AdaptiveLength, "_choose", _holding(32)),),
+    "long rounds of small batches": ((AdaptiveLength, "_choose", _holding(4)),),
     "choice when the batch size changes": ((AdaptiveLength, "limits", _keeping_size),),
     "threshold of 2%": ((adaptive, "_LEAST_GAIN", 1.0), (adaptive, "_LEAST_KEPT_GAIN", 1.0)),
     "no probe where nothing would pay": ((AdaptiveLength, "_may_probe", lambda self, *_: self._probe_budget >= 0),),

@@ -113,7 +113,8 @@ def gains(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, str]]:
     for name in PARTS:
         found = []
         for key in ("cold over cold without", "warm over warm without"):
-            for kind in dict.fromkeys(row["kind"] for row in rows if name in row[key]):
-                found.append((fmean(row[key][name] for row in rows if row["kind"] == kind), kind, key[:4]))
+            with_part = [row for row in rows if name in row[key]]
+            for kind in dict.fromkeys(row["kind"] for row in with_part):
+                found.append((fmean(row[key][name] for row in with_part if row["kind"] == kind), kind, key[:4]))
         most, kind, engine = max(found, default=(1.0, "-", "-"))
         yield name, f"{100 * (most - 1):.1f}", kind, engine

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 _PRIOR, _PRIOR_TOKENS = 0.95, 4.0  # optimistic: acceptance can be observed only by drafting
 _WINDOW = 64.0  # draft tokens that are remembered: 5% standard error, and a change is followed in as many
+_LEAST_KEPT = 0.5  # of the past per update: large batches fill the window in a step
 _CHANGE = 3.0  # standard deviations (of a count, plus 1) between what was accepted and what was expected
 _KEPT_AFTER_CHANGE = 0.25
 _NEIGHBOUR_TOKENS = 16.0  # weight of the estimate one position before: deep positions are rarely tried
@@ -65,7 +66,7 @@ class Acceptance:
         tried = [count + lost for count, lost in zip(reached, rejected, strict=False)]
         expected, num = self.average, sum(tried)
         has_changed = abs(sum(reached) - num * expected) > _CHANGE * (1 + num * expected * (1 - expected)) ** 0.5
-        self.fade(_KEPT_AFTER_CHANGE if has_changed else _WINDOW / (_WINDOW + num))
+        self.fade(_KEPT_AFTER_CHANGE if has_changed else max(_LEAST_KEPT, 1 - num / _WINDOW))
         for j, count in enumerate(tried):
             self._accepted[j] += reached[j]
             self._tried[j] += count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from statistics import median_low
 
 from specdec_fast.request.sequence import Sequence
@@ -11,8 +10,9 @@ from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObs
 from specdec_fast.speculation_length.step_costs import StepCosts
 from specdec_fast.speculation_length.verify_budget import VerifyBudget
 
-_STEPS, _LEAST_STEPS = 32, 4  # that a choice holds: the former for plain steps, the latter to time the other kind
-_ROUND_SECONDS = 0.05  # that a choice to draft holds, within these: a choice takes 0.1 ms, and shorter rounds are noisy
+# A choice to decode plainly holds for 32 steps, one to draft until 128 draft tokens were tried, for 4 to 32: a choice
+# takes a percent of such steps where they are short.
+_STEPS, _LEAST_STEPS, _ENOUGH_TOKENS = 32, 4, 128
 _KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, and every step is a choice
 _FIRST_K = 3  # draft tokens of each of these at most, and of a probe after one that was accepted whole
 _PROBE_SHARE = 0.01  # of the time of plain steps that probes and trials may lose
@@ -178,7 +178,7 @@ class AdaptiveLength(LengthPolicy):
         if not k:
             self._steps_drafting = 0
             if self._may_try(batch, best, tokens[best]):
-                self._k, self._is_trying, self._plain_seconds = best, True, 0.0
+                self._k, self._steps_left, self._is_trying, self._plain_seconds = best, _LEAST_STEPS, True, 0.0
             elif self._may_probe(batch, speeds):
                 self._k, self._num_drafting, self._is_probing = min(self._probe_k, self.max_draft_tokens), 1, True
         elif self._steps_drafting > _PLAIN_EVERY or (self._costs.is_observed(k) and not self._costs.is_observed(0)):
@@ -187,10 +187,8 @@ class AdaptiveLength(LengthPolicy):
             depth = self._costs.depth(k)
             self._k, self._steps_left = k - depth + min(depth, max(_FIRST_K, num_tried)), 1
             self._num_drafting = max(1, size // 8, num_tried)
-            return
-        if self._k and not self._is_probing:
-            steps = 0 if self._is_trying else ceil(_ROUND_SECONDS / self._costs.seconds(size, k))
-            self._steps_left = min(_STEPS, max(_LEAST_STEPS, steps))
+        else:
+            self._steps_left = min(_STEPS, max(_LEAST_STEPS, _ENOUGH_TOKENS // (size * self._costs.depth(k))))
 
     def _may_probe(self, batch: list[Sequence], speeds: list[float]) -> bool:
         """Return whether a probe has been paid for, and drafting would pay if every token were accepted."""

@@ -11,9 +11,8 @@ from specdec_fast.speculation_length.base import Profiler
 
 _MOST_PROFILED_ROWS = 2048  # of a forward: more are extrapolated, and their logits may not fit
 _CATCH_UP_ROWS = 64  # rows of the draft model's forward from which the cost of prefilling one token is taken
-_TREES = 1000  # number of the kind of plain steps of trees, far from those of chains
+_TREES = 1000  # what the numbers of kinds of steps with trees begin at, far from those of chains
 _RATE = 0.3  # weight of the steps of a choice, beside all before
-_SHARED_RATE = 0.2  # by which other kinds follow: long contexts and busy machines slow all down
 
 
 class StepCosts:
@@ -21,7 +20,7 @@ class StepCosts:
 
     The profile gives ``verify(B (K + 1)) + K draft(B) + once`` from forwards over short contexts. What it lacks (longer
     contexts, two models that alternate in the caches, a drafter that it cannot time) is learned as a factor for each
-    kind of step: plain ones, chains and trees.
+    kind of step: plain ones, chains of each length and trees of each depth.
 
     A drafter of trees has further numbers K, those from ``max_draft_tokens + 1`` on: K - ``max_draft_tokens`` is then
     the depth of a tree of ``max_nodes`` nodes. If their nodes have scores, not all are verified; until steps show how
@@ -137,37 +136,29 @@ class StepCosts:
             k: draft tokens of each sequence.
             ratio: of the seconds of the forwards to those profiled.
             other: seconds besides forwards.
-            is_anew: whether what was learned of their kind is out of date.
+            is_anew: whether what was learned of steps that draft is out of date.
 
         """
         kind, found = self._kind(k), log(max(ratio, 1e-6))
-        if is_anew or kind not in self._learned:
+        if is_anew:
+            self._learned = {each: what for each, what in self._learned.items() if not each}
+        if kind not in self._learned:
             self._learned[kind] = found, other
             return
-        surprise = found - self._learned[kind][0]
-        for each, (factor, its_other) in self._learned.items():
-            is_own = each == kind
-            self._learned[each] = (
-                factor + surprise * (_RATE if is_own else _SHARED_RATE),
-                its_other + (other - its_other) * _RATE * is_own,
-            )
+        _, its_other = self._learned[kind]
+        surprise = _RATE * (found - self._learned[kind][0])  # what slows one kind down mostly slows all down
+        self._learned = {each: (factor + surprise, rest) for each, (factor, rest) in self._learned.items()}
+        self._learned[kind] = self._learned[kind][0], its_other + _RATE * (other - its_other)
 
     def _kind(self, k: int) -> int:
-        """Return a number of the kind of step; each depth has one if the drafter, and so its cost, was not timed."""
+        """Return a number of the kind of step: the depth of plain steps and chains, and more for trees."""
         depth = self.depth(k)
-        return (depth if self._draft is None else min(1, k)) + _TREES * (k != depth)
+        return depth + _TREES * (k != depth)
 
     def _learned_of(self, k: int) -> tuple[float, float]:
-        """Return what steps of that kind showed; until they were observed, what those of the kinds beside it did."""
-        kind, learned = self._kind(k), self._learned
-        beside = [max((each for each in learned if each <= kind), default=None)]
-        beside.append(min((each for each in learned if each >= kind), default=beside[0]))
-        fewer, more = beside if beside[0] is not None else (beside[1], beside[1])
-        if fewer is None or more is None:
-            return 0.0, 0.0
-        share = (kind - fewer) / (more - fewer) if more > fewer else 0.0
-        (factor, other), (more_factor, more_other) = learned[fewer], learned[more]
-        return factor + share * (more_factor - factor), other + share * (more_other - other)
+        """Return what steps of that kind showed; until they were observed, what those of the nearest kind did."""
+        kind = self._kind(k)
+        return self._learned[min(self._learned, key=lambda each: abs(each - kind))] if self._learned else (0.0, 0.0)
 
 
 class _Curve:
