@@ -52,11 +52,8 @@ class World:
         num_sequences: requests; 0 for three batches.
         prompt_length: tokens of a prompt.
         new_tokens: tokens that each request emits.
-        noise: mean of what a step's seconds exceed the table's by.
-        waits: share of forwards that take five times as long, because another process runs; none without noise.
-        pace: by the share of requests that have begun, factors of the seconds of drafting and of verifying.
+        noise: mean of what a step's seconds exceed the table's by; one of a hundred takes five times as long.
         mismeasured: standard deviation of the logarithm by which each profiled time is wrong.
-        profile_errors: factors of the profiled seconds of a verification and of a draft model's forward, by rows.
         overhead: seconds of a step besides forwards.
         once: seconds of drafting in a step besides its forwards.
         growth: seconds of a verification per committed token, which no profile shows.
@@ -67,7 +64,6 @@ class World:
         rates: of a drafter of trees, in place of ``acceptance``: kinds of positions, equally frequent, with the hit
             rates of the first ranks, which the drafter knows and gives as scores. Its chain has the first rank. None:
             chains without scores.
-        score_scale: factor of the logarithms that it gives as scores: below 1 they promise too much.
         max_nodes: of its trees; 0: it drafts chains alone.
         seed: of all draws.
 
@@ -81,10 +77,7 @@ class World:
     prompt_length: int = 48
     new_tokens: int = 128
     noise: float = 0.05
-    waits: float = 0.01
-    pace: Callable[[float], tuple[float, float]] = lambda begun: (1.0, 1.0)
     mismeasured: float = 0.0
-    profile_errors: tuple[Seconds, Seconds] = (lambda rows: 1.0, lambda rows: 1.0)
     overhead: float = 0.0
     once: float = 0.0
     growth: float = 0.0
@@ -93,7 +86,6 @@ class World:
     choice: float = 0.0
     is_refilled: bool = True
     rates: tuple[tuple[float, ...], ...] | None = None
-    score_scale: float = 1.0
     max_nodes: int = 0
     seed: int = 0
 
@@ -101,15 +93,13 @@ class World:
         """Return a policy that knows the forwards, but neither overhead nor acceptance."""
         errors = np.random.default_rng(self.seed)
 
-        def measured(seconds: Seconds, error: Seconds, counts: list[int]) -> dict[int, float]:
-            return {n: float(seconds(n) * error(n) * np.exp(self.mismeasured * errors.normal())) for n in counts}
-
-        wrong_verify, wrong_draft = self.profile_errors
+        def measured(seconds: Seconds, counts: list[int]) -> dict[int, float]:
+            return {n: float(seconds(n) * np.exp(self.mismeasured * errors.normal())) for n in counts}
 
         def drafting(counts: list[int]) -> dict[int, float] | None:
-            return measured(self.draft, wrong_draft, counts) | {0: self.once} if self.is_profiled else None
+            return measured(self.draft, counts) | {0: self.once} if self.is_profiled else None
 
-        has_scores, verifying = self.rates is not None, lambda counts: measured(self.verify, wrong_verify, counts)
+        has_scores, verifying = self.rates is not None, lambda counts: measured(self.verify, counts)
         policy.prepare(Profiler(self.batch_size, False, verifying, drafting, self.max_nodes, has_scores))
         return policy
 
@@ -132,7 +122,7 @@ def tokens_per_second(world: World, policy: LengthPolicy) -> float:
             batch.append((number, SimulatedSequence(world.prompt_length, world.new_tokens, draws)))
             clock += world.verify(world.prompt_length)
             number += 1
-        seconds, num_emitted = _step(world, policy, batch, rng, world.pace(number / total))
+        seconds, num_emitted = _step(world, policy, batch, rng)
         clock += seconds
         tokens += num_emitted
         for _, sequence in batch:
@@ -143,11 +133,7 @@ def tokens_per_second(world: World, policy: LengthPolicy) -> float:
 
 
 def _step(
-    world: World,
-    policy: LengthPolicy,
-    batch: list[tuple[int, Any]],
-    rng: np.random.Generator,
-    pace: tuple[float, float],
+    world: World, policy: LengthPolicy, batch: list[tuple[int, Any]], rng: np.random.Generator
 ) -> tuple[float, int]:
     """Take a step; return its seconds without the noise, and the tokens that it emits."""
     sequences = [s for _, s in batch]
@@ -163,8 +149,7 @@ def _step(
     rows, accepted, nodes = sum(counts), [], ()
     if world.rates is not None:
         rows, counts, accepted, nodes = _verified_trees(world, policy, sequences, counts)
-    drafting *= pace[0]
-    verify = pace[1] * (world.verify(len(batch) + rows) + world.growth * sum(s.length for s in sequences))
+    verify = world.verify(len(batch) + rows) + world.growth * sum(s.length for s in sequences)
     for b, ((i, s), k) in enumerate(zip(batch, counts, strict=True)):
         done = s.num_emitted
         if world.rates is None:
@@ -172,7 +157,7 @@ def _step(
             accepted.append(next(wrong, k))
         s.length += accepted[b] + 1
         s.known_length = s.length if limits[b] else s.known_length
-    slow = (1 + world.noise * rng.exponential(size=2)) * np.where(rng.random(2) < world.waits * (world.noise > 0), 5, 1)
+    slow = (1 + world.noise * rng.exponential(size=2)) * np.where(rng.random(2) < 0.01 * (world.noise > 0), 5, 1)
     seconds = float(drafting * slow[0]), float(verify * slow[1]), world.overhead
     policy.observe(StepObservation(sequences, limits, counts, accepted, *seconds, policy.may_branch, *nodes))
     return drafting + verify + world.overhead, sum(accepted) + len(batch)
@@ -192,7 +177,6 @@ def _verified_trees(
         kinds = [_kind(world, sequence, ahead) for ahead in range(depth)]
         num_nodes = max(depth, world.max_nodes) if policy.may_branch else 0
         trees.append(_tree(world.rates or (), tuple(kinds), num_nodes) if depth else {})
-    trees = [{path: world.score_scale * score for path, score in tree.items()} for tree in trees]
     least = policy.checked_least_score([list(tree.values()) for tree in trees])
     kept = [{path: score for path, score in tree.items() if score >= least} for tree in trees]
     found = []

@@ -15,7 +15,6 @@ from bench.common.measurement import Measurement, MethodSetting, Runs
 from bench.common.replay import ReplayDrafter
 from bench.common.timing import median_ratio
 from bench.common.workload import Workload
-from bench.engine_.length_parts import without
 from bench.engine_.methods import Bench, EngineRunner
 from specdec_fast import Engine, LengthPolicy
 from specdec_fast.commands.common import format_table
@@ -29,18 +28,42 @@ FULL = "auto"
 FIXED = {f"K {k}": k for k in (0, 3, 5)}
 
 
-# Of ``PARTS``; the others gain less than runs in real time differ by.
-TIMED_PARTS = (
-    "cost of the drafter's prefill",
-    "probes",
-    "plain steps among drafting ones",
-    "factors that steps correct",
-)
-# Each policy, and the part that it is without.
-VARIANTS: dict[str, tuple[Callable[[], LengthPolicy], str | None]] = {
-    **{name: (partial(FixedLength, k), None) for name, k in FIXED.items()},
-    FULL: (AdaptiveLength, None),
-    **{f"without {part}": (AdaptiveLength, part) for part in TIMED_PARTS},
+class NoPrefillCost(AdaptiveLength):
+    """Drafting is chosen as if the draft model had prefilled every prompt."""
+
+    def _prefill_seconds(self, batch: list[Any]) -> float:
+        return 0.0
+
+
+class NoProbes(AdaptiveLength):
+    """Once drafting has been given up, it is not tried again."""
+
+    def _may_probe(self, batch: list[Any], plain_speed: float) -> bool:
+        return False
+
+
+class NoPlainSteps(AdaptiveLength):
+    """While drafting pays, no step shows what plain decoding takes."""
+
+    def _wants_plain_steps(self, gain: float) -> bool:
+        return False
+
+
+class NoCorrection(AdaptiveLength):
+    """Costs are those of the profile; steps do not correct them."""
+
+    def _end_round(self) -> None:
+        self._ratios.clear()
+        super()._end_round()
+
+
+VARIANTS: dict[str, Callable[[], LengthPolicy]] = {
+    **{name: partial(FixedLength, k) for name, k in FIXED.items()},
+    FULL: AdaptiveLength,
+    "no prefill cost": NoPrefillCost,
+    "no probes": NoProbes,
+    "no plain steps": NoPlainSteps,
+    "no correction": NoCorrection,
 }
 
 
@@ -50,19 +73,16 @@ def variants(whole_only: bool) -> list[str]:
 
 
 class PolicyRunner(EngineRunner):
-    """An engine that decodes all prompts with a policy of its own, without one of its parts."""
+    """An engine that decodes all prompts with a policy of its own."""
 
-    def __init__(
-        self, engine: Engine, drafter: Drafter, workload: Workload, policy: LengthPolicy, part: str | None
-    ) -> None:
+    def __init__(self, engine: Engine, drafter: Drafter, workload: Workload, policy: LengthPolicy) -> None:
         super().__init__(engine, drafter, workload)
-        self.policy, self.part = policy, part
+        self.policy = policy
 
     def __call__(self) -> Measurement:
         """Decode."""
         self.engine.core.length_policy = self.policy
-        with without(self.part):
-            return super().__call__()
+        return super().__call__()
 
 
 def settings_of(
@@ -94,12 +114,10 @@ def settings_of(
         for acceptance in acceptances:
             drafter = engine.drafter if acceptance is None else _replayed(bench, engine, acceptance)
             for name in variants:
-                make, part = VARIANTS[name]
-                with without(part):
-                    policy = make()
-                    policy.prepare(profiler)
+                policy = VARIANTS[name]()
+                policy.prepare(profiler)
                 label = name if acceptance is None else f"{name} ({':'.join(map(str, acceptance))})"
-                yield MethodSetting(label, batch_size, PolicyRunner(engine, drafter, bench.workload, policy, part))
+                yield MethodSetting(label, batch_size, PolicyRunner(engine, drafter, bench.workload, policy))
 
 
 def _once(measure: Callable[[list[int]], Any]) -> Callable[[list[int]], Any]:

@@ -1,67 +1,101 @@
-"""The ablation of ``num_draft_tokens="auto"`` in simulated time, where a percent is visible and no clock matters."""
+"""The ablation of ``num_draft_tokens="auto"`` in simulated time, where a percent is visible and no clock matters.
+
+Forwards cost what was measured (two cores of an AMD EPYC, Zen 4; bf16; two threads; the least of twelve profiles for
+the bundled pair and the pair of ten million parameters, 2026-11-22; the shape of Qwen3-0.6B 2026-11-21).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from statistics import fmean
+from functools import cache
 from typing import Any
 
-from bench.common.simulation import World, best_fixed, speed, tokens_per_second
-from bench.engine_.length_ablation import FIXED
-from bench.engine_.length_parts import OF_SCORES, PARTS, without
-from bench.engine_.length_worlds import COSTS, WITH_SCORES, Cell, cells, scored, world
+import numpy as np
+
+from bench.common.simulation import World, best_fixed, speed
+from bench.engine_.length_ablation import FIXED, FULL, VARIANTS
 from specdec_fast.commands.common import format_table
 from specdec_fast.speculation_length import Profiler
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
-from specdec_fast.speculation_length.fixed import FixedLength
 
-PARTS_AT = (1, 8)  # batch sizes at which the parts are taken out
+# Milliseconds by rows: of the target, of the draft; at 0 rows of a proposal besides. And of a step besides forwards.
+COSTS: dict[str, tuple[dict[int, float], dict[int, float], float]] = {
+    "demo": (
+        {1: 0.160, 2: 0.195, 4: 0.221, 8: 0.272, 16: 0.436, 32: 0.729, 64: 1.033, 128: 1.81, 288: 3.68},
+        {0: 0.0135, 1: 0.0150, 2: 0.0272, 4: 0.0316, 8: 0.0409, 16: 0.0669, 32: 0.113, 64: 0.202},
+        0.04,
+    ),
+    "10m": (
+        {1: 1.33, 2: 1.33, 4: 1.66, 8: 2.47, 16: 3.94, 32: 5.58, 64: 8.07, 128: 13.1, 288: 23.6},
+        {0: 0.0300, 1: 0.0482, 2: 0.0482, 4: 0.115, 8: 0.185, 16: 0.351, 32: 0.657, 64: 1.39},
+        0.05,
+    ),
+    "qwen3-0.6b": (
+        {1: 44, 3: 53, 5: 59, 8: 76, 16: 112, 24: 129, 32: 170, 48: 230, 64: 282, 128: 530, 300: 1200},
+        {1: 4.92, 64: 31.4},
+        0.1,
+    ),
+}
+# Kinds of positions, equally frequent, by the probability that the draft token is accepted, which its score states.
+KINDS = ((0.97,), (0.85,), (0.35,))
+CHOICE = 9e-5  # seconds of a choice of K: in a run, where it finds the caches cold, not alone (4e-5)
+# Of a text's position by the number of its sequence; the last two change when half of the prompts have been decoded.
+ACCEPTANCES = ("0.8", "0.4", "0", "0.9:0", "0:0.9")
+
+
+def world(pair: str, acceptance: str, batch_size: int, seed: int, is_refilled: bool) -> World:
+    """Return the machine, the pair and four batches of requests, sixteen at least."""
+    verify, draft, overhead = COSTS[pair]
+    num = max(16, 4 * batch_size)
+    each = [float(part) for part in acceptance.split(":")]
+    return World(
+        verify=_curve(verify),
+        draft=_curve({rows: ms for rows, ms in draft.items() if rows}),
+        acceptance=lambda number, _: each[number % num * len(each) // num],
+        batch_size=batch_size,
+        num_sequences=num,
+        prompt_length=64,
+        overhead=overhead / 1e3,
+        once=draft.get(0, 0.0) / 1e3,
+        choice=CHOICE,
+        is_refilled=is_refilled,
+        seed=seed,
+    )
+
+
+def _curve(milliseconds: dict[int, float]) -> Callable[[int], float]:
+    counts, values = list(milliseconds), list(milliseconds.values())
+
+    @cache
+    def seconds(rows: int) -> float:
+        if rows > counts[-1]:
+            return values[-1] * rows / counts[-1] / 1e3
+        return float(np.interp(rows, counts, values)) / 1e3 if rows else 0.0
+
+    return seconds
 
 
 def simulated_rows(batch_sizes: list[int], repeats: int, is_refilled: bool) -> list[dict[str, Any]]:
-    """Return one row per world, see ``rows_of_cell``; a process per core computes them."""
-    with ProcessPoolExecutor() as pool:
-        return list(pool.map(partial(rows_of_cell, repeats=repeats, is_refilled=is_refilled), cells(batch_sizes)))
-
-
-def rows_of_cell(cell: Cell, repeats: int, is_refilled: bool = True) -> dict[str, Any]:
-    """Return the speeds of a new engine over plain decoding, of a warm one over the best fixed K, and what parts gain.
-
-    Args:
-        cell: the world.
-        repeats: number of seeds of it.
-        is_refilled: see ``World``.
-
-    """
-    worlds = [cell.world(seed, is_refilled) for seed in range(repeats)]
-    first = [_before(each) for each in worlds]
-    fixed = {k: speed(worlds, lambda _, k=k: FixedLength(k)) for k in FIXED.values()}  # type: ignore[misc]
-    parts = PARTS if cell.batch_size in PARTS_AT else ()
-    names = [name for name in parts if name not in OF_SCORES or cell.kind in WITH_SCORES]
-    cold, warm = _speeds(first, worlds, None)
-    found = {name: _speeds(first, worlds, name) for name in names}
-    return {
-        **cell._asdict(),
-        **{f"K {k} over plain": fixed[k] / fixed[0] for k in fixed if k},
-        "cold over plain": cold / speed(first, lambda _: FixedLength(0)),
-        "warm over best fixed": warm / max(fixed.values()),
-        "cold over cold without": {name: cold / other for name, (other, _) in found.items()},
-        "warm over warm without": {name: warm / other for name, (_, other) in found.items()},
-    }
-
-
-def _before(each: World) -> World:
-    return replace(each, seed=each.seed + 1000)
-
-
-def _speeds(first: list[World], worlds: list[World], part: str | None) -> tuple[float, float]:
-    """Return the mean speeds of new engines and of the same over other texts, without a mechanism."""
-    with without(part):
-        policies = [each.prepared(AdaptiveLength()) for each in worlds]
-        return tuple(fmean(map(tokens_per_second, texts, policies)) for texts in (first, worlds))  # type: ignore[return-value]
+    """Return one row per pair, acceptance and batch size: warm engines' speeds over the best of K 0, 3 and 5."""
+    rows = []
+    for pair in COSTS:
+        for acceptance in ACCEPTANCES:
+            for batch_size in batch_sizes:
+                worlds = [world(pair, acceptance, batch_size, seed, is_refilled) for seed in range(repeats)]
+                fixed = {k: best_fixed(worlds, (k,)) for k in FIXED.values()}
+                best = max(fixed.values())
+                found = {
+                    name: speed(worlds, lambda each, make=make: each.warmed(make()))  # type: ignore[misc]
+                    for name, make in VARIANTS.items()
+                    if name not in FIXED
+                }
+                rows.append({
+                    "pair": pair, "acceptance": acceptance, "batch_size": batch_size,
+                    **{f"K {k} over plain": fixed[k] / fixed[0] for k in fixed if k},
+                    **{f"{name} over best fixed": value / best for name, value in found.items()},
+                })  # fmt: skip
+    return rows
 
 
 class _Whole(AdaptiveLength):
@@ -72,11 +106,17 @@ class _Whole(AdaptiveLength):
 
 
 def confidence_rows(batch_sizes: list[int], repeats: int, is_refilled: bool) -> list[dict[str, Any]]:
-    """Return one row per pair and batch size: a drafter that scores its chains, and drafts any K in one forward."""
+    """Return one row per pair and batch size: a drafter that scores its chains, and drafts any K in one forward.
+
+    That forward takes as long as one of the pair's draft model over a row per draft token. The policy cannot time it.
+    """
     rows = []
     for pair in COSTS:
         for batch_size in batch_sizes:
-            worlds = [scored(world(pair, "0.8", batch_size, seed, is_refilled)) for seed in range(repeats)]
+            worlds = [
+                replace(_scored(world(pair, "0.8", batch_size, seed, is_refilled)), seed=seed)
+                for seed in range(repeats)
+            ]
             plain = best_fixed(worlds, (0,))
             fixed = {k: best_fixed(worlds, (k,)) / plain for k in range(1, 9)}
             best = max(fixed, key=fixed.__getitem__)
@@ -90,6 +130,12 @@ def confidence_rows(batch_sizes: list[int], repeats: int, is_refilled: bool) -> 
     return rows
 
 
+def _scored(each: World) -> World:
+    draft, once = each.draft, each.once
+    seconds = once + draft(each.batch_size * 8)
+    return replace(each, draft=lambda rows: 0.0, once=seconds, is_profiled=False, rates=KINDS)
+
+
 def print_confidence_table(rows: list[dict[str, Any]]) -> None:
     """Print one line per row."""
     keys = list(rows[0])
@@ -98,23 +144,10 @@ def print_confidence_table(rows: list[dict[str, Any]]) -> None:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print the speeds in all worlds, the least of each kind, and what each part gains where it gains the most."""
-    keys = ["K 3 over plain", "K 5 over plain", "cold over plain", "warm over best fixed"]
-    names = [*Cell._fields, *keys]
-    print(format_table(names, [[*(row[f] for f in Cell._fields), *(f"{row[k]:.3f}" for k in keys)] for row in rows]))
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        least = [min(row[key] for row in rows if row["kind"] == kind) for key in keys[2:]]
-        print(f"least in {kind}: cold {least[0]:.3f} of plain, warm {least[1]:.3f} of the best fixed K")
-    print(format_table(("without", "gain", "in", "engine"), list(gains(rows))))
-
-
-def gains(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield per part its largest mean gain over a kind of worlds, in percent, the kind, and cold or warm."""
-    for name in PARTS:
-        found = []
-        for key in ("cold over cold without", "warm over warm without"):
-            with_part = [row for row in rows if name in row[key]]
-            for kind in dict.fromkeys(row["kind"] for row in with_part):
-                found.append((fmean(row[key][name] for row in with_part if row["kind"] == kind), kind, key[:4]))
-        most, kind, engine = max(found, default=(1.0, "-", "-"))
-        yield name, f"{100 * (most - 1):.1f}", kind, engine
+    """Print one line per row."""
+    names = [name for name in VARIANTS if name not in FIXED]
+    header = ("pair", "acceptance", "batch", "K 3 / plain", "K 5 / plain", *(f"{name} / best" for name in names))
+    keys = ["K 3 over plain", "K 5 over plain", *(f"{name} over best fixed" for name in names)]
+    lines = [(row["pair"], row["acceptance"], row["batch_size"], *(f"{row[key]:.3f}" for key in keys)) for row in rows]
+    print(format_table(header, lines))
+    print(f"least of {FULL}: {min(row[f'{FULL} over best fixed'] for row in rows):.3f}")

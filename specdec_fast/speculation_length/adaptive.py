@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from statistics import median_low
+from statistics import median
+from sys import maxsize
 
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.acceptance import Acceptance
@@ -10,16 +11,18 @@ from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObs
 from specdec_fast.speculation_length.step_costs import StepCosts
 from specdec_fast.speculation_length.verify_budget import VerifyBudget
 
-# A choice to decode plainly holds for 32 steps, one to draft until 128 draft tokens were tried, for 4 to 32: a choice
-# takes a percent of such steps where they are short.
-_STEPS, _LEAST_STEPS, _ENOUGH_TOKENS = 32, 4, 128
+# A choice holds until 64 draft tokens were tried, for 4 to 32 steps: of short steps it then takes about a percent.
+_STEPS, _LEAST_STEPS, _ENOUGH_TOKENS = 32, 4, 64
 _KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, and every step is a choice
-_FIRST_K = 3  # draft tokens of each of these at most, and of a probe after one that was accepted whole
-_PROBE_SHARE = 0.01  # of the time of plain steps that probes and trials may lose
+_PROBE_K = 3  # draft tokens of a probe after one that was accepted whole, and the most of an engine's first drafts
+_PROBE_SHARE = 0.01  # of the time of plain steps that probes may lose
 _PROBE_KEEPS = 0.9  # share of their weight that earlier counts keep after a probe
 # Of drafting over plain decoding: to begin, because the draft model must prefill; to go on, because estimates vary.
 _LEAST_GAIN, _LEAST_KEPT_GAIN = 1.02, 0.98
-_PLAIN_EVERY = 512  # drafting steps after which a few plain ones show what they take
+_OTHER_EVERY = 512  # drafting steps after which a few plain ones show what they take, or the other way round
+_CLEAR_GAIN = 1.5  # of drafting over plain decoding, or the other way round, from which on it need not be known better
+# The same two while plain steps were never timed: early, while the engine is new, and unless the profile errs by far.
+_FIRST_OTHER, _CLEAR_FIRST_GAIN = 16, 2.25
 
 
 class AdaptiveLength(LengthPolicy):
@@ -57,9 +60,8 @@ class AdaptiveLength(LengthPolicy):
         self._size = self._steps_left = 0
         self._is_asynchronous = self._is_probing = self._is_trying = False
         self._probe_k = 1
-        self._probe_budget = 0.0  # seconds; negative until plain steps have paid for the last probe or trial
-        self._plain_seconds = 0.0  # of steps since the last trial
-        self._steps_drafting = 0  # since the last plain step
+        self._probe_budget = 0.0  # seconds; negative until plain steps have paid for the last probe
+        self._steps_drafting = self._steps_plain = 0  # since the last plain step; since the last trial
         self._drafted: dict[Sequence, int] = {}  # lengths of sequences after the last step that drafted for them
         self._is_catching_up = False  # whether the drafter computes more in this step than what their last one emitted
         self._begin_round()
@@ -79,7 +81,13 @@ class AdaptiveLength(LengthPolicy):
             self._choose(batch)
         self._steps_left -= 1
         k = self._costs.depth(self._k)
-        limits = [min(k, s.num_remaining - 1) if i < self._num_drafting else 0 for i, s in enumerate(batch)]
+        if not k:
+            return [0] * len(batch)
+        limits = [min(k, sequence.num_remaining - 1) for sequence in batch]
+        if self._num_drafting < len(batch):  # those that cost the least to draft for
+            order = sorted(range(len(batch)), key=lambda i: self._pending(batch[i]))
+            for i in order[self._num_drafting :]:
+                limits[i] = 0
         self._is_catching_up = any(limit and self._pending(s) for s, limit in zip(batch, limits, strict=True))
         return limits
 
@@ -99,8 +107,11 @@ class AdaptiveLength(LengthPolicy):
         if self.may_branch and not step.may_branch:
             return  # chains, because memory or KV pages were short: they say nothing of trees
         if not k:
-            self._plain_seconds += seconds
+            self._steps_plain += 1
+            self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, 0))
+            self._others.append(other_seconds)
             self._probe_budget = min(0.0, self._probe_budget + _PROBE_SHARE * seconds)
+            return
         for s, limit, count, accepted in zip(
             step.batch, step.limits, step.num_draft_tokens, step.num_accepted, strict=True
         ):
@@ -111,20 +122,18 @@ class AdaptiveLength(LengthPolicy):
             if count:
                 self._accepted[accepted] += 1
                 self._rejected[accepted] += accepted < count
-        is_usual = sum(step.limits) == self._costs.depth(k) * size and not self._is_probing and not self._is_catching_up
+        is_usual = sum(step.limits) == self._costs.depth(k) * size and not self._is_catching_up and not self._is_probing
         rows = None
-        if k and self._has_budget and step.scores is not None and step.accepted_nodes is not None:
+        if self._has_budget and step.scores is not None and step.accepted_nodes is not None:
             self._budget.observe(k, step.scores, step.accepted_nodes, is_usual)
             rows = size + sum(map(len, step.scores))
-        if is_usual:
-            self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, k, rows))
-            self._others.append(other_seconds)
-        self._steps_drafting += k > 0
+        self._steps_drafting += 1
         if self._is_probing or self._is_trying:
             plain_seconds = self._costs.seconds(size, 0) * (1 + sum(step.num_accepted) / size)  # of as many tokens
             self._probe_budget = min(0.0, self._probe_budget - (seconds - plain_seconds))
-        if self._is_probing:
-            self._end_probe()
+        if is_usual:
+            self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, k, rows))
+            self._others.append(other_seconds)
 
     @property
     def _has_budget(self) -> bool:
@@ -141,28 +150,32 @@ class AdaptiveLength(LengthPolicy):
 
     def _end_round(self) -> None:
         """Learn from the steps since the last choice."""
-        # A low median: now and then a step waits for another process.
+        # A median: now and then a step waits for another process. The first steps after a change of K find the caches
+        # cold and would make what is used rarely look slow.
         if len(self._ratios) >= (_LEAST_STEPS - 1 if self._costs.is_drafter_profiled else 1):
-            self._costs.observe(self._k, median_low(self._ratios), median_low(self._others), self._is_trying)
+            self._costs.observe(self._size, self._k, median(self._ratios), median(self._others))
             self._budget.end_round()
+        if self._is_probing:
+            self._learn_from_probe()
         if any(self._asked[1:]):
             self._acceptance.add(self._accepted, self._rejected, self._asked, self._proposed)
         self._begin_round()
 
-    def _end_probe(self) -> None:
-        """Weigh the past by how probable it made what the probe shows; if all was accepted, choose anew."""
-        k, tokens = self._k, self._of_chains.expected_tokens()
-        is_accepted = self._accepted[k] > 0
-        self._of_chains.fade(min(_PROBE_KEEPS, tokens[k] - tokens[k - 1]) if is_accepted else _PROBE_KEEPS)
-        self._of_chains.add(self._accepted, self._rejected, self._asked, self._proposed)
-        self._begin_round()
-        self._k, self._is_probing, self._probe_k = 0, False, _FIRST_K if is_accepted else 1
-        self._steps_left *= not is_accepted
+    def _learn_from_probe(self) -> None:
+        """Weigh the past by how probable it made what the probe shows."""
+        tokens = self._of_chains.expected_tokens()
+        probability = tokens[self._probe_k] - tokens[self._probe_k - 1]
+        if self._accepted[self._probe_k]:
+            self._of_chains.fade(min(_PROBE_KEEPS, probability))
+            self._probe_k = min(_PROBE_K, self.max_draft_tokens)
+        else:
+            self._of_chains.fade(_PROBE_KEEPS)
+            self._probe_k = 1
 
     def _choose(self, batch: list[Sequence]) -> None:
         """Choose K for the next steps."""
         self.num_choices += 1
-        size, was_plain = len(batch), not self._k or self._is_trying
+        size, was_plain = len(batch), not self._k or self._is_probing or self._is_trying
         tokens = self._of_chains.expected_tokens()
         if self._of_trees is not None:
             tokens += self._of_trees.expected_tokens()[1:]
@@ -173,34 +186,41 @@ class AdaptiveLength(LengthPolicy):
         self.may_branch = k > self.max_draft_tokens
         self._acceptance = self._of_trees if self.may_branch and self._of_trees else self._of_chains
         num_tried = int(self._acceptance.num_tried)
-        self._k, self._num_drafting, self._size, self._steps_left = k, size, size, _STEPS
+        self._k, self._num_drafting, self._size, self._steps_left = k, maxsize, size, _STEPS
         self._is_probing = self._is_trying = False
         if not k:
             self._steps_drafting = 0
-            if self._may_try(batch, best, tokens[best]):
-                self._k, self._steps_left, self._is_trying, self._plain_seconds = best, _LEAST_STEPS, True, 0.0
-            elif self._may_probe(batch, speeds):
-                self._k, self._num_drafting, self._is_probing = min(self._probe_k, self.max_draft_tokens), 1, True
-        elif self._steps_drafting > _PLAIN_EVERY or (self._costs.is_observed(k) and not self._costs.is_observed(0)):
+            if self._may_try(best, speeds[best] / speeds[0]):
+                self._k, self._steps_left, self._is_trying, self._steps_plain = best, _LEAST_STEPS, True, 0
+            elif self._may_probe(batch, speeds[0]):
+                self._k, self._num_drafting, self._steps_left, self._is_probing = self._probe_k, 1, 1, True
+        elif self._wants_plain_steps(speeds[k] / speeds[0]):
             self._k, self._steps_left, self._steps_drafting = 0, _LEAST_STEPS, 0
         elif num_tried < _KNOWN:
             depth = self._costs.depth(k)
-            self._k, self._steps_left = k - depth + min(depth, max(_FIRST_K, num_tried)), 1
+            self._k, self._steps_left = k - depth + min(depth, max(_PROBE_K, num_tried)), 1
             self._num_drafting = max(1, size // 8, num_tried)
         else:
             self._steps_left = min(_STEPS, max(_LEAST_STEPS, _ENOUGH_TOKENS // (size * self._costs.depth(k))))
 
-    def _may_probe(self, batch: list[Sequence], speeds: list[float]) -> bool:
+    def _may_probe(self, batch: list[Sequence], plain_speed: float) -> bool:
         """Return whether a probe has been paid for, and drafting would pay if every token were accepted."""
-        all_accepted = [self._costs.depth(k) + 1.0 for k in range(len(speeds))]
-        return self._probe_budget >= 0 and max(self._speeds(batch, all_accepted)) > speeds[0]
+        num_choices = self.max_draft_tokens * (1 if self._of_trees is None else 2) + 1
+        all_accepted = [self._costs.depth(k) + 1.0 for k in range(num_choices)]
+        return self._probe_budget >= 0 and max(self._speeds(batch, all_accepted)) > plain_speed
 
-    def _may_try(self, batch: list[Sequence], k: int, tokens: float) -> bool:
-        """Return whether plain steps have paid for what a few steps of this K for all sequences may lose."""
-        lost = self._costs.seconds(self._size, k) - tokens * self._costs.seconds(self._size, 0)
-        lost = _LEAST_STEPS * lost + self._costs.catch_up * sum(map(self._pending, batch))
-        is_paid = self._probe_budget >= 0 and lost < _PROBE_SHARE / 2 * self._plain_seconds
-        return is_paid and k <= self.max_draft_tokens
+    def _may_try(self, k: int, gain: float) -> bool:
+        """Return whether steps of this K, which were never timed, may pay, and their time is paid for."""
+        is_paid = self._probe_budget >= 0 and self._steps_plain > _OTHER_EVERY
+        is_known = k > self.max_draft_tokens or self._costs.is_observed(self._size, k)
+        return is_paid and not is_known and gain > 1 / _CLEAR_GAIN
+
+    def _wants_plain_steps(self, gain: float) -> bool:
+        """Return whether to decode plainly for a few steps, because plain decoding may cost less than it was timed."""
+        if not self._costs.is_observed(self._size, 0):
+            is_clear = gain > _CLEAR_FIRST_GAIN and self._costs.is_drafter_profiled
+            return self._steps_drafting > _FIRST_OTHER and not is_clear
+        return self._steps_drafting > _OTHER_EVERY and gain < _CLEAR_GAIN
 
     def _speeds(self, batch: list[Sequence], tokens: list[float]) -> list[float]:
         """Return the batch's tokens per second, by K.

@@ -11,16 +11,18 @@ from specdec_fast.speculation_length.base import Profiler
 
 _MOST_PROFILED_ROWS = 2048  # of a forward: more are extrapolated, and their logits may not fit
 _CATCH_UP_ROWS = 64  # rows of the draft model's forward from which the cost of prefilling one token is taken
-_TREES = 1000  # what the numbers of kinds of steps with trees begin at, far from those of chains
-_RATE = 0.3  # weight of the steps of a choice, beside all before
+_LARGEST_SURPRISE = 0.4  # of the logarithm of a ratio: more is a disturbance, such as another process
+_OWN_RATE = 0.3  # of a surprise that the factor of its K follows,
+_SHARED_RATE = 0.2  # and those of the others: a machine that slows down slows all, differences between K are stable
+_FORGETTING = 0.005  # share by which other factors approach that of its K: a K timed at a bad moment is tried again
 
 
 class StepCosts:
     """Seconds of a step of B sequences with K draft tokens each.
 
     The profile gives ``verify(B (K + 1)) + K draft(B) + once`` from forwards over short contexts. What it lacks (longer
-    contexts, two models that alternate in the caches, a drafter that it cannot time) is learned as a factor for each
-    kind of step: plain ones, chains of each length and trees of each depth.
+    contexts, two models that alternate in the caches, a drafter that it cannot time) is learned as a factor for each K
+    and power of two of B.
 
     A drafter of trees has further numbers K, those from ``max_draft_tokens + 1`` on: K - ``max_draft_tokens`` is then
     the depth of a tree of ``max_nodes`` nodes. If their nodes have scores, not all are verified; until steps show how
@@ -54,7 +56,10 @@ class StepCosts:
         self._draft = _Curve({n: s for n, s in draft.items() if n}) if draft else None
         self._once = draft.get(0, 0.0) if draft else 0.0
         self.catch_up = self._draft(_CATCH_UP_ROWS) / _CATCH_UP_ROWS if self._draft else 0.0
-        self._learned: dict[int, tuple[float, float]] = {}  # logarithm of the factor and other seconds, by kind of step
+        self._others: dict[tuple[int, bool], float] = {}  # by power of two of B and whether steps draft
+        self._latest_other = 0.0
+        self._factors: dict[int, dict[int, float]] = {}  # logarithms, by power of two of B and by K
+        self._latest: dict[int, float] = {}  # those of the B observed last
         self._profiled: dict[tuple[int, int, int], float] = {}
         self._verified: dict[int, dict[int, float]] = {}  # nodes of a sequence, by power of two of B and by K
 
@@ -104,61 +109,69 @@ class StepCosts:
         """Learn how many draft tokens are verified in a step, if they have scores."""
         verified, count = self._verified.setdefault(size.bit_length(), {}), count / size
         before = verified.get(k, count)
-        verified[k] = before + _RATE * (count - before)
+        verified[k] = before + _OWN_RATE * (count - before)
 
     def seconds(self, size: int, k: int) -> float:
         """Return the seconds expected now."""
-        factor, other = self._learned_of(k)
-        return self.profiled(size, k) * exp(factor) + other
+        return self.profiled(size, k) * exp(self._factor(size, k)) + self.other(size, k)
 
-    def other(self, k: int) -> float:
-        """Return the seconds of a step besides forwards: laying rows out, accepting, committing."""
-        return self._learned_of(k)[1]
+    def other(self, size: int, k: int) -> float:
+        """Return the seconds of a step besides forwards: laying rows out, accepting, committing.
 
-    def verify_seconds(self, rows: float) -> float:
-        """Return the seconds of the target's forward alone, corrected as plain steps were."""
-        is_known = self.is_observed(0) and not self._is_asynchronous
-        return self._verify(rows) * (exp(self._learned_of(0)[0]) if is_known else 1.0)
+        Steps that draft take longer than plain ones. Until such steps were observed, they count as the others did.
+        """
+        others, length = self._others, size.bit_length()
+        return others.get((length, k > 0), others.get((length, k == 0), self._latest_other))
+
+    def verify_seconds(self, size: int, rows: float) -> float:
+        """Return the seconds of the target's forward alone, corrected as plain steps of that size were."""
+        is_known = self.is_observed(size, 0) and not self._is_asynchronous
+        factor = self._factor(size, 0) if is_known else 0.0
+        return self._verify(rows) * exp(factor)
 
     @property
     def is_drafter_profiled(self) -> bool:
         """Whether the drafter could be timed."""
         return self._draft is not None
 
-    def is_observed(self, k: int) -> bool:
-        """Return whether steps of that kind were observed."""
-        return self._kind(k) in self._learned
+    def is_observed(self, size: int, k: int) -> bool:
+        """Return whether steps of that K and about that size were observed."""
+        return k in self._factors.get(size.bit_length(), ())
 
-    def observe(self, k: int, ratio: float, other: float, is_anew: bool = False) -> None:
+    def observe(self, size: int, k: int, ratio: float, other: float) -> None:
         """Learn from steps of one K.
 
         Args:
-            k: draft tokens of each sequence.
+            size: sequences.
+            k: draft tokens of each.
             ratio: of the seconds of the forwards to those profiled.
             other: seconds besides forwards.
-            is_anew: whether what was learned of steps that draft is out of date.
 
         """
-        kind, found = self._kind(k), log(max(ratio, 1e-6))
-        if is_anew:
-            self._learned = {each: what for each, what in self._learned.items() if not each}
-        if kind not in self._learned:
-            self._learned[kind] = found, other
-            return
-        _, its_other = self._learned[kind]
-        surprise = _RATE * (found - self._learned[kind][0])  # what slows one kind down mostly slows all down
-        self._learned = {each: (factor + surprise, rest) for each, (factor, rest) in self._learned.items()}
-        self._learned[kind] = self._learned[kind][0], its_other + _RATE * (other - its_other)
+        expected = self._factor(size, k)
+        surprise = log(max(ratio, 1e-6)) - expected
+        if self._factors and (self._draft or not k or self.is_observed(size, k)):
+            surprise = max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, surprise))
+        self._latest = factors = self._factors.setdefault(size.bit_length(), {})
+        if k in factors:
+            for each in factors:
+                factors[each] += surprise * (_OWN_RATE if each == k else _SHARED_RATE)
+                if each and k:
+                    factors[each] += (factors[k] - factors[each]) * _FORGETTING
+        else:
+            factors[k] = expected + surprise
+        key = size.bit_length(), k > 0
+        before = self._others.get(key, other)
+        self._others[key] = self._latest_other = before + (other - before) * _OWN_RATE
 
-    def _kind(self, k: int) -> int:
-        """Return a number of the kind of step: the depth of plain steps and chains, and more for trees."""
-        depth = self.depth(k)
-        return depth + _TREES * (k != depth)
-
-    def _learned_of(self, k: int) -> tuple[float, float]:
-        """Return what steps of that kind showed; until they were observed, what those of the nearest kind did."""
-        kind = self._kind(k)
-        return self._learned[min(self._learned, key=lambda each: abs(each - kind))] if self._learned else (0.0, 0.0)
+    def _factor(self, size: int, k: int) -> float:
+        """Return the logarithm of the factor of K, or of the nearest K observed at about that size, or at any."""
+        factors = self._factors.get(size.bit_length()) or self._latest
+        if not factors or k in factors:
+            return factors.get(k, 0.0)
+        depth, is_tree = self.depth(k), k != self.depth(k)
+        own = [each for each in factors if (each != self.depth(each)) == is_tree] or list(factors)
+        return factors[min(own, key=lambda each: abs(self.depth(each) - depth))]
 
 
 class _Curve:

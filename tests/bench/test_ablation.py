@@ -9,8 +9,6 @@ import pytest
 from bench import ablation
 from bench.ablation import InTurn, variants
 from bench.engine_ import rank_ablation, simulated_ablation
-from bench.engine_.length_parts import OF_SCORES, PARTS, without
-from bench.engine_.length_worlds import KINDS_OF_WORLDS, Cell, cells
 from specdec_fast import SamplingParams
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import ranked
@@ -58,31 +56,6 @@ def test_scored_chains_in_simulated_time(capsys):
         assert row["auto over plain"] > 0.9, "never far below plain decoding"
     simulated_ablation.print_confidence_table(rows)
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
-
-
-@pytest.mark.parametrize("kind", ["usual", "trees"])
-def test_each_part_of_auto_is_taken_out_in_simulated_time(kind, capsys):
-    row = simulated_ablation.rows_of_cell(Cell(kind, "demo", "0.8" if kind == "usual" else "-", 1), repeats=1)
-    names = [name for name in PARTS if kind == "trees" or name not in OF_SCORES]
-    assert [*row["warm over warm without"]] == [*row["cold over cold without"]] == names
-    assert row["warm over best fixed"] > 0.9
-    changed = {name for name in names if row["warm over warm without"][name] != 1}
-    assert "factors that steps correct" in changed
-    assert ("budget of rows" in changed) == (kind == "trees")
-    simulated_ablation.print_table([row])
-    assert len(capsys.readouterr().out.splitlines()) == 3 + 1 + 2 + len(PARTS)
-
-
-def test_a_part_is_put_back():
-    found = [(target, name, getattr(target, name)) for part in PARTS.values() for target, name, _ in part]
-    for part in PARTS:
-        with without(part):
-            assert all(getattr(target, name) is value for target, name, value in PARTS[part])
-    assert all(getattr(target, name) is value for target, name, value in found)
-
-
-def test_every_kind_of_world_is_simulated():
-    assert {cell.kind for cell in cells([1])} == set(KINDS_OF_WORLDS)
 
 
 def test_ranks_of_every_temperature_and_size(tmp_path, monkeypatch):

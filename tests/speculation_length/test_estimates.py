@@ -1,4 +1,4 @@
-"""What the adaptive policy estimates: seconds of steps, and acceptance."""
+"""What the adaptive policy estimates: the costs of steps, and acceptance."""
 
 from __future__ import annotations
 
@@ -32,13 +32,30 @@ def test_a_disturbed_measurement_is_bounded_by_the_counts_beside_it(disturbed):
 
 def test_factors_follow_what_steps_take():
     costs = StepCosts({1: 1.0, 4: 2.0, 8: 3.0}, {1: 0.1})
-    costs.observe(0, 1.0, 0.0)
+    costs.observe(1, 0, 1.0, 0.0)
     for _ in range(60):
-        costs.observe(3, 2.0, 0.0)
+        costs.observe(1, 3, 2.0, 0.0)
     profiled = costs.profiled(1, 3)
     assert costs.seconds(1, 3) == pytest.approx(2 * profiled, rel=0.02)
-    assert costs.seconds(1, 2) == pytest.approx(2 * costs.profiled(1, 2), rel=0.02), "another K that drafts"
-    assert costs.seconds(1, 0) == pytest.approx(costs.profiled(1, 0)), "plain steps have their own"
+    assert costs.seconds(1, 2) == pytest.approx(2 * costs.profiled(1, 2), rel=0.02), "the nearest K that was observed"
+    before = costs.seconds(1, 3)
+    costs.observe(1, 3, 500.0, 0.0)  # the machine was busy
+    assert costs.seconds(1, 3) / before < 1.2
+
+
+def test_a_k_that_was_timed_at_a_bad_moment_is_tried_again():
+    """The factors of other K approach that of the K in use; plain decoding keeps its own."""
+    costs = StepCosts({1: 1.0, 4: 2.0, 8: 3.0}, {1: 0.1})
+    costs.observe(1, 0, 0.8, 0.0)
+    costs.observe(1, 3, 1.0, 0.0)
+    costs.observe(1, 5, 1.4, 0.0)
+    slow = costs.seconds(1, 5) / costs.profiled(1, 5)
+    for _ in range(800):
+        costs.observe(1, 3, costs.seconds(1, 3) / costs.profiled(1, 3), 0.0)  # as expected
+    usual = costs.seconds(1, 3) / costs.profiled(1, 3)
+    assert costs.seconds(1, 5) / costs.profiled(1, 5) == pytest.approx(usual, rel=0.02)
+    assert slow > 1.2 * usual
+    assert costs.seconds(1, 0) / costs.profiled(1, 0) < 0.9 * usual
 
 
 def test_acceptance_counts_what_was_tried():

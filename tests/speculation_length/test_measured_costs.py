@@ -51,10 +51,10 @@ def take_step(policy, batch, draft_seconds, verify_seconds=1.0, other_seconds=0.
 
 def test_other_work_of_steps_that_draft_is_learned_apart():
     costs = StepCosts({1: 1.0, 4: 1.0}, {1: 0.1})
-    costs.observe(0, 1.0, 0.5)
-    assert costs.other(3) == 0.5, "until a step has drafted"
-    costs.observe(3, 1.0, 2.0)
-    assert (costs.other(0), costs.other(3)) == (0.5, 2.0)
+    costs.observe(1, 0, 1.0, 0.5)
+    assert costs.other(1, 3) == 0.5, "until a step has drafted"
+    costs.observe(1, 3, 1.0, 2.0)
+    assert (costs.other(1, 0), costs.other(1, 3)) == (0.5, 2.0)
     assert costs.seconds(1, 3) == pytest.approx(costs.profiled(1, 3) + 2.0)
 
 

@@ -111,7 +111,7 @@ def test_nodes_are_taken_by_score_until_a_row_costs_more_than_it_brings():
     falling = sorted((s for own in scores for s in own), reverse=True)
     rates = HitRates()
     tokens = list(accumulate((rates(s) for s in falling), initial=2.0))
-    usual = costs.seconds(2, 10) - costs.verify_seconds(34)
+    usual = costs.seconds(2, 10) - costs.verify_seconds(2, 34)
     speeds = [emitted / (usual + verify[2 + count]) for count, emitted in enumerate(tokens)]
     best = max(range(len(speeds)), key=speeds.__getitem__)
     assert 0 < best < len(falling)
@@ -137,7 +137,7 @@ def test_a_tree_takes_the_factor_of_the_nearest_tree_and_not_of_a_chain():
     costs = StepCosts({1: 1.0, 40: 2.0}, {0: 0.0, 1: 0.1}, 8, 16)
     for k, ratio in ((8, 3.0), (8 + 5, 1.0)):
         for _ in range(60):
-            costs.observe(k, ratio, 0.0)
+            costs.observe(1, k, ratio, 0.0)
     slow, usual = (costs.seconds(1, k) / costs.profiled(1, k) for k in (8, 8 + 5))
     assert costs.seconds(1, 8 + 1) / costs.profiled(1, 8 + 1) == pytest.approx(usual)
     assert costs.seconds(1, 7) / costs.profiled(1, 7) == pytest.approx(slow)
@@ -147,8 +147,8 @@ def test_a_row_costs_what_was_profiled_where_only_whole_steps_are_timed():
     rows = []
     for is_asynchronous in (False, True):
         costs = StepCosts({1: 1.0, 40: 2.0}, None, 8, 16, is_asynchronous)
-        costs.observe(0, 2.0, 0.0)  # as much time again on the host
-        rows.append(costs.verify_seconds(20) - costs.verify_seconds(10))
+        costs.observe(1, 0, 2.0, 0.0)  # as much time again on the host
+        rows.append(costs.verify_seconds(1, 20) - costs.verify_seconds(1, 10))
     assert rows[0] == pytest.approx(2 * rows[1])
 
 
