@@ -182,7 +182,7 @@ async def _serve(app: FastAPI, engine: AsyncEngine, listener: socket.socket, arg
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
-    listener.listen(config.backlog)  # who reads the next line may connect; uvicorn accepts when it has started
+    listener.listen(config.backlog)  # a client may connect when the next line is printed; uvicorn accepts it later
     host, port = listener.getsockname()[:2]
     print(f"specdec-fast serve: http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
     await server.serve([listener])
