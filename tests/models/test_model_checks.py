@@ -121,3 +121,16 @@ def test_rounding_may_change_single_rows_in_16_bits_only(dtype, is_wrong, refuse
     expected = model.hf.dense_logits(token_ids)
     with pytest.raises(sd.UnsupportedModelError, match="does not reproduce") if refused else nullcontext():
         check_reproduces(model.hf, disturbed(model, is_wrong), 16, token_ids, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_zeros_are_reproduced(dtype):
+    model, token_ids = RaggedModel(tiny_model("llama").to(dtype), resolve(torch.device("cpu"))), torch.arange(8)
+    expected = model.hf.dense_logits(token_ids).clone()
+    expected[2:7] = 0
+
+    def forward(batch: RaggedBatch, pool: PagePool) -> torch.Tensor:
+        is_zero = (batch.positions > 1) & (batch.positions < 7)
+        return model.forward(batch, pool).masked_fill(is_zero[:, None], 0)
+
+    check_reproduces(model.hf, forward, 16, token_ids, expected)
