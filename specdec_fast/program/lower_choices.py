@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec_fast.program.ir import COMPARISONS
 from specdec_fast.program.lower_math import elementwise, vectors_of
 from specdec_fast.program.lowering_table import Lowerings
-from specdec_fast.program.row_views import NotLowerableError
+from specdec_fast.program.row_views import NotLowerableError, RowView
 from specdec_fast.program.tape import Tape
 from specdec_fast.program.tape_values import Extent, Index
 
@@ -171,10 +171,8 @@ def _max_of_vectors(
     tape: Tape, result: tuple[Tensor, Tensor], source: Tensor, axis: int, keepdim: bool = False
 ) -> None:
     """Record the first place of the largest number of every vector, and the number there."""
-    view = vectors_of(tape, "max", source, axis)
-    place = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), torch.int64)
-    largest = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), source.dtype)
-    tape.row_op("argmax", [view], place)
+    view, place = _first_largest(tape, "max", source, axis)
+    largest = tape.fresh(view.domain, view.axis, place.sizes, source.dtype)
     tape.row_op("gather", [view, place], largest)
     for tensor, own in zip(result, (largest, place), strict=True):
         tape.bind(tensor, own if keepdim else own.without(-1, 0))
@@ -182,10 +180,16 @@ def _max_of_vectors(
 
 @LOWERED.entry("argmax.default")
 def _argmax(tape: Tape, result: Tensor, source: Tensor, axis: int, keepdim: bool = False) -> None:
-    view = vectors_of(tape, "argmax", source, axis)
+    _, place = _first_largest(tape, "argmax", source, axis)
+    tape.bind(result, place if keepdim else place.without(-1, 0))
+
+
+def _first_largest(tape: Tape, name: str, source: Tensor, axis: int) -> tuple[RowView, RowView]:
+    """Record the first place of the largest number of every vector; return the vectors and the places."""
+    view = vectors_of(tape, name, source, axis)
     place = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), torch.int64)
     tape.row_op("argmax", [view], place)
-    tape.bind(result, place if keepdim else place.without(-1, 0))
+    return view, place
 
 
 @LOWERED.entry("gather.default")
