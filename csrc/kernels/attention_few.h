@@ -24,10 +24,6 @@ SPECDEC_INLINE void transpose_square(const char* const* rows, std::int64_t w, Wo
 #endif
 }
 
-// The words of head_dim whose products have one sum.
-template <typename Type>
-constexpr std::int64_t kChunkWords = kChunk * static_cast<std::int64_t>(sizeof(typename Type::Storage)) / 4;
-
 // Add the products of words w to w + kLanes - 1 of kRows queries and kLanes keys.
 template <typename Type, typename Product, int kRows>
 SPECDEC_INLINE void add_words(Vector (&sums)[kRows], Matrix query, const char* const* keys, const char* const* next,
@@ -57,7 +53,7 @@ SPECDEC_INLINE void add_words(Vector (&sums)[kRows], Matrix query, const char* c
 template <typename Type, typename Product, int kRows>
 SPECDEC_INLINE void score_block(Matrix scores, Matrix query, const char* const* keys, const char* const* next,
                                 std::int64_t num_words) {
-  constexpr std::int64_t kWords = kChunkWords<Type>;
+  constexpr std::int64_t kWords = kChunkBytes / 4;
   Vector totals[kRows] = {};
   std::int64_t begin = 0;
   for (; begin + 2 * kWords <= num_words; begin += 2 * kWords) {

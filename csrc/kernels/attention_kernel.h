@@ -13,14 +13,15 @@ namespace specdec {
 namespace SPECDEC_ISA {
 
 // Fold positions [first, last) of the loaded tile into the task's vectors that see at least one of them.
-template <typename Product>
+template <typename Type, typename Product>
 SPECDEC_INLINE void fold_tile(const PagedAttentionArgs& args, Scratch& scratch, const Rows& rows, std::int64_t first,
                               std::int64_t last, std::uint64_t broken) {
   const std::int64_t group = args.num_heads / args.num_kv_heads, tile = first / kTile * kTile;
   const auto [first_row, end_row] = rows_that_see(args, rows, rows.num_vectors / group, tile);
   const std::int64_t begin = first_row * group, end = end_row * group;
   constexpr std::int64_t step = Product::kNumbers;
-  const std::int64_t words = (args.head_dim + step - 1) / step, chunk = kChunk / step;
+  constexpr std::int64_t chunk = kChunkBytes / static_cast<std::int64_t>(sizeof(typename Type::Storage)) / step;
+  const std::int64_t words = (args.head_dim + step - 1) / step;
   const Matrix query{scratch.query.data(), scratch.words}, scores{scratch.scores.data(), kTile};
   const Matrix keys{scratch.keys.data(), kTile}, values{scratch.values.data(), scratch.columns};
   const Matrix sums{scratch.accumulated.data(), scratch.columns};
@@ -146,7 +147,7 @@ void fold(const PagedAttentionArgs& args, Scratch& scratch, const Task& task, co
         fold_pairs<Product>(args, scratch, rows, first, last, broken);
       } else {
         load_tile<Type, Product>(args, scratch, tile, fetched);
-        fold_tile<Product>(args, scratch, rows, first, last, broken);
+        fold_tile<Type, Product>(args, scratch, rows, first, last, broken);
       }
     }
     tile = next, first = next_first;

