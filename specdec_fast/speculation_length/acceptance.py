@@ -66,12 +66,11 @@ class Acceptance:
         tried = [count + lost for count, lost in zip(reached, rejected, strict=False)]
         expected, num = self.average, sum(tried)
         has_changed = abs(sum(reached) - num * expected) > _CHANGE * (1 + num * expected * (1 - expected)) ** 0.5
-        self.fade(_KEPT_AFTER_CHANGE if has_changed else max(_LEAST_KEPT, 1 - num / _WINDOW))
-        for j, count in enumerate(tried):
-            self._accepted[j] += reached[j]
-            self._tried[j] += count
-        self._asked = [old + new for old, new in zip(self._asked, _at_least(asked), strict=True)]
-        self._proposed = [old + new for old, new in zip(self._proposed, _at_least(proposed), strict=True)]
+        keep = _KEPT_AFTER_CHANGE if has_changed else max(_LEAST_KEPT, 1 - num / _WINDOW)
+        self._accepted = [keep * old + new for old, new in zip(self._accepted, reached, strict=True)]
+        self._tried = [keep * old + new for old, new in zip(self._tried, tried, strict=True)]
+        self._asked = [keep * old + new for old, new in zip(self._asked, _at_least(asked), strict=True)]
+        self._proposed = [keep * old + new for old, new in zip(self._proposed, _at_least(proposed), strict=True)]
 
     def fade(self, keep: float) -> None:
         """Weigh all counts so far by ``keep``."""
