@@ -241,7 +241,7 @@ class Engine:
         if self.target.is_sharded and not isinstance(self.config.num_draft_tokens, int):
             raise ConfigError(
                 f"num_draft_tokens={self.config.num_draft_tokens!r}, but the target is sharded over processes, each of "
-                "which would choose K by its own times; pass an integer."
+                "which would choose K by its own measurements; pass an integer."
             )
 
     def _builder(self) -> RequestBuilder:

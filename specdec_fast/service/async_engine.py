@@ -81,8 +81,8 @@ class AsyncEngine:
         self.engine = Engine(target, draft, config, tokenizer=tokenizer, **keywords)
         if self.engine.target.is_sharded:
             raise ConfigError(
-                "the target is sharded over processes, but requests reach an AsyncEngine of each at another time; use "
-                "Engine, and make the same calls in every process."
+                "the target is sharded over processes, and requests would reach an AsyncEngine in each at different "
+                "times; use Engine, and make the same calls in every process."
             )
         core = self.engine.core
         self._builder = RequestBuilder(self.engine.target, self.engine.tokenizer, core.length_policy.max_draft_tokens)
