@@ -30,9 +30,10 @@ def generate(
         target: name, folder or loaded Hugging Face causal model.
         draft: the same for a small model with the target's vocabulary; the name of a drafter, such as ``"ngram"``; a
             Drafter; None (or ``"none"``) for plain decoding.
-        prompts: strings, lists of token ids, lists of messages (``[{"role": "user", "content": "Hello"}]``), and
-            results of a tokenizer, mixed as you like; or one of them.
-        params: SamplingParams or a transformers GenerationConfig, one for all or one each; None is greedy.
+        prompts: a prompt, or a list of prompts of any kinds. A prompt is a string, a list of token ids, a list of
+            messages (``[{"role": "user", "content": "Hello"}]``), or the result of a tokenizer.
+        params: SamplingParams or a transformers GenerationConfig: one for all prompts, or a list with one for each;
+            None is greedy.
         tokenizer: the target's; None loads the one beside the model.
         progress: show a progress bar; None shows it on a terminal.
         **keywords: fields of EngineConfig, such as ``method``, ``max_batch_size``, ``num_draft_tokens``, and of
@@ -42,7 +43,7 @@ def generate(
         One GenerationOutput per prompt, in input order; see ``Engine.generate`` for requests that fail.
 
     Raises:
-        SpecDecError: a subclass names the invalid argument, before any decoding; see ``Engine``.
+        SpecDecError: an argument is invalid; a subclass is raised before any decoding, see ``Engine``.
 
     """
     # Both are checked before a model is loaded.

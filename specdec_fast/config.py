@@ -29,14 +29,15 @@ class EngineConfig:
     """The settings of an engine. None of them changes a token of the output.
 
     Attributes:
-        method: the scheduler: ``"exspec"`` (sliding window of sequences, refilled as they end) or ``"eqspec"`` (fixed
-            batches in lockstep).
+        method: the scheduler: ``"exspec"`` (a window of sequences, refilled as they end) or ``"eqspec"`` (fixed
+            batches).
         max_batch_size: largest number of sequences in one step.
         num_draft_tokens: K, draft tokens per sequence and step; 0 decodes plainly. ``"auto"`` chooses K from 0 to 8
-            every few steps, by measured costs and the acceptance so far; making the engine then takes about a second
-            longer (dozens of forwards). An instance of LengthPolicy is
-            accepted too; it must not be shared by two engines.
-        window_size: number of sequences that exspec keeps resident; None: twice ``max_batch_size``.
+            every few steps, from measured costs and the acceptance so far; making the engine then takes about a second
+            longer (dozens of forwards). An instance of LengthPolicy chooses K by a rule of its own; two engines must
+            not share it.
+        window_size: number of sequences that exspec keeps resident (they hold KV pages); None: twice
+            ``max_batch_size``, or ``max_batch_size`` if ``max_wait_steps`` is 0.
         max_wait_steps: number of steps in a row for which exspec may pass a resident sequence over.
         kv_cache_tokens: KV positions in the pool (the draft model's pool gets as many); None: as many as a full window
             of each call's largest requests needs. Sequences take pages as they grow. If the pool is full, the youngest
@@ -48,24 +49,24 @@ class EngineConfig:
             refused before it is loaded. None: no budget. See ``docs/planning.md``.
         page_size: KV positions per page.
         max_prefill_tokens: largest number of prompt tokens that a step prefills, so that the other sequences can decode
-            while a long prompt is prefilled. None: whole prompts at once, so that a batch ends soonest.
-        tap_layers: the layers whose hidden states a drafter such as ``"eagle3:FOLDER"`` reads: l is the residual
-            stream after l of the target's layers. None: those that its checkpoint names. A checkpoint of another tool
-            may count them from 0; then few of its tokens are accepted.
+            while a long prompt is prefilled. None: a step prefills whole prompts, so that a batch ends soonest.
+        tap_layers: the layers whose hidden states a drafter such as ``"eagle3:FOLDER"`` reads: l is the residual stream
+            after l of the target's layers. None: those that its checkpoint names. Some tools count the first layer as
+            0; with their numbers few draft tokens are accepted.
         draft_tree: what a drafter of trees, such as ``"eagle3:FOLDER"`` or ``"medusa:FOLDER"``, proposes. ``"chain"``;
-            or a number of nodes, 1 to 64: the best tree of so many nodes, with EAGLE-3 one for each step; or a static
+            or a number of nodes, 1 to 64: the best tree of this size, with EAGLE-3 a new one in each step; or a static
             tree, a list of rank paths in Medusa's choices format, such as ``((0,), (0, 0), (1,))``, the likeliest
-            first: under a limit the first ones are kept. None: the drafter's own default. The engine refuses
+            first: where fewer nodes are allowed, the first ones. None: the drafter's own default. The engine refuses
             ``tap_layers`` and ``draft_tree`` if the drafter does not read them.
         dtype: dtype of the weights (a torch dtype or its name); None: the checkpoint's.
         device: the device; None: CUDA if there is a device, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
         deterministic: give every row the same bits in every batch and engine, in any dtype, at one number of threads.
-            If PyTorch runs the forwards, this takes padding and more calls (``describe()`` says which). False saves
-            them; a near-tie between two tokens may then have another winner in another batch.
+            If PyTorch runs the forwards, this takes padding and more calls (``describe()`` says which). False avoids
+            both; at a near-tie between two tokens, another batch may then emit another token.
         enforce_eager: run every forward as the model's own PyTorch code, operation by operation: for debugging, or for
-            hooks that must see every forward. By default, an engine on the CPU compiles the forward to a program, with
-            the weights that the model has then (``specdec_fast/program/``). An engine on a GPU records forwards of few
+            hooks that must see every forward. By default the engine compiles the forward to a program
+            (``specdec_fast/program/``), with the weights that the model has then, and on a GPU records forwards of few
             rows as CUDA graphs (``specdec_fast/cuda_graphs/graphs.py``).
 
     Raises:

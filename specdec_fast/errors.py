@@ -1,13 +1,13 @@
 """The typed errors of specdec_fast.
 
-Every message says what came, what was expected and what to do. Errors that concern one request only derive from
-:class:`RequestError`: the engine puts them on that request's output and goes on with the others. All the rest
-concern the whole call; but for a DrafterError and a LengthPolicyError they are raised before any token is decoded.
+Every message says what was received, what was expected and what to do. An error that concerns one request derives from
+:class:`RequestError`: the engine sets it on that request's output and goes on with the others. All other errors concern
+the whole call. They are raised before any token is decoded, except for DrafterError and LengthPolicyError.
 """
 
 
 class SpecDecError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base of all errors of this library."""
 
 
 class ConfigError(SpecDecError, ValueError):
@@ -23,23 +23,23 @@ class InvalidParamsError(SpecDecError, ValueError):
 
 
 class NotYetSupportedError(SpecDecError, NotImplementedError):
-    """The request is sensible and planned, but this version cannot serve it."""
+    """The call is valid, but this version does not support it."""
 
 
 class UnsupportedModelError(SpecDecError):
-    """The model cannot be run on ragged rows and a paged KV cache (not a decoder, exotic layers, other bits)."""
+    """The model does not run on ragged rows and a paged KV cache (no decoder, unknown layers, other logits)."""
 
 
 class VocabularyMismatchError(SpecDecError, ValueError):
-    """Draft and target do not share a vocabulary, so a draft token would mean another word to the target."""
+    """Draft and target do not share a vocabulary, so one token id means different texts to them."""
 
 
 class DrafterError(SpecDecError, ValueError):
-    """A drafter of the caller's own broke its contract: wrong counts, or more tokens than it was allowed."""
+    """A drafter broke its contract: wrong counts, or more tokens than it was allowed."""
 
 
 class LengthPolicyError(SpecDecError, ValueError):
-    """A policy for K of the caller's own broke its contract: wrong counts, or more draft tokens than it may ask for."""
+    """A policy for K broke its contract: wrong counts, or more draft tokens than it may ask for."""
 
 
 class TrainingError(SpecDecError, ArithmeticError):
@@ -55,31 +55,31 @@ class KVCacheAllocationError(SpecDecError, MemoryError):
 
 
 class DeterminismError(SpecDecError, RuntimeError):
-    """On this machine no row count gives the model's rows the same bits in every batch."""
+    """The model's rows differ in bits between batches on this machine, even if each is computed alone."""
 
 
 class EngineBusyError(SpecDecError, RuntimeError):
-    """A step called its own engine, or a call found the engine's core at work for requests added to it directly."""
+    """A step called its own engine, or requests that were added to ``engine.core`` directly have not ended."""
 
 
 class EngineClosedError(SpecDecError, RuntimeError):
-    """A request came to an AsyncEngine that has been closed."""
+    """An AsyncEngine received a request after it was closed."""
 
 
 class EngineCopyError(SpecDecError, TypeError):
-    """An engine was to be pickled or copied deeply."""
+    """An engine can be neither pickled nor deep-copied."""
 
 
 class ForkedProcessError(SpecDecError, RuntimeError):
-    """An engine was used, or made, in a process forked from one that had made an engine: it would hang."""
+    """An engine was used or made in a process that was forked from one with an engine; it could wait forever."""
 
 
 class RequestError(SpecDecError):
-    """Something wrong with one request; the others of its batch are not touched."""
+    """Base of the errors that concern one request; the other requests of its batch are not affected."""
 
 
 class InvalidPromptError(RequestError, ValueError):
-    """The prompt is empty, of the wrong type, or holds ids outside the vocabulary; or a message of it is wrong."""
+    """The prompt is empty, of the wrong type, or has ids outside the vocabulary; or one of its messages is wrong."""
 
 
 class ChatTemplateError(RequestError, ValueError):
@@ -91,11 +91,11 @@ class MissingTokenizerError(RequestError, ValueError):
 
 
 class DetokenizationError(RequestError, ValueError):
-    """The tokenizer cannot decode the request's tokens; they are kept, its text ends where the tokenizer failed."""
+    """The tokenizer cannot decode the request's tokens. The output has all tokens, and the text up to the failure."""
 
 
 class TooManyDraftTokensError(RequestError, ValueError):
-    """The request allows itself more draft tokens than any step of the engine has."""
+    """The request's ``num_draft_tokens`` exceeds the largest K of the engine."""
 
 
 class PromptTooLongError(RequestError, ValueError):
@@ -107,7 +107,7 @@ class KVCacheTooSmallError(RequestError):
 
 
 class EngineOverloadedError(RequestError, RuntimeError):
-    """A service serves as many requests, or as many KV positions, as it may; the request can be sent again later."""
+    """The service has as many requests or KV positions as it may have; send the request again later."""
 
 
 class DeadlineExceededError(RequestError, TimeoutError):
@@ -123,7 +123,7 @@ class RequestMemoryError(RequestError, MemoryError):
 
 
 class StepError(RequestError, RuntimeError):
-    """A step that served this request failed; its ``__cause__`` says how. Requests outside that step go on."""
+    """A step of this request raised the exception in ``__cause__``. Requests outside that step go on."""
 
 
 class InvalidLogitsError(RequestError, ArithmeticError):

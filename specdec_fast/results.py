@@ -117,10 +117,10 @@ class RunStats:
     Attributes:
         num_steps: steps of the engine (one verification each).
         num_sequence_steps: number of sequences, summed over the steps.
-        num_preemptions: how often a sequence gave up its KV pages, because a step needed more than were free, and was
+        num_preemptions: how often a sequence gave up its KV pages to others, because too few were free, and was
             prefilled again later.
         num_out_of_memory: forwards that ran out of memory and were repeated with fewer rows.
-        seconds: wall-clock time of the call so far. The stages add up to less: the rest is host work between them.
+        seconds: wall-clock time of the call so far. The stages add up to less, because there is host work between them.
         timer: seconds per stage: prefill, draft, verify, accept, commit.
         decoding: acceptance counts, summed over all sequences.
 
@@ -156,7 +156,7 @@ class GenerationOutput:
         stats: acceptance counts of this sequence.
         error: the reason why ``finish_reason`` is ``"error"``; None otherwise. Tokens emitted before it are kept.
         logprobs: one per token of ``token_ids``, see ``SamplingParams.logprobs``; None if not requested.
-        seed: the seed that draws the same tokens again; None for greedy decoding.
+        seed: the request's seed, which draws the same tokens again; None for greedy decoding.
 
     """
 

@@ -80,7 +80,8 @@ class SamplingParams:
         repetition_penalty: divide positive logits of tokens in the prompt or the output by it, and multiply negative
             ones (in greedy decoding too); 1 changes nothing.
         seed: seed of the request's noise. None draws a new seed from torch's generator (``torch.manual_seed``), and
-            ``GenerationOutput.seed`` returns it. Prompts with the same seed get the same noise: give each its own.
+            ``GenerationOutput.seed`` returns it. Prompts with the same seed get the same noise, so give each its own
+            seed.
         stop: strings that end the request, with the reason ``"stop"``. They are searched in the emitted text, across
             tokens, and not in the prompt. ``text`` ends before the first stop string, ``token_ids`` with the token that
             completes it. Special tokens have no text; use ``stop_token_ids`` for them. Needs a tokenizer.

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from specdec_fast import DecodingStats
 
 Tokens = list[list[int]]
+DraftTree = str | int | tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class MethodSetting:
         num_draft_tokens: K or ``"auto"``; None if the method drafts nothing, or if all settings have the same K.
         acceptance: probability that a replayed draft token is the target's own; None if the draft is not replayed.
         gated: whether an output that differs from the reference's ends the benchmark.
+        draft_tree: ``EngineConfig.draft_tree``; None if it is not set.
 
     """
 
@@ -78,12 +80,14 @@ class MethodSetting:
     num_draft_tokens: int | str | None = None
     acceptance: float | None = None
     gated: bool = True
+    draft_tree: DraftTree | None = None
 
     @property
     def label(self) -> str:
         """What messages and plots call it."""
         k = "" if self.num_draft_tokens is None else f", K {self.num_draft_tokens}"
-        return self.name + k + ("" if self.acceptance is None else f", acceptance {self.acceptance:g}")
+        tree = "" if self.draft_tree is None else f", tree {self.draft_tree}"
+        return self.name + k + tree + ("" if self.acceptance is None else f", acceptance {self.acceptance:g}")
 
 
 Runs = dict[MethodSetting, list[Measurement]]

@@ -86,14 +86,14 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
 
 
-def add_drafter_options(parser: argparse.ArgumentParser) -> None:
-    """Add --tap-layers and --draft-tree."""
+def add_drafter_options(parser: argparse.ArgumentParser, several_trees: bool = False) -> None:
+    """Add --tap-layers and --draft-tree; with ``several_trees`` the latter takes one tree or more, and is a list."""
     add_tap_layers(parser)
     meaning = (
         "what a drafter of trees drafts: 'chain', a number of nodes, or rank paths as JSON, such as "
         "[[0],[0,0],[1]] (default: the drafter's own)"
     )
-    parser.add_argument("--draft-tree", type=_tree, metavar="TREE", help=meaning)
+    parser.add_argument("--draft-tree", type=_tree, nargs="+" if several_trees else None, metavar="TREE", help=meaning)
 
 
 def add_tap_layers(parser: argparse._ActionsContainer, default: str = "its checkpoint's") -> None:

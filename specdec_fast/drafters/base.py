@@ -47,9 +47,9 @@ class StepResult:
         accepted_rows: per sequence, the rows of the target's forward whose tokens are committed: first the token that
             was the last committed one before this step, then each accepted draft token. A range, if the drafts were
             chains.
-        hidden_states: the target's hidden states at every row of that forward, ``[T, taps, H]`` in the dtype of its
-            residual stream, on its device; of rejected rows too. None if the drafter has no taps. It may be kept, but a
-            slice keeps all of it: copy what is to be kept.
+        hidden_states: the target's hidden states at every row of that forward, rejected rows included:
+            ``[T, taps, H]`` in the dtype of its residual stream, on its device. None if the drafter has no taps. The
+            drafter may keep it; a slice keeps all of its memory, so copy smaller parts.
 
     """
 
@@ -58,13 +58,13 @@ class StepResult:
 
 
 class Drafter(ABC):
-    """Proposes tokens. A poor proposal costs time, but no wrong token: the target verifies every token.
+    """Proposes tokens. A poor proposal costs time and changes no output, because the target verifies every token.
 
     The engine calls ``prepare`` when a run begins, and ``grow`` when later requests need more KV positions. It calls
     ``admit`` before it asks for a sequence's first draft. In each step it calls ``propose`` and, after committing the
-    target's tokens, ``commit``. It calls ``release`` when a sequence leaves, for whatever reason. A sequence whose KV
-    pages others need is released as well, and admitted again later, with more tokens. The engine may run steps of a
-    sequence without asking for a draft, and it may never admit a sequence.
+    target's tokens, ``commit``. It calls ``release`` when a sequence leaves, for whatever reason. If other sequences
+    need the KV pages of a sequence, the engine releases it as well, and admits it again later, with more tokens. The
+    engine may run steps of a sequence without asking for a draft, and it may never admit a sequence.
 
     A drafter with ``taps`` receives hidden states of the target. The engine admits every sequence to it, before the
     target computes the sequence's first row. From then on the hidden states of every committed position but the newest
@@ -131,11 +131,11 @@ class Drafter(ABC):
         return False
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Return the memory in bytes that it needs beside weights and KV entries.
+        """Return the memory in bytes that it needs in addition to weights and KV entries.
 
         Args:
-            num_sequences: of a step.
-            num_draft_tokens: largest number per sequence, at least 1.
+            num_sequences: number of sequences of a step.
+            num_draft_tokens: largest number of draft tokens per sequence, at least 1.
             prefill_rows: largest number of rows of a prefill forward; None: as many as a forward may have.
 
         """
@@ -145,14 +145,14 @@ class Drafter(ABC):
         """Use this ``max_prefill_tokens`` instead of that of the configuration; called before the first step."""
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
-        """Measure the time of drafting one token for several sequences at once; called if K is ``"auto"``.
+        """Measure the time of drafting one token for each of several sequences; called if K is ``"auto"``.
 
         Args:
             row_counts: the numbers of sequences to measure.
 
         Returns:
-            Seconds by number of sequences; key 0 has the cost of a proposal that does not depend on its length. None
-            if the drafter does not know: then the engine measures it during the first steps.
+            Seconds by number of sequences; key 0 has the part of a proposal's cost that does not depend on its
+            length. None if the drafter does not know; then the engine measures the cost during the first steps.
 
         """
         return None
@@ -160,7 +160,7 @@ class Drafter(ABC):
     def prepare(self, num_tokens: int, page_size: int) -> None:  # noqa: B027
         """Make room for ``num_tokens`` KV positions in total, in pages of ``page_size``; no sequence is admitted.
 
-        The positions of admitted sequences fit: per sequence its tokens and those proposed next, in whole pages.
+        The engine never needs more: for each admitted sequence, its tokens and those proposed next, in whole pages.
         """
 
     def grow(self, num_tokens: int) -> None:  # noqa: B027
@@ -193,15 +193,15 @@ class Drafter(ABC):
         """
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
-        """Forget a sequence. It may never have been admitted: no draft was needed, or an error came first."""
+        """Forget a sequence, which may never have been admitted: no draft was needed, or an error occurred before."""
 
 
 class TreeDrafter(Drafter):
     """Proposes trees of draft tokens, so that one verification tries several continuations of a sequence.
 
     K bounds the depth of a tree. The number of its nodes has a limit of its own, because every node is a row of the
-    verification and a KV entry: ``max_nodes``, or K if that is more. If KV pages or memory run short, or the engine's
-    memory budget has no room for that many, it is K, as for a chain.
+    verification and a KV entry. The limit is ``max_nodes``, or K if that is more. If KV pages or memory run short, or
+    the engine's memory budget has no room for so many nodes, the limit is K, as for a chain.
 
     Attributes:
         max_nodes: the largest number of nodes that it proposes for one sequence; constant.

@@ -46,9 +46,8 @@ _AHEAD = 2  # times the sequences that may be resident, for which `as_completed`
 class Engine:
     """A target, a drafter and their KV pools, loaded once and used for any number of calls.
 
-    Any number of threads may call it at the same time, and streams may be open meanwhile: their requests are decoded
-    in one batch, in the steps that one of the threads runs for all. The models are the caller's and may be used
-    elsewhere between calls.
+    Any number of threads may call it at the same time, also while streams are open. One of the threads runs the steps,
+    in which the requests of all calls are decoded in one batch. The caller may use the models elsewhere between calls.
 
     Args:
         target: name, folder or loaded Hugging Face causal model.
@@ -56,13 +55,13 @@ class Engine:
             ``"none"``) for plain decoding.
         config: an EngineConfig; its fields may be given as keywords instead.
         tokenizer: the target's; None loads the one beside the model, if there is one. Or an object of your own, with
-            ``__call__(text).input_ids`` and ``decode(ids, skip_special_tokens=True)``; decoding more ids may only
-            extend the text.
+            ``__call__(text).input_ids`` and ``decode(ids, skip_special_tokens=True)``; the text of a list of ids must
+            begin with the text of any first part of the list.
 
     Raises:
         ConfigError: unknown method, keyword or backend, or a value out of range.
         MemoryBudgetError: ``memory_bytes`` is too small for the models and one short sequence.
-        UnsupportedModelError: a model cannot be paged.
+        UnsupportedModelError: a model does not run over a paged KV cache.
         DrafterError: the drafter's ``taps`` or ``max_nodes`` are wrong.
         NotYetSupportedError: the drafter proposes trees, and the target verifies none: with ``backend="flash"``.
         VocabularyMismatchError: the draft model has another vocabulary than the target.
@@ -139,7 +138,7 @@ class Engine:
 
     @property
     def last_run(self) -> RunStats:
-        """Counts and times of the latest call; of all of them where calls overlapped."""
+        """Counts and times of the latest call, or of all calls that overlapped with it."""
         return self.shared.run
 
     def generate(
@@ -148,9 +147,10 @@ class Engine:
         """Decode every prompt.
 
         Args:
-            prompts: strings, lists of token ids, lists of messages, and results of a tokenizer, mixed as you like; or
-                one of them.
-            params: SamplingParams or a transformers GenerationConfig, one for all or one each; None is greedy.
+            prompts: a prompt, or a list of prompts of any kinds: strings, lists of token ids, lists of messages,
+                results of a tokenizer.
+            params: SamplingParams or a transformers GenerationConfig: one for all prompts, or a list with one for each;
+                None is greedy.
             progress: show a progress bar; None shows it on a terminal.
             **prompt_options: fields of PromptOptions, such as ``add_special_tokens`` and ``chat_template_kwargs``.
 
@@ -159,10 +159,10 @@ class Engine:
             and the typed error in ``.error``; the other requests are unaffected.
 
         Raises:
-            InvalidParamsError, NotYetSupportedError, ConfigError: before any work, for arguments that are wrong as
-                a whole.
-            EngineBusyError: called by code that a step of this engine called (a drafter, for example), or while
-                requests that were added to ``core`` directly have not ended.
+            InvalidParamsError, NotYetSupportedError, ConfigError: an argument of the call is wrong; raised before any
+                work.
+            EngineBusyError: a step of this engine made the call (in a drafter, for example), or requests that were
+                added to ``core`` directly have not ended.
             ForkedProcessError: the engine was made in the process that this one was forked from.
 
         """
@@ -189,8 +189,9 @@ class Engine:
     def stream(self, prompts: Any, params: Any = None, **prompt_options: Any) -> Generator[StreamChunk, None, None]:
         """Decode every prompt and yield tokens as steps emit them.
 
-        Arguments and errors are those of ``generate``. Chunks of different prompts interleave; the chunks of one
-        prompt add up to its ``generate`` output. To stop early, close the iterator: that frees its KV pages at once.
+        Arguments and errors are those of ``generate``. Chunks of different prompts interleave; the chunks of one prompt
+        add up to its ``generate`` output. To stop early, close the iterator, which frees the KV pages of its requests
+        at once.
         """
         sequences = list(self._build(prompts, params, prompt_options))
         return chunks_of(sequences, self.tokenizer, self._decode(sequences, self.shared.call(returns=False)))
@@ -240,7 +241,7 @@ class Engine:
         if self.target.is_sharded and not isinstance(self.config.num_draft_tokens, int):
             raise ConfigError(
                 f"num_draft_tokens={self.config.num_draft_tokens!r}, but the target is sharded over processes, each of "
-                "which would choose K by its own times; pass an integer."
+                "which would choose K by its own measurements; pass an integer."
             )
 
     def _builder(self) -> RequestBuilder:

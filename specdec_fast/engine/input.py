@@ -27,11 +27,11 @@ _DEFAULTS = PromptOptions()
 
 
 def as_params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
-    """Accept one SamplingParams for all prompts, or one each."""
+    """Accept one SamplingParams for all prompts, or a list with one for each."""
     if not isinstance(params, (list, tuple)):
         return [as_sampling_params(params)] * num_prompts
     if len(params) != num_prompts:
-        raise ConfigError(f"{len(params)} params for {num_prompts} prompts; pass one for all, or one each.")
+        raise ConfigError(f"{len(params)} params for {num_prompts} prompts; pass one for all, or one for each.")
     return [as_sampling_params(p) for p in params]
 
 

@@ -55,8 +55,8 @@ def make_deterministic(model: RaggedModel) -> None:
         model.why_one_by_one = _OTHER_BITS
     raise DeterminismError(
         f"{model.name} in {model.layout.dtype} on {model.layout.device} does not give one text the same bits in every "
-        "batch, not even one row at a time; pass deterministic=False, and near-ties between tokens may fall "
-        "differently in different batches."
+        "batch, not even one row at a time; pass deterministic=False: at a near-tie, another batch may then emit "
+        "another token."
     )
 
 

@@ -54,7 +54,7 @@ def checked_taps(taps: Any, num_layers: int) -> tuple[int | str, ...]:
 
     """
     if not isinstance(taps, (tuple, list)):
-        raise DrafterError(f"a drafter's taps are {taps!r}; expected a tuple of layer ids, and {FINAL!r} if it likes.")
+        raise DrafterError(f"a drafter's taps are {taps!r}; expected a tuple of layer ids and {FINAL!r}.")
     wrong = [tap for tap in taps if tap != FINAL and not (type(tap) is int and 0 <= tap <= num_layers)]
     if wrong:
         raise DrafterError(

@@ -51,17 +51,17 @@ def create_app(
 ) -> FastAPI:
     """Return an application that serves an engine; it can run by itself or be mounted in another one.
 
-    The engine stays the caller's, who closes it. As soon as it is being closed, requests are refused with status 503.
+    The caller keeps the engine and closes it. From then on requests are refused with status 503.
 
     Args:
-        engine: what decodes.
-        model_names: names that requests may give for the model; by default the target's.
-        api_key: the key that requests must have, except for ``/health`` and ``/metrics``; None: no key.
+        engine: decodes the requests.
+        model_names: names by which requests may call the model; by default the target's.
+        api_key: the key that requests must send, except for ``/health`` and ``/metrics``; None: no key.
         timeout: seconds after which a request ends with status 504; None: no limit.
-        default_max_tokens: tokens of a chat answer whose request has no limit.
-        stream_interval: tokens of a stream's event at least, but for the first and the last one; more tokens cost the
-            server fewer events, and clients see a text later.
-        max_request_bytes: limit of a request's body.
+        default_max_tokens: largest number of tokens of a chat answer whose request has no limit.
+        stream_interval: least number of tokens in an event of a stream, except the first and the last event. With a
+            larger number the server sends fewer events, and clients see a text later.
+        max_request_bytes: largest size of a request's body.
 
     Raises:
         ConfigError: a limit is out of range, the key is empty, or ``model_names`` is one string.

@@ -87,7 +87,7 @@ class StreamOptions(BaseModel):
 class RequestBody(BaseModel):
     """The fields that completions and chat have in common.
 
-    Those from ``top_k`` on are not OpenAI's. They have vLLM's names, except for ``num_draft_tokens``.
+    Fields from ``top_k`` on are additions to OpenAI's API. They have vLLM's names, except for ``num_draft_tokens``.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)

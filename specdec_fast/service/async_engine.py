@@ -34,26 +34,27 @@ _CLOSED = "the engine has been closed; make another one."
 
 
 class AsyncEngine:
-    """An engine for event loops: requests come and go between steps, and a worker thread runs the model.
+    """An engine for event loops: requests join and leave between steps, and a worker thread runs the model.
 
-    Every output has the tokens and the log-probability bits of ``Engine.generate``, whatever else is served. What is
-    refused raises an error before any work. A request that fails, is cancelled by its id, or passes its deadline later
-    ends with ``finish_reason="error"`` and the typed error in ``.error``, and keeps its tokens.
+    Every output has the tokens and the log-probability bits of ``Engine.generate``, whatever other requests are
+    decoded. A request that is refused raises an error before any work. A request that later fails, is cancelled by its
+    id, or passes its deadline ends with ``finish_reason="error"`` and the typed error in ``.error``, and keeps its
+    tokens.
 
-    Several event loops may use one instance. Its ``engine`` may be called by other threads meanwhile.
+    Several event loops may use one instance. Other threads may call its ``engine`` at the same time.
 
     Args:
         target: the model that verifies, as for ``Engine``.
         draft: the drafter, as for ``Engine``.
         config: as for ``Engine``; without one, ``max_prefill_tokens`` is 512.
         tokenizer: as for ``Engine``.
-        max_waiting: requests that may wait at most, besides those that fit into the window (``window_size``).
-        kv_token_budget: KV positions (prompt and ``max_new_tokens``) that all requests together, running and waiting,
-            may need at most; None: no limit besides ``max_waiting``.
+        max_waiting: largest number of requests that wait, besides those that fit into the window (``window_size``).
+        kv_token_budget: largest number of KV positions (prompt and ``max_new_tokens``) of all requests together,
+            running and waiting; None: no limit besides ``max_waiting``.
         **keywords: fields of the config, instead of ``config``.
 
     Attributes:
-        engine: the synchronous engine beneath.
+        engine: the synchronous engine that runs the steps.
 
     Raises:
         ConfigError: a limit is out of range; and what ``Engine`` raises.
@@ -80,8 +81,8 @@ class AsyncEngine:
         self.engine = Engine(target, draft, config, tokenizer=tokenizer, **keywords)
         if self.engine.target.is_sharded:
             raise ConfigError(
-                "the target is sharded over processes, but requests reach an AsyncEngine of each at another time; use "
-                "Engine, and make the same calls in every process."
+                "the target is sharded over processes, and requests would reach an AsyncEngine in each at different "
+                "times; use Engine, and make the same calls in every process."
             )
         core = self.engine.core
         self._builder = RequestBuilder(self.engine.target, self.engine.tokenizer, core.length_policy.max_draft_tokens)
@@ -102,11 +103,11 @@ class AsyncEngine:
         return self._is_closed
 
     def stats(self) -> ServiceStats:
-        """Return what is served now, and the counts of all requests so far; any thread may call."""
+        """Return the present requests and KV pages, and the counts of all requests so far; any thread may call."""
         return self._worker.stats()
 
     def add_observer(self, observer: Observer) -> None:
-        """Let a function see the RequestRecord of every request that was served and has ended.
+        """Call a function with the RequestRecord of every request that was served and has ended.
 
         Args:
             observer: called soon after the end, in a thread of the engine or of the caller that dropped the request;
@@ -142,10 +143,10 @@ class AsyncEngine:
             The output; ``index`` is 0.
 
         Raises:
-            EngineOverloadedError: as many requests, or KV positions, as may be are served or wait.
+            EngineOverloadedError: ``max_waiting`` or ``kv_token_budget`` is reached.
             EngineClosedError: the engine has been closed.
             RequestError, InvalidParamsError, ConfigError: the prompt, the parameters or another argument are wrong.
-            RequestCancelledError: it was cancelled before its prompt was encoded.
+            RequestCancelledError: the request was cancelled before its prompt was encoded.
             ForkedProcessError: the engine was made in the process that this one was forked from.
 
         """
@@ -169,8 +170,8 @@ class AsyncEngine:
     ) -> AsyncStream:
         """Decode one prompt, beginning now, and return its chunks for ``async for``.
 
-        Takes what ``generate`` does. A full queue, a closed engine and wrong parameters raise here, a wrong prompt when
-        the first chunk is read. Call it where an event loop runs.
+        The arguments are those of ``generate``. A full queue, a closed engine and wrong parameters raise here; a wrong
+        prompt raises when the first chunk is read. Call it where an event loop runs.
         """
         read = self._reader(prompt, params, prompt_options)
         request = self._accept(read, request_id, timeout, is_stream=True)
@@ -191,7 +192,7 @@ class AsyncEngine:
     async def close(self, finish_within: float = 0.0) -> None:
         """Refuse further requests, let the others finish for a while, cancel the rest, and end the threads.
 
-        It takes ``finish_within`` seconds and one step at most.
+        This takes at most ``finish_within`` seconds and one step.
 
         Args:
             finish_within: seconds for which requests may go on; those that do not end within them end with a

@@ -115,7 +115,7 @@ class LiveRequests:
         with self._lock:
             if len(self._requests) >= self.most_requests:
                 raise EngineOverloadedError(
-                    f"{len(self._requests)} requests are running or waiting, and there may be {self.most_requests} "
+                    f"{len(self._requests)} requests are running or waiting, the limit is {self.most_requests} "
                     "(the window plus max_waiting); send the request again later, or raise max_waiting."
                 )
             if request_id is None:  # a caller may have chosen a name of the same form

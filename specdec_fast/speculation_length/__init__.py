@@ -27,7 +27,7 @@ def make_length_policy(num_draft_tokens: Any) -> LengthPolicy:
         most = getattr(num_draft_tokens, "max_draft_tokens", None)
         if not isinstance(most, int) or most < 0:
             name = type(num_draft_tokens).__name__
-            raise ConfigError(f"max_draft_tokens of {name}: {most!r}; expected the largest K that it gives.")
+            raise ConfigError(f"max_draft_tokens of {name}: {most!r}; expected an int, the largest K that it gives.")
         return num_draft_tokens
     if isinstance(num_draft_tokens, str) and num_draft_tokens in LENGTH_POLICIES:
         return LENGTH_POLICIES[num_draft_tokens]()

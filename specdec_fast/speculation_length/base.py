@@ -1,4 +1,4 @@
-"""The contract of a K policy. To add one: copy ``fixed.py`` and name it in ``speculation_length/__init__.py``."""
+"""The contract of a K policy. To add one, copy ``fixed.py`` and name it in ``speculation_length/__init__.py``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class StepObservation(NamedTuple):
         limits: draft tokens asked for.
         num_draft_tokens: draft tokens proposed and verified; of a tree, its depth.
         num_accepted: draft tokens accepted.
-        draft_seconds: wall-clock time of the drafter, its prefill of sequences that it had not seen included.
-        verify_seconds: of the target's forward alone. On a GPU both may have been queued only.
-        other_seconds: of everything else: laying the forward out, accept, which waits for it, commit, and what the
-            engine's caller did with the tokens of the step before.
-        may_branch: whether a tree might have more nodes than a chain has tokens: not, if memory or KV pages were short.
+        draft_seconds: wall-clock time of the drafter, including its prefill of new sequences.
+        verify_seconds: wall-clock time of the target's forward alone. On a GPU both may only have been queued.
+        other_seconds: wall-clock time of everything else: laying out the forward, accept, which waits for it, commit,
+            and what the engine's caller did with the tokens of the step before.
+        may_branch: whether a tree was allowed more nodes than a chain has tokens; False if memory or KV pages were
+            short.
         scores: of each sequence's draft tokens that were verified (``Draft.scores``); None if the drafter has none.
         accepted_nodes: if there are scores, the indices of the accepted draft tokens among these, per sequence.
 
@@ -48,8 +49,8 @@ class Profiler(NamedTuple):
         max_batch_size: sequences in one step at most.
         is_asynchronous: whether forwards are only queued (on a GPU), so that only a whole step's time is known.
         verify_seconds: takes row counts; returns the seconds of one target forward, by row count.
-        draft_seconds: takes numbers of sequences; returns the seconds of drafting one token for so many, by number, and
-            at 0 those of a proposal besides; None if the drafter does not know.
+        draft_seconds: takes numbers of sequences; returns the seconds of drafting one token for each of them, by
+            number, and at 0 what a proposal costs in addition; None if the drafter does not know.
         max_nodes: largest number of nodes of the drafter's trees; 0 if it drafts chains.
         has_scores: whether the nodes of these trees, or the tokens of these chains, have scores.
 
@@ -69,10 +70,10 @@ class Profiler(NamedTuple):
 
 
 class LengthPolicy(ABC):
-    """Chooses how many draft tokens each sequence of a step may get. It changes when a token comes, never which (I6).
+    """Chooses how many draft tokens each sequence of a step may get. No choice changes a token of an output.
 
-    Of a tree of draft tokens it chooses the depth, whether it may have more nodes than a chain has tokens, and which of
-    its nodes are verified.
+    For a tree of draft tokens it chooses the depth, whether the tree may have more nodes than a chain has tokens, and
+    which of its nodes are verified.
 
     The engine calls ``prepare`` when it is made, ``limits`` before a step, ``least_score`` when the tokens of the step
     have been drafted, ``observe`` after it, and ``forget`` when a sequence leaves. An instance serves one engine.
@@ -88,15 +89,15 @@ class LengthPolicy(ABC):
 
     @abstractmethod
     def limits(self, batch: list[Sequence]) -> list[int]:
-        """Return K of each sequence of the next step, 0 included.
+        """Return K of each sequence of the next step, from 0 to ``max_draft_tokens``.
 
-        It is less than ``num_remaining``, because one token is the target's own.
+        K is 0 or less than ``num_remaining`` of the sequence, because one token of a step is the target's own.
         """
 
     # The hooks below do nothing for a policy that learns nothing.
 
     def prepare(self, profiler: Profiler) -> None:  # noqa: B027
-        """Measure what the policy needs to know; nothing is measured unless it asks."""
+        """Measure what the policy needs to know, by the functions of ``profiler``."""
 
     def least_score(self, scores: list[list[float]]) -> float:
         """Return the score from which on draft tokens are verified; the others are dropped.
@@ -109,19 +110,19 @@ class LengthPolicy(ABC):
         return float("-inf")
 
     def observe(self, step: StepObservation) -> None:  # noqa: B027
-        """Learn what a step took and what was accepted in it.
+        """Learn how long a step took and what was accepted in it.
 
-        If KV pages or memory ran short, the step had a part of the batch for which ``limits`` was asked.
+        If KV pages or memory ran short, the step had only a part of the batch that ``limits`` received.
         """
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027
-        """Drop what is kept of a sequence; there may be nothing."""
+        """Drop what the policy keeps of a sequence, if anything."""
 
     def checked_limits(self, batch: list[Sequence]) -> list[int]:
         """Return ``limits``, held to the contract.
 
         Raises:
-            LengthPolicyError: it is no list of one int per sequence, or one is out of range.
+            LengthPolicyError: ``limits`` is not a list of one int per sequence, or an int is out of range.
 
         """
         limits, most = self.limits(batch), self.max_draft_tokens
@@ -132,8 +133,8 @@ class LengthPolicy(ABC):
         for k, sequence in zip(limits, batch, strict=True):
             if type(k) is not int or not 0 <= k <= most or (k and k >= sequence.num_remaining):
                 raise LengthPolicyError(
-                    f"limits of {type(self).__name__}: {k!r} for a sequence with {sequence.num_remaining} tokens to "
-                    f"come; expected an int from 0 to max_draft_tokens={most}, and less than the tokens to come."
+                    f"limits of {type(self).__name__}: {k!r} for a sequence with {sequence.num_remaining} remaining "
+                    f"tokens; expected an int from 0 to max_draft_tokens={most}, and less than the remaining tokens."
                 )
         return limits
 
@@ -141,7 +142,7 @@ class LengthPolicy(ABC):
         """Return ``least_score``, held to the contract.
 
         Raises:
-            LengthPolicyError: it is no number.
+            LengthPolicyError: ``least_score`` is not a number.
 
         """
         least = self.least_score(scores)

@@ -52,23 +52,42 @@ def test_pytorch_runs_all_forwards_where_that_is_wanted(monkeypatch, options):
     assert set(used) == {bool(options)}
 
 
-def test_a_tree_of_medusa_heads(capsys, tmp_path):
+@pytest.fixture
+def medusa(tmp_path):
     config = json.loads((demo_pair() / "target" / "config.json").read_text())
     write_heads(tmp_path, named(random_heads(config["vocab_size"], config["hidden_size"], num_heads=2), "safetensors"))
-    options = [
-        "--drafts",
-        f"medusa:{tmp_path}",
-        "ngram",
-        "--num-prompts",
-        "1",
-        "--max-new-tokens",
-        "4",
-        "--batch-sizes",
-        "1",
-    ]
-    drafters.main([*options, "--repeats", "1", "--draft-tree", "[[0], [1]]"])
+    return f"medusa:{tmp_path}"
+
+
+def options_of(draft):
+    short = ["--num-prompts", "1", "--max-new-tokens", "4", "--batch-sizes", "1", "--repeats", "1"]
+    return ["--drafts", draft, "ngram", *short]
+
+
+def test_a_tree_of_medusa_heads(capsys, medusa):
+    drafters.main([*options_of(medusa), "--draft-tree", "[[0], [1]]"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["draft_tree"] == [[0], [1]]
+    assert [row["draft_tree"] for row in report["rows"]] == [None, [[0], [1]], None]
     assert report["rows"][1]["num_drafts"] > 0
     with pytest.raises(sd.ConfigError, match="has the node"):
-        drafters.main([*options, "--draft-tree", "[[0], [0, 0], [0, 0, 0]]"])
+        drafters.main([*options_of(medusa), "--draft-tree", "[[0], [0, 0], [0, 0, 0]]"])
+
+
+def test_several_trees_in_one_run(capsys, medusa):
+    """A drafter that reads no trees, and plain decoding, run once."""
+    drafters.main([*options_of(medusa), "--draft-tree", "chain", "[[0], [1], [2]]", "2"])
+    *table, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)["rows"]
+    trees = [(row["drafter"], row["draft_tree"]) for row in rows]
+    assert trees == [
+        ("none", None),
+        (medusa, "chain"),
+        (medusa, [[0], [1], [2]]),
+        (medusa, 2),
+        ("ngram", None),
+    ]
+    assert rows[0]["draft_tokens_per_step"] == 0
+    # The last step may draft fewer nodes, because it may emit fewer tokens.
+    assert 2 < rows[2]["draft_tokens_per_step"] <= 3
+    assert all(rows[i]["draft_tokens_per_step"] <= 2 for i in (1, 3))
+    assert all(name in "\n".join(table) for name in ("chain", "3 paths"))
