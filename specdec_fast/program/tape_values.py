@@ -5,9 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from specdec_fast.program.row_views import NotLowerableError, RowView
+from specdec_fast.program.row_views import RowView
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,3 @@ class Overwritten:
 
 
 Value = RowView | Index | Extent | Complex | Overwritten
-
-
-def only_axis(tensor: Tensor) -> int:
-    """Return the one axis of a tensor of integers of the batch that is longer than 1."""
-    axes = [d for d, size in enumerate(tensor.shape) if size != 1]
-    if len(axes) != 1:
-        raise NotLowerableError(f"integers of the batch in a shape {list(tensor.shape)}")
-    return axes[0]
