@@ -28,7 +28,7 @@ from specdec_fast.program.ir import (
 )
 from specdec_fast.program.operands import FLOATS, WHOLE, kept, lengths_of, operand_of, sizes_of, strides_of
 from specdec_fast.program.row_views import NotLowerableError, RowView, collapsed, dense, row_axis
-from specdec_fast.program.tape_values import Complex, Extent, Index, Overwritten, Value
+from specdec_fast.program.tape_values import Complex, Extent, Index, OfLoop, Overwritten, Value
 
 
 class Tape:
@@ -99,7 +99,12 @@ class Tape:
             return value
         if isinstance(value, Overwritten):
             raise NotLowerableError("numbers that were changed in place through another tensor of the same memory")
-        kinds = {Index: "integers of the batch", Extent: "a number of the whole batch", Complex: "complex numbers"}
+        kinds = {
+            Index: "integers of the batch",
+            Extent: "a number of the whole batch",
+            Complex: "complex numbers",
+            OfLoop: "choices of all rows",
+        }
         what = kinds.get(type(value), "a constant")
         raise NotLowerableError(f"an operation on {what} where numbers of rows are expected")
 

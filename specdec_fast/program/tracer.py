@@ -14,12 +14,20 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_fast.program import lower_choices, lower_complex, lower_math, lower_sums, lower_tables, lower_views
+from specdec_fast.program import (
+    lower_choices,
+    lower_complex,
+    lower_loops,
+    lower_math,
+    lower_sums,
+    lower_tables,
+    lower_views,
+)
 from specdec_fast.program.in_place import changed_in_place
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.program.tape import Tape
 
-_TABLES = (lower_views, lower_math, lower_sums, lower_tables, lower_choices, lower_complex)
+_TABLES = (lower_views, lower_math, lower_sums, lower_tables, lower_choices, lower_complex, lower_loops)
 LOWERED = {name: handler for table in _TABLES for name, handler in table.LOWERED.items()}
 # Operations of which PyTorch has two.
 _OTHER_NAMES = {
@@ -70,12 +78,12 @@ class Recorder(TorchDispatchMode):
             raise NotLowerableError(f"{func} has no counterpart in a forward program")
         before = self.tape.value(args[0]) if in_place else None
         try:
-            handler(self.tape, result, *args, **kwargs)
+            instead = handler(self.tape, result, *args, **kwargs)
         except NotLowerableError as error:
             raise NotLowerableError(f"{func}: {error}") from error
         if in_place:  # `result` is the first argument, which has a new value from now on
             changed_in_place(self.tape, args[0], before)
-        return result
+        return result if instead is None else instead
 
     def _as_it_is(self, value: Any) -> Any:
         """Return an argument with copies of the constants that the run has written."""

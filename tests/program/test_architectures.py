@@ -22,8 +22,9 @@ from support.programs import CPU, DTYPES, IDS, dense_logits, eager, needs_progra
 pytestmark = needs_programs
 PLACEHOLDER = 35  # a token of both forwards of `ragged_logits`
 SERVED = (
-    "apertus", "beam", "bert", "cohere_compass_text", "ctrl", "electra", "ernie", "gemma3", "gemma3n_text", "gemma4",
-    "gemma4_unified", "laguna", "ministral3", "phi4_multimodal", "phimoe", "roc_bert", "whisper",
+    "apertus", "beam", "bert", "cohere_compass_text", "ctrl", "dbrx", "electra", "ernie", "gemma3", "gemma3n_text",
+    "gemma4", "gemma4_unified", "laguna", "longcat_flash", "ministral3", "phi4_multimodal", "phimoe", "roc_bert",
+    "whisper",
 )  # fmt: skip
 
 
@@ -59,7 +60,10 @@ def types_by_position(model):
 
 
 # Architectures as the sweep builds them; what is changed in the model.
-BUILT = {"bert": types_by_position, "cohere_compass_text": varied, "gemma3n_text": varied}
+BUILT = {
+    "bert": types_by_position, "cohere_compass_text": varied, "dbrx": varied, "gemma3n_text": varied,
+    "longcat_flash": varied,
+}  # fmt: skip
 NAMES = [*CHANGES, *BUILT]
 
 
