@@ -67,7 +67,7 @@ def test_kernels_take_token_ids_of_the_row(name):
     assert torch.equal(launched(model)(token_ids), model(token_ids[None], None)[0])
 
 
-KINDS, NUMBERS = torch.arange(VOCAB_SIZE) % 7 % 3, torch.linspace(-1, 1, VOCAB_SIZE)
+KINDS, NUMBERS = torch.arange(VOCAB_SIZE) % 7 % 3, torch.linspace(-1, 1, VOCAB_SIZE + 2)
 
 
 def per_axis(p):
@@ -82,7 +82,7 @@ def per_axis(p):
 FREQUENCIES = torch.linspace(0.5, 2, WIDTH)
 OF_POSITIONS = {
     "kind_of_a_position": lambda x, p: x * F.embedding(KINDS.expand(1, -1).gather(1, p), TABLE).to(x.dtype),
-    "number_of_a_position": lambda x, p: x * NUMBERS.to(x.dtype)[p + 0][..., None],
+    "number_of_a_position": lambda x, p: x * NUMBERS.to(x.dtype)[p + 2][..., None],
     "number_of_a_computed_place": lambda x, p: x * NUMBERS.to(x.dtype)[(p.clamp(max=90) > 40).long()][..., None],
     "row_of_whole_numbers": lambda x, p: x * torch.stack((KINDS, KINDS + 1), 1)[p].to(x.dtype).sum(-1, keepdim=True),
     "per_axis": lambda x, p: per_axis(p).to(x.dtype),
