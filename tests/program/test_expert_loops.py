@@ -41,6 +41,16 @@ def some_without_weights(x, expert):
     return x * 2 if expert in (2, 3) else gated(x, expert)
 
 
+def with_shared_weights(x, expert):
+    """The last three experts have one matrix: no group of more than four lies in memory one after the other."""
+    return F.linear(x, UP[x.dtype][min(expert, 3)])
+
+
+def with_vectors(x, expert):
+    """Half of the experts multiply by one vector, half by another."""
+    return x * BIAS[x.dtype][0 if expert < 3 else 1]
+
+
 def as_matrices(x, expert):
     return (x @ UP[x.dtype].view(-1, WIDTH).view(EXPERTS, WIDTH, WIDTH)[expert]).tanh()
 
@@ -78,6 +88,8 @@ LOOPS = {
     "gated": lambda x, p: loop(x[0], gated)[None],
     "with_bias": lambda x, p: loop(x[0], with_bias)[None],
     "some_without_weights": lambda x, p: loop(x[0], some_without_weights, spare=2)[None],
+    "with_shared_weights": lambda x, p: loop(x[0], with_shared_weights)[None],
+    "with_vectors": lambda x, p: loop(x[0], with_vectors)[None],
     "as_matrices": lambda x, p: loop(x[0], as_matrices, is_in_place=False)[None],
     "one_kind_each": lambda x, p: loop(x[0], one_kind_each)[None],
     "other_order": lambda x, p: other_order(x[0])[None],
