@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from specdec_fast.program.ir import COMPARISONS
-from specdec_fast.program.lower_math import elementwise, vectors_of
+from specdec_fast.program.lower_math import elementwise
+from specdec_fast.program.lower_sums import vectors_of
+from specdec_fast.program.lower_tables import gather
 from specdec_fast.program.lowering_table import Lowerings
 from specdec_fast.program.row_views import NotLowerableError, RowView
 from specdec_fast.program.tape import Tape
@@ -163,7 +165,7 @@ def _topk(
     found = tape.fresh_like(places, view.axis, view.domain)
     tape.row_op("topk", [view], found, scalar=float(is_sorted))
     tape.bind(places, found)
-    _gather(tape, values, source, axis, places)
+    gather(tape, values, source, axis, places)
 
 
 @LOWERED.entry("max.dim")
@@ -190,14 +192,6 @@ def _first_largest(tape: Tape, name: str, source: Tensor, axis: int) -> tuple[Ro
     place = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), torch.int64)
     tape.row_op("argmax", [view], place)
     return view, place
-
-
-@LOWERED.entry("gather.default")
-def _gather(tape: Tape, result: Tensor, source: Tensor, axis: int, index: Tensor, **kwargs: Any) -> None:
-    view = vectors_of(tape, "gather", source, axis)
-    out = tape.fresh_like(result, view.axis, view.domain)
-    tape.row_op("gather", [view, tape.row_view(index)], out)
-    tape.bind(result, out)
 
 
 @LOWERED.entry("scatter.value", "scatter.src")

@@ -1,8 +1,7 @@
-"""The instructions for operations that compute: functions, sums over the last axis, linear layers."""
+"""The instructions for operations that compute: functions, linear layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.program.ir import COMPARISONS
+from specdec_fast.program.lower_sums import product_of_matrices
 from specdec_fast.program.lowering_table import Lowerings
 from specdec_fast.program.operands import FLOATS, LARGEST_WHOLE, WHOLE
 from specdec_fast.program.row_views import NotLowerableError, RowView
@@ -30,13 +30,13 @@ def _linear(tape: Tape, result: Tensor, rows: Tensor, weight: Tensor, bias: Tens
 
 @LOWERED.entry("matmul.default", "mm.default", "bmm.default")
 def _product(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
-    """Lower a linear layer, or the product of frequencies and positions in rotary embeddings."""
+    """Lower a linear layer, the product of frequencies and positions in rotary embeddings, or of a row's matrices."""
     if left.shape[-1] == 1:
         _binary(tape, result, left, right, code="mul")
     elif tape.value(right) is None and right.dim() == 2:
         tape.linear(tape.row_view(left), right.t(), None, result)
     else:
-        raise NotLowerableError("a matrix product that is no linear layer")
+        product_of_matrices(tape, result, left, right)
 
 
 @LOWERED.entry("addmm.default")
@@ -134,6 +134,7 @@ def elementwise(tape: Tape, result: Tensor, code: str, *operands: Any) -> None:
 
 LOWERED |= {f"{code}.{form}": partial(_binary, code=code) for code in ARITHMETIC for form in ("Tensor", "Scalar")}
 
+
 def _as_operand(tape: Tape, value: Any, dtype: torch.dtype, code: str) -> RowView | Tensor | float:
     """Return an operand of a function that PyTorch computes in a dtype, to which it converts integers at first.
 
@@ -155,75 +156,3 @@ def _as_operand(tape: Tape, value: Any, dtype: torch.dtype, code: str) -> RowVie
 @LOWERED.entry("rsub.Scalar", "rsub.Tensor")
 def _rsub(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1) -> None:
     _binary(tape, result, right, left, alpha, code="sub")
-
-
-def vectors_of(tape: Tape, code: str, source: Tensor, *axes: int) -> RowView:
-    """Return a tensor's numbers for an operation along ``axes``, which must be the last axis alone."""
-    view = tape.row_view(source)
-    if [axis % source.dim() for axis in axes] != [source.dim() - 1] or view.axis == source.dim() - 1:
-        raise NotLowerableError(f"{code} over anything but the last axis")
-    return view
-
-
-def _reduce(
-    tape: Tape, result: Tensor, source: Tensor, axes: Sequence[int], keepdim: bool = False, *, code: str, **kwargs: Any
-) -> None:
-    view = vectors_of(tape, code, source, *axes)
-    if result.dtype in WHOLE:
-        raise NotLowerableError(f"{code} of integers")
-    out = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), result.dtype)
-    tape.row_op(code, [view], out)
-    tape.bind(result, out if keepdim else out.without(-1, 0))
-
-
-LOWERED["mean.dim"] = partial(_reduce, code="mean")
-LOWERED["sum.dim_IntList"] = partial(_reduce, code="sum")
-
-
-@LOWERED.entry("layer_norm.default")
-def _layer_norm(
-    tape: Tape,
-    result: Tensor,
-    source: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *args: Any,
-) -> None:
-    if len(shape) != 1:
-        raise NotLowerableError("a layer norm over several axes")
-    view = tape.row_view(source)
-    out = tape.fresh_like(result, view.axis, view.domain)
-    factors: list[Tensor | float] = [1.0 if weight is None else weight, 0.0 if bias is None else bias]
-    tape.row_op("layer_norm", [view, *factors], out, scalar=float(eps))
-    tape.bind(result, out)
-
-
-@LOWERED.entry("rms_norm.default")
-def _rms_norm(
-    tape: Tape,
-    result: Tensor,
-    source: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> None:
-    """Record ``x / sqrt(mean(x^2) + eps) * weight`` as its parts, in fp32, rounded once."""
-    if len(shape) != 1:
-        raise NotLowerableError("an RMS norm over several axes")
-    view = tape.row_view(source)
-    wide = lambda sizes: tape.fresh(view.domain, view.axis, sizes, torch.float32)  # noqa: E731
-    squares, mean, shifted, scale = (wide(s) for s in (view.sizes, *3 * [(*view.sizes[:-1], 1)]))
-    tape.row_op("square", [view], squares)
-    tape.row_op("mean", [squares], mean)
-    tape.row_op("add", [mean, torch.finfo(source.dtype).eps if eps is None else eps], shifted)
-    tape.row_op("rsqrt", [shifted], scale)
-    out = tape.fresh_like(result, view.axis, view.domain)
-    if weight is None:
-        tape.row_op("mul", [view, scale], out)
-    else:
-        scaled = wide(view.sizes)
-        tape.row_op("mul", [view, scale], scaled)
-        tape.row_op("mul", [scaled, weight], out)
-    tape.bind(result, out)

@@ -1,19 +1,20 @@
-"""The instructions for operations that view numbers in another shape, concatenate them or look them up."""
+"""The instructions for operations that view numbers in another shape or concatenate them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec_fast.program.ir import ROWS, Operand, RowOp
+from specdec_fast.program.in_place import writable
 from specdec_fast.program.lowering_table import Lowerings
-from specdec_fast.program.operands import LARGEST_WHOLE, WHOLE, kept
-from specdec_fast.program.row_views import NotLowerableError
+from specdec_fast.program.operands import WHOLE
+from specdec_fast.program.row_views import NotLowerableError, row_axis
 from specdec_fast.program.tape import Tape
-from specdec_fast.program.tape_values import Index, only_axis
+from specdec_fast.program.tape_values import Index
 
 LOWERED = Lowerings()
 
@@ -62,7 +63,9 @@ def _convert(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: A
 def _view(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
     value = tape.value(source)
     if isinstance(value, Index):
-        only_axis(result)
+        rows = tape.index_axis(source)
+        before, after = prod(source.shape[:rows]), prod(source.shape[rows + 1 :])
+        row_axis(result.shape, before, after, source.shape[rows])
         tape.bind(result, value)
     else:
         tape.bind(result, tape.reshaped(tape.row_view(source), tuple(result.shape)))
@@ -70,14 +73,15 @@ def _view(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any)
 
 @LOWERED.entry("permute.default")
 def _permute(tape: Tape, result: Tensor, source: Tensor, order: Sequence[int]) -> None:
-    tape.bind(result, tape.row_view(source).permuted(order))
+    value = tape.value(source)
+    tape.bind(result, value if isinstance(value, Index) else tape.row_view(source).permuted(order))
 
 
 @LOWERED.entry("transpose.int", "swapaxes.default", "swapdims.default")
 def _transpose(tape: Tape, result: Tensor, source: Tensor, first: int, second: int) -> None:
     order = list(range(source.dim()))
     order[first], order[second] = order[second], order[first]
-    tape.bind(result, tape.row_view(source).permuted(order))
+    _permute(tape, result, source, order)
 
 
 @LOWERED.entry("t.default")
@@ -85,21 +89,37 @@ def _t(tape: Tape, result: Tensor, source: Tensor) -> None:
     _transpose(tape, result, source, 0, source.dim() - 1)
 
 
-@LOWERED.entry("expand.default")
-def _expand(tape: Tape, result: Tensor, source: Tensor, sizes: Sequence[int], **kwargs: Any) -> None:
+@LOWERED.entry("expand.default", "expand_as.default")
+def _expand(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
     value = tape.value(source)
     if isinstance(value, Index):
-        _view(tape, result, source)
+        tape.index_axis(result)
+        tape.bind(result, value)
         return
     view = tape.row_view(source)
     axis = view.axis + result.dim() - source.dim()
     tape.bind(result, view.expanded(axis, tuple(1 if d == axis else size for d, size in enumerate(result.shape))))
 
 
+@LOWERED.entry("repeat.default")
+def _repeat(tape: Tape, result: Tensor, source: Tensor, repeats: Sequence[int]) -> None:
+    """Lower ``source.repeat(...)``: every axis becomes one of repeats and the axis itself, which are then merged."""
+    view = tape.row_view(source)
+    added = result.dim() - source.dim()
+    if repeats[view.axis + added] != 1:
+        raise NotLowerableError("rows are repeated")
+    own = (1,) * added + view.sizes
+    axis = 2 * (view.axis + added) + 1
+    apart = view.viewed(axis, tuple(size for each in own for size in (1, each)))
+    assert apart is not None, "axes of size 1 move no numbers"
+    repeated = apart.expanded(axis, tuple(size for pair in zip(repeats, own, strict=True) for size in pair))
+    tape.bind(result, tape.reshaped(repeated, tuple(result.shape)))
+
+
 @LOWERED.entry("select.int")
 def _select(tape: Tape, result: Tensor, source: Tensor, axis: int, index: int) -> None:
     value = tape.value(source)
-    if isinstance(value, Index) and source.shape[axis] == 1:
+    if isinstance(value, Index) and axis % source.dim() != tape.index_axis(source):
         tape.bind(result, value)
         return
     view = tape.row_view(source)
@@ -118,7 +138,8 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> None:
-    if result.shape == source.shape:
+    value = tape.value(source)
+    if result.shape == source.shape or (isinstance(value, Index) and axis % source.dim() != tape.index_axis(source)):
         _alias(tape, result, source)
         return
     view = tape.row_view(source)
@@ -146,13 +167,15 @@ def _unbind(tape: Tape, result: Sequence[Tensor], source: Tensor, axis: int = 0)
 
 @LOWERED.entry("cat.default", "concat.default", "concatenate.default")
 def _cat(tape: Tape, result: Tensor, sources: Sequence[Tensor], axis: int = 0) -> None:
-    view, start = tape.row_view(sources[0]), 0
+    rows = next(source for source in sources if tape.value(source) is not None)
+    view, start = tape.row_view(rows), 0
     if axis % result.dim() == view.axis:
         raise NotLowerableError("rows are appended to the batch")
     out = tape.fresh_like(result, view.axis, view.domain)
     for source in sources:
         size = source.shape[axis]
-        tape.row_op("copy", [tape.row_view(source)], out.narrowed(axis, start, size))
+        part = source if tape.value(source) is None else tape.row_view(source)
+        tape.row_op("copy", [part], out.narrowed(axis, start, size))
         start += size
     tape.bind(result, out)
 
@@ -169,7 +192,7 @@ def _empty(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any
 @LOWERED.entry("copy_.default")
 def _copy(tape: Tape, result: Tensor, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
     """Lower a copy into a tensor, often a part of one that ``_empty`` has made; all its views share the buffer."""
-    view = tape.writable(target)
+    view = writable(tape, target)
     if not target.is_floating_point():
         raise NotLowerableError(f"numbers are written into a tensor of {target.dtype}")
     tape.row_op("copy", [source if tape.value(source) is None else tape.row_view(source)], view)
@@ -197,54 +220,4 @@ def _repeat_interleave(
     out = tape.fresh_like(result, view.axis, view.domain)
     for place in range(repeats):
         tape.row_op("copy", [view], out.narrowed(axis, place, source.shape[axis], repeats))
-    tape.bind(result, out)
-
-
-@LOWERED.entry("index.Tensor")
-def _index(tape: Tape, result: Tensor, source: Tensor, indices: Sequence[Tensor | None]) -> None:
-    if tape.value(source) is None and len(indices) == 1 and isinstance(indices[0], Tensor):
-        look_up = _numbers_of_vector if source.dim() == 1 else _embedding
-        look_up(tape, result, source, indices[0])
-        return
-    view = tape.row_view(source)
-    chosen = [(d, index) for d, index in enumerate(indices) if index is not None]
-    value = tape.value(chosen[0][1]) if len(chosen) == 1 and chosen[0][0] == view.axis else None
-    if not isinstance(value, Index) or value != Index("logit_rows"):
-        raise NotLowerableError("rows are picked by indices of the model's own")
-    tape.gather(view, result)
-
-
-def _numbers_of_vector(tape: Tape, result: Tensor, source: Tensor, indices: Tensor) -> None:
-    """Lower ``source[indices]``, such as a factor of every chosen expert."""
-    view = tape.row_view(indices)
-    if indices.dtype == torch.bool or view.axis == indices.dim() - 1:
-        raise NotLowerableError("a vector is read at places that are not the last axis of a row")
-    out = tape.fresh_like(result, view.axis, view.domain)
-    tape.row_op("gather", [source, view], out)
-    tape.bind(result, out)
-
-
-@LOWERED.entry("embedding.default")
-def _embedding(tape: Tape, result: Tensor, table: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Lower the choice of a row of a table: by token id, by position, or by an integer computed for every row."""
-    value = tape.value(indices)
-    if tape.value(table) is not None or table.dim() != 2 or not table.is_contiguous():
-        raise NotLowerableError("an embedding by a table that is not plain")
-    computed: tuple[Operand, ...] = ()
-    axis, width, added = 0, table.shape[1], 0
-    if isinstance(value, Index) and (value.kind, value.added != 0) != ("token_ids", True):
-        axis, added = only_axis(indices), value.added
-        if value.kind == "logit_rows":
-            raise NotLowerableError("an embedding by the rows whose logits are wanted")
-    else:
-        view = tape.numbers(indices)
-        if view.size != 1 or view.domain != ROWS or indices.dtype == torch.bool or len(table) > LARGEST_WHOLE:
-            raise NotLowerableError("an embedding by anything but one integer for each row")
-        axis, computed = view.axis, (Operand(view.buffer, view.dtype, view.offset, (0,), 1),)
-    out = tape.fresh_like(result, axis, ROWS)
-    places = Operand(kept(table), table.dtype, 0, (1,), width), Operand(out.buffer, out.dtype, 0, (1,), width)
-    by_position = not computed and value == Index("positions", added)
-    tape.instructions.append(
-        RowOp("embedding", (width,), (places[0], *computed), places[1], scalar=float(added), by_position=by_position)
-    )
     tape.bind(result, out)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-# Its arguments are the tape, the result that PyTorch computed, and the operation's own arguments.
-Handler = Callable[..., None]
+# Its arguments are the tape, the result that PyTorch computed, and the operation's own arguments. It returns what the
+# model receives instead of the result; None: the result.
+Handler = Callable[..., Any]
 
 
 class Lowerings(dict[str, Handler]):

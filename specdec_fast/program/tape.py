@@ -28,7 +28,7 @@ from specdec_fast.program.ir import (
 )
 from specdec_fast.program.operands import FLOATS, WHOLE, kept, lengths_of, operand_of, sizes_of, strides_of
 from specdec_fast.program.row_views import NotLowerableError, RowView, collapsed, dense, row_axis
-from specdec_fast.program.tape_values import Complex, Extent, Index, Overwritten, Value, only_axis
+from specdec_fast.program.tape_values import Complex, Extent, Index, OfLoop, Overwritten, Value
 
 
 class Tape:
@@ -72,12 +72,19 @@ class Tape:
         self.inputs = view.buffer
         self.bind(tensor, view)
 
-    def changed_in_place(self, tensor: Tensor) -> None:
-        """Record that an operation has changed ``tensor`` in place: other tensors of its memory are outdated."""
+    def of_memory(self, tensor: Tensor) -> list[tuple[Tensor, Value]]:
+        """Return the tensors whose memory is that of ``tensor``, itself included, with their values."""
         memory = tensor.untyped_storage().data_ptr()
-        for other, _ in list(self._values.values()):
-            if other is not tensor and other.untyped_storage().data_ptr() == memory:
-                self.bind(other, Overwritten())
+        return [each for each in self._values.values() if each[0].untyped_storage().data_ptr() == memory]
+
+    def of_buffer(self, buffer: int) -> list[tuple[Tensor, RowView | Complex]]:
+        """Return the tensors whose numbers are in a buffer, with their values."""
+        found: list[tuple[Tensor, RowView | Complex]] = []
+        for tensor, value in self._values.values():
+            view = value.parts if isinstance(value, Complex) else value
+            if isinstance(value, RowView | Complex) and isinstance(view, RowView) and view.buffer == buffer:
+                found.append((tensor, value))
+        return found
 
     def row_view(self, tensor: Tensor) -> RowView:
         """Return the places of a tensor's numbers.
@@ -92,7 +99,12 @@ class Tape:
             return value
         if isinstance(value, Overwritten):
             raise NotLowerableError("numbers that were changed in place through another tensor of the same memory")
-        kinds = {Index: "integers of the batch", Extent: "a number of the whole batch", Complex: "complex numbers"}
+        kinds = {
+            Index: "integers of the batch",
+            Extent: "a number of the whole batch",
+            Complex: "complex numbers",
+            OfLoop: "choices of all rows",
+        }
         what = kinds.get(type(value), "a constant")
         raise NotLowerableError(f"an operation on {what} where numbers of rows are expected")
 
@@ -108,10 +120,18 @@ class Tape:
         if not isinstance(value, Index) or value.kind == "logit_rows":
             return self.row_view(tensor)
         like = tensor if like is None else like
-        out = self.fresh_like(like, only_axis(like), ROWS)
+        axis = self.index_axis(like)
+        out = self.fresh(ROWS, axis, (1,) * like.dim(), like.dtype)
         place = Operand(out.buffer, out.dtype, 0, (0,), 1)
         self.instructions.append(RowOp(OF_ROW[value.kind], (1,), (), place, scalar=float(value.added)))
-        return out
+        return out.expanded(axis, tuple(1 if d == axis else size for d, size in enumerate(like.shape)))
+
+    def index_axis(self, tensor: Tensor) -> int:
+        """Return the axis of a tensor of integers of the batch that counts the rows; they repeat along the others."""
+        axes = [d for d, size in enumerate(tensor.shape) if size in self.counts.values()]
+        if len(axes) != 1:
+            raise NotLowerableError(f"integers of the batch in a shape {list(tensor.shape)}")
+        return axes[0]
 
     def fresh(self, domain: int, axis: int, sizes: tuple[int, ...], dtype: torch.dtype) -> RowView:
         """Return a view of a new buffer; ``sizes`` has 1 at ``axis``, the axis of the rows."""
@@ -130,27 +150,13 @@ class Tape:
         sizes = tuple(1 if d == axis else size for d, size in enumerate(tensor.shape))
         return self.fresh(domain, axis, sizes, tensor.dtype)
 
-    def writable(self, tensor: Tensor) -> RowView:
-        """Return the places of a tensor's numbers, so that an operation can write there.
-
-        Raises:
-            NotLowerableError: other tensors share its memory but not its buffer, or its buffer but not its memory; or
-                they are the inputs.
-
-        """
-        view, storage = self.row_view(tensor), tensor.untyped_storage().data_ptr()
-        for other, value in self._values.values():
-            shares_buffer = isinstance(value, RowView) and value.buffer == view.buffer
-            if view.buffer == self.inputs or shares_buffer != (other.untyped_storage().data_ptr() == storage):
-                raise NotLowerableError("numbers are overwritten of which there is a copy")
-        return view
-
     def row_op(self, code: str, inputs: list[RowView | Tensor | float], out: RowView, **more: Any) -> None:
         """Record one operation whose inputs are broadcast to each other; ``out`` has their shape.
 
         For operations along the last axis, only the axes before it are broadcast. Every operand has its own length of
         the last axis; a number has that of the operand before it.
         """
+        inputs = [self._of_one_row(each, out) if isinstance(each, Tensor) else each for each in inputs]
         rank = max(len(out.sizes), *(len(each.sizes) for each in inputs if isinstance(each, RowView)), 0)
         views = [*inputs, out]
         sizes = [sizes_of(each, rank) for each in views]
@@ -175,6 +181,14 @@ class Tape:
             raise NotLowerableError(f"{code} over more than {MAX_RANK} axes")
         operands = [operand_of(*each) for each in zip(views, own, lengths, strict=True)]
         self.instructions.append(RowOp(code, head, tuple(operands[:-1]), operands[-1], **more))
+
+    def _of_one_row(self, constant: Tensor, out: RowView) -> Tensor:
+        """Return what one row sees of a constant, such as zeros, that a forward has made for every row of the batch."""
+        axis = constant.dim() + out.axis - len(out.sizes)
+        if axis < 0 or constant.shape[axis] != self.counts[out.domain]:
+            return constant
+        first = constant.narrow(axis, 0, 1)
+        return first if torch.equal(constant, first.expand_as(constant)) else constant
 
     def copied(self, view: RowView, dtype: torch.dtype | None = None) -> RowView:
         """Return a copy of the numbers, contiguous in a buffer of their own."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from specdec_fast.program.row_views import RowView
 
-from specdec_fast.program.row_views import NotLowerableError, RowView
+if TYPE_CHECKING:
+    from specdec_fast.program.expert_loops import ExpertLoop
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,29 @@ class Overwritten:
     """A tensor whose numbers were changed in place through another tensor of the same memory."""
 
 
-Value = RowView | Index | Extent | Complex | Overwritten
+@dataclass(frozen=True, eq=False)
+class OfLoop:
+    """A tensor by which a loop over experts finds the rows of each of them; see ``expert_loops.py``.
+
+    Attributes:
+        kind: "one_hot"; "counts" and "chosen", per expert; "mask" of an expert's rows; their "rows" and "choices"; or
+            the "sums" of the experts visited so far.
+        loop: the loop.
+        axes: what the axes of "one_hot" and "mask" are: "rows", "choices", "experts".
+        expert: that of a mask, rows and choices.
+        target: the value to which the sums are added.
+
+    """
+
+    kind: str
+    loop: ExpertLoop
+    axes: tuple[str, ...] = ()
+    expert: int = 0
+    target: RowView | None = None
+
+    def with_axes(self, axes: tuple[str, ...]) -> OfLoop:
+        """Return the same with axes in another order."""
+        return replace(self, axes=axes)
 
 
-def only_axis(tensor: Tensor) -> int:
-    """Return the one axis of a tensor of integers of the batch that is longer than 1."""
-    axes = [d for d, size in enumerate(tensor.shape) if size != 1]
-    if len(axes) != 1:
-        raise NotLowerableError(f"integers of the batch in a shape {list(tensor.shape)}")
-    return axes[0]
+Value = RowView | Index | Extent | Complex | OfLoop | Overwritten

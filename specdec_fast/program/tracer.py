@@ -14,11 +14,26 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_fast.program import lower_choices, lower_complex, lower_math, lower_views
+from specdec_fast.program import (
+    lower_choices,
+    lower_complex,
+    lower_loops,
+    lower_math,
+    lower_sums,
+    lower_tables,
+    lower_views,
+)
+from specdec_fast.program.in_place import changed_in_place
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.program.tape import Tape
 
-LOWERED = lower_views.LOWERED | lower_math.LOWERED | lower_choices.LOWERED | lower_complex.LOWERED
+_TABLES = (lower_views, lower_math, lower_sums, lower_tables, lower_choices, lower_complex, lower_loops)
+LOWERED = {name: handler for table in _TABLES for name, handler in table.LOWERED.items()}
+# Operations of which PyTorch has two.
+_OTHER_NAMES = {
+    "absolute": "abs", "divide": "div", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+    "multiply": "mul", "negative": "neg", "not_equal": "ne", "subtract": "sub", "true_divide": "div",
+}  # fmt: skip
 
 
 class Recorder(TorchDispatchMode):
@@ -57,16 +72,18 @@ class Recorder(TorchDispatchMode):
         full_name = str(func).removeprefix("aten.")
         name, overload = full_name.split(".")
         in_place = name.endswith("_") and not name.endswith("__") and full_name not in LOWERED
-        handler = LOWERED.get(f"{name[:-1]}.{overload}" if in_place else full_name)
+        base = name[:-1] if in_place else name
+        handler = LOWERED.get(f"{_OTHER_NAMES.get(base, base)}.{overload}")
         if handler is None or (in_place and self.tape.value(args[0]) is None):
             raise NotLowerableError(f"{func} has no counterpart in a forward program")
+        before = self.tape.value(args[0]) if in_place else None
         try:
-            handler(self.tape, result, *args, **kwargs)
+            instead = handler(self.tape, result, *args, **kwargs)
         except NotLowerableError as error:
             raise NotLowerableError(f"{func}: {error}") from error
         if in_place:  # `result` is the first argument, which has a new value from now on
-            self.tape.changed_in_place(args[0])
-        return result
+            changed_in_place(self.tape, args[0], before)
+        return result if instead is None else instead
 
     def _as_it_is(self, value: Any) -> Any:
         """Return an argument with copies of the constants that the run has written."""

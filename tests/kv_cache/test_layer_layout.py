@@ -95,7 +95,6 @@ LAYOUTS = {  # shapes and sources
     "minicpm3": _DENSE,
     "mimo-v2-flash": ((KVShape(4, 12, 8), KVShape(2, 12, 8), KVShape(4, 12, 8)), (0, 1, 2)),
 }
-NO_PROGRAM = {"gemma3n-shared"}  # PyTorch runs it, with or without the extension
 
 
 # Gemma-3n's forward has twice as many operations as the others together; Gemma-4 shares layers in the same way.
@@ -137,7 +136,7 @@ def test_layout(pair):
     own = [shape for layer, (shape, source) in enumerate(zip(shapes, sources, strict=True)) if layer == source]
     assert model.layout.bytes_per_token == 4 * sum(heads * (key + value) for heads, key, value in own)
     has_programs = all_ops()["linear"].why_unavailable("cpp") is None
-    assert (model.program is not None) == (has_programs and name not in NO_PROGRAM), model.why_no_program
+    assert (model.program is not None) == has_programs, model.why_no_program
 
 
 @pytest.mark.parametrize("backend", grid(["auto", "torch"], keep=["auto"]))

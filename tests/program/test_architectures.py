@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3Config
 
-from bench.common.tiny_models import tiny_config
+from bench.common.tiny_models import tiny_config, tiny_model, varied
 from bench.sweep import examine
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
@@ -22,8 +22,9 @@ from support.programs import CPU, DTYPES, IDS, dense_logits, eager, needs_progra
 pytestmark = needs_programs
 PLACEHOLDER = 35  # a token of both forwards of `ragged_logits`
 SERVED = (
-    "apertus", "beam", "ctrl", "gemma3", "gemma4", "gemma4_unified", "laguna", "ministral3", "phi4_multimodal",
-    "phimoe", "whisper",
+    "apertus", "beam", "bert", "cohere_compass_text", "ctrl", "dbrx", "electra", "ernie", "gemma3", "gemma3n_text",
+    "gemma4", "gemma4_unified", "laguna", "longcat_flash", "ministral3", "phi4_multimodal", "phimoe", "roc_bert",
+    "whisper",
 )  # fmt: skip
 
 
@@ -53,16 +54,38 @@ CHANGES = {
 }
 
 
+def types_by_position(model):
+    """Let the type of a token, which BERT reads at its position, be other than 0."""
+    model.base_model.embeddings.token_type_ids[0] = torch.arange(model.config.max_position_embeddings) // 3 % 2
+
+
+# Architectures as the sweep builds them; what is changed in the model.
+BUILT = {
+    "bert": types_by_position, "cohere_compass_text": varied, "dbrx": varied, "gemma3n_text": varied,
+    "longcat_flash": varied,
+}  # fmt: skip
+NAMES = [*CHANGES, *BUILT]
+
+
 def tiny(name, dtype):
+    if name in BUILT:
+        model = tiny_model(name)
+        BUILT[name](model)
+        return model.to(dtype)
     torch.manual_seed(0)
     config = tiny_config(CONFIG_MAPPING[name])
     CHANGES[name][0](config)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(dtype)
 
 
+def texts(name):
+    """Return the tokens of a test of an architecture."""
+    return CHANGES[name][1] if name in CHANGES else IDS
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    grid([(name, dtype) for name in CHANGES for dtype in DTYPES], lambda each: each[1] == torch.float32),
+    grid([(name, dtype) for name in NAMES for dtype in DTYPES], lambda each: each[1] == torch.float32),
     ids=str,
 )
 @torch.inference_mode()
@@ -70,20 +93,20 @@ def test_integers_of_the_batch_are_computed_as_pytorch_does(name, dtype):
     """At most twice as far from the fp64 model as PyTorch's own forward of that dtype."""
     model = RaggedModel(tiny(name, dtype), resolve(CPU))
     assert model.program is not None, model.why_no_program
-    ids = CHANGES[name][1]
+    ids = texts(name)
     truth = dense_logits(copy.deepcopy(model.model).double(), ids)
     ours, theirs = ((ragged_logits(m, ids=ids).double() - truth).norm() for m in (model, eager(model)))
     assert ours <= 2 * theirs
 
 
-@pytest.mark.parametrize("name", grid(list(CHANGES), keep=["ministral3"]))
+@pytest.mark.parametrize("name", grid(NAMES, keep=["ministral3", "gemma3n_text"]))
 @torch.inference_mode()
 def test_kernels_compute_integers_of_the_batch(name):
     """In Triton's interpreter; nine tokens, of which the sixth is a placeholder."""
     pytest.importorskip("triton")
     from support.device_programs import interpreted
 
-    model, ids = interpreted(tiny(name, torch.float32)), CHANGES[name][1][:9]
+    model, ids = interpreted(tiny(name, torch.float32)), texts(name)[:9]
     pool = PagePool(model.layout, 64, 16)
     pool.add("a")
     got, truth = model.forward(lay_out(pool, [Rows("a", 0, 9)], ids), pool), model.model(ids[None]).logits[0]

@@ -67,6 +67,56 @@ def test_kernels_take_token_ids_of_the_row(name):
     assert torch.equal(launched(model)(token_ids), model(token_ids[None], None)[0])
 
 
+KINDS, NUMBERS = torch.arange(VOCAB_SIZE) % 7 % 3, torch.linspace(-1, 1, VOCAB_SIZE + 2)
+
+
+def per_axis(p):
+    """Positions for text, time, height and width, as models of images and text have them: here they are equal."""
+    four = p[None].expand(4, *p.shape)
+    text, rest = four[0], four[1:].transpose(0, 1).transpose(0, 1)
+    angles = rest[..., None].float() * FREQUENCIES  # [3, 1, T, WIDTH]
+    angles = torch.cat((angles[0, ..., :8], angles[1, ..., 8:16], angles[2, ..., 16:]), -1)
+    return torch.where((text > 50)[..., None], angles, -angles)
+
+
+FREQUENCIES = torch.linspace(0.5, 2, WIDTH)
+OF_POSITIONS = {
+    "kind_of_a_position": lambda x, p: x * F.embedding(KINDS.expand(1, -1).gather(1, p), TABLE).to(x.dtype),
+    "number_of_a_position": lambda x, p: x * NUMBERS.to(x.dtype)[p + 2][..., None],
+    "number_of_a_computed_place": lambda x, p: x * NUMBERS.to(x.dtype)[(p.clamp(max=90) > 40).long()][..., None],
+    "row_of_whole_numbers": lambda x, p: x * torch.stack((KINDS, KINDS + 1), 1)[p].to(x.dtype).sum(-1, keepdim=True),
+    "per_axis": lambda x, p: per_axis(p).to(x.dtype),
+    "rows_per_axis": lambda x, p: F.embedding(p.expand(3, *p.shape), TABLE.to(x.dtype)).permute(1, 2, 0, 3).flatten(2),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OF_POSITIONS)
+@torch.inference_mode()
+def test_positions_are_those_of_the_row(name, dtype):
+    """The recordings have the positions 0 to 7."""
+    model, token_ids = Function(OF_POSITIONS[name], dtype), torch.arange(97)
+    assert torch.equal(compiled(model)(token_ids), model(token_ids[None], torch.arange(97)[None])[0])
+
+
+@pytest.mark.parametrize("name", OF_POSITIONS)
+@torch.inference_mode()
+def test_kernels_take_positions_of_the_row(name):
+    pytest.importorskip("triton")
+    from support.device_programs import launched
+
+    model, token_ids = Function(OF_POSITIONS[name], torch.float16), torch.arange(12)
+    assert torch.equal(launched(model)(token_ids), model(token_ids[None], torch.arange(12)[None])[0])
+
+
+def test_a_vector_of_whole_numbers_is_watched_for_changes():
+    """A program keeps a copy of it, in fp32."""
+    model = Function(lambda x, p: x * model.kinds[p][..., None])
+    model.register_buffer("kinds", KINDS.clone())
+    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
+    assert any(tensor is model.kinds for tensor in plan.baked)
+
+
 def test_an_index_outside_of_the_table_is_refused():
     program = compiled(OfTokens(lambda w, ids: F.embedding(torch.where(ids == 3, -2, ids), w)))
     with pytest.raises(IndexError, match=f"index -2 lies outside a table of {VOCAB_SIZE} rows"):
@@ -117,6 +167,9 @@ def test_comparisons_with_the_longest_text_are_decided_by_the_bounds(name):
         (lambda x, p: x * (p == 2**24 + 1)[..., None], "integers and 16777217"),
         (lambda x, p: F.embedding(x.topk(2).indices, TABLE).sum(-2), "one integer for each row"),
         (lambda x, p: F.embedding(p, x[0]), "a table that is not plain"),
+        (lambda x, p: x * p[None].expand(2, *p.shape).reshape(1, -1, 2), "rows are not an axis of their own"),
+        (lambda x, p: x * (KINDS + 2**25)[p][..., None], "integers beyond 16777216"),
+        (lambda x, p: x * p.expand(p.shape[1], -1).sum(), "integers of the batch in a shape"),
         (lambda x, p: torch.view_as_complex(x.view(1, -1, 12, 2)).abs(), "abs.*complex numbers"),
     ],
 )
