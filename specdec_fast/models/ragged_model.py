@@ -7,6 +7,7 @@ model's ragged logits with its dense ones, and refuses a model that it cannot se
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -86,8 +87,9 @@ class RaggedModel:
         probe = torch.arange(8, device=model.device) % config.vocab_size
         with named_failures(model):
             self.hf = HFModel(model, ops, probe)
-            logits = self.hf.dense_logits(probe)
-            self._in_training = check_repeats(model, lambda: self.hf.dense_logits(probe), frozenset())
+            self._probe_logits = partial(self.hf.dense_logits, probe)
+            logits = self._probe_logits()
+            self._in_training = check_repeats(model, self._probe_logits, frozenset())
             self.layout, self.vocab_size = self.hf.layout, logits.shape[-1]
             self._make_program(probe, logits)
             if not self.has_program:
@@ -287,8 +289,7 @@ class RaggedModel:
 
         """
         if not self.has_program:
-            probe = torch.arange(8, device=self.layout.device) % self.vocab_size
-            self._in_training = check_repeats(self.model, lambda: self.hf.dense_logits(probe), self._in_training)
+            self._in_training = check_repeats(self.model, self._probe_logits, self._in_training)
         if self.graphs is not None:
             self.graphs.expect_same_weights()
         change = self._watch.change() if self.has_program and self._watch is not None else None
