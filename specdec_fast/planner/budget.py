@@ -199,7 +199,8 @@ def budget_error(
         )
     return MemoryBudgetError(
         f"a budget of {_exactly(budget)} lacks {_exactly(missing)} for a plain step of one sequence over "
-        f"{least.num_positions} KV positions, which needs {held} bytes; the largest term is {largest}. Within the budget, {longest}. Raise it, shorten requests, or take a smaller model or dtype."
+        f"{least.num_positions} KV positions, which needs {held} bytes; the largest term is {largest}. "
+        f"Within the budget, {longest}. Raise it, shorten requests, or take a smaller model or dtype."
     )
 
 

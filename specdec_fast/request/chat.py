@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specdec_fast.errors import ChatTemplateError, InvalidPromptError, MissingTokenizerError
-from specdec_fast.request.detokenizer import is_failure
+from specdec_fast.request.detokenizer import is_failure, lone_surrogate
 from specdec_fast.request.prompt_options import PromptOptions
 
 _EXPECTED = 'expected {"role": "user", "content": "..."}'
@@ -40,7 +40,7 @@ def apply_chat_template(tokenizer: Any, messages: Any, options: PromptOptions, *
         tokenize: whether to return token ids.
 
     Raises:
-        InvalidPromptError: a message is wrong.
+        InvalidPromptError: a message is wrong, or holds a character that the tokenizer cannot encode.
         MissingTokenizerError: no tokenizer is known.
         ChatTemplateError: the tokenizer has no chat template, or the template fails.
 
@@ -65,10 +65,22 @@ def apply_chat_template(tokenizer: Any, messages: Any, options: PromptOptions, *
     except BaseException as error:  # a template raises errors of Jinja, and whatever its expressions raise
         if not is_failure(error):
             raise
+        if tokenize and (hint := _surrogate_in(checked)) is not None:
+            apply_chat_template(tokenizer, messages, options, tokenize=False)  # raises if the template is what failed
+            raise InvalidPromptError(f"the tokenizer cannot encode {hint}: {type(error).__name__}: {error}") from error
         raise ChatTemplateError(
             f"the chat template cannot write the messages: {type(error).__name__}: {error}; correct the messages or "
             "chat_template_kwargs, or pass another chat_template=..."
         ) from error
+
+
+def _surrogate_in(messages: list[dict[str, Any]]) -> str | None:
+    """Name the first message whose role or content has half of a surrogate pair; None if there is none."""
+    for index, message in enumerate(messages):
+        for name in ("role", "content"):
+            if (hint := lone_surrogate(message[name] or "")) is not None:
+                return f"the {name} of message {index}, {hint}"
+    return None
 
 
 def _lacks_template(tokenizer: Any, options: PromptOptions) -> bool:

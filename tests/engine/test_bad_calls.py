@@ -230,6 +230,20 @@ class TestShapesOfPrompts:
         with pytest.raises(sd.ConfigError, match="prompts is a set: it has no order"):
             engine.generate({"a", "b"})
 
+    @pytest.mark.parametrize(
+        "prompts",
+        [torch.tensor([]), torch.empty(0, dtype=torch.int64), np.array([]), {"input_ids": torch.tensor([])}, [[]]],
+        ids=["tensor", "integers", "array", "mapping", "list"],
+    )
+    def test_a_tensor_without_ids_is_a_prompt_without_tokens(self, engine, prompts):
+        (output,) = engine.generate(prompts, self.PARAMS)
+        with pytest.raises(sd.InvalidPromptError, match="the prompt has no tokens"):
+            output.raise_for_error()
+
+    @pytest.mark.parametrize("prompts", [[], (), np.array([], dtype=str), {"input_ids": []}], ids=str)
+    def test_a_list_without_prompts(self, engine, prompts):
+        assert engine.generate(prompts, self.PARAMS) == []
+
     def test_padded_tensor_without_its_mask(self, engine):
         with pytest.raises(sd.ConfigError, match="does not say which ids are padding"):
             engine.generate(torch.zeros(2, 3, dtype=torch.int64))

@@ -220,6 +220,18 @@ class TestErrors:
         with pytest.raises(error, match=message):
             bad.raise_for_error()
 
+    @pytest.mark.parametrize("options", [{}, {"add_special_tokens": True}], ids=["ids", "text"])
+    @pytest.mark.parametrize(
+        "content", ["One \ud83d", [{"type": "text", "text": "One \ud83d"}]], ids=["content", "part"]
+    )
+    def test_half_of_a_surrogate_pair_is_named(self, engine, content, options):
+        """As in a prompt that is a text."""
+        with pytest.raises(sd.InvalidPromptError, match=r"'\\ud83d', is half of a surrogate pair") as refused:
+            engine.encode([USER, {"role": "user", "content": content}], **options)
+        assert options or "the content of message 1, whose character 4" in str(refused.value)
+        with pytest.raises(sd.ChatTemplateError, match="cannot write the messages"):
+            engine.encode([{"role": "error", "content": "\ud83d"}], **options)
+
     @pytest.mark.parametrize("template", ["{% if %}", "{{ messages[9].x.y }}", "{{ 1 / 0 }}"])
     def test_templates_that_fail(self, engine, template):
         with pytest.raises(sd.ChatTemplateError, match="cannot write the messages"):
