@@ -29,7 +29,7 @@ from specdec_fast.models.draft_step import DraftLoop, choices_of
 from specdec_fast.models.hf_model import HFModel
 from specdec_fast.models.hidden_states import check_hidden_states, checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
-from specdec_fast.models.model_checks import check_decoder, check_ignores_answers, check_reproduces, max_positions
+from specdec_fast.models.model_checks import check_decoder, check_ignores_answers, check_logits, max_positions
 from specdec_fast.models.probe_errors import named_failures
 from specdec_fast.models.verification import Verification
 from specdec_fast.models.verify_step import verify_step
@@ -93,7 +93,7 @@ class RaggedModel:
             self.layout, self.vocab_size = self.hf.layout, logits.shape[-1]
             self._make_program(probe, logits)
             if not self.has_program:
-                self._expect_to_reproduce(probe, logits)
+                check_logits(self, probe, logits)
             with self.hf.hooked():
                 check_ignores_answers(type(model).__name__, self.hf.call, self.layout, self.hf.make_cache, page_size)
 
@@ -261,7 +261,7 @@ class RaggedModel:
             return
         try:
             self._compile()
-            return self._expect_to_reproduce(token_ids, dense_logits)
+            return check_logits(self, token_ids, dense_logits)
         except (NotLowerableError, UnsupportedModelError) as error:
             why = str(error)
         except Exception as error:  # a model's own code may raise anything here; PyTorch can still run it
@@ -277,9 +277,6 @@ class RaggedModel:
             plan = compile_forward(*forward)
         self.program, self.device_program = self._executor(plan)
         self._watch = Watch(self.model, plan.baked)
-
-    def _expect_to_reproduce(self, token_ids: Tensor, dense_logits: Tensor) -> None:
-        check_reproduces(self.hf, self.forward, self.page_size, token_ids, dense_logits)
 
     def expect_same_weights(self) -> None:
         """Check that the model is as it was when it was loaded. If it is not, its graphs are destroyed.
