@@ -60,6 +60,27 @@ def check_decoder(model: PreTrainedModel) -> None:
         )
 
 
+def expect_numbers(model: PreTrainedModel, logits: Tensor) -> None:
+    """Refuse a model whose own logits of a short text are not all numbers.
+
+    Args:
+        model: the model.
+        logits: ``[n, vocab_size]``, what it computes of ``n`` tokens.
+
+    Raises:
+        UnsupportedModelError: a logit is NaN.
+
+    """
+    if num_rows := int(logits.isnan().any(dim=-1).sum()):
+        weights = [name for name, weight in model.named_parameters() if bool(weight.isnan().any())]
+        cause = f"its weight {weights[0]} has NaN ({len(weights)} do in all)" if weights else "no weight of it has NaN"
+        raise UnsupportedModelError(
+            f"the logits of {type(model).__name__} are NaN, without this library, at {num_rows} of {len(logits)} "
+            f"tokens of a short text in {logits.dtype}; {cause}. Repair the checkpoint, or load it in another dtype: "
+            "float16 overflows above 65504."
+        )
+
+
 def max_positions(config: Any) -> int | None:
     """Return the number of positions that the model can serve.
 
