@@ -102,13 +102,19 @@ def _message(index: int, message: Any) -> dict[str, Any]:
         raise InvalidPromptError(f"message {index} is a {type(message).__name__}; {_EXPECTED}.")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise InvalidPromptError(f"message {index} has the role {role!r:.80}; {_EXPECTED}.")
+        raise InvalidPromptError(f"message {index} has the role {role!r:.80}{_hint(message)}; {_EXPECTED}.")
     if isinstance(content, (list, tuple)):
         content = "\n".join(_part_text(index, number, part) for number, part in enumerate(content))
     # An answer may consist of tool calls alone.
     if not isinstance(content, str) and not (content is None and role == "assistant"):
         raise InvalidPromptError(f"message {index} has the content {content!r:.80}; {_EXPECTED}.")
     return {**message, "content": content}
+
+
+def _hint(message: Mapping[str, Any]) -> str:
+    """Return what to do with a prompt of vLLM, which is a mapping; empty for a message."""
+    given = [key for key in ("prompt", "prompt_token_ids") if key in message and "content" not in message]
+    return f" and a field {given[0]!r}, whose value is a prompt by itself: pass that" if given else ""
 
 
 def _part_text(index: int, number: int, part: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -29,7 +29,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
         return [prompts]
     if isinstance(prompts, Mapping):
         return _unpadded(prompts)
-    if isinstance(prompts, (*_BYTES, Set)):
+    if isinstance(prompts, (*_BYTES, set, frozenset)):
         hint = "decode() it to a string" if isinstance(prompts, _BYTES) else "it has no order; pass a list"
         raise ConfigError(f"prompts is a {type(prompts).__name__}: {hint}.")
     dimensions = getattr(prompts, "ndim", None)
@@ -45,7 +45,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
             f"prompts is a {type(prompts).__name__}; expected a list of strings, of lists of token ids, "
             "or of lists of messages."
         ) from None
-    is_ids = (items or _is_vector(prompts)) and all(isinstance(item, Integral) for item in items)
+    is_ids = _is_vector(prompts) or (items and all(isinstance(item, Integral) for item in items))
     return [items] if is_ids or is_one_chat(items) else items
 
 
@@ -163,7 +163,7 @@ def _as_ids(prompt: Any) -> list[int]:
         ids: Any = None if isinstance(prompt, _BYTES) else as_list(prompt)
     except ConfigError as error:
         raise InvalidPromptError(str(error)) from error
-    is_list = isinstance(ids, (list, tuple))
+    is_list = isinstance(ids, Sequence)  # a range is one, too
     if not is_list or not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
         kind = type(prompt).__name__
         hint = "; decode() it first" if isinstance(prompt, _BYTES) else ""

@@ -203,6 +203,7 @@ class TestErrors:
         [
             ([{"role": "error", "content": ""}], sd.ChatTemplateError, "template cannot write.*TemplateError: no such"),
             ([{"content": "x"}], sd.InvalidPromptError, "message 0 has the role None"),
+            ([{"prompt": "x"}], sd.InvalidPromptError, "a field 'prompt', whose value is a prompt by itself"),
             ([USER, {"role": "user"}], sd.InvalidPromptError, "message 1 has the content None"),
             ([USER, "text"], sd.InvalidPromptError, "message 1 is a str"),
             ([USER | {"content": [{"type": "image_url"}]}], sd.InvalidPromptError, "part 0 of message 0 is type"),
