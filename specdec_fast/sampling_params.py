@@ -174,7 +174,7 @@ class SamplingParams:
             NotYetSupportedError: the config sets a field that has no counterpart here.
 
         """
-        given = {k: v for k, v in config.to_diff_dict().items() if v is not None}
+        given = {k: v for k, v in config.to_diff_dict().items() if v is not None and k != "eos_token_id"}
         given = {k: v for k, v in given.items() if _NEUTRAL_VALUES.get(k) != v}
         unknown = sorted(set(given) - set(_FROM_GENERATION_CONFIG) - _NEUTRAL_GENERATION_FIELDS)
         if unknown:
@@ -190,9 +190,8 @@ class SamplingParams:
             values["temperature"] = 0.0
         else:
             values = _SAMPLING_DEFAULTS | values
-        eos = given.get("eos_token_id")
-        if eos is not None:
-            values["stop_token_ids"] = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+        if (eos := getattr(config, "eos_token_id", None)) is not None:
+            values["stop_token_ids"] = eos_ids(eos)
             values["ignore_eos"] = True
         return cls(**values)
 
@@ -208,6 +207,16 @@ def as_sampling_params(value: Any) -> SamplingParams:
     raise InvalidParamsError(
         f"params is a {type(value).__name__}; expected SamplingParams, transformers.GenerationConfig or None."
     )
+
+
+def eos_ids(eos_token_id: Any) -> tuple[Any, ...]:
+    """Return the ids of a generation config's ``eos_token_id``: None, one id, or several, as a tensor too.
+
+    Negative ids, with which some callers of transformers switch EOS off, stop nothing and are left out.
+    """
+    ids = eos_token_id.tolist() if hasattr(eos_token_id, "tolist") else eos_token_id
+    several = ids if isinstance(ids, Iterable) else (ids,)
+    return tuple(each for each in map(as_plain, several) if each is not None and not (_is_int(each) and each < 0))
 
 
 def as_plain(value: Any) -> Any:

@@ -58,3 +58,27 @@ def test_what_is_not_there_is_an_attribute_error():
 def test_summaries_are_the_first_lines_of_the_commands():
     for name, summary in cli._COMMANDS.items():
         assert (cli._module(name).__doc__ or "").split("\n")[0] == summary
+
+
+def test_python_without_assertions_decodes_and_refuses_as_with_them():
+    """``python -O`` removes them, so none may be what refuses a wrong call."""
+    code = """
+import specdec_fast as sd
+from specdec_fast.assets import demo_pair
+engine = sd.Engine(demo_pair() / "target", demo_pair() / "draft")
+outputs = engine.generate(["One day", [], [-1], [5000], "\\ud800"], sd.SamplingParams(max_new_tokens=8))
+print([type(output.error).__name__ for output in outputs], outputs[0].token_ids, __debug__)
+for keywords in ({"params": [None]}, {"progress": 3}, {"params": 5}, {"no": 1}):
+    try:
+        print(engine.generate([[5], [6]], **keywords))
+    except sd.SpecDecError as error:
+        print(type(error).__name__)
+"""
+    found = [
+        subprocess.run([sys.executable, *option, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+        for option in ((), ("-O",))
+    ]
+    usual, optimised = (each.stdout for each in found)
+    assert usual.count("InvalidPromptError") == 4
+    assert usual.endswith("ConfigError\nConfigError\nInvalidParamsError\nConfigError\n")
+    assert optimised == usual.replace("True", "False")

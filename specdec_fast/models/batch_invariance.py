@@ -25,7 +25,7 @@ from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.errors import DeterminismError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.model_checks import check_reproduces
+from specdec_fast.models.model_checks import check_logits
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS, RaggedModel
 from specdec_fast.models.row_mixing import RowMixing, sizes_of_rows
 
@@ -78,7 +78,7 @@ def _run_in_pytorch(model: RaggedModel) -> None:
     model.device_program, model.why_no_program = None, _OTHER_BITS
     probe = _tokens(0, model.vocab_size)[:8].to(model.layout.device)
     dense = model.hf.dense_logits(probe)
-    check_reproduces(model.hf, model.forward, model.page_size, probe, dense)
+    check_logits(model, probe, dense)
 
 
 def _why_mixing(model: RaggedModel) -> str | None:

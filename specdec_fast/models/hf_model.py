@@ -48,6 +48,7 @@ class HFModel:
         layout: shapes and dtype of the KV entries of one position.
         sliding_layers: the layers that have a sliding window.
         taps: where its hidden states are read; None before ``use_taps``.
+        has_experts: whether it has mixtures of experts.
 
     """
 
@@ -56,6 +57,7 @@ class HFModel:
         self.config = model.config.get_text_config(decoder=True)
         self.linears = Linears(model, ops)
         self._expert_configs = expert_configs(model)
+        self.has_experts = bool(self._expert_configs)
         self._lock = lock_of(self.config)
         self.taps: Taps | None = None
         self._attached_by: int | None = None  # id of the thread inside `attached`
@@ -102,7 +104,11 @@ class HFModel:
             ).logits[0]
 
     def forward(
-        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None = None
+        self,
+        batch: RaggedBatch,
+        pool: PagePool,
+        logit_rows: Tensor | None = None,
+        hidden_states: Tensor | None = None,
     ) -> Tensor:
         """Compute the batch's rows, operation by operation; see ``RaggedModel.forward``."""
         if pool.row_padding.one_by_one:

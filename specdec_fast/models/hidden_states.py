@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.errors import ConfigError, DrafterError, UnsupportedModelError
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.model_checks import check_reproduces
+from specdec_fast.models.model_checks import check_reproduces, compares_every_row
 
 if TYPE_CHECKING:
     from specdec_fast.models.ragged_model import RaggedModel
@@ -214,14 +214,16 @@ def check_hidden_states(model: RaggedModel, taps: tuple[int | str, ...]) -> None
     """Compare the ragged taps of a model with its own dense ones; see ``check_reproduces``."""
     probe = torch.arange(8, device=model.layout.device) % model.vocab_size
 
-    def ragged(batch: RaggedBatch, pool: PagePool) -> Tensor:
+    def computed_by(forward: Callable[..., Tensor], batch: RaggedBatch, pool: PagePool) -> Tensor:
         hidden_states = model.empty_hidden_states(len(batch.token_ids))
         assert hidden_states is not None
-        model.forward(batch, pool, batch.last_rows, hidden_states)
+        forward(batch, pool, batch.last_rows, hidden_states)
         return hidden_states
 
+    ragged, results = partial(computed_by, model.forward), f"hidden states (taps {taps})"
+    reference = partial(computed_by, model.hf.forward) if compares_every_row(model) else None
     expected = model.hf.dense_hidden_states(probe)
-    check_reproduces(model.hf, ragged, model.page_size, probe, expected, f"hidden states (taps {taps})")
+    check_reproduces(model.hf, ragged, model.page_size, probe, expected, results, reference)
 
 
 def _output_layer(model: Any) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.sampling_params import eos_ids
 
 
 def load_model(
@@ -109,5 +110,4 @@ def is_sharded(model: nn.Module) -> bool:
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """Return the ids at which ``model.generate()`` stops: those of its generation config alone."""
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset(eos_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None)))

@@ -25,6 +25,7 @@ from specdec_fast.models.refusal_reasons import why_not_reproduced
 
 if TYPE_CHECKING:
     from specdec_fast.models.hf_model import HFModel
+    from specdec_fast.models.ragged_model import RaggedModel
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -56,6 +57,27 @@ def check_decoder(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers of type {', '.join(exotic)}; "
             f"only {', '.join(sorted(_SERVED_LAYER_TYPES))} can be paged."
+        )
+
+
+def expect_numbers(model: PreTrainedModel, logits: Tensor) -> None:
+    """Refuse a model whose own logits of a short text are not all numbers.
+
+    Args:
+        model: the model.
+        logits: ``[n, vocab_size]``, what it computes of ``n`` tokens.
+
+    Raises:
+        UnsupportedModelError: a logit is NaN.
+
+    """
+    if num_rows := int(logits.isnan().any(dim=-1).sum()):
+        weights = [name for name, weight in model.named_parameters() if bool(weight.isnan().any())]
+        cause = f"its weight {weights[0]} has NaN ({len(weights)} do in all)" if weights else "no weight of it has NaN"
+        raise UnsupportedModelError(
+            f"the logits of {type(model).__name__} are NaN, without this library, at {num_rows} of {len(logits)} "
+            f"tokens of a short text in {logits.dtype}; {cause}. Repair the checkpoint, or load it in another dtype: "
+            "float16 overflows above 65504."
         )
 
 
@@ -148,6 +170,20 @@ def _logits(
     return found, questions
 
 
+def check_logits(model: RaggedModel, token_ids: Tensor, expected: Tensor) -> None:
+    """Compare the ragged logits of a model with its own dense ones; see ``check_reproduces``."""
+    reference = model.hf.forward if compares_every_row(model) else None
+    check_reproduces(model.hf, model.forward, model.page_size, token_ids, expected, reference=reference)
+
+
+def compares_every_row(model: RaggedModel) -> bool:
+    """Return whether a model has a program whose every row must be that of PyTorch's operations, in 16 bits as well.
+
+    On a GPU it takes the first of equal scores of a router, where PyTorch may take another one.
+    """
+    return model.program is not None or (model.device_program is not None and not model.hf.has_experts)
+
+
 def check_reproduces(
     hf: HFModel,
     forward: RaggedForward,
@@ -155,13 +191,15 @@ def check_reproduces(
     token_ids: Tensor,
     expected: Tensor,
     results: str = "logits",
+    reference: RaggedForward | None = None,
 ) -> None:
     """Compare ragged logits (two sequences, two forwards) with the model's own dense ones; or its hidden states.
 
     The bound is the square root of the dtype's rounding unit, on the relative L2 distance: far above rounding, far
     below what a wrong position, mask or cache entry does. In 16 bits it is the median of the rows' distances, because
     rounding may let a mixture of experts choose other experts for single rows; what a page, position or mask does wrong
-    changes most rows of one of the two forwards.
+    changes most rows of one of the two forwards. A fault of a program may change one row only. So in 16 bits every row
+    is compared with ``reference`` as well, which rounds where the program does.
 
     Args:
         hf: the model.
@@ -170,28 +208,49 @@ def check_reproduces(
         token_ids: ``[8]`` int64.
         expected: ``[8, vocab_size]`` or ``[8, taps, H]``, what the model computes of them as it is.
         results: what they are, for the message.
+        reference: computes what ``forward`` does, operation by operation; None if ``forward`` itself does so.
 
     Raises:
         UnsupportedModelError: they are further apart than that; the message says why, as far as that can be found.
 
     """
-    pool = PagePool(hf.layout, 2 * (len(token_ids) + page_size), page_size)
+    name, bound = type(hf.model).__name__, torch.finfo(hf.layout.dtype).eps ** 0.5
+    is_short = torch.finfo(hf.layout.dtype).bits == 16
+    pools = [PagePool(hf.layout, 2 * (len(token_ids) + page_size), page_size) for _ in range(2)]
     pieces = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)]]
-    for owner in "ab":
-        pool.add(owner)
+    for pool in pools:
+        for owner in "ab":
+            pool.add(owner)
     for rows in pieces:
         positions = torch.cat([torch.arange(r.start, r.start + r.count, device=token_ids.device) for r in rows])
-        ragged = forward(lay_out(pool, rows, token_ids[positions]), pool).float()
+        ragged = forward(lay_out(pools[0], rows, token_ids[positions]), pools[0]).float()
         dense = expected[positions].float()
-        if torch.finfo(hf.layout.dtype).bits == 16:
-            norms = dense.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)  # a row may be all zeros
-            distances = ((ragged - dense).norm(dim=-1) / norms).median(dim=0).values
+        if is_short:
+            distances = _distances(ragged, dense).median(dim=0).values
         else:
-            distances = (ragged - dense).norm(dim=(0, -1)) / dense.norm(dim=(0, -1))
+            distances = _distances(ragged, dense, dim=(0, -1))
         distance = float(distances.max())
-        bound = torch.finfo(hf.layout.dtype).eps ** 0.5
         if not distance <= bound:
             raise UnsupportedModelError(
-                f"{type(hf.model).__name__} does not reproduce its own {results} on a paged KV cache (relative "
+                f"{name} does not reproduce its own {results} on a paged KV cache (relative "
                 f"distance {distance:.1e}, bound {bound:.1e}): {why_not_reproduced(hf.dense_logits, token_ids, bound)}."
             )
+        if is_short and reference is not None:
+            own = reference(lay_out(pools[1], rows, token_ids[positions]), pools[1]).float()
+            distance = float(_distances(ragged, own).max())
+            if not distance <= bound:
+                raise UnsupportedModelError(
+                    f"the program of {name} computes other {results} of a row than PyTorch (relative distance "
+                    f"{distance:.1e}, bound {bound:.1e})."
+                )
+
+
+def _distances(found: Tensor, expected: Tensor, dim: int | tuple[int, int] = -1) -> Tensor:
+    """Return the relative L2 distance of every row, ``[T]`` or ``[T, taps]``; or over the rows too.
+
+    An infinity is at no distance from itself: some models give tokens that they exclude a logit of -inf. A row may be
+    all zeros.
+    """
+    is_same = found.isinf() & (found == expected)
+    found, expected = found.masked_fill(is_same, 0), expected.masked_fill(is_same, 0)
+    return (found - expected).norm(dim=dim) / expected.norm(dim=dim).clamp(min=torch.finfo(torch.float32).tiny)

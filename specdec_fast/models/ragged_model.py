@@ -7,6 +7,7 @@ model's ragged logits with its dense ones, and refuses a model that it cannot se
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -24,11 +25,11 @@ from specdec_fast.kv_cache.accepted_paths import keep_paths
 from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch, check_repeats
+from specdec_fast.models import model_checks
 from specdec_fast.models.draft_step import DraftLoop, choices_of
 from specdec_fast.models.hf_model import HFModel
 from specdec_fast.models.hidden_states import check_hidden_states, checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
-from specdec_fast.models.model_checks import check_decoder, check_ignores_answers, check_reproduces, max_positions
 from specdec_fast.models.probe_errors import named_failures
 from specdec_fast.models.verification import Verification
 from specdec_fast.models.verify_step import verify_step
@@ -63,7 +64,7 @@ class RaggedModel:
     """
 
     def __init__(self, model: PreTrainedModel, ops: Ops, page_size: int = 16, enforce_eager: bool = False) -> None:
-        check_decoder(model)
+        model_checks.check_decoder(model)
         self.model, self.ops, self.page_size = model, ops, page_size
         self.row_padding = RowPadding(largest=MAX_PREFILL_ROWS)
         self.verifies = Event()
@@ -82,18 +83,21 @@ class RaggedModel:
         self.graphs: Graphs | None = None
         self.eos_token_ids = eos_token_ids(model)
         config = model.config.get_text_config(decoder=True)
-        self.max_positions = max_positions(config)
+        self.max_positions = model_checks.max_positions(config)
         probe = torch.arange(8, device=model.device) % config.vocab_size
         with named_failures(model):
             self.hf = HFModel(model, ops, probe)
-            logits = self.hf.dense_logits(probe)
-            self._in_training = check_repeats(model, lambda: self.hf.dense_logits(probe), frozenset())
+            self._probe_logits = partial(self.hf.dense_logits, probe)
+            logits = self._probe_logits()
+            model_checks.expect_numbers(model, logits)
+            self._in_training = check_repeats(model, self._probe_logits, frozenset())
             self.layout, self.vocab_size = self.hf.layout, logits.shape[-1]
             self._make_program(probe, logits)
             if not self.has_program:
-                self._expect_to_reproduce(probe, logits)
+                model_checks.check_logits(self, probe, logits)
             with self.hf.hooked():
-                check_ignores_answers(type(model).__name__, self.hf.call, self.layout, self.hf.make_cache, page_size)
+                hf, name = self.hf, type(model).__name__
+                model_checks.check_ignores_answers(name, hf.call, self.layout, hf.make_cache, page_size)
 
     @property
     def name(self) -> str:
@@ -259,7 +263,7 @@ class RaggedModel:
             return
         try:
             self._compile()
-            return self._expect_to_reproduce(token_ids, dense_logits)
+            return model_checks.check_logits(self, token_ids, dense_logits)
         except (NotLowerableError, UnsupportedModelError) as error:
             why = str(error)
         except Exception as error:  # a model's own code may raise anything here; PyTorch can still run it
@@ -276,9 +280,6 @@ class RaggedModel:
         self.program, self.device_program = self._executor(plan)
         self._watch = Watch(self.model, plan.baked)
 
-    def _expect_to_reproduce(self, token_ids: Tensor, dense_logits: Tensor) -> None:
-        check_reproduces(self.hf, self.forward, self.page_size, token_ids, dense_logits)
-
     def expect_same_weights(self) -> None:
         """Check that the model is as it was when it was loaded. If it is not, its graphs are destroyed.
 
@@ -287,8 +288,7 @@ class RaggedModel:
 
         """
         if not self.has_program:
-            probe = torch.arange(8, device=self.layout.device) % self.vocab_size
-            self._in_training = check_repeats(self.model, lambda: self.hf.dense_logits(probe), self._in_training)
+            self._in_training = check_repeats(self.model, self._probe_logits, self._in_training)
         if self.graphs is not None:
             self.graphs.expect_same_weights()
         change = self._watch.change() if self.has_program and self._watch is not None else None

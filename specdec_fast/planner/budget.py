@@ -198,15 +198,21 @@ def budget_error(
             else f"no prompt fits with {new_tokens} new tokens, because {positions} KV positions fit"
         )
     return MemoryBudgetError(
-        f"a budget of {budget} bytes ({shown(budget)}) lacks {missing} bytes ({shown(missing)}) for a plain step of "
-        f"one sequence over {least.num_positions} KV positions, which needs {held} bytes; the largest term is "
-        f"{largest}. Within the budget, {longest}. Raise it, shorten requests, or take a smaller model or dtype."
+        f"a budget of {_exactly(budget)} lacks {_exactly(missing)} for a plain step of one sequence over "
+        f"{least.num_positions} KV positions, which needs {held} bytes; the largest term is {largest}. "
+        f"Within the budget, {longest}. Raise it, shorten requests, or take a smaller model or dtype."
     )
 
 
 def longest_prompt(num_positions: int, new_tokens: int) -> int:
     """Return the most prompt tokens of a sequence alone; the newest token never has a KV entry (I3). 0: none fits."""
     return max(0, num_positions + 1 - new_tokens)
+
+
+def _exactly(num_bytes: int) -> str:
+    """Show the number of bytes, and in a larger unit as well if there is one of it."""
+    exact, short = f"{num_bytes} bytes", shown(num_bytes)
+    return exact if short == exact else f"{exact} ({short})"
 
 
 def shown(num_bytes: int) -> str:

@@ -233,25 +233,26 @@ def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:
 
 
 def _signature(recorded: _Recorded, own: set[int]) -> list[tuple[Any, ...]]:
-    """Return what must be equal in every recording of a model; constants are compared by value."""
+    """Return what must be equal in every recording of a model; numbers as bits or text, because a NaN equals none."""
     return [(type(instruction).__name__, *_comparable(instruction, own)) for instruction in recorded.instructions]
 
 
 def _comparable(instruction: Instruction, own: set[int]) -> tuple[Any, ...]:
     if isinstance(instruction, RowOp):
         operands = [_operand_key(operand, own) for operand in (*instruction.inputs, instruction.out)]
-        return (instruction.code, instruction.shape, instruction.scalar, instruction.by_position, operands)
+        return (instruction.code, instruction.shape, repr(instruction.scalar), instruction.by_position, operands)
     fields = vars(instruction).values()
     return tuple(_constant_key(value, own) if isinstance(value, Tensor) else value for value in fields)
 
 
 def _operand_key(operand: Operand, own: set[int]) -> tuple[Any, ...]:
     source = operand.source
-    key = _constant_key(source, own) if isinstance(source, Tensor) else (type(source).__name__, source)
+    key = _constant_key(source, own) if isinstance(source, Tensor) else (type(source).__name__, repr(source))
     return (key, operand.dtype, operand.offset, operand.strides, operand.length)
 
 
 def _constant_key(constant: Tensor, own: set[int]) -> tuple[Any, ...]:
     if constant.untyped_storage().data_ptr() in own:
         return (constant.data_ptr(), constant.shape, constant.stride())
-    return (constant.shape, constant.dtype, constant.flatten().tolist())
+    numbers = constant.flatten().resolve_conj().resolve_neg().contiguous()
+    return (constant.shape, constant.dtype, bytes(numbers.view(torch.uint8).cpu().numpy()))

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specdec_fast.errors import ChatTemplateError, InvalidPromptError, MissingTokenizerError
-from specdec_fast.request.detokenizer import is_failure
+from specdec_fast.request.detokenizer import is_failure, lone_surrogate
 from specdec_fast.request.prompt_options import PromptOptions
 
 _EXPECTED = 'expected {"role": "user", "content": "..."}'
@@ -40,7 +40,7 @@ def apply_chat_template(tokenizer: Any, messages: Any, options: PromptOptions, *
         tokenize: whether to return token ids.
 
     Raises:
-        InvalidPromptError: a message is wrong.
+        InvalidPromptError: a message is wrong, or holds a character that the tokenizer cannot encode.
         MissingTokenizerError: no tokenizer is known.
         ChatTemplateError: the tokenizer has no chat template, or the template fails.
 
@@ -65,10 +65,22 @@ def apply_chat_template(tokenizer: Any, messages: Any, options: PromptOptions, *
     except BaseException as error:  # a template raises errors of Jinja, and whatever its expressions raise
         if not is_failure(error):
             raise
+        if tokenize and (hint := _surrogate_in(checked)) is not None:
+            apply_chat_template(tokenizer, messages, options, tokenize=False)  # raises if the template is what failed
+            raise InvalidPromptError(f"the tokenizer cannot encode {hint}: {type(error).__name__}: {error}") from error
         raise ChatTemplateError(
             f"the chat template cannot write the messages: {type(error).__name__}: {error}; correct the messages or "
             "chat_template_kwargs, or pass another chat_template=..."
         ) from error
+
+
+def _surrogate_in(messages: list[dict[str, Any]]) -> str | None:
+    """Name the first message whose role or content has half of a surrogate pair; None if there is none."""
+    for index, message in enumerate(messages):
+        for name in ("role", "content"):
+            if (hint := lone_surrogate(message[name] or "")) is not None:
+                return f"the {name} of message {index}, {hint}"
+    return None
 
 
 def _lacks_template(tokenizer: Any, options: PromptOptions) -> bool:
@@ -90,13 +102,19 @@ def _message(index: int, message: Any) -> dict[str, Any]:
         raise InvalidPromptError(f"message {index} is a {type(message).__name__}; {_EXPECTED}.")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise InvalidPromptError(f"message {index} has the role {role!r:.80}; {_EXPECTED}.")
+        raise InvalidPromptError(f"message {index} has the role {role!r:.80}{_hint(message)}; {_EXPECTED}.")
     if isinstance(content, (list, tuple)):
         content = "\n".join(_part_text(index, number, part) for number, part in enumerate(content))
     # An answer may consist of tool calls alone.
     if not isinstance(content, str) and not (content is None and role == "assistant"):
         raise InvalidPromptError(f"message {index} has the content {content!r:.80}; {_EXPECTED}.")
     return {**message, "content": content}
+
+
+def _hint(message: Mapping[str, Any]) -> str:
+    """Return what to do with a prompt of vLLM, which is a mapping; empty for a message."""
+    given = [key for key in ("prompt", "prompt_token_ids") if key in message and "content" not in message]
+    return f" and a field {given[0]!r}, whose value is a prompt by itself: pass that" if given else ""
 
 
 def _part_text(index: int, number: int, part: Any) -> str:

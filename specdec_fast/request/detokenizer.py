@@ -28,6 +28,8 @@ _CANNOT_DECODE = (
 # a row, in patterns that begin with a space and continue with these letters.
 _UNCLEAN_END = re.compile(r" {1,3}(?:['nvr][ 'nvr]*)?\Z")
 
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 @contextmanager
 def tokenizer_failures(kind: type[RequestError], what: str) -> Iterator[None]:
@@ -47,6 +49,18 @@ def tokenizer_failures(kind: type[RequestError], what: str) -> Iterator[None]:
         if not is_failure(error):
             raise
         raise kind(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def lone_surrogate(text: str) -> str | None:
+    """Return a clause about the first half of a surrogate pair in a text; None if it has none.
+
+    JSON may hold them. Some tokenizers encode them; fast ones raise.
+    """
+    lone = _LONE_SURROGATE.search(text)
+    return lone and (
+        f"whose character {lone.start()}, {lone[0]!r}, is half of a surrogate pair; remove it, for example by "
+        "text.encode(errors='replace').decode()"
+    )
 
 
 def is_failure(error: BaseException) -> bool:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 from specdec_fast.errors import ConfigError, InvalidPromptError
 from specdec_fast.request.chat import apply_chat_template, is_chat, is_one_chat, is_tokenized
-from specdec_fast.request.detokenizer import tokenizer_failures
+from specdec_fast.request.detokenizer import lone_surrogate, tokenizer_failures
 from specdec_fast.request.prompt_options import PromptOptions
 
 _BYTES = (bytes, bytearray, memoryview)
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
     """Return the prompts of a call: a list of prompts, one prompt, or the mapping that a tokenizer returns.
 
     One prompt is a string, a flat list of ids, or a flat list of messages. So a list of mappings is one chat, unless
-    one has ``input_ids`` and no ``role``; a list of lists of messages is one chat per list.
+    one has ``input_ids`` and no ``role``; a list of lists of messages is one chat per list. An empty list is no prompt;
+    an empty tensor of numbers is one prompt without tokens.
 
     Raises:
         ConfigError: ``prompts`` is none of these, or a padded tensor without its attention mask.
@@ -30,7 +29,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
         return [prompts]
     if isinstance(prompts, Mapping):
         return _unpadded(prompts)
-    if isinstance(prompts, (*_BYTES, Set)):
+    if isinstance(prompts, (*_BYTES, set, frozenset)):
         hint = "decode() it to a string" if isinstance(prompts, _BYTES) else "it has no order; pass a list"
         raise ConfigError(f"prompts is a {type(prompts).__name__}: {hint}.")
     dimensions = getattr(prompts, "ndim", None)
@@ -46,8 +45,13 @@ def as_prompt_list(prompts: Any) -> list[Any]:
             f"prompts is a {type(prompts).__name__}; expected a list of strings, of lists of token ids, "
             "or of lists of messages."
         ) from None
-    is_one = is_one_chat(items) or (items and all(isinstance(item, Integral) for item in items))
-    return [items] if is_one else items
+    is_ids = _is_vector(prompts) or (items and all(isinstance(item, Integral) for item in items))
+    return [items] if is_ids or is_one_chat(items) else items
+
+
+def _is_vector(value: Any) -> bool:
+    """Return whether a value is a 1-D tensor or array of numbers; an array of texts or lists is none."""
+    return getattr(value, "ndim", None) == 1 and getattr(value.dtype, "kind", "i") in "iuf"
 
 
 def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
@@ -56,9 +60,10 @@ def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
         hint = "put the message into a list" if "role" in encoding else "expected a list, or input_ids"
         raise ConfigError(f"prompts is a mapping of {', '.join(map(repr, encoding))}; {hint}.")
     ids, mask = as_list(encoding["input_ids"]), as_list(encoding.get("attention_mask"))
-    if isinstance(ids, (list, tuple)) and ids and isinstance(ids[0], Integral):
+    is_list = isinstance(ids, (list, tuple))
+    if _is_vector(encoding["input_ids"]) or (is_list and ids and isinstance(ids[0], Integral)):
         ids, mask = [ids], None if mask is None else [mask]
-    if not isinstance(ids, (list, tuple)) or not isinstance(mask, (list, tuple, type(None))):
+    if not is_list or not isinstance(mask, (list, tuple, type(None))):
         kinds = f"input_ids is a {type(ids).__name__}, attention_mask a {type(mask).__name__}"
         raise ConfigError(f"{kinds}; expected lists of prompts, or tensors.")
     if mask is None:
@@ -124,11 +129,8 @@ def _encode_text(tokenizer: Any | None, text: str, add_special_tokens: bool | No
             "the prompt is a string, but no tokenizer is known for this target; pass tokenizer=..., or token ids."
         )
     failure = "the tokenizer cannot encode the prompt"
-    if (lone := _LONE_SURROGATE.search(text)) is not None:  # some tokenizers encode them; fast ones raise
-        failure += (
-            f", whose character {lone.start()}, {lone[0]!r}, is half of a surrogate pair; remove it, for example by "
-            "text.encode(errors='replace').decode()"
-        )
+    if (hint := lone_surrogate(text)) is not None:
+        failure += f", {hint}"
     with tokenizer_failures(InvalidPromptError, failure):
         if add_special_tokens is not None:
             return _as_ids(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
@@ -161,7 +163,7 @@ def _as_ids(prompt: Any) -> list[int]:
         ids: Any = None if isinstance(prompt, _BYTES) else as_list(prompt)
     except ConfigError as error:
         raise InvalidPromptError(str(error)) from error
-    is_list = isinstance(ids, (list, tuple))
+    is_list = isinstance(ids, Sequence)  # a range is one, too
     if not is_list or not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
         kind = type(prompt).__name__
         hint = "; decode() it first" if isinstance(prompt, _BYTES) else ""

@@ -226,9 +226,36 @@ class TestShapesOfPrompts:
         with pytest.raises(sd.InvalidPromptError, match="a Tensor among the prompts cannot be read"):
             bad.raise_for_error()
 
-    def test_set_has_no_order(self, engine):
-        with pytest.raises(sd.ConfigError, match="prompts is a set: it has no order"):
-            engine.generate({"a", "b"})
+    @pytest.mark.parametrize("kind", [set, frozenset])
+    def test_set_has_no_order(self, engine, kind):
+        with pytest.raises(sd.ConfigError, match=f"prompts is a {kind.__name__}: it has no order"):
+            engine.generate(kind("ab"))
+
+    @pytest.mark.parametrize("view", [dict.keys, dict.values], ids=["keys", "values"])
+    def test_the_views_of_a_mapping_have_an_order(self, engine, view):
+        texts = ["Items: owl", "One day"]
+        outputs = engine.generate(view(dict(zip(texts, texts, strict=True))), self.PARAMS)
+        assert [o.raise_for_error().prompt_ids for o in outputs] == [engine.encode(text) for text in texts]
+
+    @pytest.mark.parametrize(
+        "prompts",
+        [torch.tensor([]), torch.empty(0, dtype=torch.int64), np.array([]), {"input_ids": torch.tensor([])}, [[]]],
+        ids=["tensor", "integers", "array", "mapping", "list"],
+    )
+    def test_a_tensor_without_ids_is_a_prompt_without_tokens(self, engine, prompts):
+        (output,) = engine.generate(prompts, self.PARAMS)
+        with pytest.raises(sd.InvalidPromptError, match="the prompt has no tokens"):
+            output.raise_for_error()
+
+    @pytest.mark.parametrize("prompts", [torch.tensor([5.0, 6.0]), np.array([5.0, 6.0])], ids=["tensor", "array"])
+    def test_a_tensor_of_fractions_is_one_wrong_prompt(self, engine, prompts):
+        (output,) = engine.generate(prompts, self.PARAMS)
+        with pytest.raises(sd.InvalidPromptError, match="neither a string, nor a flat list of token ids"):
+            output.raise_for_error()
+
+    @pytest.mark.parametrize("prompts", [[], (), np.array([], dtype=str), {"input_ids": []}], ids=str)
+    def test_a_list_without_prompts(self, engine, prompts):
+        assert engine.generate(prompts, self.PARAMS) == []
 
     def test_padded_tensor_without_its_mask(self, engine):
         with pytest.raises(sd.ConfigError, match="does not say which ids are padding"):
@@ -236,9 +263,10 @@ class TestShapesOfPrompts:
 
     @pytest.mark.parametrize(
         "prompts",
-        [torch.tensor([0, 70]), np.array([0, 70]), [[np.int64(0), np.int32(70)]], [torch.tensor([0, 70])], (0, 70)],
-        ids=["tensor", "array", "NumPy integers", "list of tensors", "tuple"],
-    )
+        [torch.tensor([0, 70]), np.array([0, 70]), [[np.int64(0), np.int32(70)]], [torch.tensor([0, 70])], (0, 70),
+         [range(0, 71, 70)]],
+        ids=["tensor", "array", "NumPy integers", "list of tensors", "tuple", "range"],
+    )  # fmt: skip
     def test_integers_of_any_kind(self, engine, prompts):
         (output,) = engine.generate(prompts, self.PARAMS)
         assert output.raise_for_error().prompt_ids == [0, 70]

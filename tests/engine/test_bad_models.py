@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -136,6 +137,26 @@ def test_training_mode_after_the_engine_was_made(part, message):
         engine.generate([[1, 2]])
     model.eval()
     assert engine.generate([[1, 2]])[0].error is None
+
+
+class Operations(TorchDispatchMode):
+    """Collects the operations of PyTorch that run while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.ran.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_asking_whether_a_model_has_changed_computes_nothing():
+    """Every call of an engine asks."""
+    model = sd.Engine(tiny_model("llama"), None, enforce_eager=True).target
+    with Operations() as operations:
+        model.expect_same_weights()
+    assert not operations.ran
 
 
 def test_training_mode(target):

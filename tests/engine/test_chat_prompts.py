@@ -203,6 +203,7 @@ class TestErrors:
         [
             ([{"role": "error", "content": ""}], sd.ChatTemplateError, "template cannot write.*TemplateError: no such"),
             ([{"content": "x"}], sd.InvalidPromptError, "message 0 has the role None"),
+            ([{"prompt": "x"}], sd.InvalidPromptError, "a field 'prompt', whose value is a prompt by itself"),
             ([USER, {"role": "user"}], sd.InvalidPromptError, "message 1 has the content None"),
             ([USER, "text"], sd.InvalidPromptError, "message 1 is a str"),
             ([USER | {"content": [{"type": "image_url"}]}], sd.InvalidPromptError, "part 0 of message 0 is type"),
@@ -219,6 +220,18 @@ class TestErrors:
         assert bad.finish_reason == "error"
         with pytest.raises(error, match=message):
             bad.raise_for_error()
+
+    @pytest.mark.parametrize("options", [{}, {"add_special_tokens": True}], ids=["ids", "text"])
+    @pytest.mark.parametrize(
+        "content", ["One \ud83d", [{"type": "text", "text": "One \ud83d"}]], ids=["content", "part"]
+    )
+    def test_half_of_a_surrogate_pair_is_named(self, engine, content, options):
+        """As in a prompt that is a text."""
+        with pytest.raises(sd.InvalidPromptError, match=r"'\\ud83d', is half of a surrogate pair") as refused:
+            engine.encode([USER, {"role": "user", "content": content}], **options)
+        assert options or "the content of message 1, whose character 4" in str(refused.value)
+        with pytest.raises(sd.ChatTemplateError, match="cannot write the messages"):
+            engine.encode([{"role": "error", "content": "\ud83d"}], **options)
 
     @pytest.mark.parametrize("template", ["{% if %}", "{{ messages[9].x.y }}", "{{ 1 / 0 }}"])
     def test_templates_that_fail(self, engine, template):

@@ -76,3 +76,23 @@ def test_nan_in_the_middle_keeps_the_tokens_before_it(pair, draft):
     end = whole.token_ids.index(victim) + 1
     assert isinstance(cut.error, sd.InvalidLogitsError)
     assert (cut.token_ids, cut.logprobs) == (whole.token_ids[:end], whole.logprobs[:end])
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_model_whose_logits_are_nan_is_refused_for_that(role, eager):
+    models = {"target": tiny_model("llama"), "draft": tiny_model("llama")}
+    with torch.no_grad():
+        models[role].model.layers[1].mlp.up_proj.weight[3, 5] = math.nan
+    message = r"logits of LlamaForCausalLM are NaN.* 8 of 8 .*weight model\.layers\.1\.mlp\.up_proj\.weight has NaN"
+    with pytest.raises(sd.UnsupportedModelError, match=message):
+        sd.Engine(models["target"], models["draft"], enforce_eager=eager)
+
+
+def test_logits_that_overflow():
+    model = tiny_model("llama").half()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[4] = 6e4
+        model.model.layers[0].mlp.up_proj.weight.fill_(6e4)
+    with pytest.raises(sd.UnsupportedModelError, match=r"in torch.float16; no weight of it has NaN.*float16 overflows"):
+        sd.Engine(model, None)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 
+import pytest
+import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, LlamaConfig
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
+from specdec_fast.equivalence.compare import transformers_greedy
+from specdec_fast.models.model_checks import check_logits
 from support.demo import MAX_NEW_TOKENS
-from support.models import TINY, TINY_GROUPED
+from support.models import TINY, TINY_GROUPED, VOCAB_SIZE, tiny_model
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
@@ -80,3 +85,45 @@ def test_bfloat16_runs_and_repeats_itself(prompt_ids):
     ]
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
     assert all(o.error is None and o.token_ids for o in outputs[0])
+
+
+class Excluding(torch.nn.Module):
+    """An output layer that gives some ids a logit of minus infinity."""
+
+    def __init__(self, inner, ids):
+        super().__init__()
+        excluded = torch.zeros(VOCAB_SIZE, dtype=inner.weight.dtype).index_fill(0, torch.tensor(ids), -math.inf)
+        self.inner = inner
+        self.register_buffer("excluded", excluded)
+
+    def forward(self, hidden):
+        return self.inner(hidden) + self.excluded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("eager", [False, True])
+def test_ids_that_a_model_excludes_by_minus_infinity(dtype, eager):
+    model, prompt = tiny_model("llama").to(dtype), [3, 5, 7]
+    excluded = sorted(set(transformers_greedy(model, prompt, 8)))
+    model.lm_head = Excluding(model.lm_head, excluded).eval()
+    engine = sd.Engine(model, "ngram", enforce_eager=eager)
+    (output,) = engine.generate([prompt], sd.SamplingParams(max_new_tokens=8, logprobs=True))
+    plain = sd.Engine(model, None).generate([prompt], sd.SamplingParams(max_new_tokens=8))[0].token_ids
+    assert output.raise_for_error().token_ids == plain
+    if dtype == torch.float32:
+        assert plain == transformers_greedy(model, prompt, 8)
+    sampled = sd.SamplingParams(max_new_tokens=60, temperature=5.0, top_k=90, repetition_penalty=1.1, seed=1)
+    (other,) = engine.generate([prompt], sampled)
+    assert not set(excluded) & {*plain, *other.raise_for_error().token_ids}
+    assert all(map(math.isfinite, output.logprobs))
+
+
+def test_a_program_that_forgets_an_infinity_is_refused(monkeypatch):
+    model = tiny_model("llama")
+    model.lm_head = Excluding(model.lm_head, [4]).eval()
+    replaced = sd.Engine(model, None).target
+    forward = replaced.forward
+    monkeypatch.setattr(replaced, "forward", lambda *args: forward(*args).nan_to_num(neginf=-9.0))
+    token_ids = torch.arange(8)
+    with pytest.raises(sd.UnsupportedModelError, match=r"relative distance (inf|nan)"):
+        check_logits(replaced, token_ids, replaced.hf.dense_logits(token_ids))

@@ -13,10 +13,13 @@ import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models import ragged_model
 from specdec_fast.models.model_checks import RaggedForward, check_reproduces
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from support.experts import tiny_mixture
 from support.models import CONFIGS, tiny_model
+from support.programs import needs_programs
 
 
 def llama4(tuning: bool) -> torch.nn.Module:
@@ -134,3 +137,68 @@ def test_rows_of_zeros_are_reproduced(dtype):
         return model.forward(batch, pool).masked_fill(is_zero[:, None], 0)
 
     check_reproduces(model.hf, forward, 16, token_ids, expected)
+
+
+class WrongRow:
+    """A program that computes one row wrongly: its logits, or its hidden states."""
+
+    def __init__(self, program, position, is_of_taps=False):
+        self.program, self.position, self.is_of_taps = program, position, is_of_taps
+
+    def __getattr__(self, name):
+        return getattr(self.program, name)
+
+    def __call__(self, token_ids, batch, pages, logit_rows, hidden_states=None):
+        logits = self.program(token_ids, batch, pages, logit_rows, hidden_states).clone()
+        wrong = batch.positions == self.position
+        if self.is_of_taps and hidden_states is not None:
+            hidden_states[wrong] = hidden_states[wrong].roll(1, dims=-1)
+        if not self.is_of_taps:
+            logits[wrong] = logits[wrong].roll(1, dims=-1)
+        return logits
+
+
+@pytest.fixture
+def wrong_row(monkeypatch):
+    """Let programs that are made from now on compute a row wrongly."""
+    original = ragged_model.executor_for
+
+    def start(position, is_of_taps=False):
+        def executor_for(ops, device):
+            executor, why = original(ops, device)
+
+            def made(plan):
+                programs = executor(plan)
+                return programs._replace(program=WrongRow(programs.program, position, is_of_taps))
+
+            return made, why
+
+        monkeypatch.setattr(ragged_model, "executor_for", executor_for)
+
+    return start
+
+
+@needs_programs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_program_that_computes_one_row_wrongly_is_refused(dtype, wrong_row):
+    wrong_row(position=6)
+    model = RaggedModel(tiny_model("llama").to(dtype), resolve(torch.device("cpu")))
+    assert not model.has_program
+    assert ("other logits of a row" if dtype != torch.float32 else "does not reproduce") in model.why_no_program
+
+
+@needs_programs
+def test_a_program_that_computes_hidden_states_of_one_row_wrongly_is_refused(wrong_row):
+    wrong_row(position=6, is_of_taps=True)
+    model = RaggedModel(tiny_model("llama").bfloat16(), resolve(torch.device("cpu")))
+    assert model.has_program
+    with pytest.raises(sd.UnsupportedModelError, match=r"computes other hidden states \(taps \(1, 2\)\) of a row"):
+        model.use_taps((1, 2))
+
+
+@needs_programs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["gpt-oss", "phimoe", "deepseek-v3"])
+def test_programs_of_mixtures_are_admitted_in_16_bits(name, dtype):
+    model = RaggedModel(tiny_mixture(name, dtype), resolve(torch.device("cpu")))
+    assert model.has_program, model.why_no_program

@@ -99,3 +99,9 @@ def test_it_is_an_error_of_the_configuration():
     assert issubclass(MemoryBudgetError, ConfigError)
     with pytest.raises(MemoryBudgetError, match="largest term is target weights"):
         raise budget_error(EngineMemory(part("target", 100, 1, 1, 0), None, 4), 50, EngineSetting(1, 0, 1, 1, 1))
+
+
+@pytest.mark.parametrize(("budget", "text"), [(1000, "1000 bytes lacks"), (1536, "1536 bytes (1.50 KiB) lacks")])
+def test_bytes_are_named_once(budget, text):
+    error = budget_error(EngineMemory(part("target", 10**5, 1, 1, 0), None, 4), budget, EngineSetting(1, 0, 1, 1, 1))
+    assert f"a budget of {text} " in str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 
 import pytest
@@ -151,6 +152,22 @@ def a_repeated_copy_is_changed(x):
 def test_what_a_program_cannot_express_is_refused(function, message):
     with pytest.raises(NotLowerableError, match=message):
         compiled(Function(function))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, p: torch.where(x > 0, x, torch.full((WIDTH,), math.nan)),
+        lambda x, p: x.masked_fill(x < 0, math.nan),
+        lambda x, p: x * torch.tensor([1.0, math.nan, -math.inf] * (WIDTH // 3)),
+    ],
+    ids=["where", "masked_fill", "product"],
+)
+def test_constants_may_be_nan(function):
+    """Two recordings agree in them, though a NaN equals none."""
+    model, token_ids = Function(function), torch.arange(5)
+    expected = model(token_ids[None], token_ids[None])[0]
+    torch.testing.assert_close(compiled(model)(token_ids), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])

@@ -13,7 +13,9 @@ from transformers import GenerationConfig, GPT2Config
 import specdec_fast as sd
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.errors import ConfigError, InvalidParamsError, NotYetSupportedError
+from specdec_fast.models.loading import eos_token_ids
 from specdec_fast.sampling_params import as_sampling_params
+from support.models import tiny_model
 
 NAN = math.nan
 # Per field: just outside its range, and the types that a comparison would let slip through (bool, NaN, text).
@@ -107,6 +109,23 @@ class TargetOfTwenty:
 def test_eos_of_a_generation_config_replaces_the_targets(eos, stop_ids):
     params = sd.SamplingParams.from_generation_config(GenerationConfig(eos_token_id=eos, do_sample=False))
     assert RequestBuilder(TargetOfTwenty(), None).build(0, [1, 2], params).stop_ids == stop_ids
+
+
+@pytest.mark.parametrize(
+    ("eos", "ids"),
+    [(None, ()), (3, (3,)), ([3, 4], (3, 4)), ((3,), (3,)), (torch.tensor(3), (3,)), (torch.tensor([3, 4]), (3, 4)),
+     (np.int64(3), (3,)), ([np.int64(3)], (3,)), (-1, ()), ([3, -1], (3,))],
+    ids=repr,
+)  # fmt: skip
+def test_every_kind_of_eos_of_a_generation_config(eos, ids):
+    """Of a request and of a model; a negative one, with which some callers switch EOS off, stops nothing."""
+    config, model = GenerationConfig(), tiny_model("llama")
+    config.eos_token_id = model.generation_config.eos_token_id = eos
+    params = sd.SamplingParams.from_generation_config(config)
+    assert (params.stop_token_ids, params.ignore_eos) == (ids, eos is not None)
+    found = eos_token_ids(model)
+    assert found == set(ids)
+    assert all(type(each) is int for each in found)
 
 
 # `stop_token_ids` come on top of the target's EOS, unless that is to be ignored.
