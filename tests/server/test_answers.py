@@ -116,7 +116,11 @@ def test_events_add_up_to_the_whole_answer(tokenizer, ids, kind, with_usage):
     choices = [event["choices"][0] for event in events]
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(ids) - 1) + ["length"]
     assert joined(choice["token_ids"] for choice in choices) == expected["token_ids"]
-    assert choices[0]["prompt_token_ids"] == [5, 6, 7]
+    # As in vLLM: in the choices of completions, which may have several prompts, and beside those of a chat.
+    places = choices if kind is completion else events
+    assert places[0]["prompt_token_ids"] == [5, 6, 7]
+    assert not any("prompt_token_ids" in place for place in places[1:])
+    assert (expected if kind is completion else whole)["prompt_token_ids"] == [5, 6, 7]
     if kind is completion:
         assert "".join(choice["text"] for choice in choices) == expected["text"]
         for name in ("tokens", "token_logprobs", "text_offset"):
