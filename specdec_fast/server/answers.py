@@ -25,6 +25,7 @@ class _Choice:
         num_tokens: its tokens.
         text_offset: characters of its tokens' texts, one by one, with the echoed prompt.
         has_begun: whether an event has been made.
+        newest: the last token whose text was made for log-probabilities, and that text alone; None before the first.
         parts: JSON of its later events around the text, and around the token ids if they are shown; None before them.
 
     """
@@ -32,6 +33,7 @@ class _Choice:
     num_tokens: int = 0
     text_offset: int = 0
     has_begun: bool = False
+    newest: tuple[int, str] | None = None
     parts: list[str] | None = None
 
 
@@ -170,10 +172,25 @@ class Answer(ABC):
     def _logprobs(self, token_ids: list[int], logprobs: list[float], state: _Choice) -> dict[str, Any]:
         """Return the part of a choice that has log-probabilities."""
 
-    def _token_text(self, token: int) -> str:
+    def _token_texts(self, token_ids: list[int], state: _Choice) -> list[str]:
+        """Return the texts of a choice's next tokens, which join to its text but for incomplete characters.
+
+        Some tokenizers, such as Llama-2's, remove the space before the first token of what they decode. So a token is
+        decoded behind the one before it.
+        """
         if self._tokenizer is None:
-            return f"token_id:{token}"
-        return str(self._tokenizer.decode([token]))
+            return [f"token_id:{token}" for token in token_ids]
+        texts = []
+        for token in token_ids:
+            text = alone = str(self._tokenizer.decode([token]))
+            if state.newest is not None:
+                before = state.newest[1]
+                both = str(self._tokenizer.decode([state.newest[0], token]))
+                if both.startswith(before) and _INCOMPLETE not in before + alone:
+                    text = both[len(before) :]
+            texts.append(text)
+            state.newest = (token, alone)
+        return texts
 
 
 class CompletionAnswer(Answer):
@@ -194,7 +211,7 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
     def _logprobs(self, token_ids: list[int], logprobs: list[float], state: _Choice) -> dict[str, Any]:
-        texts, offsets = [self._token_text(token) for token in token_ids], []
+        texts, offsets = self._token_texts(token_ids, state), []
         for text in texts:
             offsets.append(state.text_offset)
             state.text_offset += len(text)
@@ -218,8 +235,7 @@ class ChatAnswer(Answer):
 
     def _logprobs(self, token_ids: list[int], logprobs: list[float], state: _Choice) -> dict[str, Any]:
         content = []
-        for token, value in zip(token_ids, logprobs, strict=True):
-            text = self._token_text(token)
+        for text, value in zip(self._token_texts(token_ids, state), logprobs, strict=True):
             # The text of a part of a character does not say which bytes it has.
             code = None if _INCOMPLETE in text else list(text.encode(errors="replace"))
             entry = {"token": text, "logprob": max(value, _LEAST_LOGPROB), "bytes": code, "top_logprobs": []}
