@@ -25,6 +25,7 @@ class _Choice:
         num_tokens: its tokens.
         text_offset: characters of its tokens' texts, one by one, with the echoed prompt.
         has_begun: whether an event has been made.
+        newest: the last token whose text was made for log-probabilities, and that text alone; None before the first.
         parts: JSON of its later events around the text, and around the token ids if they are shown; None before them.
 
     """
@@ -32,6 +33,7 @@ class _Choice:
     num_tokens: int = 0
     text_offset: int = 0
     has_begun: bool = False
+    newest: tuple[int, str] | None = None
     parts: list[str] | None = None
 
 
@@ -49,6 +51,7 @@ class Answer(ABC):
     kind: str
     event_kind: str
     id_prefix: str
+    has_prompt_per_choice: bool  # where the prompt's ids are shown: in every choice, or beside the choices
 
     def __init__(self, body: RequestBody, request_id: str, model: str, tokenizer: Any | None) -> None:
         self.body = body
@@ -81,7 +84,8 @@ class Answer(ABC):
             choices.append(choice | {"finish_reason": output.finish_reason})
         num_prompt_tokens = sum(len(output.prompt_ids) for output in outputs[:: self._num_each])
         num_tokens = sum(len(output.token_ids) for output in outputs)
-        return {**self._head, "choices": choices, "usage": _usage(num_prompt_tokens, num_tokens)}
+        shown = self._prompt_ids(outputs[0].prompt_ids, in_choice=False)
+        return {**self._head, **shown, "choices": choices, "usage": _usage(num_prompt_tokens, num_tokens)}
 
     def event(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> dict[str, Any] | None:
         """Return an event of a stream; None if a chunk has nothing to show.
@@ -92,12 +96,15 @@ class Answer(ABC):
             prompt_ids: the choice's prompt.
 
         """
+        state = self._choices.setdefault(index, _Choice())
         is_empty = not (chunk.text or chunk.finish_reason or self._ids or chunk.logprobs)
         if is_empty:
-            self._choices.setdefault(index, _Choice()).num_tokens += len(chunk.token_ids)
+            state.num_tokens += len(chunk.token_ids)
             return None
+        shown = {} if state.has_begun else self._prompt_ids(prompt_ids, in_choice=False)
         choice = self._choice(index, chunk.text or "", chunk.token_ids, chunk.logprobs, prompt_ids, is_event=True)
-        body: dict[str, Any] = {**self._event_head, "choices": [choice | {"finish_reason": chunk.finish_reason}]}
+        choices = [choice | {"finish_reason": chunk.finish_reason}]
+        body: dict[str, Any] = {**self._event_head, **shown, "choices": choices}
         return body | ({"usage": None} if self.body.includes_usage else {})
 
     def event_json(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> str | None:
@@ -146,8 +153,12 @@ class Answer(ABC):
         choice = {"index": index, **self._content(text, is_first, is_event)}
         choice["logprobs"] = None if logprobs is None else self._logprobs(token_ids, logprobs, state)
         if self._ids:
-            choice |= {"token_ids": token_ids} | ({"prompt_token_ids": prompt_ids} if is_first else {})
+            choice |= {"token_ids": token_ids} | (self._prompt_ids(prompt_ids, in_choice=True) if is_first else {})
         return choice
+
+    def _prompt_ids(self, prompt_ids: list[int], in_choice: bool) -> dict[str, list[int]]:
+        """Return the prompt's ids, if the request wants them and this is their place."""
+        return {"prompt_token_ids": prompt_ids} if self._ids and in_choice == self.has_prompt_per_choice else {}
 
     def _echo(self, index: int, prompt_ids: list[int]) -> str:
         """Return what stands before a choice's own text."""
@@ -161,10 +172,25 @@ class Answer(ABC):
     def _logprobs(self, token_ids: list[int], logprobs: list[float], state: _Choice) -> dict[str, Any]:
         """Return the part of a choice that has log-probabilities."""
 
-    def _token_text(self, token: int) -> str:
+    def _token_texts(self, token_ids: list[int], state: _Choice) -> list[str]:
+        """Return the texts of a choice's next tokens, which join to its text but for incomplete characters.
+
+        Some tokenizers, such as Llama-2's, remove the space before the first token of what they decode. So a token is
+        decoded behind the one before it.
+        """
         if self._tokenizer is None:
-            return f"token_id:{token}"
-        return str(self._tokenizer.decode([token]))
+            return [f"token_id:{token}" for token in token_ids]
+        texts = []
+        for token in token_ids:
+            text = alone = str(self._tokenizer.decode([token]))
+            if state.newest is not None:
+                before = state.newest[1]
+                both = str(self._tokenizer.decode([state.newest[0], token]))
+                if both.startswith(before) and _INCOMPLETE not in before + alone:
+                    text = both[len(before) :]
+            texts.append(text)
+            state.newest = (token, alone)
+        return texts
 
 
 class CompletionAnswer(Answer):
@@ -172,6 +198,7 @@ class CompletionAnswer(Answer):
 
     kind = event_kind = "text_completion"
     id_prefix = "cmpl"
+    has_prompt_per_choice = True
     body: CompletionBody
 
     def _echo(self, index: int, prompt_ids: list[int]) -> str:
@@ -184,7 +211,7 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
     def _logprobs(self, token_ids: list[int], logprobs: list[float], state: _Choice) -> dict[str, Any]:
-        texts, offsets = [self._token_text(token) for token in token_ids], []
+        texts, offsets = self._token_texts(token_ids, state), []
         for text in texts:
             offsets.append(state.text_offset)
             state.text_offset += len(text)
@@ -197,6 +224,7 @@ class ChatAnswer(Answer):
 
     kind, event_kind = "chat.completion", "chat.completion.chunk"
     id_prefix = "chatcmpl"
+    has_prompt_per_choice = False  # as in vLLM; all choices of a chat have one prompt
     body: ChatBody
 
     def _content(self, text: str, is_first: bool, is_event: bool) -> dict[str, Any]:
@@ -207,8 +235,7 @@ class ChatAnswer(Answer):
 
     def _logprobs(self, token_ids: list[int], logprobs: list[float], state: _Choice) -> dict[str, Any]:
         content = []
-        for token, value in zip(token_ids, logprobs, strict=True):
-            text = self._token_text(token)
+        for text, value in zip(self._token_texts(token_ids, state), logprobs, strict=True):
             # The text of a part of a character does not say which bytes it has.
             code = None if _INCOMPLETE in text else list(text.encode(errors="replace"))
             entry = {"token": text, "logprob": max(value, _LEAST_LOGPROB), "bytes": code, "top_logprobs": []}

@@ -197,6 +197,9 @@ class _Api:
                 message = f"{body.num_choices} choices in one request; the server takes {self._engine.max_requests}."
                 return problem_response(Problem(400, message))
             requests = body.requests(self._default_max_tokens)
+            if len(requests) > 1:  # choices that never fit together would be answered with 429 again and again
+                own = [(*each, body.n or 1) for each in requests[:: body.n or 1]]
+                await self._engine.expect_budget(own, **body.prompt_options())
             if body.stream:
                 return await self._stream(answer, requests)
             return await self._whole(answer, requests, request)

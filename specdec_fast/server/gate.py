@@ -35,7 +35,7 @@ class Gate:
         self, app: ASGIApp, api_key: str | None, max_request_bytes: int, on_response: Callable[[int], None]
     ) -> None:
         self._app, self._on_response = app, on_response
-        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
         self._max_bytes = max_request_bytes
         # Ids are no secrets. ``os.urandom`` would give up the interpreter's lock, and a busy engine returns it late.
         self._random = random.Random()
@@ -72,14 +72,18 @@ class Gate:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Problem | None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        given = headers.get("authorization", "").encode("latin-1")
-        if self._authorization and path not in _OPEN and not hmac.compare_digest(given, self._authorization):
+        if self._key is not None and path not in _OPEN and not self._has_key(headers):
             message = "the API key is missing or wrong; send it in the header 'Authorization: Bearer KEY'."
             return Problem(401, message, code="invalid_api_key")
         length, limit = headers.get("content-length", ""), str(self._max_bytes)
         digits = length.lstrip("0") if length.isascii() and length.isdigit() else ""
         # As numbers, but without int(), which raises for more than 4300 digits.
         return self._too_large() if (len(digits), digits) > (len(limit), limit) else None
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        # HTTP does not distinguish "Bearer" from "bearer" (RFC 9110, section 11.1).
+        return scheme.lower() == b"bearer" and self._key is not None and hmac.compare_digest(given, self._key)
 
     def _too_large(self) -> Problem:
         return Problem(413, f"the body has more than {self._max_bytes} bytes; send less, or raise the server's limit.")

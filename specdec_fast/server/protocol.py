@@ -41,21 +41,31 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logit_bias": ({},),
     "logits_processors": ([],),
+    "logprob_token_ids": (),
     "min_tokens": (0,),
     "modalities": (["text"],),
+    "moderation": (),
     "presence_penalty": (0,),
+    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
+    "repetition_detection": (),
     "response_format": ({"type": "text"},),
+    "return_prompt_text": (False,),
+    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
     "structured_outputs": (),
     "suffix": ("",),
+    "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 
@@ -82,6 +92,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class RequestBody(BaseModel):
@@ -120,6 +131,8 @@ class RequestBody(BaseModel):
             _logger.debug("fields of a request that are ignored: %s", ", ".join(sorted(ignored)))
         if self.stream_options is not None and not self.stream:
             raise _refuse("stream_options", "only for requests with stream=true")
+        if self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            raise _refuse("stream_options", "continuous_usage_stats is not supported; the last event has the usage")
         self._check_own()
         return self
 
@@ -227,6 +240,7 @@ class ChatBody(RequestBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -250,6 +264,8 @@ class ChatBody(RequestBody):
     def _check_own(self) -> None:
         if self.top_logprobs:
             raise _refuse("top_logprobs", f"{_ONLY_EMITTED}; expected 0 instead of {self.top_logprobs}")
+        if self.echo:  # vLLM repeats the last message before an answer of the same role
+            raise _refuse("echo", "not supported in a chat; leave it out")
 
     def _max_tokens(self, default: int) -> int:
         given = (limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from time import monotonic
@@ -23,7 +23,7 @@ from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput
 from specdec_fast.sampling_params import as_plain, as_sampling_params
 from specdec_fast.service.receivers import Receiver
-from specdec_fast.service.requests import LiveRequests, ServedRequest
+from specdec_fast.service.requests import LiveRequests, ServedRequest, positions_of
 from specdec_fast.service.statistics import Observer, ServiceStats
 from specdec_fast.service.streams import AsyncStream
 from specdec_fast.service.worker import Worker
@@ -177,6 +177,32 @@ class AsyncEngine:
         request = self._accept(read, request_id, timeout, is_stream=True)
         return AsyncStream(request, self._worker)
 
+    async def expect_budget(self, requests: Iterable[tuple[Any, Any, int]], **prompt_options: Any) -> None:
+        """Check that requests which are sent together fit into ``kv_token_budget`` together, if there is one.
+
+        Args:
+            requests: prompts, the parameters of each, and how often each is sent.
+            **prompt_options: fields of PromptOptions.
+
+        Raises:
+            KVCacheTooSmallError: they do not fit, so sending them again later would not help.
+            EngineClosedError, RequestError, ConfigError: as ``generate``.
+
+        """
+        self.engine.process.expect_this()
+        if self._live.most_positions is None:
+            return
+        reads = [(self._reader(prompt, params, prompt_options), times) for prompt, params, times in requests]
+
+        def count() -> int:
+            return sum(times * positions_of(read()) for read, times in reads)
+
+        try:
+            counted = asyncio.wrap_future(self._encoders.submit(count))
+        except RuntimeError:
+            raise EngineClosedError(_CLOSED) from None
+        self._live.expect_budget(await counted, "the requests need, together,")
+
     def cancel(self, request_id: str) -> bool:
         """End a request before the next step, with a RequestCancelledError; any thread may call.
 
@@ -252,10 +278,9 @@ class AsyncEngine:
                 self._live.leave(request)
                 return
             sequence = read()
-            if sequence.error is not None:
-                raise sequence.error
+            num_positions = positions_of(sequence)  # raises what is wrong with the prompt
             self.engine.core.expect_room(sequence)
-            self._live.charge(request, sequence.max_length - 1)
+            self._live.charge(request, num_positions)
             self._worker.start(request, sequence)
         except Exception as error:
             self._live.leave(request)

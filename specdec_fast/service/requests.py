@@ -89,12 +89,12 @@ class LiveRequests:
         most_positions: KV positions that they may need together; None: any number.
 
     Attributes:
-        most_requests: the first argument.
+        most_requests, most_positions: the arguments.
 
     """
 
     def __init__(self, most_requests: int, most_positions: int | None) -> None:
-        self.most_requests, self._most_positions = most_requests, most_positions
+        self.most_requests, self.most_positions = most_requests, most_positions
         self._lock = Lock()
         self._requests: dict[str, ServedRequest] = {}
         self._num_positions = 0
@@ -137,23 +137,36 @@ class LiveRequests:
             KVCacheTooSmallError: they alone are more, so sending the request again would not help.
 
         """
-        if self._most_positions is not None and num_positions > self._most_positions:
-            raise KVCacheTooSmallError(
-                f"the request needs {num_positions} KV positions (its prompt and max_new_tokens), and "
-                f"kv_token_budget={self._most_positions}; lower max_new_tokens, or raise the budget."
-            )
+        self.expect_budget(num_positions, "the request needs")
         with self._lock:
             if self._requests.get(request.request_id) is not request:
                 return  # it has been dropped meanwhile
             total = self._num_positions + num_positions
-            if self._most_positions is not None and total > self._most_positions:
+            if self.most_positions is not None and total > self.most_positions:
                 raise EngineOverloadedError(
                     f"the request needs {num_positions} KV positions (its prompt and max_new_tokens), the live "
-                    f"requests need {self._num_positions}, and kv_token_budget={self._most_positions}; send the "
+                    f"requests need {self._num_positions}, and kv_token_budget={self.most_positions}; send the "
                     "request again later, lower max_new_tokens, or raise the budget."
                 )
             request.num_positions = num_positions
             self._num_positions = total
+
+    def expect_budget(self, num_positions: int, what: str) -> None:
+        """Refuse more KV positions than all live requests may need.
+
+        Args:
+            num_positions: of requests that are to be served together.
+            what: beginning of the message.
+
+        Raises:
+            KVCacheTooSmallError: they are more.
+
+        """
+        if self.most_positions is not None and num_positions > self.most_positions:
+            raise KVCacheTooSmallError(
+                f"{what} {num_positions} KV positions (prompt and max_new_tokens), and "
+                f"kv_token_budget={self.most_positions}; lower max_new_tokens, or raise the budget."
+            )
 
     def leave(self, request: ServedRequest) -> None:
         """Forget a request that has ended or was dropped; it may be unknown."""
@@ -169,3 +182,15 @@ class LiveRequests:
     def all(self) -> list[ServedRequest]:
         """Return the live requests."""
         return list(self._requests.values())
+
+
+def positions_of(sequence: Sequence) -> int:
+    """Return how many KV positions a request may need.
+
+    Raises:
+        RequestError: what is wrong with its prompt.
+
+    """
+    if sequence.error is not None:
+        raise sequence.error
+    return sequence.max_length - 1  # the last token needs none

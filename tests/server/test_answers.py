@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import chain
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.server.answers import ChatAnswer, CompletionAnswer
 from specdec_fast.server.protocol import ChatBody, CompletionBody
+from support.decoder_kinds import BYTES, KINDS, SPECIAL
 
 LOGPROBS = [-0.5, float("-inf"), -1.0, -2.0]
 
@@ -79,6 +81,27 @@ def test_a_whole_chat(tokenizer, ids):
         assert entry["bytes"] == (None if "\ufffd" in text else list(text.encode()))
 
 
+@pytest.mark.parametrize("name", ["Llama-2", "Gemma", "ByteLevel", "WordPiece", "Unigram, Metaspace", "suffix"])
+def test_the_texts_of_tokens_join_to_the_text(name):
+    """Some tokenizers decode a token alone without the space before it; then offsets would not fit the text."""
+    tokenizer, rng = KINDS[name](), random.Random(0)
+    bytes_and_specials = {tokenizer.convert_tokens_to_ids(token) for token in [*BYTES, SPECIAL]}
+    size = len(tokenizer)
+    for _ in range(20):
+        ids = [token for token in rng.choices(range(size), k=8) if token not in bytes_and_specials]
+        ids = [token for token in ids if "\ufffd" not in tokenizer.decode([token])]
+        text = tokenizer.decode(ids)
+        whole = sd.GenerationOutput(0, [1], ids, text, "length", sd.DecodingStats(), None, [-1.0] * len(ids))
+        (choice,) = completion(tokenizer, logprobs=0).whole([whole])["choices"]
+        found = choice["logprobs"]
+        assert "".join(found["tokens"]) == text
+        assert all(text.startswith(*pair) for pair in zip(found["tokens"], found["text_offset"], strict=True))
+        answer = chat(tokenizer, logprobs=True, stream=True)
+        events = [answer.event(0, sd.StreamChunk(0, [token], "", None, None, [-1.0]), [1]) for token in ids]
+        content = joined(event["choices"][0]["logprobs"]["content"] for event in events)
+        assert [entry["token"] for entry in content] == found["tokens"]
+
+
 def test_prompts_and_choices_are_counted_once(tokenizer, ids):
     answer = completion(tokenizer, prompt=[[1, 2], [3]], n=2)
     outputs = [output(tokenizer, ids, prompt=prompt) for prompt in ([1, 2], [1, 2], [3], [3])]
@@ -116,7 +139,11 @@ def test_events_add_up_to_the_whole_answer(tokenizer, ids, kind, with_usage):
     choices = [event["choices"][0] for event in events]
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(ids) - 1) + ["length"]
     assert joined(choice["token_ids"] for choice in choices) == expected["token_ids"]
-    assert choices[0]["prompt_token_ids"] == [5, 6, 7]
+    # As in vLLM: in the choices of completions, which may have several prompts, and beside those of a chat.
+    places = choices if kind is completion else events
+    assert places[0]["prompt_token_ids"] == [5, 6, 7]
+    assert not any("prompt_token_ids" in place for place in places[1:])
+    assert (expected if kind is completion else whole)["prompt_token_ids"] == [5, 6, 7]
     if kind is completion:
         assert "".join(choice["text"] for choice in choices) == expected["text"]
         for name in ("tokens", "token_logprobs", "text_offset"):

@@ -122,6 +122,21 @@ def test_a_flood_is_refused_with_429_and_the_rest_is_served(make_engine, monkeyp
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{"n": 3}, {"prompt": ["Once upon a time"] * 3}], ids=["choices", "prompts"])
+def test_choices_that_exceed_the_budget_together_are_not_to_be_sent_again(make_engine, stream, fields):
+    body = LONG | {"max_tokens": 20, "stream": stream, **fields}
+    num_prompt_tokens = 5
+    needed = 3 * (num_prompt_tokens + 20 - 1)
+    found = []
+    for budget in (needed - 1, needed):
+        app = create_app(make_engine(kv_token_budget=budget))
+        found.append(asyncio.run(fetch(app, "/v1/completions", body)))
+    refused, served = found
+    assert (refused.status, served.status) == (400, 200)
+    assert f"together, {needed} KV positions" in refused.json["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_before_the_first_token_is_504(make_engine, monkeypatch, stream):
     engine, now = make_engine(), [1000.0]
     app, gate = create_app(engine, timeout=5.0), Gate(monkeypatch, engine)

@@ -58,7 +58,8 @@ def test_the_api_key_guards_everything_but_health_and_metrics(engine):
     app = create_app(engine, api_key="sécret", max_request_bytes=100)
 
     async def main():
-        keys = [None, "Bearer wrong", "sécret", "Bearer sécret", "Bearer sécre", "Bearer sécrets"]
+        keys = [None, "Bearer wrong", "sécret", "Bearer sécret", "bearer sécret", "Basic sécret", "Bearer sécre"]
+        keys += ["Bearer sécrets", "Bearer", "Bearer "]
         found = []
         for key in keys:
             exchange = Exchange(app, "/v1/models")
@@ -71,7 +72,7 @@ def test_the_api_key_guards_everything_but_health_and_metrics(engine):
         )
 
     found, (docs, health, metrics), large = asyncio.run(main())
-    assert [exchange.status for exchange in found] == [401, 401, 401, 200, 401, 401]
+    assert [exchange.status for exchange in found] == [401, 401, 401, 200, 200, 401, 401, 401, 401, 401]
     assert found[0].json["error"]["code"] == "invalid_api_key"
     assert found[0].headers["www-authenticate"] == "Bearer"
     assert docs.status == 401

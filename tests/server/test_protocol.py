@@ -132,12 +132,19 @@ def test_unknown_fields_are_ignored_and_unsupported_ones_refused():
         (CompletionBody, {"prompt": "a", "logprobs": 0, "echo": True}, "echo", "cannot be combined"),
         (CompletionBody, {"prompt": "a", "stream": 1}, "stream", "valid boolean"),
         (CompletionBody, {"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
+        (
+            CompletionBody,
+            {"prompt": "a", "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+            "stream_options",
+            "continuous_usage_stats is not supported",
+        ),
         (CompletionBody, {"prompt": "a", "stop": [1]}, "stop", "valid string"),
         (CompletionBody, [1], None, "not a JSON object"),
         (ChatBody, {"messages": []}, "messages", "at least 1"),
         (ChatBody, {"messages": ["Hi"]}, "messages", r"messages\.0: 'Hi'"),
         (ChatBody, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "emitted tokens only"),
         (ChatBody, {"messages": HELLO, "tools": [{}]}, "tools", "not supported"),
+        (ChatBody, {"messages": HELLO, "echo": True}, "echo", "not supported in a chat"),
     ],
 )
 def test_refusals_name_the_field(kind, body, param, message):
@@ -145,6 +152,32 @@ def test_refusals_name_the_field(kind, body, param, message):
     assert (problem.status, problem.type, problem.param) == (400, "invalid_request_error", param)
     with pytest.raises(ValueError, match=message):
         raise ValueError(problem.message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprob_token_ids", [1, 2]),
+        ("moderation", {"model": "omni-moderation-latest"}),
+        ("priority", -1),
+        ("repetition_detection", {"max_pattern_size": 4}),
+        ("return_prompt_text", True),
+        ("return_tokens_as_token_ids", True),
+        ("spaces_between_special_tokens", False),
+        ("structural_tag", "{}"),
+        ("thinking_token_budget", 0),
+        ("watermarking", True),
+    ],
+)
+def test_fields_that_would_change_the_answer_are_not_ignored(name, value):
+    """Of the newer fields of OpenAI and vLLM; ignoring one would answer another request."""
+    problem = refusal(ChatBody, {"messages": HELLO, name: value})
+    assert (problem.status, problem.param) == (400, name)
+
+
+def test_continuous_usage_changes_nothing_without_usage():
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    assert not completion(stream=True, stream_options=options).includes_usage
 
 
 def test_a_long_list_of_wrong_items_costs_few_errors():
