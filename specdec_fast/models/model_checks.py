@@ -80,12 +80,15 @@ def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
     """Return the layers that must pass their window to the attention function.
 
     A layer whose window is only in its mask would see too much. The probe is too short to notice a window, so the
-    config decides.
+    config decides. A window of all positions that the model can serve hides nothing (Phi-3.5-MoE has one).
     """
+    window, positions = getattr(config, "sliding_window", None), max_positions(config)
+    if window and positions and window >= positions:
+        return frozenset()
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         return frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
-    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    slides = window and getattr(config, "use_sliding_window", True)
     return frozenset(range(num_layers) if slides else ())
 
 

@@ -23,6 +23,7 @@ from transformers import (
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
+from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.models.loading import load_model
 from specdec_fast.ops import BACKENDS
 from support.models import TINY, TINY_GROUPED, tiny_model
@@ -248,6 +249,18 @@ def test_window_that_only_the_mask_knows_is_refused():
     config = PhimoeConfig(**TINY_GROUPED, num_local_experts=2, sliding_window=20)
     with pytest.raises(sd.UnsupportedModelError, match="sliding window by a mask alone"):
         sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
+
+
+def test_window_of_all_positions_is_no_window():
+    """Phi-3.5-MoE has a window as long as its positions; only a shorter one would be missing over pages."""
+    torch.manual_seed(0)
+    config = PhimoeConfig(**TINY_GROUPED | {"max_position_embeddings": 20}, num_local_experts=2, sliding_window=20)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    output = sd.generate(model, "ngram", [[5, 6, 7]], sd.SamplingParams(max_new_tokens=18))[0]
+    assert output.token_ids == transformers_greedy(model, [5, 6, 7], 18)
+    config.sliding_window = 19
+    with pytest.raises(sd.UnsupportedModelError, match="sliding window by a mask alone"):
+        sd.Engine(model, None)
 
 
 @pytest.mark.parametrize("rows", [2, 4])  # the first forward, or one that only a later probe runs
