@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_FEWEST_POSITIONS = 8
 # Beyond any length at which a model might behave differently, and no multiple of a size.
 _OTHER_LENGTH = 2**20 + 3
 # Two sequences at once, then one row of one of them, because models may treat decoding differently.
@@ -39,7 +40,7 @@ Forward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
 
 
 def check_decoder(model: PreTrainedModel) -> None:
-    """Refuse a model that is no decoder, or whose layers cannot be paged.
+    """Refuse a model that is no decoder, whose layers cannot be paged, or that has too few positions for the checks.
 
     Raises:
         UnsupportedModelError: the message says what the model is.
@@ -56,6 +57,12 @@ def check_decoder(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers of type {', '.join(exotic)}; "
             f"only {', '.join(sorted(_SERVED_LAYER_TYPES))} can be paged."
+        )
+    positions = max_positions(config.get_text_config(decoder=True))
+    if positions is not None and positions < _FEWEST_POSITIONS:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} can serve {positions} positions; at least {_FEWEST_POSITIONS} are needed, because "
+            "every model is checked with a text of that many tokens."
         )
 
 
@@ -186,12 +193,11 @@ def check_reproduces(
         positions = torch.cat([torch.arange(r.start, r.start + r.count, device=token_ids.device) for r in rows])
         ragged = forward(lay_out(pool, rows, token_ids[positions]), pool).float()
         dense = expected[positions].float()
-        if torch.finfo(hf.layout.dtype).bits == 16:
-            norms = dense.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)  # a row may be all zeros
-            distances = ((ragged - dense).norm(dim=-1) / norms).median(dim=0).values
-        else:
-            distances = (ragged - dense).norm(dim=(0, -1)) / dense.norm(dim=(0, -1))
-        distance = float(distances.max())
+        is_16_bit = torch.finfo(hf.layout.dtype).bits == 16
+        over = -1 if is_16_bit else (0, -1)
+        norms = dense.norm(dim=over).clamp(min=torch.finfo(torch.float32).tiny)  # all may be zeros: a new output layer
+        distances = (ragged - dense).norm(dim=over) / norms
+        distance = float(distances.median(dim=0).values.max() if is_16_bit else distances.max())
         bound = torch.finfo(hf.layout.dtype).eps ** 0.5
         if not distance <= bound:
             raise UnsupportedModelError(
