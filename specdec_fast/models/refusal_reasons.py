@@ -24,6 +24,8 @@ def why_not_reproduced(dense_logits: DenseLogits, token_ids: Tensor, bound: floa
     half = len(token_ids) // 2
     try:
         expected = dense_logits(token_ids, None)
+        if not bool(expected.float().norm().isfinite()):
+            return f"its own logits are not finite: a weight is damaged, or {expected.dtype} overflows (pass another)"
         if _distance(dense_logits(token_ids[:half], None), expected[:half]) > bound:
             return "a token attends to later tokens: it is an encoder (some configs need is_decoder=True)"
         if torch.equal(dense_logits(token_ids, positions.flip(0)), expected):

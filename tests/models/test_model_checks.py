@@ -155,3 +155,11 @@ def test_a_model_has_the_positions_that_the_checks_need(positions):
     with few if positions < 8 else nullcontext():
         output = sd.generate(model, None, [[5, 6, 7]], sd.SamplingParams(max_new_tokens=5))[0]
         assert output.token_ids == transformers_greedy(model, [5, 6, 7], 5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 6e4])
+def test_logits_that_are_not_finite_are_the_reason(value):
+    model = tiny_model("llama").half()
+    model.lm_head.weight.data.fill_(value)  # the last one overflows in fp16
+    with pytest.raises(sd.UnsupportedModelError, match=r"its own logits are not finite: .* torch.float16 overflows"):
+        sd.Engine(model, None)
