@@ -83,6 +83,17 @@ def max_positions(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def why_fewer_positions(config: Any) -> str:
+    """Return why the model can serve fewer positions than its config names, for a message; empty if it serves all."""
+    named = getattr(config, "max_position_embeddings", None)
+    if not named or named == max_positions(config):
+        return ""
+    return (
+        f" of its {named}, because beyond them its RoPE changes for all texts of a batch with the longest one "
+        f"({', '.join(sorted(_BATCH_DEPENDENT_ROPE))})"
+    )
+
+
 def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
     """Return the layers that must pass their window to the attention function.
 
