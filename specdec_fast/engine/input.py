@@ -15,6 +15,7 @@ from specdec_fast.errors import (
     RequestError,
     TooManyDraftTokensError,
 )
+from specdec_fast.models.model_checks import why_fewer_positions
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.detokenizer import Detokenizer
 from specdec_fast.request.prompt_options import PromptOptions
@@ -130,8 +131,8 @@ class RequestBuilder:
             return wanted
         if num_tokens > limit:
             raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens, but the target has {limit} positions; shorten the prompt to at "
-                f"most {limit} tokens."
+                f"the prompt has {num_tokens} tokens, but the target can serve {limit} positions"
+                f"{why_fewer_positions(self._target.hf.config)}; shorten the prompt to at most {limit} tokens."
             )
         return min(wanted, limit + 1)  # the target never computes the last emitted token, so that needs no position
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_FEWEST_POSITIONS = 8
 # Beyond any length at which a model might behave differently, and no multiple of a size.
 _OTHER_LENGTH = 2**20 + 3
 # Two sequences at once, then one row of one of them, because models may treat decoding differently.
@@ -40,7 +41,7 @@ Forward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
 
 
 def check_decoder(model: PreTrainedModel) -> None:
-    """Refuse a model that is no decoder, or whose layers cannot be paged.
+    """Refuse a model that is no decoder, whose layers cannot be paged, or that has too few positions for the checks.
 
     Raises:
         UnsupportedModelError: the message says what the model is.
@@ -58,26 +59,32 @@ def check_decoder(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has layers of type {', '.join(exotic)}; "
             f"only {', '.join(sorted(_SERVED_LAYER_TYPES))} can be paged."
         )
+    positions = max_positions(config.get_text_config(decoder=True))
+    if positions is not None and positions < _FEWEST_POSITIONS:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} can serve {positions} positions; at least {_FEWEST_POSITIONS} are needed, because "
+            "every model is checked with a text of that many tokens."
+        )
 
 
 def expect_numbers(model: PreTrainedModel, logits: Tensor) -> None:
-    """Refuse a model whose own logits of a short text are not all numbers.
+    """Refuse a model whose own logits of a short text are NaN or infinite; -inf excludes an id.
 
     Args:
         model: the model.
         logits: ``[n, vocab_size]``, what it computes of ``n`` tokens.
 
     Raises:
-        UnsupportedModelError: a logit is NaN.
+        UnsupportedModelError: a logit is NaN or +inf.
 
     """
-    if num_rows := int(logits.isnan().any(dim=-1).sum()):
-        weights = [name for name, weight in model.named_parameters() if bool(weight.isnan().any())]
-        cause = f"its weight {weights[0]} has NaN ({len(weights)} do in all)" if weights else "no weight of it has NaN"
+    if num_rows := int((logits.isnan() | logits.isposinf()).any(dim=-1).sum()):
+        weights = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
+        of_weights = f"weight {weights[0]} is not finite ({len(weights)} are not)" if weights else "weights are finite"
         raise UnsupportedModelError(
-            f"the logits of {type(model).__name__} are NaN, without this library, at {num_rows} of {len(logits)} "
-            f"tokens of a short text in {logits.dtype}; {cause}. Repair the checkpoint, or load it in another dtype: "
-            "float16 overflows above 65504."
+            f"the logits of {type(model).__name__} are NaN or infinite, without this library, at {num_rows} of "
+            f"{len(logits)} tokens of a short text in {logits.dtype}; its {of_weights}. Repair the checkpoint, or load "
+            "it in another dtype: float16 overflows above 65504."
         )
 
 
@@ -98,16 +105,30 @@ def max_positions(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def why_fewer_positions(config: Any) -> str:
+    """Return why the model can serve fewer positions than its config names, for a message; empty if it serves all."""
+    named = getattr(config, "max_position_embeddings", None)
+    if not named or named == max_positions(config):
+        return ""
+    return (
+        f" of its {named}, because beyond them its RoPE changes for all texts of a batch with the longest one "
+        f"({', '.join(sorted(_BATCH_DEPENDENT_ROPE))})"
+    )
+
+
 def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
     """Return the layers that must pass their window to the attention function.
 
     A layer whose window is only in its mask would see too much. The probe is too short to notice a window, so the
-    config decides.
+    config decides. A window of all positions that the model can serve hides nothing (Phi-3.5-MoE has one).
     """
+    window, positions = getattr(config, "sliding_window", None), max_positions(config)
+    if window and positions and window >= positions:
+        return frozenset()
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         return frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
-    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    slides = window and getattr(config, "use_sliding_window", True)
     return frozenset(range(num_layers) if slides else ())
 
 

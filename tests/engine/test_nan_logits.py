@@ -84,15 +84,17 @@ def test_a_model_whose_logits_are_nan_is_refused_for_that(role, eager):
     models = {"target": tiny_model("llama"), "draft": tiny_model("llama")}
     with torch.no_grad():
         models[role].model.layers[1].mlp.up_proj.weight[3, 5] = math.nan
-    message = r"logits of LlamaForCausalLM are NaN.* 8 of 8 .*weight model\.layers\.1\.mlp\.up_proj\.weight has NaN"
+    weight = r"weight model\.layers\.1\.mlp\.up_proj\.weight is not finite \(1 are not\)"
+    message = rf"logits of LlamaForCausalLM are NaN or infinite.* 8 of 8 .*{weight}"
     with pytest.raises(sd.UnsupportedModelError, match=message):
         sd.Engine(models["target"], models["draft"], enforce_eager=eager)
 
 
-def test_logits_that_overflow():
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj", "lm_head"])  # these overflow to NaN and to infinity
+def test_logits_that_overflow(name):
     model = tiny_model("llama").half()
     with torch.no_grad():
         model.model.embed_tokens.weight[4] = 6e4
-        model.model.layers[0].mlp.up_proj.weight.fill_(6e4)
-    with pytest.raises(sd.UnsupportedModelError, match=r"in torch.float16; no weight of it has NaN.*float16 overflows"):
+        model.get_submodule(name).weight.fill_(6e4)
+    with pytest.raises(sd.UnsupportedModelError, match=r"in torch.float16; its weights are finite.*float16 overflows"):
         sd.Engine(model, None)

@@ -56,7 +56,9 @@ def test_rope_that_depends_on_the_longest_sequence_is_held_to_its_original_lengt
     config = LlamaConfig(**TINY, rope_parameters=rope)
     engine = sd.Engine(AutoModelForCausalLM.from_config(config).eval(), None)
     assert engine.target.max_positions == 32
-    assert isinstance(engine.generate([[5] * 40])[0].error, sd.PromptTooLongError)
+    error = engine.generate([[5] * 40])[0].error
+    assert isinstance(error, sd.PromptTooLongError)
+    assert "can serve 32 positions of its 160, because beyond them its RoPE changes" in str(error)
 
 
 def test_rope_of_each_layer_type_is_looked_into():

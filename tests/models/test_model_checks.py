@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Cache, Llama4TextConfig
+from transformers import AutoModelForCausalLM, Cache, Llama4TextConfig, LlamaConfig
 
 import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import RaggedBatch
@@ -18,7 +18,7 @@ from specdec_fast.models.model_checks import RaggedForward, check_reproduces
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.experts import tiny_mixture
-from support.models import CONFIGS, tiny_model
+from support.models import CONFIGS, TINY, tiny_model
 from support.programs import needs_programs
 
 
@@ -202,3 +202,24 @@ def test_a_program_that_computes_hidden_states_of_one_row_wrongly_is_refused(wro
 def test_programs_of_mixtures_are_admitted_in_16_bits(name, dtype):
     model = RaggedModel(tiny_mixture(name, dtype), resolve(torch.device("cpu")))
     assert model.has_program, model.why_no_program
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_logits_that_are_all_zeros_are_reproduced(eager):
+    """Some models begin their training with an output layer of zeros."""
+    model = tiny_model("llama")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    output = sd.generate(model, "ngram", [[5, 6, 7]], sd.SamplingParams(max_new_tokens=4), enforce_eager=eager)[0]
+    assert output.token_ids == transformers_greedy(model, [5, 6, 7], 4)
+
+
+@pytest.mark.parametrize("positions", [7, 8])
+def test_a_model_has_the_positions_that_the_checks_need(positions):
+    """Beyond its original length LongRoPE computes other logits, so checks of more tokens would miss the difference."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors, "original_max_position_embeddings": positions}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY, rope_parameters=rope)).eval()
+    few = pytest.raises(sd.UnsupportedModelError, match="can serve 7 positions; at least 8 are needed")
+    with few if positions < 8 else nullcontext():
+        output = sd.generate(model, None, [[5, 6, 7]], sd.SamplingParams(max_new_tokens=5))[0]
+        assert output.token_ids == transformers_greedy(model, [5, 6, 7], 5)
