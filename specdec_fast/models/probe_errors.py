@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 from specdec_fast.errors import SpecDecError, UnsupportedModelError
@@ -27,10 +29,23 @@ def named_failures(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         where = _innermost(model, error)
+        fails = "cannot compute a text of 8 tokens, without this library either: "
+        if not _fails_alone(model):
+            fails = f"cannot run on a paged KV cache: {_known_cause(model)}"
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot run on a paged KV cache: {_known_cause(model)}"
-            f"{f'in {where}: ' if where else ''}{type(error).__name__}: {error}"
+            f"{type(model).__name__} {fails}{f'in {where}: ' if where else ''}{type(error).__name__}: {error}"
         ) from error
+
+
+def _fails_alone(model: Any) -> bool:
+    """Return whether the unmodified model cannot compute a short text: its sizes do not fit, for example."""
+    try:
+        size = model.get_input_embeddings().num_embeddings
+        with torch.inference_mode():
+            model(input_ids=torch.arange(8, device=model.device)[None] % size)
+    except Exception:
+        return True
+    return False
 
 
 def _known_cause(model: nn.Module) -> str:

@@ -216,8 +216,9 @@ def test_window_of_all_positions_is_no_window():
         sd.Engine(model, None)
 
 
-@pytest.mark.parametrize("rows", [2, 4])  # the first forward, or one that only a later probe runs
-def test_whatever_a_model_raises_is_typed_and_names_the_layer(rows):
+@pytest.mark.parametrize(("rows", "fails"), [(2, "without this library"), (8, "without"), (9, "on a paged KV cache")])
+def test_whatever_a_model_raises_is_typed_and_names_the_layer(rows, fails):
+    """A forward of ``rows`` rows raises: any, the text of the probe, or one of its parts over pages."""
     model = tiny_model("llama")
     module = model.model.layers[1].mlp
     original = module.forward
@@ -229,7 +230,7 @@ def test_whatever_a_model_raises_is_typed_and_names_the_layer(rows):
             return original(x)
 
     module.__class__ = Stumbling
-    with pytest.raises(sd.UnsupportedModelError, match=r"in model\.layers\.1\.mlp: AttributeError: no such thing"):
+    with pytest.raises(sd.UnsupportedModelError, match=rf"{fails}.*in model\.layers\.1\.mlp: AttributeError: no such"):
         sd.Engine(model, None, enforce_eager=True)
 
 
