@@ -99,7 +99,7 @@ def test_ctrl_c_stops_the_answer_only(monkeypatch, capsys, template, prompts, pr
 def test_a_message_that_fails_is_no_part_of_the_chat(monkeypatch, capsys, template, prompts):
     text = b"Hi\n" + b"word " * 600 + b"\nOne day\n"
     assert talk(monkeypatch, text, "--chat-template", template) == 1
-    assert "has 512 positions" in (err := capsys.readouterr().err)
+    assert "can serve 512 positions" in (err := capsys.readouterr().err)
     assert err.startswith("specdec-fast chat: the prompt has")
     assert [len(messages) for messages, _ in prompts] == [1, 3, 3]
     assert prompts[2][0][2] == user("One day")

@@ -31,7 +31,7 @@ HI = {"prompt": "Hi"}
         ({"prompt": "Hi", "num_draft_tokens": 50}, 400, None, "drafts at most 5"),
         ({"prompt": [10**9]}, 400, None, "outside the target's vocabulary"),
         ({"prompt": [[]]}, 400, None, "no tokens"),
-        ({"prompt": "word " * 5000}, 400, None, "has 512 positions"),
+        ({"prompt": "word " * 5000}, 400, None, "can serve 512 positions"),
         ({"prompt": ["Hi"] * 300, "n": 2}, 400, None, "600 choices in one request"),
     ],
 )
