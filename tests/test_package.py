@@ -60,6 +60,7 @@ def test_summaries_are_the_first_lines_of_the_commands():
         assert (cli._module(name).__doc__ or "").split("\n")[0] == summary
 
 
+@pytest.mark.grid
 def test_python_without_assertions_decodes_and_refuses_as_with_them():
     """``python -O`` removes them, so none may be what refuses a wrong call."""
     code = """

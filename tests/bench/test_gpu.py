@@ -29,6 +29,7 @@ def smoke(tmp_path_factory):
 # What a run reports
 
 
+@pytest.mark.grid
 def test_every_task_reports(smoke):
     status, content = smoke
     assert status == 0

@@ -148,6 +148,7 @@ def cannot(self, run):
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
+@pytest.mark.grid
 def test_graphs_that_change_tokens_or_are_missing_are_red(monkeypatch):
     """First repeated calls replace graphs, as on a GPU; then their result is not the call's."""
     repeated.graphs_for_cpu(monkeypatch)

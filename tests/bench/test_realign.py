@@ -196,6 +196,7 @@ def test_layers_fit_the_memory():
     assert layers_that_fit(SHAPE, 4, COLUMNS, 1 << 40) == SHAPE.num_layers
 
 
+@pytest.mark.grid
 def test_memory_beyond_the_cache():
     """The Python loops build a second cache; the op in place needs less than a megabyte (its C++ half: nothing)."""
     if not RESET.exists():

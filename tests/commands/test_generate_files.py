@@ -249,6 +249,7 @@ def test_an_id_that_is_no_text(folder):
     assert json.loads(Path("out.jsonl").read_bytes())["id"] == "\ud800"
 
 
+@pytest.mark.grid
 def test_a_pipe_gets_the_results_too(folder, whole):
     argv = ["generate", *PAIR, *OPTIONS, "--prompts", str(folder / "in.jsonl"), "--output", "/dev/stdout"]
     ended = child("", argv)

@@ -46,6 +46,7 @@ print("the same")
 """
 
 
+@pytest.mark.grid
 def test_demo_pair_has_the_same_bits_on_several_threads():
     """In a process whose threads sleep while they wait, because spinning takes minutes on a busy machine."""
     paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])

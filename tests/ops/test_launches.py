@@ -131,7 +131,7 @@ for name, shape in PUBLISHED.items():
         ("specialised_too = {'chunk_ids'}", "greedy", "_chunk_kernel"),
         ("module._CHUNK = 4096", "greedy", "_chunk_kernel"),
         ("module._chunk_launch = lambda: Launch({'CHUNK': 8192}, num_warps=4)", "greedy", "_chunk_kernel"),
-        ("append_kv._TILE = 512", "append", "_append_kernel"),
+        pytest.param("append_kv._TILE = 512", "append", "_append_kernel", marks=pytest.mark.grid),
     ],
     ids=["alignment", "chunk", "warps", "tile"],
 )
