@@ -44,5 +44,5 @@ def test_outputs_are_those_of_plain_decoding(found):
 def test_calls_that_would_differ_between_processes_are_refused(found):
     assert found[0]["auto"].startswith("ConfigError: num_draft_tokens='auto', but the target is sharded")
     assert found[0]["seed"].startswith("InvalidParamsError: a request samples without a seed")
-    assert found[0]["service"].startswith("ConfigError: the target is sharded over processes, but requests reach")
+    assert found[0]["service"].startswith("ConfigError: the target is sharded over processes, and requests would reach")
     assert found[0]["draft"].startswith("ConfigError: draft LlamaForCausalLM is sharded over processes; load")
