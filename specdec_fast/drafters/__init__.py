@@ -34,7 +34,7 @@ from specdec_fast.drafters.specblock_config import is_specblock
 from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
 from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model
-from specdec_fast.models.probe_errors import named_failures
+from specdec_fast.models.probe import named_failures
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import Ops
 from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary

@@ -27,7 +27,7 @@ from specdec_fast.engine.step import StepOutput, raise_cause
 from specdec_fast.errors import ConfigError, RequestError
 from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model
-from specdec_fast.models.probe_errors import named_failures
+from specdec_fast.models.probe import named_failures
 from specdec_fast.models.profiling import forward_seconds
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.models.verify_step import expect_trees

@@ -26,6 +26,7 @@ from specdec_fast.errors import DeterminismError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.model_checks import check_logits
+from specdec_fast.models.probe import PROBE_LENGTH
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS, RaggedModel
 from specdec_fast.models.row_mixing import RowMixing, sizes_of_rows
 
@@ -76,7 +77,7 @@ def _candidates(model: RaggedModel) -> Iterator[RowPadding]:
 def _run_in_pytorch(model: RaggedModel) -> None:
     """Drop a program of launches whose rows have other bits in another batch; check PyTorch's forward in its place."""
     model.device_program, model.why_no_program = None, _OTHER_BITS
-    probe = _tokens(0, model.vocab_size)[:8].to(model.layout.device)
+    probe = _tokens(0, model.vocab_size)[:PROBE_LENGTH].to(model.layout.device)
     dense = model.hf.dense_logits(probe)
     check_logits(model, probe, dense)
 

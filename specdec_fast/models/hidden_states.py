@@ -21,6 +21,7 @@ from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.errors import ConfigError, DrafterError, UnsupportedModelError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.model_checks import check_reproduces, compares_every_row
+from specdec_fast.models.probe import probe_of
 
 if TYPE_CHECKING:
     from specdec_fast.models.ragged_model import RaggedModel
@@ -212,7 +213,7 @@ def _decoder(model: Any) -> nn.Module:
 
 def check_hidden_states(model: RaggedModel, taps: tuple[int | str, ...]) -> None:
     """Compare the ragged taps of a model with its own dense ones; see ``check_reproduces``."""
-    probe = torch.arange(8, device=model.layout.device) % model.vocab_size
+    probe = probe_of(model.vocab_size, model.layout.device)
 
     def computed_by(forward: Callable[..., Tensor], batch: RaggedBatch, pool: PagePool) -> Tensor:
         hidden_states = model.empty_hidden_states(len(batch.token_ids))

@@ -21,6 +21,7 @@ from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.probe import PROBE_LENGTH
 from specdec_fast.models.refusal_reasons import why_not_reproduced
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-_FEWEST_POSITIONS = 8
 # Beyond any length at which a model might behave differently, and no multiple of a size.
 _OTHER_LENGTH = 2**20 + 3
 # Two sequences at once, then one row of one of them, because models may treat decoding differently.
@@ -60,9 +60,9 @@ def check_decoder(model: PreTrainedModel) -> None:
             f"only {', '.join(sorted(_SERVED_LAYER_TYPES))} can be paged."
         )
     positions = max_positions(config.get_text_config(decoder=True))
-    if positions is not None and positions < _FEWEST_POSITIONS:
+    if positions is not None and positions < PROBE_LENGTH:
         raise UnsupportedModelError(
-            f"{type(model).__name__} can serve {positions} positions; at least {_FEWEST_POSITIONS} are needed, because "
+            f"{type(model).__name__} can serve {positions} positions; at least {PROBE_LENGTH} are needed, because "
             "every model is checked with a text of that many tokens."
         )
 
@@ -177,9 +177,7 @@ def _logits(
     forward: Forward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
 ) -> tuple[list[Tensor], set[str]]:
     """Return the logits of every forward, and the questions that the model asked its cache."""
-    pool = PagePool(layout, 2 * (8 + page_size), page_size)
-    for owner in "ab":
-        pool.add(owner)
+    pool = _pool_of_two(layout, PROBE_LENGTH, page_size)
     found, questions = [], set()
     for rows in _FORWARDS:
         token_ids = torch.arange(sum(each.count for each in rows), device=layout.device) % 2  # any tokens will do
@@ -189,6 +187,14 @@ def _logits(
         found.append(forward(batch.token_ids[None], batch.positions[None], cache, None).clone())
         questions |= cache.questions
     return found, questions
+
+
+def _pool_of_two(layout: KVLayout, num_tokens: int, page_size: int) -> PagePool:
+    """Return a pool for two sequences, ``a`` and ``b``, of so many tokens each."""
+    pool = PagePool(layout, 2 * (num_tokens + page_size), page_size)
+    for owner in "ab":
+        pool.add(owner)
+    return pool
 
 
 def check_logits(model: RaggedModel, token_ids: Tensor, expected: Tensor) -> None:
@@ -226,8 +232,8 @@ def check_reproduces(
         hf: the model.
         forward: computes a batch on a pool's pages: logits ``[T, vocab_size]``, or ``[T, taps, H]``, tap by tap.
         page_size: of the pages.
-        token_ids: ``[8]`` int64.
-        expected: ``[8, vocab_size]`` or ``[8, taps, H]``, what the model computes of them as it is.
+        token_ids: ``[PROBE_LENGTH]`` int64.
+        expected: ``[PROBE_LENGTH, vocab_size]`` or ``[PROBE_LENGTH, taps, H]``, what the model computes of them.
         results: what they are, for the message.
         reference: computes what ``forward`` does, operation by operation; None if ``forward`` itself does so.
 
@@ -237,14 +243,13 @@ def check_reproduces(
     """
     name, bound = type(hf.model).__name__, torch.finfo(hf.layout.dtype).eps ** 0.5
     is_short = torch.finfo(hf.layout.dtype).bits == 16
-    pools = [PagePool(hf.layout, 2 * (len(token_ids) + page_size), page_size) for _ in range(2)]
-    pieces = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)]]
-    for pool in pools:
-        for owner in "ab":
-            pool.add(owner)
+    num = len(token_ids)
+    pool = _pool_of_two(hf.layout, num, page_size)
+    reference_pool = _pool_of_two(hf.layout, num, page_size) if is_short and reference is not None else None
+    pieces = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, num - 3), Rows("b", 6, num - 6)]]
     for rows in pieces:
         positions = torch.cat([torch.arange(r.start, r.start + r.count, device=token_ids.device) for r in rows])
-        ragged = forward(lay_out(pools[0], rows, token_ids[positions]), pools[0]).float()
+        ragged = forward(lay_out(pool, rows, token_ids[positions]), pool).float()
         dense = expected[positions].float()
         if is_short:
             distances = _distances(ragged, dense).median(dim=0).values
@@ -256,8 +261,8 @@ def check_reproduces(
                 f"{name} does not reproduce its own {results} on a paged KV cache (relative "
                 f"distance {distance:.1e}, bound {bound:.1e}): {why_not_reproduced(hf.dense_logits, token_ids, bound)}."
             )
-        if is_short and reference is not None:
-            own = reference(lay_out(pools[1], rows, token_ids[positions]), pools[1]).float()
+        if reference is not None and reference_pool is not None:
+            own = reference(lay_out(reference_pool, rows, token_ids[positions]), reference_pool).float()
             distance = float(_distances(ragged, own).max())
             if not distance <= bound:
                 raise UnsupportedModelError(

@@ -11,7 +11,6 @@ from functools import partial
 from threading import Event
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,7 +29,7 @@ from specdec_fast.models.draft_step import DraftLoop, choices_of
 from specdec_fast.models.hf_model import HFModel
 from specdec_fast.models.hidden_states import check_hidden_states, checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
-from specdec_fast.models.probe_errors import named_failures
+from specdec_fast.models.probe import named_failures, probe_of
 from specdec_fast.models.verification import Verification
 from specdec_fast.models.verify_step import verify_step
 from specdec_fast.ops import Ops
@@ -84,7 +83,7 @@ class RaggedModel:
         self.eos_token_ids = eos_token_ids(model)
         config = model.config.get_text_config(decoder=True)
         self.max_positions = model_checks.max_positions(config)
-        probe = torch.arange(8, device=model.device) % config.vocab_size
+        probe = probe_of(config.vocab_size, model.device)
         with named_failures(model):
             self.hf = HFModel(model, ops, probe)
             self._probe_logits = partial(self.hf.dense_logits, probe)

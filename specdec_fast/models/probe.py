@@ -1,4 +1,4 @@
-"""Turns what a model's own code raises during a probe into one typed error that names the place."""
+"""The probe: the short text that every model is checked with, and what a model's own code raises during it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specdec_fast.errors import SpecDecError, UnsupportedModelError
+
+PROBE_LENGTH = 8  # tokens
+
+
+def probe_of(vocab_size: int, device: torch.device) -> Tensor:
+    """Return the token ids of the probe, ``[PROBE_LENGTH]`` int64."""
+    return torch.arange(PROBE_LENGTH, device=device) % vocab_size
 
 
 @contextmanager
@@ -29,7 +36,7 @@ def named_failures(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         where = _innermost(model, error)
-        fails = "cannot compute a text of 8 tokens, without this library either: "
+        fails = f"cannot compute a text of {PROBE_LENGTH} tokens, without this library either: "
         if not _fails_alone(model):
             fails = f"cannot run on a paged KV cache: {_known_cause(model)}"
         raise UnsupportedModelError(
@@ -42,7 +49,7 @@ def _fails_alone(model: Any) -> bool:
     try:
         size = model.get_input_embeddings().num_embeddings
         with torch.inference_mode():
-            model(input_ids=torch.arange(8, device=model.device)[None] % size)
+            model(input_ids=probe_of(size, model.device)[None])
     except Exception:
         return True
     return False
