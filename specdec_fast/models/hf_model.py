@@ -25,6 +25,7 @@ from specdec_fast.models.experts import expert_configs
 from specdec_fast.models.hidden_states import Taps
 from specdec_fast.models.kv_probe import KVProbe
 from specdec_fast.models.model_checks import sliding_layers
+from specdec_fast.models.probe import probe_of
 from specdec_fast.models.replaced_functions import active_cache, hooked, lock_of
 from specdec_fast.models.replaced_linears import Linears
 from specdec_fast.ops import Ops
@@ -75,7 +76,7 @@ class HFModel:
             UnsupportedModelError: the model has no such hidden states.
 
         """
-        probe = torch.arange(8, device=self.layout.device) % self.config.vocab_size
+        probe = probe_of(self.config.vocab_size, self.layout.device)
         with self._lock:
             layers = self.layout.num_layers
             self.taps = Taps(self.model, ids, layers, lambda: self.dense_logits(probe)) if ids else None

@@ -177,7 +177,7 @@ def _logits(
     forward: Forward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
 ) -> tuple[list[Tensor], set[str]]:
     """Return the logits of every forward, and the questions that the model asked its cache."""
-    pool = _pool_of_two(layout, PROBE_LENGTH, page_size)
+    pool = _pool_of_two(layout, page_size)
     found, questions = [], set()
     for rows in _FORWARDS:
         token_ids = torch.arange(sum(each.count for each in rows), device=layout.device) % 2  # any tokens will do
@@ -189,9 +189,9 @@ def _logits(
     return found, questions
 
 
-def _pool_of_two(layout: KVLayout, num_tokens: int, page_size: int) -> PagePool:
-    """Return a pool for two sequences, ``a`` and ``b``, of so many tokens each."""
-    pool = PagePool(layout, 2 * (num_tokens + page_size), page_size)
+def _pool_of_two(layout: KVLayout, page_size: int) -> PagePool:
+    """Return a pool for two sequences, ``a`` and ``b``, of up to ``PROBE_LENGTH`` tokens each."""
+    pool = PagePool(layout, 2 * (PROBE_LENGTH + page_size), page_size)
     for owner in "ab":
         pool.add(owner)
     return pool
@@ -243,10 +243,9 @@ def check_reproduces(
     """
     name, bound = type(hf.model).__name__, torch.finfo(hf.layout.dtype).eps ** 0.5
     is_short = torch.finfo(hf.layout.dtype).bits == 16
-    num = len(token_ids)
-    pool = _pool_of_two(hf.layout, num, page_size)
-    reference_pool = _pool_of_two(hf.layout, num, page_size) if is_short and reference is not None else None
-    pieces = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, num - 3), Rows("b", 6, num - 6)]]
+    pool = _pool_of_two(hf.layout, page_size)
+    reference_pool = _pool_of_two(hf.layout, page_size) if is_short and reference is not None else None
+    pieces = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, PROBE_LENGTH - 3), Rows("b", 6, PROBE_LENGTH - 6)]]
     for rows in pieces:
         positions = torch.cat([torch.arange(r.start, r.start + r.count, device=token_ids.device) for r in rows])
         ragged = forward(lay_out(pool, rows, token_ids[positions]), pool).float()
