@@ -45,7 +45,7 @@ class NoProbes(AdaptiveLength):
 class NoPlainSteps(AdaptiveLength):
     """While drafting pays, no step shows what plain decoding takes."""
 
-    def _wants_plain_steps(self, gain: float) -> bool:
+    def _wants_plain_steps(self, batch: list[Any], gain: float) -> bool:
         return False
 
 
@@ -53,7 +53,7 @@ class NoCorrection(AdaptiveLength):
     """Costs are those of the profile; steps do not correct them."""
 
     def _end_round(self) -> None:
-        self._ratios.clear()
+        self._times.clear()
         super()._end_round()
 
 

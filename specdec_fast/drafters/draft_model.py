@@ -52,7 +52,9 @@ class ModelDrafter(PooledDrafter):
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
         """Measure the draft model's forwards, and proposals of two lengths for the cost per forward and per call."""
         seconds_by_count = forward_seconds(self.model, row_counts)
-        short, long = (self._proposal_seconds(count) for count in _MEASURED_LENGTHS)
+        # In turn, so that a busy moment of the machine does not make one length look slow.
+        rounds = [[self._proposal_seconds(count) for count in _MEASURED_LENGTHS] for _ in range(_NUM_REPEATS)]
+        short, long = map(min, zip(*rounds, strict=True))
         per_token = max(0.0, long - short) / (_MEASURED_LENGTHS[1] - _MEASURED_LENGTHS[0])
         # A measured forward includes a call from Python; the forwards of one proposal share a call.
         call = max(0.0, seconds_by_count[1] - per_token)
@@ -83,18 +85,15 @@ class ModelDrafter(PooledDrafter):
         self._max_prefill_tokens = max_prefill_tokens
 
     def _proposal_seconds(self, num_draft_tokens: int) -> float:
-        """Return the seconds of a proposal for one short sequence, the least of several runs."""
+        """Return the seconds of a proposal for one short sequence."""
         sequence = Sequence(0, [0, 0], 2, 2 + max(_MEASURED_LENGTHS) + 1, SamplingParams(), frozenset())
         self.prepare(sequence.max_length, self.model.page_size)
         self.admit([sequence])
-        seconds = []
-        for _ in range(_NUM_REPEATS):
-            started = perf_counter()
-            self.propose([sequence], [num_draft_tokens]).token_ids.tolist()  # tolist() waits for a GPU
-            seconds.append(perf_counter() - started)
-            self.commit([sequence], StepResult([range(1)]))
+        started = perf_counter()
+        self.propose([sequence], [num_draft_tokens]).token_ids.tolist()  # tolist() waits for a GPU
+        seconds = perf_counter() - started
         self.release(sequence)
-        return min(seconds)
+        return seconds
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Check that the draft model is unchanged, and allocate the pool or keep the present one."""

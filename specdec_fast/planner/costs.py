@@ -39,11 +39,11 @@ class MeasuredTimes:
 
     def seconds(self, batch_size: int, num_draft_tokens: int) -> float:
         """Return ``verify(B (K + 1)) + K draft(B) + once``."""
-        return self._costs.profiled(batch_size, num_draft_tokens)
+        return self._costs.profile(batch_size)[num_draft_tokens]
 
     def balance(self) -> float:
         """Return one row's seconds over those that a further row adds among many."""
-        one, many, half = (self._costs.profiled(n, 0) for n in (1, self._most_rows, self._most_rows // 2))
+        one, many, half = (self._costs.profile(n)[0] for n in (1, self._most_rows, self._most_rows // 2))
         further = (many - half) / (self._most_rows - self._most_rows // 2)
         return one / further if further > 0 else float("inf")
 

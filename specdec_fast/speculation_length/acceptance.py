@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Mapping
 
 _PRIOR, _PRIOR_TOKENS = 0.95, 4.0  # optimistic: acceptance can be observed only by drafting
 _WINDOW = 64.0  # draft tokens that are remembered: 5% standard error, and a change is followed in as many
@@ -11,6 +11,9 @@ _CHANGE = 3.0  # standard deviations (of a count, plus 1) between what was accep
 _KEPT_AFTER_CHANGE = 0.25
 _NEIGHBOUR_TOKENS = 16.0  # weight of the estimate one position before: deep positions are rarely tried
 _NEIGHBOUR_ASKED = 1.0  # the same of the share that is proposed, which varies less: a drafter may have a largest depth
+
+# How many drafts there were, by the numbers of tokens asked for, proposed and accepted.
+Drafts = Mapping[tuple[int, int, int], int]
 
 
 class Acceptance:
@@ -21,10 +24,9 @@ class Acceptance:
     """
 
     def __init__(self, max_draft_tokens: int) -> None:
-        self._accepted, self._tried = [0.0] * max_draft_tokens, [0.0] * max_draft_tokens
-        self._accepted[0], self._tried[0] = _PRIOR * _PRIOR_TOKENS, _PRIOR_TOKENS
-        self._proposed, self._asked = [0.0] * max_draft_tokens, [0.0] * max_draft_tokens
-        self._proposed[0] = self._asked[0] = 1.0
+        none = [0.0] * (max_draft_tokens - 1)
+        self._accepted, self._tried = [_PRIOR * _PRIOR_TOKENS, *none], [_PRIOR_TOKENS, *none]
+        self._proposed, self._asked = [1.0, *none], [1.0, *none]
 
     @property
     def num_tried(self) -> float:
@@ -34,7 +36,7 @@ class Acceptance:
     @property
     def average(self) -> float:
         """Accepted over tried, at all positions together."""
-        return sum(self._accepted) / max(self.num_tried, 1e-9)
+        return sum(self._accepted) / max(sum(self._tried), 1e-9)
 
     def expected_tokens(self) -> list[float]:
         """Return ``[max_draft_tokens + 1]``: tokens that a sequence is expected to emit in a step, by K.
@@ -42,35 +44,48 @@ class Acceptance:
         With acceptance a at every position, ``(1 - a^(K + 1)) / (1 - a)`` (Leviathan et al., arXiv 2211.17192,
         section 3.1). A position counts only as often as the drafter proposes a token there.
         """
-        tokens, reached, before, share = [1.0], 1.0, self.average, 1.0
+        tokens, total, reached, before, share, weight = [1.0], 1.0, 1.0, self.average, 1.0, 0.0
         counts = zip(self._accepted, self._tried, self._proposed, self._asked, strict=True)
-        for j, (accepted, tried, proposed, asked) in enumerate(counts):
+        for accepted, tried, proposed, asked in counts:
             before = (accepted + _NEIGHBOUR_TOKENS * before) / (tried + _NEIGHBOUR_TOKENS)
             reached *= before
-            weight = _NEIGHBOUR_ASKED if j else 0.0
             share = (proposed + weight * share) / (asked + weight)
-            tokens.append(tokens[-1] + share * reached)
+            weight = _NEIGHBOUR_ASKED
+            total += share * reached
+            tokens.append(total)
         return tokens
 
-    def add(self, accepted: list[int], rejected: list[int], asked: list[int], proposed: list[int]) -> None:
-        """Add steps.
+    def surprise(self, drafts: Drafts) -> tuple[float, int]:
+        """Return how far what was accepted is from what was expected, in standard deviations, and how many were tried.
 
-        Args:
-            accepted: ``[max_draft_tokens + 1]``, how many sequences accepted so many draft tokens.
-            rejected: of them, those whose next draft token was rejected.
-            asked: as ``accepted``, how many sequences were asked so many draft tokens for.
-            proposed: how many of them got so many.
-
+        The deviation is that of a count plus 1, because what is expected is an estimate, too.
         """
-        reached = _at_least(accepted)
-        tried = [count + lost for count, lost in zip(reached, rejected, strict=False)]
-        expected, num = self.average, sum(tried)
-        has_changed = abs(sum(reached) - num * expected) > _CHANGE * (1 + num * expected * (1 - expected)) ** 0.5
-        keep = _KEPT_AFTER_CHANGE if has_changed else max(_LEAST_KEPT, 1 - num / _WINDOW)
-        self._accepted = [keep * old + new for old, new in zip(self._accepted, reached, strict=True)]
-        self._tried = [keep * old + new for old, new in zip(self._tried, tried, strict=True)]
-        self._asked = [keep * old + new for old, new in zip(self._asked, _at_least(asked), strict=True)]
-        self._proposed = [keep * old + new for old, new in zip(self._proposed, _at_least(proposed), strict=True)]
+        num_accepted = num_tried = 0
+        for (_, proposed, accepted), num in drafts.items():
+            num_accepted += num * accepted
+            num_tried += num * min(accepted + 1, proposed)
+        expected = self.average
+        deviation = (1 + num_tried * expected * (1 - expected)) ** 0.5
+        return abs(num_accepted - num_tried * expected) / deviation, num_tried
+
+    def add(self, drafts: Drafts) -> None:
+        """Add drafts."""
+        surprise, num_tried = self.surprise(drafts)
+        keep = _KEPT_AFTER_CHANGE if surprise > _CHANGE else max(_LEAST_KEPT, 1 - num_tried / _WINDOW)
+        ends = [[0, 0, 0, 0] for _ in range(len(self._tried) + 1)]  # by number: drafts that accepted so many, ...
+        for (asked, proposed, accepted), num in drafts.items():
+            ends[accepted][0] += num
+            ends[min(accepted + 1, proposed)][1] += num
+            ends[proposed][2] += num
+            ends[asked][3] += num
+        accepted = tried = proposed = asked = 0  # drafts of at least j + 1 tokens
+        for j in range(len(self._tried) - 1, -1, -1):
+            a, t, p, d = ends[j + 1]
+            accepted, tried, proposed, asked = accepted + a, tried + t, proposed + p, asked + d
+            self._accepted[j] = keep * self._accepted[j] + accepted
+            self._tried[j] = keep * self._tried[j] + tried
+            self._proposed[j] = keep * self._proposed[j] + proposed
+            self._asked[j] = keep * self._asked[j] + asked
 
     def fade(self, keep: float) -> None:
         """Weigh all counts so far by ``keep``."""
@@ -78,8 +93,3 @@ class Acceptance:
         self._tried = [keep * count for count in self._tried]
         self._proposed = [keep * count for count in self._proposed]
         self._asked = [keep * count for count in self._asked]
-
-
-def _at_least(counts: list[int]) -> list[int]:
-    """Return how many have at least 1, 2 and so on, from how many have 0, 1 and so on."""
-    return list(accumulate(reversed(counts[1:])))[::-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from sys import maxsize
 
 from specdec_fast.request.sequence import Sequence
@@ -11,18 +10,19 @@ from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObs
 from specdec_fast.speculation_length.step_costs import StepCosts
 from specdec_fast.speculation_length.verify_budget import VerifyBudget
 
-# A choice holds until 64 draft tokens were tried, for 4 to 32 steps: of short steps it then takes about a percent.
-_STEPS, _LEAST_STEPS, _ENOUGH_TOKENS = 32, 4, 64
+# A choice holds for 4 to 32 steps, as long as what is accepted is within 1.5 standard deviations of what was expected:
+# it takes about a tenth of a millisecond, a third of a short step.
+_STEPS, _LEAST_STEPS, _SURPRISE = 32, 4, 1.5
 _KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, and every step is a choice
 _PROBE_K = 3  # draft tokens of a probe after one that was accepted whole, and the most of an engine's first drafts
 _PROBE_SHARE = 0.01  # of the time of plain steps that probes may lose
 _PROBE_KEEPS = 0.9  # share of their weight that earlier counts keep after a probe
-# Of drafting over plain decoding: to begin, because the draft model must prefill; to go on, because estimates vary.
-_LEAST_GAIN, _LEAST_KEPT_GAIN = 1.02, 0.98
-_OTHER_EVERY = 512  # drafting steps after which a few plain ones show what they take, or the other way round
+# Of drafting over plain decoding: to begin, because the draft model must prefill; to go on, because estimates vary; and
+# to go on for a few choices more, because to begin again costs time and, unlike plain steps, drafting corrects itself.
+_LEAST_GAIN, _LEAST_KEPT_GAIN, _DOUBTFUL_GAIN, _MOST_DOUBTS = 1.02, 0.98, 0.88, 3
+# Drafting steps after which a few plain ones show what they take, or the other way round: the first time, and later.
+_FIRST_OTHER, _OTHER_EVERY = 16, 512
 _CLEAR_GAIN = 1.5  # of drafting over plain decoding, or the other way round, from which on it need not be known better
-# The same two while plain steps were never timed: early, while the engine is new, and unless the profile errs by far.
-_FIRST_OTHER, _CLEAR_FIRST_GAIN = 16, 2.25
 
 
 class AdaptiveLength(LengthPolicy):
@@ -57,14 +57,19 @@ class AdaptiveLength(LengthPolicy):
         self._budget = VerifyBudget(self._costs)
         self.may_branch = False
         self._k = self._num_drafting = 0  # the choice: K, and how many sequences get it
-        self._size = self._steps_left = 0
+        self._depth = self._size = 0
+        self._steps_left = self._steps_more = 0  # for which the choice holds; may hold besides
         self._is_asynchronous = self._is_probing = self._is_trying = False
         self._probe_k = 1
         self._probe_budget = 0.0  # seconds; negative until plain steps have paid for the last probe
-        self._steps_drafting = self._steps_plain = 0  # since the last plain step; since the last trial
+        self._num_drafted = self._num_plain = 0  # since the last plain step; since the last trial
+        self._num_doubts = _MOST_DOUBTS  # choices in a row by which plain decoding is faster; at first the most
         self._drafted: dict[Sequence, int] = {}  # lengths of sequences after the last step that drafted for them
         self._is_catching_up = False  # whether the drafter computes more in this step than what their last one emitted
-        self._begin_round()
+        # Since the last choice: drafts by tokens asked for, proposed and accepted; of usual steps, the ratio of the
+        # seconds of forwards to those profiled, and the other seconds.
+        self._drafts: dict[tuple[int, int, int], int] = {}
+        self._times: list[tuple[float, float]] = []
 
     def prepare(self, profiler: Profiler) -> None:
         """Time the forwards of both models."""
@@ -76,20 +81,28 @@ class AdaptiveLength(LengthPolicy):
 
     def limits(self, batch: list[Sequence]) -> list[int]:
         """Return K of each sequence; one that joins between two choices gets the K of the others."""
-        if self._steps_left <= 0 or len(batch).bit_length() != self._size.bit_length():
+        if not self._holds() or len(batch).bit_length() != self._size.bit_length():
             self._end_round()
             self._choose(batch)
         self._steps_left -= 1
-        k = self._costs.depth(self._k)
-        if not k:
+        if not self._k:
             return [0] * len(batch)
+        k = self._depth
         limits = [min(k, sequence.num_remaining - 1) for sequence in batch]
+        pending = self._pending(batch)
         if self._num_drafting < len(batch):  # those that cost the least to draft for
-            order = sorted(range(len(batch)), key=lambda i: self._pending(batch[i]))
+            order = sorted(range(len(batch)), key=pending.__getitem__)
             for i in order[self._num_drafting :]:
-                limits[i] = 0
-        self._is_catching_up = any(limit and self._pending(s) for s, limit in zip(batch, limits, strict=True))
+                limits[i] = pending[i] = 0
+        self._is_catching_up = any(pending)
         return limits
+
+    def _holds(self) -> bool:
+        """Return whether the choice holds for the next step."""
+        if self._steps_left <= 0 < self._steps_more and self._acceptance.surprise(self._drafts)[0] <= _SURPRISE:
+            self._steps_left = _LEAST_STEPS
+            self._steps_more -= _LEAST_STEPS
+        return self._steps_left > 0
 
     def forget(self, sequence: Sequence) -> None:
         """Drop a sequence that leaves."""
@@ -101,71 +114,71 @@ class AdaptiveLength(LengthPolicy):
 
     def observe(self, step: StepObservation) -> None:
         """Keep what a step took and what was accepted in it, until the next choice."""
-        size, k = len(step.batch), self._k
-        seconds = step.draft_seconds + step.verify_seconds + step.other_seconds
-        other_seconds = 0.0 if self._is_asynchronous else step.other_seconds
-        if self.may_branch and not step.may_branch:
-            return  # chains, because memory or KV pages were short: they say nothing of trees
+        k, profiled = self._k, self._costs.profile(len(step.batch))[self._k]
+        seconds, other = step.draft_seconds + step.verify_seconds, step.other_seconds
+        if self._is_asynchronous:
+            seconds, other = seconds + other, 0.0
         if not k:
-            self._steps_plain += 1
-            self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, 0))
-            self._others.append(other_seconds)
-            self._probe_budget = min(0.0, self._probe_budget + _PROBE_SHARE * seconds)
-            return
-        for s, limit, count, accepted in zip(
-            step.batch, step.limits, step.num_draft_tokens, step.num_accepted, strict=True
-        ):
+            self._num_plain += 1
+            self._probe_budget = min(0.0, self._probe_budget + _PROBE_SHARE * (seconds + other))
+        elif self.may_branch and not step.may_branch:
+            return  # chains, because memory or KV pages were short: they say nothing of trees
+        else:
+            self._num_drafted += 1
+            is_usual = self._keep_drafts(step)
+            if self._has_budget and step.scores is not None and step.accepted_nodes is not None:
+                self._budget.observe(k, step.scores, step.accepted_nodes, is_usual)
+                rows = len(step.batch) + sum(map(len, step.scores))
+                profiled = self._costs.profiled(len(step.batch), k, rows)
+            if self._is_probing or self._is_trying:
+                self._pay(step, seconds + other)
+            if not is_usual:
+                return
+        self._times.append((seconds / profiled, other))
+
+    def _keep_drafts(self, step: StepObservation) -> bool:
+        """Keep what was accepted; return whether the seconds of the step are those of steps with its K."""
+        drafts, num = self._drafts, 0
+        counts = zip(step.batch, step.limits, step.num_draft_tokens, step.num_accepted, strict=True)
+        for sequence, limit, proposed, accepted in counts:
             if limit:
-                self._drafted[s] = s.length
-            self._asked[limit] += 1
-            self._proposed[count] += 1
-            if count:
-                self._accepted[accepted] += 1
-                self._rejected[accepted] += accepted < count
-        is_usual = sum(step.limits) == self._costs.depth(k) * size and not self._is_catching_up and not self._is_probing
-        rows = None
-        if self._has_budget and step.scores is not None and step.accepted_nodes is not None:
-            self._budget.observe(k, step.scores, step.accepted_nodes, is_usual)
-            rows = size + sum(map(len, step.scores))
-        self._steps_drafting += 1
-        if self._is_probing or self._is_trying:
-            plain_seconds = self._costs.seconds(size, 0) * (1 + sum(step.num_accepted) / size)  # of as many tokens
-            self._probe_budget = min(0.0, self._probe_budget - (seconds - plain_seconds))
-        if is_usual:
-            self._ratios.append((seconds - other_seconds) / self._costs.profiled(size, k, rows))
-            self._others.append(other_seconds)
+                self._drafted[sequence] = sequence.length
+                num += limit
+            draft = limit, proposed, accepted
+            drafts[draft] = drafts.get(draft, 0) + 1
+        return not self._is_catching_up and not self._is_probing and num == self._depth * len(step.batch)
+
+    def _pay(self, step: StepObservation, seconds: float) -> None:
+        """Take what the step took longer than plain steps, which emit as many tokens, from the time of probes."""
+        size = len(step.batch)
+        plain_seconds = self._costs.seconds(size)[0] * (1 + sum(step.num_accepted) / size)
+        self._probe_budget = min(0.0, self._probe_budget - (seconds - plain_seconds))
 
     @property
     def _has_budget(self) -> bool:
         """Whether some of this step's draft tokens may be left out of the verification."""
         return self.may_branch or self._scores_chains
 
-    def _begin_round(self) -> None:
-        self._ratios: list[float] = []  # of the seconds of forwards to those profiled, by step
-        self._others: list[float] = []  # seconds besides forwards, by step
-        self._accepted = [0] * (self.max_draft_tokens + 1)  # sequences that accepted so many draft tokens
-        self._rejected = [0] * (self.max_draft_tokens + 1)  # those of them that did not accept the next one
-        self._asked = [0] * (self.max_draft_tokens + 1)  # sequences that were asked so many draft tokens for
-        self._proposed = [0] * (self.max_draft_tokens + 1)  # sequences that got so many
-
     def _end_round(self) -> None:
         """Learn from the steps since the last choice."""
-        # A median: now and then a step waits for another process. The first steps after a change of K find the caches
-        # cold and would make what is used rarely look slow.
-        if len(self._ratios) >= (_LEAST_STEPS - 1 if self._costs.is_drafter_profiled else 1):
-            self._costs.observe(self._size, self._k, median(self._ratios), median(self._others))
+        # The median ratio: now and then a step waits for another process. The first steps after a change of K find the
+        # caches cold and would make what is used rarely look slow.
+        if len(self._times) >= (_LEAST_STEPS - 1 if self._costs.is_drafter_profiled else 1):
+            ratio, other = sorted(self._times)[len(self._times) // 2]
+            self._costs.observe(self._size, self._k, ratio, other)
+        if self._has_budget:
             self._budget.end_round()
         if self._is_probing:
             self._learn_from_probe()
-        if any(self._asked[1:]):
-            self._acceptance.add(self._accepted, self._rejected, self._asked, self._proposed)
-        self._begin_round()
+        if self._drafts:
+            self._acceptance.add(self._drafts)
+        self._drafts, self._times = {}, []
 
     def _learn_from_probe(self) -> None:
         """Weigh the past by how probable it made what the probe shows."""
         tokens = self._of_chains.expected_tokens()
         probability = tokens[self._probe_k] - tokens[self._probe_k - 1]
-        if self._accepted[self._probe_k]:
+        if any(accepted == self._probe_k for _, _, accepted in self._drafts):
             self._of_chains.fade(min(_PROBE_KEEPS, probability))
             self._probe_k = min(_PROBE_K, self.max_draft_tokens)
         else:
@@ -181,27 +194,35 @@ class AdaptiveLength(LengthPolicy):
             tokens += self._of_trees.expected_tokens()[1:]
         speeds = self._speeds(batch, tokens)
         k = best = max(range(1, len(speeds)), key=speeds.__getitem__)
-        if speeds[k] < (_LEAST_GAIN if was_plain else _LEAST_KEPT_GAIN) * speeds[0]:
+        gain = speeds[k] / speeds[0]
+        if gain < _LEAST_KEPT_GAIN:
+            self._num_doubts += 1
+        elif self._acceptance.num_tried >= _KNOWN:
+            self._num_doubts = 0
+        least_kept = _DOUBTFUL_GAIN if self._num_doubts <= _MOST_DOUBTS else _LEAST_KEPT_GAIN
+        if gain < (_LEAST_GAIN if was_plain else least_kept):
             k = 0
         self.may_branch = k > self.max_draft_tokens
         self._acceptance = self._of_trees if self.may_branch and self._of_trees else self._of_chains
         num_tried = int(self._acceptance.num_tried)
-        self._k, self._num_drafting, self._size, self._steps_left = k, maxsize, size, _STEPS
+        self._k, self._num_drafting, self._size = k, maxsize, size
+        self._steps_left, self._steps_more = _STEPS, 0
         self._is_probing = self._is_trying = False
         if not k:
-            self._steps_drafting = 0
-            if self._may_try(best, speeds[best] / speeds[0]):
-                self._k, self._steps_left, self._is_trying, self._steps_plain = best, _LEAST_STEPS, True, 0
+            self._num_drafted = 0
+            if self._may_try(best, gain):
+                self._k, self._steps_left, self._is_trying, self._num_plain = best, _LEAST_STEPS, True, 0
             elif self._may_probe(batch, speeds[0]):
                 self._k, self._num_drafting, self._steps_left, self._is_probing = self._probe_k, 1, 1, True
-        elif self._wants_plain_steps(speeds[k] / speeds[0]):
-            self._k, self._steps_left, self._steps_drafting = 0, _LEAST_STEPS, 0
+        elif self._wants_plain_steps(batch, gain):
+            self._k, self._steps_left, self._num_drafted = 0, _LEAST_STEPS, 0
         elif num_tried < _KNOWN:
             depth = self._costs.depth(k)
             self._k, self._steps_left = k - depth + min(depth, max(_PROBE_K, num_tried)), 1
             self._num_drafting = max(1, size // 8, num_tried)
         else:
-            self._steps_left = min(_STEPS, max(_LEAST_STEPS, _ENOUGH_TOKENS // (size * self._costs.depth(k))))
+            self._steps_left, self._steps_more = _LEAST_STEPS, 0 if self._num_doubts else _STEPS - _LEAST_STEPS
+        self._depth = self._costs.depth(self._k)
 
     def _may_probe(self, batch: list[Sequence], plain_speed: float) -> bool:
         """Return whether a probe has been paid for, and drafting would pay if every token were accepted."""
@@ -211,42 +232,37 @@ class AdaptiveLength(LengthPolicy):
 
     def _may_try(self, k: int, gain: float) -> bool:
         """Return whether steps of this K, which were never timed, may pay, and their time is paid for."""
-        is_paid = self._probe_budget >= 0 and self._steps_plain > _OTHER_EVERY
+        is_paid = self._probe_budget >= 0 and self._num_plain > _OTHER_EVERY
         is_known = k > self.max_draft_tokens or self._costs.is_observed(self._size, k)
         return is_paid and not is_known and gain > 1 / _CLEAR_GAIN
 
-    def _wants_plain_steps(self, gain: float) -> bool:
+    def _wants_plain_steps(self, batch: list[Sequence], gain: float) -> bool:
         """Return whether to decode plainly for a few steps, because plain decoding may cost less than it was timed."""
-        if not self._costs.is_observed(self._size, 0):
-            is_clear = gain > _CLEAR_FIRST_GAIN and self._costs.is_drafter_profiled
-            return self._steps_drafting > _FIRST_OTHER and not is_clear
-        return self._steps_drafting > _OTHER_EVERY and gain < _CLEAR_GAIN
+        is_known = self._costs.is_observed(self._size, 0) and gain >= 1
+        every = _OTHER_EVERY if is_known else _FIRST_OTHER
+        is_clear = gain > _CLEAR_GAIN and self._costs.is_drafter_profiled
+        is_ending = 2 * sum(s.num_remaining for s in batch) < sum(s.max_length - s.prompt_length for s in batch)
+        return self._num_drafted > every and not is_clear and not is_ending
 
     def _speeds(self, batch: list[Sequence], tokens: list[float]) -> list[float]:
-        """Return the batch's tokens per second, by K.
+        """Return the tokens per second of a sequence, by K.
 
         Args:
             batch: of the next step.
             tokens: that a sequence emits in a step, by K.
 
         """
-        # Where anything is drafted, every token pays its share of the draft model's prefill of the prompt.
-        size, costs, prefill = len(batch), self._costs, self._prefill_seconds(batch)
-        return [
-            size * emitted / (costs.seconds(size, k) + (prefill * emitted if k else 0.0))
-            for k, emitted in enumerate(tokens)
-        ]
+        # Where anything is drafted, every token pays its share of the draft model's prefill of the prompts. A sequence
+        # that was drafted for counts as it did at its start, and so will the one that takes its place.
+        known = sum(s.prompt_length / (s.max_length - s.prompt_length) for s in batch if s in self._drafted)
+        pending = sum(self._pending(batch)) * len(batch) / sum(s.num_remaining for s in batch)
+        prefill = self._costs.catch_up * (known + pending)
+        seconds = self._costs.seconds(len(batch))
+        speeds = [emitted / (each + prefill * emitted) for emitted, each in zip(tokens, seconds, strict=True)]
+        speeds[0] = 1 / seconds[0]
+        return speeds
 
-    def _prefill_seconds(self, batch: list[Sequence]) -> float:
-        """Return the seconds in which the drafter computes prompts, per token that each sequence has yet to emit.
-
-        A sequence that was drafted for counts as it did at its start, and so will the one that takes its place. What it
-        emitted in plain steps since is computed besides.
-        """
-        old = sum(s.prompt_length / (s.max_length - s.prompt_length) for s in batch if s in self._drafted)
-        pending = sum(map(self._pending, batch)) * len(batch) / sum(s.num_remaining for s in batch)
-        return self._costs.catch_up * (old + pending)
-
-    def _pending(self, sequence: Sequence) -> int:
+    def _pending(self, batch: list[Sequence]) -> list[int]:
         """Return the tokens that the drafter has yet to compute, besides those that the last step emitted."""
-        return sequence.length - self._drafted.get(sequence, 0)
+        drafted = self._drafted
+        return [sequence.length - drafted.get(sequence, 0) for sequence in batch]

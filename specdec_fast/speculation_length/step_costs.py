@@ -12,9 +12,9 @@ from specdec_fast.speculation_length.base import Profiler
 _MOST_PROFILED_ROWS = 2048  # of a forward: more are extrapolated, and their logits may not fit
 _CATCH_UP_ROWS = 64  # rows of the draft model's forward from which the cost of prefilling one token is taken
 _LARGEST_SURPRISE = 0.4  # of the logarithm of a ratio: more is a disturbance, such as another process
-_OWN_RATE = 0.3  # of a surprise that the factor of its K follows,
-_SHARED_RATE = 0.2  # and those of the others: a machine that slows down slows all, differences between K are stable
-_FORGETTING = 0.005  # share by which other factors approach that of its K: a K timed at a bad moment is tried again
+_OWN_RATE = 0.3  # of a surprise that a factor follows,
+_SHARED_RATE = 0.2  # and that the others do: a machine that slows down slows all, differences between them are stable
+_FORGETTING = 0.1  # share by which factors of other K approach one, if the profile has all: a K timed at a bad moment
 
 
 class StepCosts:
@@ -31,10 +31,10 @@ class StepCosts:
     Args:
         verify: seconds of the target's forward by rows.
         draft: seconds of drafting one token by sequences, and at 0 those besides; None if unknown.
-        max_draft_tokens: see above; None if there are no trees.
-        max_nodes: the number of nodes that are verified; 0 if it is not known.
+        max_draft_tokens: the largest K of a chain.
+        max_nodes: the largest number of nodes of a tree; 0 if there are no trees.
+        has_scores: whether the nodes of these trees, or the tokens of these chains, have scores.
         is_asynchronous: whether forwards are only queued, so that the time of whole steps says nothing of one row.
-        scores_chains: whether the drafter has chains alone, and their tokens have scores.
 
     Attributes:
         catch_up: seconds in which the drafter computes one token that it has not seen, as profiled.
@@ -45,22 +45,27 @@ class StepCosts:
         self,
         verify: Mapping[int, float],
         draft: Mapping[int, float] | None,
-        max_draft_tokens: int | None = None,
+        max_draft_tokens: int = 8,
         max_nodes: int = 0,
+        has_scores: bool = False,
         is_asynchronous: bool = False,
-        scores_chains: bool = False,
     ) -> None:
         self._verify = _Curve(verify)
-        self._max_draft_tokens, self._max_nodes = max_draft_tokens, max_nodes
-        self._is_asynchronous, self._scores_chains = is_asynchronous, scores_chains
+        self._has_trees, self._scores_chains = max_nodes > max_draft_tokens, has_scores and not max_nodes
+        self._max_draft_tokens, self._max_nodes = max_draft_tokens, 0 if has_scores else max_nodes
+        self._lengths = range(max_draft_tokens * (2 if self._has_trees else 1) + 1)
+        self._is_asynchronous = is_asynchronous
         self._draft = _Curve({n: s for n, s in draft.items() if n}) if draft else None
         self._once = draft.get(0, 0.0) if draft else 0.0
         self.catch_up = self._draft(_CATCH_UP_ROWS) / _CATCH_UP_ROWS if self._draft else 0.0
         self._others: dict[tuple[int, bool], float] = {}  # by power of two of B and whether steps draft
         self._latest_other = 0.0
-        self._factors: dict[int, dict[int, float]] = {}  # logarithms, by power of two of B and by K
-        self._latest: dict[int, float] = {}  # those of the B observed last
-        self._profiled: dict[tuple[int, int, int], float] = {}
+        self._kinds = [0] + [1 if self.depth(k) == k else 2 for k in self._lengths[1:]]  # plain, chain, tree
+        self._factors: dict[int, list[float]] = {}  # logarithms, by power of two of B and by K
+        self._latest = [0.0] * len(self._lengths)  # those of the B observed last
+        self._observed: set[tuple[int, int]] = set()  # powers of two of B, and K
+        self._seen: set[int] = set()  # kinds observed at any size
+        self._profiles: dict[int, list[float]] = {}
         self._verified: dict[int, dict[int, float]] = {}  # nodes of a sequence, by power of two of B and by K
 
     @classmethod
@@ -70,31 +75,24 @@ class StepCosts:
         most = min(num * (max(max_draft_tokens, max_nodes) + 1), max(num, _MOST_PROFILED_ROWS))
         verify = profiler.verify_seconds(_row_counts(most))
         draft = profiler.draft_seconds(_row_counts(max(num, _CATCH_UP_ROWS)))
-        verified = 0 if profiler.has_scores else max_nodes
-        return cls(verify, draft, max_draft_tokens, verified, profiler.is_asynchronous, profiler.scores_chains)
+        return cls(verify, draft, max_draft_tokens, max_nodes, profiler.has_scores, profiler.is_asynchronous)
 
-    def profiled(self, size: int, k: int, rows: int | None = None) -> float:
-        """Return the seconds of a step of ``size`` sequences as they were timed at first.
-
-        Args:
-            size: sequences.
-            k: draft tokens of each.
-            rows: of the target's forward; None: those of a usual step.
-
-        """
-        rows = self.rows(size, k) if rows is None else rows
-        seconds = self._profiled.get((size, k, rows))
+    def profile(self, size: int) -> list[float]:
+        """Return the seconds of a step of ``size`` sequences as they were timed at first, by K."""
+        seconds = self._profiles.get(size)
         if seconds is None:
-            seconds = self._verify(rows)
-            if k and self._draft:
-                seconds += self.depth(k) * self._draft(size) + self._once
-            self._profiled[size, k, rows] = seconds
+            seconds = self._profiles[size] = [self.profiled(size, k, self.rows(size, k)) for k in self._lengths]
         return seconds
+
+    def profiled(self, size: int, k: int, rows: int) -> float:
+        """Return ``profile(size)[k]``, but for a forward of the target of ``rows``."""
+        seconds = self._verify(rows)
+        return seconds + self.depth(k) * self._draft(size) + self._once if k and self._draft else seconds
 
     def depth(self, k: int) -> int:
         """Return the largest number of draft tokens on a path."""
         most = self._max_draft_tokens
-        return k if most is None or k <= most else k - most
+        return k - most if self._has_trees and k > most else k
 
     def rows(self, size: int, k: int) -> int:
         """Return the rows of the target's forward in a usual step."""
@@ -110,10 +108,15 @@ class StepCosts:
         verified, count = self._verified.setdefault(size.bit_length(), {}), count / size
         before = verified.get(k, count)
         verified[k] = before + _OWN_RATE * (count - before)
+        self._profiles.clear()
 
-    def seconds(self, size: int, k: int) -> float:
-        """Return the seconds expected now."""
-        return self.profiled(size, k) * exp(self._factor(size, k)) + self.other(size, k)
+    def seconds(self, size: int) -> list[float]:
+        """Return the seconds expected now, by K."""
+        plain, drafting = self.other(size, 0), self.other(size, 1)
+        factors = self._factors.get(size.bit_length(), self._latest)
+        seconds = [each * exp(factor) + drafting for each, factor in zip(self.profile(size), factors, strict=True)]
+        seconds[0] += plain - drafting
+        return seconds
 
     def other(self, size: int, k: int) -> float:
         """Return the seconds of a step besides forwards: laying rows out, accepting, committing.
@@ -126,8 +129,7 @@ class StepCosts:
     def verify_seconds(self, size: int, rows: float) -> float:
         """Return the seconds of the target's forward alone, corrected as plain steps of that size were."""
         is_known = self.is_observed(size, 0) and not self._is_asynchronous
-        factor = self._factor(size, 0) if is_known else 0.0
-        return self._verify(rows) * exp(factor)
+        return self._verify(rows) * (exp(self._factors[size.bit_length()][0]) if is_known else 1.0)
 
     @property
     def is_drafter_profiled(self) -> bool:
@@ -136,7 +138,7 @@ class StepCosts:
 
     def is_observed(self, size: int, k: int) -> bool:
         """Return whether steps of that K and about that size were observed."""
-        return k in self._factors.get(size.bit_length(), ())
+        return (size.bit_length(), k) in self._observed
 
     def observe(self, size: int, k: int, ratio: float, other: float) -> None:
         """Learn from steps of one K.
@@ -148,30 +150,27 @@ class StepCosts:
             other: seconds besides forwards.
 
         """
-        expected = self._factor(size, k)
-        surprise = log(max(ratio, 1e-6)) - expected
-        if self._factors and (self._draft or not k or self.is_observed(size, k)):
+        length, kinds, observed, is_new = size.bit_length(), self._kinds, self._observed, not self.is_observed(size, k)
+        self._latest = factors = self._factors.setdefault(length, list(self._latest))
+        is_drafter_unknown = k > 0 and not self._draft
+        surprise = log(max(ratio, 1e-6)) - factors[k]
+        if not is_new or (observed and not is_drafter_unknown):
             surprise = max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, surprise))
-        self._latest = factors = self._factors.setdefault(size.bit_length(), {})
-        if k in factors:
-            for each in factors:
-                factors[each] += surprise * (_OWN_RATE if each == k else _SHARED_RATE)
-                if each and k:
-                    factors[each] += (factors[k] - factors[each]) * _FORGETTING
-        else:
-            factors[k] = expected + surprise
-        key = size.bit_length(), k > 0
-        before = self._others.get(key, other)
-        self._others[key] = self._latest_other = before + (other - before) * _OWN_RATE
-
-    def _factor(self, size: int, k: int) -> float:
-        """Return the logarithm of the factor of K, or of the nearest K observed at about that size, or at any."""
-        factors = self._factors.get(size.bit_length()) or self._latest
-        if not factors or k in factors:
-            return factors.get(k, 0.0)
-        depth, is_tree = self.depth(k), k != self.depth(k)
-        own = [each for each in factors if (each != self.depth(each)) == is_tree] or list(factors)
-        return factors[min(own, key=lambda each: abs(self.depth(each) - depth))]
+        own = surprise * (1.0 if is_new else _OWN_RATE)
+        shared = 0.0 if is_new and is_drafter_unknown else surprise * _SHARED_RATE
+        for j in self._lengths:
+            if j == k or not (observed or is_drafter_unknown):
+                factors[j] += own
+            elif (length, j) not in observed and (kinds[j] == kinds[k] or (j and k and kinds[j] not in self._seen)):
+                factors[j] += own * self.depth(j) / self.depth(k) if is_drafter_unknown else own
+            else:
+                factors[j] += shared
+                if j and k and self._draft:
+                    factors[j] += (factors[k] - factors[j]) * _FORGETTING
+        observed.add((length, k))
+        self._seen.add(kinds[k])
+        before = self._others.get((length, k > 0), other)
+        self._others[length, k > 0] = self._latest_other = before + (other - before) * _OWN_RATE
 
 
 class _Curve:

@@ -110,7 +110,7 @@ class VerifyBudget:
         """Compute the seconds of steps of 0 to ``num_nodes`` nodes."""
         k, size = self._key
         usual = self._costs.verify_seconds(size, self._costs.rows(size, k))
-        rest = max(0.0, self._costs.seconds(size, k) - usual)
+        rest = max(0.0, self._costs.seconds(size)[k] - usual)
         for count in range(len(self._seconds), num_nodes + 1):
             self._seconds.append(rest + self._costs.verify_seconds(size, size + count))
 

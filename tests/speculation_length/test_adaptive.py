@@ -147,7 +147,8 @@ def test_a_draft_model_that_is_slow_to_prefill(batch_size):
 def test_a_drafter_that_the_profile_does_not_show(options):
     """An unknown drafter cost counts as zero until it is measured; what is not proposed is not counted on."""
     run = world("flat", 0.8, 4, num_sequences=12, **options)
-    assert tokens_per_second(run, warm(run)) >= 0.95 * best_fixed([run], PLAIN_OR_USUAL)
+    runs = [replace(run, seed=seed) for seed in range(6)]
+    assert speed(runs, warm) >= 0.95 * best_fixed(runs, PLAIN_OR_USUAL)
 
 
 def test_a_profile_from_a_busy_machine():

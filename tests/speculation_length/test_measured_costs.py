@@ -39,14 +39,24 @@ def prepared(batch_size, draft, verify=1.0):
     return policy
 
 
-def take_step(policy, batch, draft_seconds, verify_seconds=1.0, other_seconds=0.0):
-    """Take a step in which every draft token is accepted; return the numbers of draft tokens."""
+def take_step(policy, batch, draft_seconds, verify_seconds=1.0, other_seconds=0.0, most_accepted=8):
+    """Take a step in which so many draft tokens are accepted at most; return the numbers of draft tokens."""
     limits = policy.limits(batch)
-    for sequence, limit in zip(batch, limits, strict=True):
-        sequence.length += limit + 1
-        sequence.num_remaining -= limit + 1
-    policy.observe(StepObservation(batch, limits, limits, limits, draft_seconds, verify_seconds, other_seconds))
+    accepted = [min(limit, most_accepted) for limit in limits]
+    for sequence, count in zip(batch, accepted, strict=True):
+        sequence.length += count + 1
+        sequence.num_remaining -= count + 1
+    policy.observe(StepObservation(batch, limits, limits, accepted, draft_seconds, verify_seconds, other_seconds))
     return limits
+
+
+def drafting_for(batch, seconds=0.8):
+    """Return a policy that has drafted for a batch until its acceptance is known, and is about to choose."""
+    policy = prepared(len(batch), {0: 0.0, 1: 0.1, 64: 0.2})
+    while policy._acceptance.num_tried < 30:
+        take_step(policy, batch, seconds)
+    policy._steps_left = policy._steps_more = 0
+    return policy
 
 
 def test_other_work_of_steps_that_draft_is_learned_apart():
@@ -55,7 +65,7 @@ def test_other_work_of_steps_that_draft_is_learned_apart():
     assert costs.other(1, 3) == 0.5, "until a step has drafted"
     costs.observe(1, 3, 1.0, 2.0)
     assert (costs.other(1, 0), costs.other(1, 3)) == (0.5, 2.0)
-    assert costs.seconds(1, 3) == pytest.approx(costs.profiled(1, 3) + 2.0)
+    assert costs.seconds(1)[3] == pytest.approx(costs.profile(1)[3] + 2.0)
 
 
 def test_a_draft_after_plain_steps_teaches_no_cost():
@@ -64,12 +74,12 @@ def test_a_draft_after_plain_steps_teaches_no_cost():
     while policy._k == 0 or policy._drafted.get(sequence) != sequence.length:
         take_step(policy, [sequence], 0.5)
     sequence.length += 3  # as three plain steps
-    ratios = len(policy._ratios)
+    times = len(policy._times)
     policy._steps_left = 2
     take_step(policy, [sequence], 500.0)
-    assert len(policy._ratios) == ratios
+    assert len(policy._times) == times
     take_step(policy, [sequence], 0.5)
-    assert len(policy._ratios) == ratios + 1
+    assert len(policy._times) == times + 1
 
 
 @pytest.mark.parametrize(("length", "drafts"), [(10, True), (490, False)])
@@ -82,11 +92,8 @@ def test_tokens_that_the_drafter_lacks_have_a_price(length, drafts):
 
 def test_a_choice_outlasts_sequences_that_end():
     """Sizes of one power of two share what is known of costs, and a choice takes as long as a short step."""
-    policy = prepared(15, {0: 0.0, 1: 0.1, 64: 0.2})
     batch = [FakeSequence() for _ in range(15)]
-    while policy._acceptance.num_tried < 30:
-        take_step(policy, batch, 0.8)
-    policy._steps_left = 0
+    policy = drafting_for(batch)
     take_step(policy, batch, 0.8)
     before = policy.num_choices
     assert all(policy.limits(batch[:12])), "one that stays"
@@ -94,6 +101,43 @@ def test_a_choice_outlasts_sequences_that_end():
     assert policy.num_choices == before
     policy.limits(batch[:7])
     assert policy.num_choices == before + 1
+
+
+@pytest.mark.parametrize(("most_accepted", "num_steps"), [(8, 32), (0, 4)])
+def test_a_choice_holds_as_long_as_acceptance_is_as_expected(most_accepted, num_steps):
+    batch = [FakeSequence(num_remaining=4000) for _ in range(4)]
+    policy = drafting_for(batch)
+    take_step(policy, batch, 0.8)
+    before, steps = policy.num_choices, 0
+    while policy.num_choices == before:
+        take_step(policy, batch, 0.8, most_accepted=most_accepted)
+        steps += 1
+    assert steps == num_steps, "counting the first step of the next choice, but not that of this one"
+
+
+@pytest.mark.parametrize(("speed", "num_more"), [(0.93, 3), (0.8, 0)])
+def test_drafting_goes_on_for_a_few_choices_if_it_seems_a_little_slower(speed, num_more, monkeypatch):
+    batch = [FakeSequence(num_remaining=4000) for _ in range(4)]
+    policy = drafting_for(batch)
+    take_step(policy, batch, 0.8)
+    monkeypatch.setattr(policy, "_speeds", lambda batch, tokens: [1.0] + [speed] * 8)
+    num_drafting = 0
+    for _ in range(10):
+        policy._steps_left = policy._steps_more = 0
+        num_drafting += any(take_step(policy, batch, 0.8)) and not policy._is_probing
+    assert num_drafting == num_more
+
+
+@pytest.mark.parametrize(("num_remaining", "is_plain"), [(300, True), (200, False)])
+def test_plain_steps_are_not_timed_when_a_batch_is_about_to_end(num_remaining, is_plain, monkeypatch):
+    """What they teach would come too late, and few tokens would pay for them."""
+    batch = [FakeSequence(num_remaining=num_remaining) for _ in range(4)]
+    policy = drafting_for(batch)
+    for sequence in batch:
+        sequence.num_remaining = num_remaining  # of 490
+    policy._num_drafted = 10_000
+    monkeypatch.setattr(policy, "_speeds", lambda batch, tokens: [1.0] + [1.2] * 8)
+    assert (policy.limits(batch) == [0] * 4) == is_plain
 
 
 class Recorded(LengthPolicy):
