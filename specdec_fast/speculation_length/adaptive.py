@@ -252,15 +252,21 @@ class AdaptiveLength(LengthPolicy):
             tokens: that a sequence emits in a step, by K.
 
         """
-        # Where anything is drafted, every token pays its share of the draft model's prefill of the prompts. A sequence
-        # that was drafted for counts as it did at its start, and so will the one that takes its place.
-        known = sum(s.prompt_length / (s.max_length - s.prompt_length) for s in batch if s in self._drafted)
-        pending = sum(self._pending(batch)) * len(batch) / sum(s.num_remaining for s in batch)
-        prefill = self._costs.catch_up * (known + pending)
-        seconds = self._costs.seconds(len(batch))
+        # Where anything is drafted, every token pays its share of the draft model's prefill of the prompts.
+        prefill, seconds = self._prefill_seconds(batch), self._costs.seconds(len(batch))
         speeds = [emitted / (each + prefill * emitted) for emitted, each in zip(tokens, seconds, strict=True)]
         speeds[0] = 1 / seconds[0]
         return speeds
+
+    def _prefill_seconds(self, batch: list[Sequence]) -> float:
+        """Return the seconds in which the drafter computes prompts, per token that each sequence has yet to emit.
+
+        A sequence that was drafted for counts as it did at its start, and so will the one that takes its place. What it
+        emitted in plain steps since is computed besides.
+        """
+        known = sum(s.prompt_length / (s.max_length - s.prompt_length) for s in batch if s in self._drafted)
+        pending = sum(self._pending(batch)) * len(batch) / sum(s.num_remaining for s in batch)
+        return self._costs.catch_up * (known + pending)
 
     def _pending(self, batch: list[Sequence]) -> list[int]:
         """Return the tokens that the drafter has yet to compute, besides those that the last step emitted."""
