@@ -14,7 +14,9 @@ _CATCH_UP_ROWS = 64  # rows of the draft model's forward from which the cost of 
 _LARGEST_SURPRISE = 0.4  # of the logarithm of a ratio: more is a disturbance, such as another process
 _OWN_RATE = 0.3  # of a surprise that a factor follows,
 _SHARED_RATE = 0.2  # and that the others do: a machine that slows down slows all, differences between them are stable
-_FORGETTING = 0.1  # share by which factors of other K approach one, if the profile has all: a K timed at a bad moment
+# Share by which factors of other K approach that of one, if the profile has the drafter: a K timed at a bad moment is
+# tried again.
+_FORGETTING = 0.1
 
 
 class StepCosts:
@@ -64,7 +66,6 @@ class StepCosts:
         self._factors: dict[int, list[float]] = {}  # logarithms, by power of two of B and by K
         self._latest = [0.0] * len(self._lengths)  # those of the B observed last
         self._observed: set[tuple[int, int]] = set()  # powers of two of B, and K
-        self._seen: set[int] = set()  # kinds observed at any size
         self._profiles: dict[int, list[float]] = {}
         self._verified: dict[int, dict[int, float]] = {}  # nodes of a sequence, by power of two of B and by K
 
@@ -161,14 +162,13 @@ class StepCosts:
         for j in self._lengths:
             if j == k or not (observed or is_drafter_unknown):
                 factors[j] += own
-            elif (length, j) not in observed and (kinds[j] == kinds[k] or (j and k and kinds[j] not in self._seen)):
+            elif kinds[j] == kinds[k] and (length, j) not in observed:
                 factors[j] += own * self.depth(j) / self.depth(k) if is_drafter_unknown else own
             else:
                 factors[j] += shared
                 if j and k and self._draft:
                     factors[j] += (factors[k] - factors[j]) * _FORGETTING
         observed.add((length, k))
-        self._seen.add(kinds[k])
         before = self._others.get((length, k > 0), other)
         self._others[length, k > 0] = self._latest_other = before + (other - before) * _OWN_RATE
 

@@ -49,7 +49,7 @@ def test_a_k_that_was_timed_at_a_bad_moment_is_tried_again():
     costs = StepCosts({1: 1.0, 4: 2.0, 8: 3.0}, {1: 0.1})
     costs.observe(1, 0, 0.8, 0.0)
     costs.observe(1, 3, 1.0, 0.0)
-    costs.observe(1, 5, 1.6, 0.0)
+    costs.observe(1, 5, 1.4, 0.0)
     slow = costs.seconds(1)[5] / costs.profile(1)[5]
     for _ in range(800):
         costs.observe(1, 3, costs.seconds(1)[3] / costs.profile(1)[3], 0.0)  # as expected

@@ -50,11 +50,11 @@ def take_step(policy, batch, draft_seconds, verify_seconds=1.0, other_seconds=0.
     return limits
 
 
-def drafting_for(batch, seconds=0.8):
+def drafting_for(batch):
     """Return a policy that has drafted for a batch until its acceptance is known, and is about to choose."""
     policy = prepared(len(batch), {0: 0.0, 1: 0.1, 64: 0.2})
     while policy._acceptance.num_tried < 30:
-        take_step(policy, batch, seconds)
+        take_step(policy, batch, 0.8)
     policy._steps_left = policy._steps_more = 0
     return policy
 
