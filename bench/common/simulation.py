@@ -54,7 +54,8 @@ class World:
         new_tokens: tokens that each request emits.
         noise: mean of what a step's seconds exceed the table's by; one of a hundred takes five times as long.
         mismeasured: standard deviation of the logarithm by which each profiled time is wrong.
-        overhead: seconds of a step besides forwards.
+        overhead: seconds of a step besides forwards,
+        overhead_each: and those for each of its sequences.
         once: seconds of drafting in a step besides its forwards.
         growth: seconds of a verification per committed token, which no profile shows.
         proposes: how often the drafter proposes anything.
@@ -79,6 +80,7 @@ class World:
     noise: float = 0.05
     mismeasured: float = 0.0
     overhead: float = 0.0
+    overhead_each: float = 0.0
     once: float = 0.0
     growth: float = 0.0
     proposes: float = 1.0
@@ -158,9 +160,10 @@ def _step(
         s.length += accepted[b] + 1
         s.known_length = s.length if limits[b] else s.known_length
     slow = (1 + world.noise * rng.exponential(size=2)) * np.where(rng.random(2) < 0.01 * (world.noise > 0), 5, 1)
-    seconds = float(drafting * slow[0]), float(verify * slow[1]), world.overhead
+    overhead = world.overhead + world.overhead_each * len(batch)
+    seconds = float(drafting * slow[0]), float(verify * slow[1]), overhead
     policy.observe(StepObservation(sequences, limits, counts, accepted, *seconds, policy.may_branch, *nodes))
-    return drafting + verify + world.overhead, sum(accepted) + len(batch)
+    return drafting + verify + overhead, sum(accepted) + len(batch)
 
 
 def _verified_trees(
