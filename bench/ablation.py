@@ -2,7 +2,7 @@
 
 ``--part exspec``: the window, taking equal lengths together, and the bound on waiting; ratios are to eqspec.
 ``--part auto``: the parts of ``num_draft_tokens="auto"``; ratios are to fixed K and to the whole policy.
-``--part auto-simulated``: the same in simulated time, for three pairs and five courses of acceptance.
+``--part auto-simulated``: the same in simulated time, for three pairs and six courses of acceptance.
 ``--part confidence-simulated``: in simulated time, a drafter that scores its chains (DSpark).
 ``--part ranks``: tokens per step of EAGLE-3's dynamic trees, by the temperature that gives ranks their probabilities.
 

@@ -54,8 +54,8 @@ class World:
         new_tokens: tokens that each request emits.
         noise: mean of what a step's seconds exceed the table's by; one of a hundred takes five times as long.
         mismeasured: standard deviation of the logarithm by which each profiled time is wrong.
-        overhead: seconds of a step besides forwards,
-        overhead_each: and those for each of its sequences.
+        overhead: seconds of a step besides forwards, whatever its size.
+        overhead_each: seconds besides forwards that each sequence of a step adds.
         once: seconds of drafting in a step besides its forwards.
         growth: seconds of a verification per committed token, which no profile shows.
         proposes: how often the drafter proposes anything.

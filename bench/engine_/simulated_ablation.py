@@ -40,8 +40,8 @@ KINDS = ((0.97,), (0.85,), (0.35,))
 # 202 us besides at 1, 4, 8, 16 and 32 sequences (2026-11-25).
 OVERHEAD, OVERHEAD_EACH = 5.4e-5, 4.5e-6
 CHOICE = 9e-5  # seconds of a choice of K: in a run, where it finds the caches cold, not alone (4e-5)
-# Of a text's position by the number of its sequence. Two change when half of the prompts have been decoded. In the last
-# one texts differ as those of the bundled pair: mean and standard deviation; within a text it is the same.
+# ``0.9:0`` changes when half of the prompts have been decoded. ``0.82 ± 0.08`` is the mean and the standard deviation
+# over texts, as of the bundled pair's prompts: each text has its own, which does not depend on the position.
 ACCEPTANCES = ("0.8", "0.4", "0", "0.9:0", "0:0.9", "0.82 ± 0.08")
 
 
@@ -49,12 +49,7 @@ def world(pair: str, acceptance: str, batch_size: int, seed: int, is_refilled: b
     """Return the machine, the pair and four batches of requests, sixteen at least."""
     verify, draft = COSTS[pair]
     num = max(16, 4 * batch_size)
-    if " ± " in acceptance:
-        mean, deviation = map(float, acceptance.split(" ± "))
-        weight = mean * (1 - mean) / deviation**2 - 1
-        each = np.random.default_rng(seed).beta(weight * mean, weight * (1 - mean), num).tolist()
-    else:
-        each = [float(part) for part in acceptance.split(":")]
+    each = _of_texts(acceptance, num, seed)
     return World(
         verify=_curve(verify),
         draft=_curve({rows: ms for rows, ms in draft.items() if rows}),
@@ -69,6 +64,15 @@ def world(pair: str, acceptance: str, batch_size: int, seed: int, is_refilled: b
         is_refilled=is_refilled,
         seed=seed,
     )
+
+
+def _of_texts(acceptance: str, num: int, seed: int) -> list[float]:
+    """Return the acceptances of equal shares of the texts: one of each of ``num`` texts, if they differ."""
+    if " ± " not in acceptance:
+        return [float(part) for part in acceptance.split(":")]
+    mean, deviation = map(float, acceptance.split(" ± "))
+    weight = mean * (1 - mean) / deviation**2 - 1  # a + b of the beta distribution with this deviation
+    return np.random.default_rng(seed).beta(weight * mean, weight * (1 - mean), num).tolist()
 
 
 def _curve(milliseconds: dict[int, float]) -> Callable[[int], float]:

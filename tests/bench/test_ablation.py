@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import fmean, stdev
 
 import pytest
 
@@ -57,6 +58,14 @@ def test_scored_chains_in_simulated_time(capsys):
         assert row["auto over plain"] > 0.9, "never far below plain decoding"
     simulated_ablation.print_confidence_table(rows)
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
+
+
+def test_texts_of_a_simulated_world_differ_as_stated():
+    worlds = [simulated_ablation.world("demo", "0.82 ± 0.08", 32, seed, is_refilled=False) for seed in range(8)]
+    found = [world.acceptance(number, 0) for world in worlds for number in range(world.num_sequences)]
+    assert fmean(found) == pytest.approx(0.82, abs=0.01)
+    assert stdev(found) == pytest.approx(0.08, abs=0.01)
+    assert worlds[0].acceptance(3, 0) == worlds[0].acceptance(3, 100), "the same within a text"
 
 
 def test_ranks_of_every_temperature_and_size(tmp_path, monkeypatch):
