@@ -23,6 +23,8 @@ _FROM_GENERATION_CONFIG = (
     "repetition_penalty",
     "stop_strings",
 )
+# Fields of a generation config by which a server samples for a request that leaves them out.
+_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Fields that do not change the tokens, or that `from_generation_config` reads apart from the fields above.
 _NEUTRAL_GENERATION_FIELDS = {
     "bos_token_id",
@@ -209,6 +211,18 @@ def as_sampling_params(value: Any) -> SamplingParams:
     )
 
 
+def recommended_sampling(generation_config: Any) -> dict[str, Any]:
+    """Return how a checkpoint's generation config says to sample, as fields of ``SamplingParams``.
+
+    These are the fields that it sets itself, as in vLLM: none of transformers' defaults, and nothing if it does not set
+    ``do_sample``, or if there is no config.
+    """
+    given = {} if generation_config is None else generation_config.to_diff_dict()
+    if not given.get("do_sample", False):
+        return {}
+    return {name: given[name] for name in _RECOMMENDED if given.get(name) is not None}
+
+
 def eos_ids(eos_token_id: Any) -> tuple[Any, ...]:
     """Return the ids of a generation config's ``eos_token_id``: None, one id, or several, as a tensor too.
 
@@ -239,3 +253,7 @@ def _is_finite(value: object) -> bool:
 def _is_real(value: object) -> bool:
     # a NaN compares false with everything, so every range check above rejects it
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# Values of the fields that a request of OpenAI's API leaves out.
+OPENAI_DEFAULTS = SamplingParams(max_new_tokens=CHAT_ANSWER_TOKENS, temperature=1.0)

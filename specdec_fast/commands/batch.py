@@ -16,13 +16,18 @@ from pydantic import ValidationError
 
 from specdec_fast.commands.common import add_engine_options, add_pair_options, engine_config
 from specdec_fast.commands.prompt_files import BadLineError, parse_json, read_lines
-from specdec_fast.commands.request_options import add_chat_options, chat_options
+from specdec_fast.commands.request_options import (
+    add_chat_options,
+    add_generation_config_option,
+    chat_options,
+    default_params,
+)
 from specdec_fast.commands.result_files import ResultFile, add_result_options, expect_output, report_interrupt
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.progress import Progress
 from specdec_fast.errors import SpecDecError
 from specdec_fast.results import GenerationOutput
-from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS, SamplingParams
+from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS, OPENAI_DEFAULTS, SamplingParams
 from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specdec_fast.server.problems import Problem, problem_of, unknown_model, validation_problem
 from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
@@ -77,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="names that requests may give for the model (default: --target)",
     )
     add_chat_options(parser)
+    add_generation_config_option(parser)
     add_engine_options(parser)
     parser.set_defaults(max_new_tokens=CHAT_ANSWER_TOKENS)
 
@@ -93,10 +99,11 @@ def run(args: argparse.Namespace) -> int:
     rest = [line for line in lines if line.number not in results.done]
     good = [line for line in rest if line.problem is None]
     engine = Engine(args.target, args.draft, config) if good else None
+    defaults = default_params(args, engine) if engine else OPENAI_DEFAULTS
     num_failed = 0
     try:
         with results, Progress(len(good), None) as bar:
-            for line, outputs in _served(engine, rest, args.max_new_tokens, options):
+            for line, outputs in _served(engine, rest, defaults, options):
                 record, failure = _record(line, outputs, engine.tokenizer if engine else None)
                 if failure is not None:
                     num_failed += 1
@@ -170,14 +177,14 @@ def _parse_line(number: int, text: bytes, model_names: list[str]) -> BatchLine:
 
 
 def _served(
-    engine: Engine | None, lines: list[BatchLine], default_max_tokens: int, options: dict[str, Any]
+    engine: Engine | None, lines: list[BatchLine], defaults: SamplingParams, options: dict[str, Any]
 ) -> Iterator[tuple[BatchLine, list[GenerationOutput]]]:
     """Yield every line as soon as it can be answered: without outputs if it has a problem, else with one per choice."""
     choices: list[tuple[list[int], SamplingParams]] = []
     owners: list[BatchLine] = []
     missing: dict[int, int] = {}  # by number of the line
     for line in lines:
-        own = _choices(engine, line, default_max_tokens, options)
+        own = _choices(engine, line, defaults, options)
         if line.problem is not None:
             yield line, []
         choices += own
@@ -194,7 +201,7 @@ def _served(
 
 
 def _choices(
-    engine: Engine | None, line: BatchLine, default_max_tokens: int, options: dict[str, Any]
+    engine: Engine | None, line: BatchLine, defaults: SamplingParams, options: dict[str, Any]
 ) -> list[tuple[list[int], SamplingParams]]:
     """Return the ids and parameters of every choice of a request; set its problem if it has none."""
     if engine is None or line.body is None or line.problem is not None:
@@ -204,7 +211,7 @@ def _choices(
     try:
         merged = {**options, **own, "chat_template_kwargs": variables}
         ids = [engine.encode(prompt, **merged) for prompt in line.body.prompts]
-        requests, num_each = line.body.requests(default_max_tokens), line.body.n or 1
+        requests, num_each = line.body.requests(defaults), line.body.n or 1
         return [(ids[i // num_each], choice) for i, (_, choice) in enumerate(requests)]
     except SpecDecError as error:
         line.problem = problem_of(error)

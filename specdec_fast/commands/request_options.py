@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specdec_fast.errors import ConfigError
-from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.errors import ConfigError, InvalidParamsError
+from specdec_fast.sampling_params import OPENAI_DEFAULTS, SamplingParams, recommended_sampling
+
+if TYPE_CHECKING:
+    from specdec_fast.engine.engine import Engine
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, seeded: str) -> None:
@@ -54,6 +59,38 @@ def sampling_params(args: argparse.Namespace, number: int = 0, logprobs: bool = 
         stop=args.stop,
         logprobs=logprobs,
     ).with_seed_offset(number)
+
+
+def add_generation_config_option(parser: argparse.ArgumentParser) -> None:
+    """Add --generation-config."""
+    parser.add_argument(
+        "--generation-config",
+        choices=("auto", "openai"),
+        default="auto",
+        help="how requests sample that do not say so: as the target's generation_config.json sets it (default), or at "
+        "temperature 1 without filters, as in OpenAI's API",
+    )
+
+
+def default_params(args: argparse.Namespace, engine: Engine) -> SamplingParams:
+    """Return the values of the fields that a request of OpenAI's API leaves out; print those that the target sets.
+
+    Raises:
+        ConfigError: the target's generation config has a value out of range.
+
+    """
+    params = replace(OPENAI_DEFAULTS, max_new_tokens=args.max_new_tokens)
+    if args.generation_config == "openai":
+        return params
+    recommended = recommended_sampling(getattr(engine.target.model, "generation_config", None))
+    try:
+        params = replace(params, **recommended)
+    except InvalidParamsError as error:
+        raise ConfigError(f"the target's generation config: {error} Pass --generation-config openai.") from None
+    if recommended:
+        fields = ", ".join(f"{name}={value}" for name, value in recommended.items())
+        print(f"requests that leave them out sample with {fields} (the target's generation config)", file=sys.stderr)
+    return params
 
 
 def add_chat_options(parser: argparse.ArgumentParser) -> None:

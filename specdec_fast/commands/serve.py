@@ -14,7 +14,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specdec_fast.commands.common import add_drafter_options, add_engine_options, drafter_names, engine_config
-from specdec_fast.commands.request_options import add_chat_template_option, read_chat_template
+from specdec_fast.commands.request_options import (
+    add_chat_template_option,
+    add_generation_config_option,
+    default_params,
+    read_chat_template,
+)
 from specdec_fast.errors import ConfigError
 from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS
 
@@ -67,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-prefill-tokens", type=int, default=512, metavar="N", help="prompt tokens per step (default: 512)"
     )
     add_chat_template_option(parser)
+    add_generation_config_option(parser)
     add_engine_options(parser)
     parser.set_defaults(max_new_tokens=CHAT_ANSWER_TOKENS)
 
@@ -99,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             model_names=args.served_model_name or [args.target],
             api_key=os.environ.get(_KEY_VARIABLE) or None if args.api_key is None else args.api_key,
             timeout=args.timeout,
-            default_max_tokens=args.max_new_tokens,
+            default_params=default_params(args, engine.engine),
             stream_interval=args.stream_interval,
             max_request_bytes=args.max_request_bytes,
         )

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from specdec_fast.config import expect_at_least, expect_seconds
 from specdec_fast.errors import ConfigError
 from specdec_fast.results import GenerationOutput
-from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS, SamplingParams
+from specdec_fast.sampling_params import OPENAI_DEFAULTS, SamplingParams
 from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specdec_fast.server.gate import Gate
 from specdec_fast.server.http import (
@@ -45,7 +45,7 @@ def create_app(
     model_names: Sequence[str] = (),
     api_key: str | None = None,
     timeout: float | None = None,
-    default_max_tokens: int = CHAT_ANSWER_TOKENS,
+    default_params: SamplingParams = OPENAI_DEFAULTS,
     stream_interval: int = 1,
     max_request_bytes: int = 4 << 20,
 ) -> FastAPI:
@@ -58,23 +58,26 @@ def create_app(
         model_names: names by which requests may call the model; by default the target's.
         api_key: the key that requests must send, except for ``/health`` and ``/metrics``; None: no key.
         timeout: seconds after which a request ends with status 504; None: no limit.
-        default_max_tokens: largest number of tokens of a chat answer whose request has no limit.
+        default_params: values of the fields that a request leaves out, by default OpenAI's: temperature 1, without
+            filters. ``max_new_tokens`` limits a chat answer whose request has no limit.
         stream_interval: least number of tokens in an event of a stream, except the first and the last event. With a
             larger number the server sends fewer events, and clients see a text later.
         max_request_bytes: largest size of a request's body.
 
     Raises:
-        ConfigError: a limit is out of range, the key is empty, or ``model_names`` is one string.
+        ConfigError: a limit is out of range, the key is empty, ``model_names`` is one string, or ``default_params`` are
+            no ``SamplingParams``.
 
     """
     if api_key == "":
         raise ConfigError("the API key is empty, so it would protect nothing; pass a key, or None for no key.")
-    expect_at_least("default_max_tokens", default_max_tokens, 1)
+    if not isinstance(default_params, SamplingParams):
+        raise ConfigError(f"default_params is a {type(default_params).__name__}; expected SamplingParams.")
     expect_at_least("max_request_bytes", max_request_bytes, 1)
     expect_at_least("stream_interval", stream_interval, 1)
     if timeout is not None:
         expect_seconds("timeout", timeout)
-    api = _Api(engine, _checked_names(model_names, engine), timeout, default_max_tokens, stream_interval)
+    api = _Api(engine, _checked_names(model_names, engine), timeout, default_params, stream_interval)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -133,11 +136,11 @@ class _Api:
         engine: AsyncEngine,
         names: tuple[str, ...],
         timeout: float | None,
-        default_max_tokens: int,
+        default_params: SamplingParams,
         stream_interval: int,
     ) -> None:
         self._engine, self._names, self._timeout = engine, names, timeout
-        self._default_max_tokens, self._stream_interval = default_max_tokens, stream_interval
+        self._default_params, self._stream_interval = default_params, stream_interval
         self._created = int(time.time())
         self._warm_up: asyncio.Task[None] | None = None
         self.metrics = Metrics(engine, names[0])
@@ -196,7 +199,7 @@ class _Api:
             if body.num_choices > self._engine.max_requests:  # a body of 4 MiB may ask for a hundred million
                 message = f"{body.num_choices} choices in one request; the server takes {self._engine.max_requests}."
                 return problem_response(Problem(400, message))
-            requests = body.requests(self._default_max_tokens)
+            requests = body.requests(self._default_params)
             if len(requests) > 1:  # choices that never fit together would be answered with 429 again and again
                 own = [(*each, body.n or 1) for each in requests[:: body.n or 1]]
                 await self._engine.expect_budget(own, **body.prompt_options())

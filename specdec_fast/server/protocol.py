@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -160,19 +161,19 @@ class RequestBody(BaseModel):
         """Return how the engine makes token ids of a prompt, as keywords of ``AsyncEngine.generate``."""
         return {} if self.add_special_tokens is None else {"add_special_tokens": self.add_special_tokens}
 
-    def requests(self, default_max_tokens: int) -> list[tuple[Any, SamplingParams]]:
+    def requests(self, defaults: SamplingParams) -> list[tuple[Any, SamplingParams]]:
         """Return what the engine decodes: for every prompt ``n`` choices, in the order of their indices.
 
         Choice i of a prompt samples with ``seed + i``, so a choice does not depend on the other prompts.
 
         Args:
-            default_max_tokens: ``max_new_tokens`` of a chat that does not limit its answer.
+            defaults: values of the fields that the body leaves out; ``max_new_tokens`` is that of chats.
 
         Raises:
             InvalidParamsError: a parameter is out of range.
 
         """
-        params, n = self._sampling_params(default_max_tokens), self.n or 1
+        params, n = self._sampling_params(defaults), self.n or 1
         return [(prompt, params.with_seed_offset(i)) for prompt in self.prompts for i in range(n)]
 
     @abstractmethod
@@ -183,9 +184,9 @@ class RequestBody(BaseModel):
     def _max_tokens(self, default: int) -> int:
         """Return the limit of an answer."""
 
-    def _sampling_params(self, default_max_tokens: int) -> SamplingParams:
+    def _sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         given = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": None if self.top_k is None else max(self.top_k, 0) if self.top_k >= -1 else self.top_k,
             "min_p": self.min_p,
@@ -196,8 +197,9 @@ class RequestBody(BaseModel):
             "ignore_eos": self.ignore_eos,
             "num_draft_tokens": self.num_draft_tokens,
         }
-        return SamplingParams(
-            max_new_tokens=self._max_tokens(default_max_tokens),
+        return replace(
+            defaults,
+            max_new_tokens=self._max_tokens(defaults.max_new_tokens),
             logprobs=self.wants_logprobs,
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )

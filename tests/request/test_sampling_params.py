@@ -14,7 +14,7 @@ import specdec_fast as sd
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.errors import ConfigError, InvalidParamsError, NotYetSupportedError
 from specdec_fast.models.loading import eos_token_ids
-from specdec_fast.sampling_params import as_sampling_params
+from specdec_fast.sampling_params import as_sampling_params, recommended_sampling
 from support.models import tiny_model
 
 NAN = math.nan
@@ -243,3 +243,13 @@ def test_public_calls_refuse_unknown_keywords_before_loading_anything():
             call()
     with pytest.raises(ConfigError, match="either an EngineConfig or keywords"):
         sd.Engine("no/such-model", None, sd.EngineConfig(), num_draft_tokens=4)
+
+
+def test_recommended_sampling_is_what_the_generation_config_sets():
+    """No default of transformers, such as its top_k of 50, and nothing that is not for sampling."""
+    config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.95, repetition_penalty=1.05, eos_token_id=[1, 2])
+    assert recommended_sampling(config) == {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.05}
+    assert recommended_sampling(GenerationConfig(do_sample=True, top_k=20)) == {"top_k": 20}
+    assert recommended_sampling(GenerationConfig(do_sample=True)) == {}
+    assert recommended_sampling(GenerationConfig(temperature=0.6)) == {}, "do_sample is not set"
+    assert recommended_sampling(None) == {}

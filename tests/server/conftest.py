@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 import specdec_fast as sd
+from specdec_fast.sampling_params import OPENAI_DEFAULTS
 from specdec_fast.server.app import create_app
 from support.chats import chat_tokenizer
 
@@ -38,4 +40,6 @@ def engine(make_engine):
 @pytest.fixture(scope="module")
 def app(engine):
     """Return the application of this engine, under two names; choices have twelve tokens unless they ask for others."""
-    return create_app(engine, model_names=["demo", "other-name"], default_max_tokens=12)
+    return create_app(
+        engine, model_names=["demo", "other-name"], default_params=replace(OPENAI_DEFAULTS, max_new_tokens=12)
+    )

@@ -117,7 +117,11 @@ def test_models_are_listed_by_name(app):
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"model_names": "qwen"}, r"model_names='qwen' is one string; .* \['qwen'\]"), ({"timeout": "5"}, "timeout='5'")],
+    [
+        ({"model_names": "qwen"}, r"model_names='qwen' is one string; .* \['qwen'\]"),
+        ({"timeout": "5"}, "timeout='5'"),
+        ({"default_params": {"top_k": 5}}, "default_params is a dict; expected SamplingParams"),
+    ],
     ids=str,
 )
 def test_wrong_settings_of_an_application(engine, wrong, message):

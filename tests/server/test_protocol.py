@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
 
 import specdec_fast as sd
+from specdec_fast.sampling_params import OPENAI_DEFAULTS
 from specdec_fast.server.problems import problem_of, validation_problem
 from specdec_fast.server.protocol import _UNSUPPORTED, ChatBody, CompletionBody
 
 HELLO = [{"role": "user", "content": "Hello"}]
+DEFAULTS = replace(OPENAI_DEFAULTS, max_new_tokens=99)
 
 
 def completion(**fields):
@@ -45,7 +48,7 @@ def test_every_field_reaches_the_engine():
         logprobs=0,
         add_special_tokens=False,
     )
-    ((prompt, params),) = body.requests(99)
+    ((prompt, params),) = body.requests(DEFAULTS)
     assert prompt == "Hi"
     assert params == sd.SamplingParams(
         max_new_tokens=7,
@@ -66,19 +69,27 @@ def test_every_field_reaches_the_engine():
 
 def test_defaults_are_those_of_the_api():
     for body, most in ((completion(), 16), (chat(), 99)):
-        ((_, params),) = body.requests(99)
+        ((_, params),) = body.requests(DEFAULTS)
         assert params == sd.SamplingParams(max_new_tokens=most, temperature=1.0)
         assert body.prompt_options() == {}
-    assert completion(temperature=0, stop="x", top_k=-1).requests(99)[0][1] == sd.SamplingParams(
+    assert completion(temperature=0, stop="x", top_k=-1).requests(DEFAULTS)[0][1] == sd.SamplingParams(
         max_new_tokens=16, stop=("x",)
     )
 
 
+def test_a_body_replaces_only_the_defaults_that_it_names():
+    defaults = sd.SamplingParams(50, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.1)
+    assert chat().requests(defaults)[0][1] == defaults
+    assert completion().requests(defaults)[0][1] == replace(defaults, max_new_tokens=16)
+    body = chat(temperature=0, top_k=-1, top_p=None, repetition_penalty=1)
+    assert body.requests(defaults)[0][1] == sd.SamplingParams(50, top_p=0.95)
+
+
 def test_null_is_the_default():
     fields = [name for name in CompletionBody.model_fields if name not in ("prompt",)]
-    assert completion(**dict.fromkeys([*fields, *_UNSUPPORTED])).requests(9) == completion().requests(9)
+    assert completion(**dict.fromkeys([*fields, *_UNSUPPORTED])).requests(DEFAULTS) == completion().requests(DEFAULTS)
     fields = [name for name in ChatBody.model_fields if name != "messages"]
-    assert chat(**dict.fromkeys([*fields, *_UNSUPPORTED])).requests(9) == chat().requests(9)
+    assert chat(**dict.fromkeys([*fields, *_UNSUPPORTED])).requests(DEFAULTS) == chat().requests(DEFAULTS)
 
 
 @pytest.mark.parametrize(
@@ -90,24 +101,24 @@ def test_prompts_of_every_kind(prompt, prompts):
 
 
 def test_choices_have_seeds_of_their_own():
-    requests = completion(prompt=[[1], [2]], n=3, seed=10).requests(9)
+    requests = completion(prompt=[[1], [2]], n=3, seed=10).requests(DEFAULTS)
     assert [prompt for prompt, _ in requests] == [[1]] * 3 + [[2]] * 3
     assert [params.seed for _, params in requests] == [10, 11, 12] * 2
-    assert [params.seed for _, params in completion(n=2).requests(9)] == [None, None]
-    last = completion(prompt=[1], n=3, seed=2**63 - 2).requests(9)
+    assert [params.seed for _, params in completion(n=2).requests(DEFAULTS)] == [None, None]
+    last = completion(prompt=[1], n=3, seed=2**63 - 2).requests(DEFAULTS)
     assert [params.seed for _, params in last] == [2**63 - 2, 2**63 - 1, -(2**63)]
 
 
 def test_chat_fields():
     options = {"chat_template_kwargs": {"a": 1}, "add_generation_prompt": False, "continue_final_message": True}
     body = chat(max_completion_tokens=5, max_tokens=9, logprobs=True, top_logprobs=0, **options)
-    assert body.requests(99) == [(HELLO, sd.SamplingParams(max_new_tokens=5, temperature=1.0, logprobs=True))]
+    assert body.requests(DEFAULTS) == [(HELLO, sd.SamplingParams(max_new_tokens=5, temperature=1.0, logprobs=True))]
     assert body.prompt_options() == options
-    assert chat(max_tokens=9).requests(99)[0][1].max_new_tokens == 9
+    assert chat(max_tokens=9).requests(DEFAULTS)[0][1].max_new_tokens == 9
 
 
 def test_unknown_fields_are_ignored_and_unsupported_ones_refused():
-    assert completion(some_new_field={"a": 1}, user="me").requests(9) == completion().requests(9)
+    assert completion(some_new_field={"a": 1}, user="me").requests(DEFAULTS) == completion().requests(DEFAULTS)
     for name, neutral in _UNSUPPORTED.items():
         for value in neutral:
             completion(**{name: value})
