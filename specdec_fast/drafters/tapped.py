@@ -60,32 +60,31 @@ class TappedDrafter(PooledDrafter):
         short, long = _TIMED_LENGTHS
         self.prepare(max(row_counts) * (long + 2 + self._page_size), self._page_size)
         self._proposal_seconds(1, long)  # warms up
-        few = [self._proposal_seconds(1, length) for length in _TIMED_LENGTHS]
-        per_token = max(0.0, few[1] - few[0]) / (long - short)
-        once = max(0.0, few[0] - short * per_token)
-        whole = {n: self._proposal_seconds(n, long) for n in row_counts}
+        # In turn, so that a busy moment of the machine does not make one length look slow.
+        rounds = [[self._proposal_seconds(1, length) for length in _TIMED_LENGTHS] for _ in range(_NUM_REPEATS)]
+        least_short, least_long = map(min, zip(*rounds, strict=True))
+        per_token = max(0.0, least_long - least_short) / (long - short)
+        once = max(0.0, least_short - short * per_token)
+        whole = {n: min(self._proposal_seconds(n, long) for _ in range(_NUM_REPEATS)) for n in row_counts}
         self.pool = None
         return {n: max(seconds - once, seconds / 10) / long for n, seconds in whole.items()} | {0: once}
 
     def _proposal_seconds(self, num_sequences: int, num_draft_tokens: int) -> float:
-        """Return the seconds of a proposal for short sequences with one new feature each, the least of several runs."""
-        seconds, limits = [], [num_draft_tokens] * num_sequences
+        """Return the seconds of a proposal for short sequences with one new feature each."""
         features = torch.zeros(
             (num_sequences, len(self.taps), self._target_size), dtype=self._kv_layout.dtype, device=self._device
         )
-        for _ in range(_NUM_REPEATS):
-            sequences = [
-                Sequence(i, [0, 0], 2, num_draft_tokens + 3, SamplingParams(), frozenset())
-                for i in range(num_sequences)
-            ]
-            self.admit(sequences)
-            self.commit(sequences, StepResult([range(i, i + 1) for i in range(num_sequences)], features))
-            started = perf_counter()
-            self.propose(sequences, limits).token_ids.tolist()  # tolist() waits for a GPU
-            seconds.append(perf_counter() - started)
-            for sequence in sequences:
-                self.release(sequence)
-        return min(seconds)
+        sequences = [
+            Sequence(i, [0, 0], 2, num_draft_tokens + 3, SamplingParams(), frozenset()) for i in range(num_sequences)
+        ]
+        self.admit(sequences)
+        self.commit(sequences, StepResult([range(i, i + 1) for i in range(num_sequences)], features))
+        started = perf_counter()
+        self.propose(sequences, [num_draft_tokens] * num_sequences).token_ids.tolist()  # tolist() waits for a GPU
+        seconds = perf_counter() - started
+        for sequence in sequences:
+            self.release(sequence)
+        return seconds
 
     @abstractmethod
     def _projected(self, hidden_states: Tensor) -> Tensor:
