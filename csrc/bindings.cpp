@@ -15,6 +15,7 @@
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
 #include "ops/linear_transposed.h"
+#include "ops/noise_words.h"
 #include "ops/paged_attention.h"
 #include "ops/realign_kv.h"
 #include "ops/verify_chain.h"
@@ -46,13 +47,10 @@ void verify_chain(std::uintptr_t logits, int dtype, std::array<std::int64_t, 3> 
                   std::uintptr_t parents, std::array<std::uintptr_t, 4> results, int num_threads) {
   const specdec::Sampling rules = sampling_at(sampling);
   const specdec::VerifyChainArgs args{pointer<const void>(logits),
-                                      static_cast<specdec::DType>(dtype),
-                                      shape[0], shape[1], shape[2],
+                                      static_cast<specdec::DType>(dtype), shape[0], shape[1], shape[2],
                                       pointer<const std::int64_t>(token_ids),
-                                      pointer<const std::int32_t>(cu_seqlens),
-                                      batch_size,
-                                      sampling.empty() ? nullptr : &rules,
-                                      num_threads,
+                                      pointer<const std::int32_t>(cu_seqlens), batch_size,
+                                      sampling.empty() ? nullptr : &rules, num_threads,
                                       pointer<const std::int32_t>(parents)};
   specdec::verify_chain(args, {pointer<std::int64_t>(results[0]), pointer<std::int32_t>(results[1]),
                                pointer<std::int64_t>(results[2]), pointer<std::int32_t>(results[3])});
@@ -61,6 +59,11 @@ void verify_chain(std::uintptr_t logits, int dtype, std::array<std::int64_t, 3> 
 std::array<std::uint32_t, 4> philox4x32(std::array<std::uint32_t, 4> counter, std::array<std::uint32_t, 2> key) {
   specdec::philox4x32(counter[0], counter[1], counter[2], counter[3], {key[0], key[1]});
   return counter;
+}
+
+void noise_words(std::array<std::int64_t, 2> shape, std::array<std::uintptr_t, 3> in, std::uintptr_t words) {
+  specdec::noise_words({pointer<const std::int64_t>(in[0]), shape[0], shape[1], pointer<const std::int64_t>(in[1]),
+                        pointer<const std::int64_t>(in[2]), pointer<std::int64_t>(words)});
 }
 
 void append_kv(std::uintptr_t key_cache, std::uintptr_t value_cache, std::int64_t num_slots,
@@ -286,6 +289,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("choose_linear_version", &specdec::choose_linear_version);
   m.def("linear_transposed_versions", &specdec::linear_transposed_versions);
   m.def("choose_linear_transposed_version", &specdec::choose_linear_transposed_version);
+  m.def("noise_words", &noise_words);
   m.def("paged_attention", &paged_attention, ReleaseGil());
   m.def("attention_versions", &specdec::attention_versions);
   m.def("choose_attention_version", &specdec::choose_attention_version);

@@ -11,7 +11,7 @@ from specdec_fast.batch.sampling_batch import Sampling, sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.models.draft_step import chosen_tokens, widened
 from specdec_fast.ops import Ops
-from specdec_fast.oracle.sampling import noise_of_tokens
+from specdec_fast.oracle.sampling import gumbel
 from specdec_fast.request.sequence import Sequence
 
 # A drafter learns how often the target draws a token at temperature 1. A likely token has the largest logit more often
@@ -80,7 +80,7 @@ class TokenRanker:
         total = (logits.double() / GREEDY_TEMPERATURE).logsumexp(dim=-1, keepdim=True)  # before `_drawn` changes them
         ids, values = self._drawn(logits, to_device(fed, logits.device), sampling, num_ranks)
         temperatures = sampling.temperatures[:, None]
-        noise = noise_of_tokens(ids, sampling.seeds[:, None], sampling.positions[:, None])
+        noise = gumbel((self._ops.unchecked or self._ops).noise_words(ids, sampling.seeds, sampling.positions))
         drawn = (values / temperatures.clamp(min=1e-6) + noise).log_softmax(dim=-1)
         log_probs = torch.where(temperatures > 0, drawn, values / GREEDY_TEMPERATURE - total)
         return RankedTokens(ids.tolist(), log_probs.tolist())

@@ -124,6 +124,14 @@ def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths
     )
 
 
+def noise_words(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Run ``csrc/ops/noise_words.cpp``; the contract is the oracle's."""
+    words = torch.empty_like(token_ids)
+    addresses = token_ids.data_ptr(), seeds.data_ptr(), positions.data_ptr()
+    _C.noise_words(tuple(token_ids.shape), addresses, words.data_ptr())
+    return words
+
+
 def addresses_of(sampling: Sampling | None) -> list[int]:
     """Return the addresses that ``sampling_at`` in csrc/bindings.cpp expects; none for greedy decoding."""
     return [] if sampling is None else [getattr(sampling, field.name).data_ptr() for field in fields(sampling)]

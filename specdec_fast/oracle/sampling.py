@@ -18,7 +18,7 @@ INVALID_TOKEN = -1
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-_WORD = 0xFFFFFFFF
+WORD_MASK = 0xFFFFFFFF
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -41,7 +41,7 @@ def philox4x32(counter: Words, key: tuple[int, int] | tuple[Tensor, Tensor]) -> 
         high0, low0 = _halves(c0 * _MULTIPLIERS[0])
         high1, low1 = _halves(c2 * _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+        k0, k1 = (k0 + _KEY_STEPS[0]) & WORD_MASK, (k1 + _KEY_STEPS[1]) & WORD_MASK
     return c0, c1, c2, c3
 
 
@@ -53,24 +53,9 @@ def gumbel_noise(vocab_size: int, seed: int, position: int, device: torch.device
     """
     blocks = torch.arange(-(-vocab_size // 4), device=device)
     zero = torch.zeros_like(blocks)
-    counter = (blocks, zero + (position & _WORD), zero + ((position >> 32) & _WORD), zero)
-    words = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
-    return _gumbel(torch.stack(words, dim=1).flatten()[:vocab_size])
-
-
-def noise_of_tokens(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return the noise of a few token ids, the values that ``gumbel_noise`` has for them: ``[N, M]`` float64.
-
-    Args:
-        token_ids: ``[N, M]`` int64, from 0 on.
-        seeds: ``[N, 1]`` int64.
-        positions: ``[N, 1]`` int64.
-
-    """
-    zero = torch.zeros_like(token_ids)
-    counter = (token_ids // 4, zero + (positions & _WORD), zero + ((positions >> 32) & _WORD), zero)
-    words = torch.stack(philox4x32(counter, (seeds & _WORD, (seeds >> 32) & _WORD)))
-    return _gumbel(words.gather(0, (token_ids % 4)[None])[0])
+    counter = (blocks, zero + (position & WORD_MASK), zero + ((position >> 32) & WORD_MASK), zero)
+    words = philox4x32(counter, (seed & WORD_MASK, (seed >> 32) & WORD_MASK))
+    return gumbel(torch.stack(words, dim=1).flatten()[:vocab_size])
 
 
 def sampled_tokens(
@@ -93,13 +78,14 @@ def sampled_tokens(
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
-def _gumbel(words: Tensor) -> Tensor:
+def gumbel(words: Tensor) -> Tensor:
+    """Return the noise of random words of 32 bits, float64; see ``gumbel_noise``."""
     uniform = (words.double() + 0.5) * 2.0**-32
     return -(-uniform.log()).log()
 
 
 def _halves(product: Tensor) -> tuple[Tensor, Tensor]:
-    return (product >> 32) & _WORD, product & _WORD
+    return (product >> 32) & WORD_MASK, product & WORD_MASK
 
 
 def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

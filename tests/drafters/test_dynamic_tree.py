@@ -14,8 +14,8 @@ import specdec_fast as sd
 from specdec_fast.batch.trees import depths_of
 from specdec_fast.drafters.dynamic_tree import ROOT, DynamicTree, RankPaths, TreeNodes, draft_of
 from specdec_fast.drafters.ranked import GREEDY_TEMPERATURE, TokenRanker
-from specdec_fast.ops import resolve
-from specdec_fast.oracle.sampling import gumbel_noise, noise_of_tokens
+from specdec_fast.ops import all_ops, resolve
+from specdec_fast.oracle.sampling import gumbel, gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.choice_tree import ChoiceTree, fit_tree
 
@@ -151,9 +151,9 @@ def test_ranks_beyond_the_vocabulary_have_no_probability():
 
 
 def test_noise_of_tokens_is_that_of_the_whole_vocabulary():
-    seeds, positions = torch.tensor([[5], [2**40 + 3]]), torch.tensor([[7], [2**33 + 1]])
+    seeds, positions = torch.tensor([5, 2**40 + 3]), torch.tensor([7, 2**33 + 1])
     ids = torch.tensor([[0, 31, 2], [39, 8, 17]])
-    found = noise_of_tokens(ids, seeds, positions)
+    found = gumbel(all_ops()["noise_words"].load("torch")(ids, seeds, positions))
     for row in range(2):
         whole = gumbel_noise(VOCAB, int(seeds[row]), int(positions[row]), ids.device)
         assert torch.equal(found[row], whole[ids[row]])

@@ -28,8 +28,10 @@ def arguments(op, case, dtype):
         ("compact_kv_", "accepted_path", torch.float32, 6 * 2 * 2 * (2 * 32) * 2 * 4),
         # rows of 90, 97 and 83 columns move, one of 60 stays: 2 layers of keys and values, read and written
         ("realign_kv_", "step", torch.float16, 270 * 2 * 2 * (2 * 32) * 2 * 2),
+        # 12 nodes of 10 tokens: an id read and a word written for each, a seed and a position for each node
+        ("noise_words", "level", torch.float32, (12 * 10 * 2 + 12 * 2) * 8),
     ],
-    ids=["logits once", "rows twice", "whole contexts", "windows only", "entries that move", "columns that move"],
+    ids=["logits once", "rows twice", "whole contexts", "windows only", "entries that move", "columns that move", "ids and words"],
 )
 def test_bytes_moved(op, case, dtype, expected):
     assert all_ops()[op].bytes_moved(**arguments(op, case, dtype)) == expected

@@ -85,6 +85,11 @@ def from_the_left_only(realign: Callable[..., None], **args: Any) -> None:
         realign(**{**args, "starts": starts, "lengths": inside.int(), "shifts": shifts})
 
 
+def of_32_bits(words_of: Callable[..., Tensor], **args: Any) -> Tensor:
+    """Positions lose their high half."""
+    return words_of(**{**args, "positions": args["positions"] & 0xFFFFFFFF})
+
+
 def window_too_long(attention: Callable[..., Tensor], **args: Any) -> Tensor:
     return attention(**changed(args, "params.sliding_window", lambda window: window + 1))
 
@@ -97,6 +102,7 @@ def window_too_long(attention: Callable[..., Tensor], **args: Any) -> Tensor:
         ("append_kv_", "verify", swapped),
         ("verify_chain", "tiny_vocabulary", last_of_equals),
         ("paged_attention", "window", window_too_long),
+        ("noise_words", "level", of_32_bits),
         ("compact_kv_", "up", rising_only),
         ("compact_kv_", "both_directions", rising_only),
         ("realign_kv_", "step", from_the_left_only),
