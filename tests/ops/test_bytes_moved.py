@@ -31,7 +31,15 @@ def arguments(op, case, dtype):
         # 12 nodes of 10 tokens: an id read and a word written for each, a seed and a position for each node
         ("noise_words", "level", torch.float32, (12 * 10 * 2 + 12 * 2) * 8),
     ],
-    ids=["logits once", "rows twice", "whole contexts", "windows only", "entries that move", "columns that move", "ids and words"],
+    ids=[
+        "logits once",
+        "rows twice",
+        "whole contexts",
+        "windows only",
+        "entries that move",
+        "columns that move",
+        "ids and words",
+    ],
 )
 def test_bytes_moved(op, case, dtype, expected):
     assert all_ops()[op].bytes_moved(**arguments(op, case, dtype)) == expected
