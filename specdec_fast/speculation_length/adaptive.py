@@ -17,12 +17,11 @@ _KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, an
 _PROBE_K = 3  # draft tokens of a probe after one that was accepted whole, and the most of an engine's first drafts
 _PROBE_SHARE = 0.01  # of the time of plain steps that probes may lose
 _PROBE_KEEPS = 0.9  # share of their weight that earlier counts keep after a probe
-# Of drafting over plain decoding: to begin, because the draft model must prefill; to go on, because estimates vary; and
-# to go on for a few choices more, because to begin again costs time and, unlike plain steps, drafting corrects itself.
-_LEAST_GAIN, _LEAST_KEPT_GAIN, _DOUBTFUL_GAIN, _MOST_DOUBTS = 1.02, 0.98, 0.88, 3
+# Of drafting over plain decoding: to begin, because the draft model must prefill, and to go on, because estimates vary.
+_LEAST_GAIN, _LEAST_KEPT_GAIN = 1.02, 0.98
 # Drafting steps after which a few plain ones show what they take, or the other way round: the first time, and later.
 _FIRST_OTHER, _OTHER_EVERY = 16, 512
-_CLEAR_GAIN = 1.5  # of drafting over plain decoding, or the other way round, from which on it need not be known better
+_LEAST_TRIED_GAIN = 2 / 3  # of steps of a K that was never timed, over plain decoding: they may be faster than expected
 
 
 class AdaptiveLength(LengthPolicy):
@@ -63,9 +62,7 @@ class AdaptiveLength(LengthPolicy):
         self._probe_k = 1
         self._probe_budget = 0.0  # seconds; negative until plain steps have paid for the last probe
         self._num_drafted = self._num_plain = 0  # since the last plain step; since the last trial
-        self._num_doubts = _MOST_DOUBTS  # choices in a row by which plain decoding is faster; at first the most
         self._drafted: dict[Sequence, int] = {}  # lengths of sequences after the last step that drafted for them
-        self._is_catching_up = False  # whether the drafter computes more in this step than what their last one emitted
         # Since the last choice: drafts by tokens asked for, proposed and accepted; of usual steps, the ratio of the
         # seconds of forwards to those profiled, and the other seconds.
         self._drafts: dict[tuple[int, int, int], int] = {}
@@ -89,12 +86,10 @@ class AdaptiveLength(LengthPolicy):
             return [0] * len(batch)
         k = self._depth
         limits = [min(k, sequence.num_remaining - 1) for sequence in batch]
-        pending = self._pending(batch)
         if self._num_drafting < len(batch):  # those that cost the least to draft for
-            order = sorted(range(len(batch)), key=pending.__getitem__)
+            order = sorted(range(len(batch)), key=self._pending(batch).__getitem__)
             for i in order[self._num_drafting :]:
-                limits[i] = pending[i] = 0
-        self._is_catching_up = any(pending)
+                limits[i] = 0
         return limits
 
     def _holds(self) -> bool:
@@ -146,7 +141,7 @@ class AdaptiveLength(LengthPolicy):
                 num += limit
             draft = limit, proposed, accepted
             drafts[draft] = drafts.get(draft, 0) + 1
-        return not self._is_catching_up and not self._is_probing and num == self._depth * len(step.batch)
+        return not self._is_probing and num == self._depth * len(step.batch)
 
     def _pay(self, step: StepObservation, seconds: float) -> None:
         """Take what the step took longer than plain steps, which emit as many tokens, from the time of probes."""
@@ -195,12 +190,7 @@ class AdaptiveLength(LengthPolicy):
         speeds = self._speeds(batch, tokens)
         k = best = max(range(1, len(speeds)), key=speeds.__getitem__)
         gain = speeds[k] / speeds[0]
-        if gain < _LEAST_KEPT_GAIN:
-            self._num_doubts += 1
-        elif self._acceptance.num_tried >= _KNOWN:
-            self._num_doubts = 0
-        least_kept = _DOUBTFUL_GAIN if self._num_doubts <= _MOST_DOUBTS else _LEAST_KEPT_GAIN
-        if gain < (_LEAST_GAIN if was_plain else least_kept):
+        if gain < (_LEAST_GAIN if was_plain else _LEAST_KEPT_GAIN):
             k = 0
         self.may_branch = k > self.max_draft_tokens
         self._acceptance = self._of_trees if self.may_branch and self._of_trees else self._of_chains
@@ -221,7 +211,7 @@ class AdaptiveLength(LengthPolicy):
             self._k, self._steps_left = k - depth + min(depth, max(_PROBE_K, num_tried)), 1
             self._num_drafting = max(1, size // 8, num_tried)
         else:
-            self._steps_left, self._steps_more = _LEAST_STEPS, 0 if self._num_doubts else _STEPS - _LEAST_STEPS
+            self._steps_left, self._steps_more = _LEAST_STEPS, _STEPS - _LEAST_STEPS
         self._depth = self._costs.depth(self._k)
 
     def _may_probe(self, batch: list[Sequence], plain_speed: float) -> bool:
@@ -234,15 +224,14 @@ class AdaptiveLength(LengthPolicy):
         """Return whether steps of this K, which were never timed, may pay, and their time is paid for."""
         is_paid = self._probe_budget >= 0 and self._num_plain > _OTHER_EVERY
         is_known = k > self.max_draft_tokens or self._costs.is_observed(self._size, k)
-        return is_paid and not is_known and gain > 1 / _CLEAR_GAIN
+        return is_paid and not is_known and gain > _LEAST_TRIED_GAIN
 
     def _wants_plain_steps(self, batch: list[Sequence], gain: float) -> bool:
         """Return whether to decode plainly for a few steps, because plain decoding may cost less than it was timed."""
         is_known = self._costs.is_observed(self._size, 0) and gain >= 1
         every = _OTHER_EVERY if is_known else _FIRST_OTHER
-        is_clear = gain > _CLEAR_GAIN and self._costs.is_drafter_profiled
         is_ending = 2 * sum(s.num_remaining for s in batch) < sum(s.max_length - s.prompt_length for s in batch)
-        return self._num_drafted > every and not is_clear and not is_ending
+        return self._num_drafted > every and not is_ending
 
     def _speeds(self, batch: list[Sequence], tokens: list[float]) -> list[float]:
         """Return the tokens per second of a sequence, by K.

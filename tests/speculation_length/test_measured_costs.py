@@ -68,20 +68,6 @@ def test_other_work_of_steps_that_draft_is_learned_apart():
     assert costs.seconds(1)[3] == pytest.approx(costs.profile(1)[3] + 2.0)
 
 
-def test_a_draft_after_plain_steps_teaches_no_cost():
-    """The drafter then computes their tokens as well."""
-    policy, sequence = prepared(1, None), FakeSequence()
-    while policy._k == 0 or policy._drafted.get(sequence) != sequence.length:
-        take_step(policy, [sequence], 0.5)
-    sequence.length += 3  # as three plain steps
-    times = len(policy._times)
-    policy._steps_left = 2
-    take_step(policy, [sequence], 500.0)
-    assert len(policy._times) == times
-    take_step(policy, [sequence], 0.5)
-    assert len(policy._times) == times + 1
-
-
 @pytest.mark.parametrize(("length", "drafts"), [(10, True), (490, False)])
 def test_tokens_that_the_drafter_lacks_have_a_price(length, drafts):
     """Ten tokens are to come: for them it does not pay to compute hundreds."""
@@ -115,17 +101,14 @@ def test_a_choice_holds_as_long_as_acceptance_is_as_expected(most_accepted, num_
     assert steps == num_steps, "counting the first step of the next choice, but not that of this one"
 
 
-@pytest.mark.parametrize(("speed", "num_more"), [(0.93, 3), (0.8, 0)])
-def test_drafting_goes_on_for_a_few_choices_if_it_seems_a_little_slower(speed, num_more, monkeypatch):
+@pytest.mark.parametrize(("speed", "goes_on"), [(0.99, True), (0.97, False)])
+def test_drafting_goes_on_while_it_seems_as_fast(speed, goes_on, monkeypatch):
     batch = [FakeSequence(num_remaining=4000) for _ in range(4)]
     policy = drafting_for(batch)
     take_step(policy, batch, 0.8)
     monkeypatch.setattr(policy, "_speeds", lambda batch, tokens: [1.0] + [speed] * 8)
-    num_drafting = 0
-    for _ in range(10):
-        policy._steps_left = policy._steps_more = 0
-        num_drafting += any(take_step(policy, batch, 0.8)) and not policy._is_probing
-    assert num_drafting == num_more
+    policy._steps_left = policy._steps_more = 0
+    assert any(policy.limits(batch)) == goes_on
 
 
 @pytest.mark.parametrize(("num_remaining", "is_plain"), [(300, True), (200, False)])
