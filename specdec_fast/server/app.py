@@ -58,15 +58,13 @@ def create_app(
         model_names: names by which requests may call the model; by default the target's.
         api_key: the key that requests must send, except for ``/health`` and ``/metrics``; None: no key.
         timeout: seconds after which a request ends with status 504; None: no limit.
-        default_params: values of the fields that a request leaves out, by default OpenAI's: temperature 1, without
-            filters. ``max_new_tokens`` limits a chat answer whose request has no limit.
+        default_params: values of the fields that a request leaves out; ``max_new_tokens`` is that of chats.
         stream_interval: least number of tokens in an event of a stream, except the first and the last event. With a
             larger number the server sends fewer events, and clients see a text later.
         max_request_bytes: largest size of a request's body.
 
     Raises:
-        ConfigError: a limit is out of range, the key is empty, ``model_names`` is one string, or ``default_params`` are
-            no ``SamplingParams``.
+        ConfigError: a limit is out of range, the key is empty, or an argument has a wrong type.
 
     """
     if api_key == "":
