@@ -212,15 +212,13 @@ def as_sampling_params(value: Any) -> SamplingParams:
 
 
 def recommended_sampling(generation_config: Any) -> dict[str, Any]:
-    """Return how a checkpoint's generation config says to sample, as fields of ``SamplingParams``.
+    """Return the sampling parameters that a checkpoint's generation config sets, as fields of ``SamplingParams``.
 
-    These are the fields that it sets itself, as in vLLM: none of transformers' defaults, and nothing if it does not set
-    ``do_sample``, or if there is no config.
+    As in vLLM, none of transformers' defaults is among them, and ``do_sample`` has no effect.
     """
     given = {} if generation_config is None else generation_config.to_diff_dict()
-    if not given.get("do_sample", False):
-        return {}
-    return {name: given[name] for name in _RECOMMENDED if given.get(name) is not None}
+    found = {name: given[name] for name in _RECOMMENDED if given.get(name) is not None}
+    return found | {"top_k": 0} if found.get("top_k") == -1 else found
 
 
 def eos_ids(eos_token_id: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec_fast.triton_kernels.variant import Launch, Variant
 
-_LAUNCH = Launch({"BLOCK": 32}, num_warps=1)  # a node has fewer ranks
+_LAUNCH = Launch({"BLOCK": 32}, num_warps=1)  # usually a node has fewer ranks
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

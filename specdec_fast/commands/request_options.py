@@ -67,8 +67,8 @@ def add_generation_config_option(parser: argparse.ArgumentParser) -> None:
         "--generation-config",
         choices=("auto", "openai"),
         default="auto",
-        help="how requests sample that do not say so: as the target's generation_config.json sets it (default), or at "
-        "temperature 1 without filters, as in OpenAI's API",
+        help="where sampling parameters come from that a request leaves out: the target's generation_config.json, and "
+        "else OpenAI's defaults (auto, the default); or OpenAI's defaults alone",
     )
 
 
@@ -89,7 +89,7 @@ def default_params(args: argparse.Namespace, engine: Engine) -> SamplingParams:
         raise ConfigError(f"the target's generation config: {error} Pass --generation-config openai.") from None
     if recommended:
         fields = ", ".join(f"{name}={value}" for name, value in recommended.items())
-        print(f"requests that leave them out sample with {fields} (the target's generation config)", file=sys.stderr)
+        print(f"default sampling parameters, from the target's generation config: {fields}", file=sys.stderr)
     return params
 
 

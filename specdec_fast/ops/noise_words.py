@@ -14,8 +14,9 @@ from specdec_fast.ops.registry import Case, Op
 
 
 def _check(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> None:
-    rows, device = token_ids.shape[0], token_ids.device
+    device = token_ids.device
     expect_tensor("token_ids", token_ids, (None, None), (torch.int64,), device)
+    rows = token_ids.shape[0]
     expect_tensor("seeds", seeds, (rows,), (torch.int64,), device)
     expect_tensor("positions", positions, (rows,), (torch.int64,), device)
     expect(

@@ -2,7 +2,7 @@
 
 An :class:`Op` names its implementations as import paths, so the chosen implementation alone is imported. ``resolve``
 chooses once, by device or by an explicit name; no other module compares a backend's name. Tests and benchmarks cover
-``all_ops()``, so an implementation that is added to a declaration is tested and timed without further code.
+every implementation that a declaration names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch import Tensor
 from specdec_fast.errors import BackendError, ConfigError
 
 AUTO = "auto"
-_DECLARATIONS = (
-    "append_kv", "paged_attention", "verify_chain", "noise_words", "linear", "grouped_linear", "compact_kv", "realign_kv",
-)  # fmt: skip
+_OPS_OF_DECODING = "append_kv", "paged_attention", "verify_chain", "noise_words", "compact_kv"
+_DECLARATIONS = (*_OPS_OF_DECODING, "linear", "grouped_linear", "realign_kv")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then run on the CPU, as NumPy
 # The backends that "auto" chooses from, best first; "torch" runs anywhere. "auto" never chooses FlashAttention: it
 # supports neither fp32 nor most page sizes, and does not document the order of its sums.

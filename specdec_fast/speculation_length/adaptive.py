@@ -17,7 +17,8 @@ _KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, an
 _PROBE_K = 3  # draft tokens of a probe after one that was accepted whole, and the most of an engine's first drafts
 _PROBE_SHARE = 0.01  # of the time of plain steps that probes may lose
 _PROBE_KEEPS = 0.9  # share of their weight that earlier counts keep after a probe
-# Of drafting over plain decoding: to begin, because the draft model must prefill, and to go on, because estimates vary.
+# Least expected speed of drafting over plain decoding: to begin (the draft model must prefill), and to go on (estimates
+# vary).
 _LEAST_GAIN, _LEAST_KEPT_GAIN = 1.02, 0.98
 # Drafting steps after which a few plain ones show what they take, or the other way round: the first time, and later.
 _FIRST_OTHER, _OTHER_EVERY = 16, 512
@@ -63,6 +64,7 @@ class AdaptiveLength(LengthPolicy):
         self._probe_budget = 0.0  # seconds; negative until plain steps have paid for the last probe
         self._num_drafted = self._num_plain = 0  # since the last plain step; since the last trial
         self._drafted: dict[Sequence, int] = {}  # lengths of sequences after the last step that drafted for them
+        self._is_catching_up = False  # whether the drafter computes more in this step than what their last one emitted
         # Since the last choice: drafts by tokens asked for, proposed and accepted; of usual steps, the ratio of the
         # seconds of forwards to those profiled, and the other seconds.
         self._drafts: dict[tuple[int, int, int], int] = {}
@@ -86,10 +88,12 @@ class AdaptiveLength(LengthPolicy):
             return [0] * len(batch)
         k = self._depth
         limits = [min(k, sequence.num_remaining - 1) for sequence in batch]
+        pending = self._pending(batch)
         if self._num_drafting < len(batch):  # those that cost the least to draft for
-            order = sorted(range(len(batch)), key=self._pending(batch).__getitem__)
+            order = sorted(range(len(batch)), key=pending.__getitem__)
             for i in order[self._num_drafting :]:
-                limits[i] = 0
+                limits[i] = pending[i] = 0
+        self._is_catching_up = any(pending)
         return limits
 
     def _holds(self) -> bool:
@@ -141,7 +145,7 @@ class AdaptiveLength(LengthPolicy):
                 num += limit
             draft = limit, proposed, accepted
             drafts[draft] = drafts.get(draft, 0) + 1
-        return not self._is_probing and num == self._depth * len(step.batch)
+        return not self._is_catching_up and not self._is_probing and num == self._depth * len(step.batch)
 
     def _pay(self, step: StepObservation, seconds: float) -> None:
         """Take what the step took longer than plain steps, which emit as many tokens, from the time of probes."""

@@ -177,12 +177,13 @@ def test_the_name_of_the_model_is_that_of_the_target(folder):
     assert [record["response"]["body"]["model"] for record in read_lines(Path("out.jsonl"))] == [PAIR[1]] * 2
 
 
-def test_requests_that_do_not_say_how_sample_as_the_generation_config_says(folder, capsys):
+def test_sampling_parameters_that_a_body_leaves_out_come_from_the_generation_config(folder, capsys):
     shutil.copytree(PAIR[1], "target")
     config = json.loads(Path("target/generation_config.json").read_text())
     sampling = {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.2}
     Path("target/generation_config.json").write_text(json.dumps({**config, "do_sample": True, **sampling}))
-    lines = [request("own", TEXT, prompt="One day", seed=1), request("greedy", TEXT, prompt="One day", temperature=0)]
+    body = {"prompt": "One day", "max_tokens": 20}
+    lines = [request("sampled", TEXT, seed=1, **body), request("greedy", TEXT, temperature=0, **body)]
     engine = sd.Engine("target", None, dtype="float32")
 
     def texts(*options):
@@ -192,29 +193,17 @@ def test_requests_that_do_not_say_how_sample_as_the_generation_config_says(folde
         return [record["response"]["body"]["choices"][0]["text"] for record in records]
 
     def decode(**params):
-        return engine.generate("One day", sd.SamplingParams(5, **params))[0].text
+        return engine.generate("One day", sd.SamplingParams(20, **params))[0].text
 
-    assert texts() == [decode(seed=1, **sampling), decode(top_k=5, repetition_penalty=1.2)]
-    assert "sample with temperature=0.6, top_k=5, repetition_penalty=1.2" in capsys.readouterr().err
-    assert texts("--generation-config", "openai") == [decode(seed=1, temperature=1.0), decode()]
+    of_config = texts()
+    assert of_config == [decode(seed=1, **sampling), decode(top_k=5, repetition_penalty=1.2)]
+    assert "temperature=0.6, top_k=5, repetition_penalty=1.2" in capsys.readouterr().err
+    of_openai = texts("--generation-config", "openai")
+    assert of_openai == [decode(seed=1, temperature=1.0), decode()]
     assert capsys.readouterr().err == ""
-    Path("target/generation_config.json").write_text(json.dumps({**config, "do_sample": True, "top_p": 1.5}))
-    Path("out.jsonl").unlink()
-    assert (
-        main(
-            [
-                "batch",
-                *PAIR,
-                "--input",
-                "in.jsonl",
-                "--output",
-                "out.jsonl",
-                "--served-model-name",
-                "m",
-                "--target",
-                "target",
-            ]
-        )
-        == 2
-    )
+    assert len({*of_config, *of_openai}) == 4
+
+    Path("target/generation_config.json").write_text(json.dumps({**config, "top_p": 1.5}))
+    options = ["--target", "target", "--served-model-name", "m", "--input", "in.jsonl", "--output", "other.jsonl"]
+    assert main(["batch", *PAIR, *options]) == 2
     assert "the target's generation config: top_p=1.5" in capsys.readouterr().err

@@ -100,6 +100,7 @@ LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
             (67, (2, 2), "odd bias"),
         )
     ],
+    "noise_words": [lambda dtype, case=case: make("noise_words", case, dtype) for case in ("level", "wide")],
     "compact_kv_": [lambda dtype: compact_args(16, 8, 128, dtype), lambda dtype: compact_args(4, 3, 20, dtype)],
     "realign_kv_": [
         lambda dtype, d=d, o=o: realign_args(d, o, dtype) for d, o in ((128, 0), (64, 0), (20, 0), (128, 1))

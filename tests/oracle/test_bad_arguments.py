@@ -110,6 +110,17 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "parent_is_itself": ("parents", element(3, 3), "earlier rows"),
         "second_row_without_parent": ("parents", element(14, -1), "earlier rows"),
     },
+    ("noise_words", "level"): {  # 10 tokens of 12 rows
+        "ids_rank": ("token_ids", lambda x: x[0, 0], "token_ids has shape"),
+        "ids_dtype": ("token_ids", Tensor.int, "token_ids is torch.int32; expected int64"),
+        "ids_strided": ("token_ids", strided, "contiguous"),
+        "seeds_short": ("seeds", lambda x: x[1:], r"seeds has shape \[11\]; expected \[12\]"),
+        "seeds_dtype": ("seeds", Tensor.int, "seeds is torch.int32; expected int64"),
+        "seeds_strided": ("seeds", strided, "contiguous"),
+        "positions_rank": ("positions", lambda x: x[:, None], r"positions has shape \[12, 1\]; expected \[12\]"),
+        "positions_dtype": ("positions", Tensor.int, "positions is torch.int32; expected int64"),
+        "positions_strided": ("positions", strided, "contiguous"),
+    },
     ("append_kv_", "verify"): {  # 48 rows of 2 heads of 32 numbers
         "key_cache_rank": ("key_cache", lambda x: x.flatten(0, 1), "key_cache has shape"),
         "value_cache_shape": ("value_cache", lambda x: x[:-1], "value_cache has shape"),

@@ -251,5 +251,5 @@ def test_recommended_sampling_is_what_the_generation_config_sets():
     assert recommended_sampling(config) == {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.05}
     assert recommended_sampling(GenerationConfig(do_sample=True, top_k=20)) == {"top_k": 20}
     assert recommended_sampling(GenerationConfig(do_sample=True)) == {}
-    assert recommended_sampling(GenerationConfig(temperature=0.6)) == {}, "do_sample is not set"
+    assert recommended_sampling(GenerationConfig(temperature=0.6, top_k=-1)) == {"temperature": 0.6, "top_k": 0}
     assert recommended_sampling(None) == {}

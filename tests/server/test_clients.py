@@ -23,6 +23,8 @@ import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from specdec_fast.cli import main
 from specdec_fast.commands import serve
+from specdec_fast.server import app
+from specdec_fast.server.app import create_app
 from support.chats import HELLO, chat_tokenizer
 from support.source_tree import ROOT
 
@@ -267,6 +269,26 @@ def test_a_chat_template_of_its_own(folder, tmp_path, monkeypatch):
     options = ["--target", str(folder), "--draft", "none", "--port", "0"]
     assert main(["serve", *options, "--chat-template", str(tmp_path / "template")]) == 0
     assert ids == [chat_tokenizer()(HELLO[0]["content"], add_special_tokens=False).input_ids]
+
+
+@pytest.mark.parametrize(("choice", "temperature"), [("auto", 0.6), ("openai", 1.0)])
+def test_sampling_parameters_that_a_request_leaves_out(folder, tmp_path, monkeypatch, choice, temperature):
+    target = shutil.copytree(folder, tmp_path / "target")
+    (target / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.6}))
+    used = []
+
+    async def served(app, engine, listener, args):
+        await engine.close()
+
+    def noted(engine, *, default_params, **options):
+        used.append(default_params)
+        return create_app(engine, default_params=default_params, **options)
+
+    monkeypatch.setattr(serve, "_serve", served)
+    monkeypatch.setattr(app, "create_app", noted)
+    options = ["--draft", "none", "--port", "0", "--generation-config", choice, "--max-new-tokens", "9"]
+    assert main(["serve", "--target", str(target), *options]) == 0
+    assert used == [sd.SamplingParams(9, temperature=temperature)]
 
 
 def test_without_the_extra_the_command_says_so(folder, capsys, monkeypatch):

@@ -68,6 +68,28 @@ def test_other_work_of_steps_that_draft_is_learned_apart():
     assert costs.seconds(1)[3] == pytest.approx(costs.profile(1)[3] + 2.0)
 
 
+def test_a_draft_after_plain_steps_teaches_no_cost():
+    """The drafter then computes their tokens as well."""
+    policy, sequence = prepared(1, None), FakeSequence()
+    while policy._k == 0 or policy._drafted.get(sequence) != sequence.length:
+        take_step(policy, [sequence], 0.5)
+    sequence.length += 3  # as three plain steps
+    times = len(policy._times)
+    policy._steps_left = 2
+    take_step(policy, [sequence], 500.0)
+    assert len(policy._times) == times
+    take_step(policy, [sequence], 0.5)
+    assert len(policy._times) == times + 1
+
+
+def test_a_slow_first_proposal_of_a_drafter_that_was_not_profiled_does_not_end_drafting():
+    """It prefills, and on a GPU compiles kernels."""
+    policy, sequence = prepared(1, None), FakeSequence(num_remaining=4000)
+    take_step(policy, [sequence], 500.0)
+    num_drafting = sum(any(take_step(policy, [sequence], 0.8)) for _ in range(50))
+    assert num_drafting > 40
+
+
 @pytest.mark.parametrize(("length", "drafts"), [(10, True), (490, False)])
 def test_tokens_that_the_drafter_lacks_have_a_price(length, drafts):
     """Ten tokens are to come: for them it does not pay to compute hundreds."""
