@@ -21,8 +21,8 @@ from torch import Tensor
 from specdec_fast.errors import BackendError, ConfigError
 
 AUTO = "auto"
-_OPS_OF_DECODING = "append_kv", "paged_attention", "verify_chain", "noise_words", "compact_kv"
-_DECLARATIONS = (*_OPS_OF_DECODING, "linear", "grouped_linear", "realign_kv")
+_DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "noise_words",
+                 "linear", "grouped_linear", "compact_kv", "realign_kv")  # fmt: skip
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then run on the CPU, as NumPy
 # The backends that "auto" chooses from, best first; "torch" runs anywhere. "auto" never chooses FlashAttention: it
 # supports neither fp32 nor most page sizes, and does not document the order of its sums.
