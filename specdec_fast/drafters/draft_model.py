@@ -14,12 +14,11 @@ from specdec_fast.drafters.base import Draft, StepResult
 from specdec_fast.drafters.pooled import PooledDrafter
 from specdec_fast.models.model_memory import forward_memory, logits_bytes, weights_of
 from specdec_fast.models.prefill import prefill
-from specdec_fast.models.profiling import forward_seconds
+from specdec_fast.models.profiling import PROPOSAL_LENGTHS, forward_seconds, proposal_seconds
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.sampling_params import SamplingParams
 
-_MEASURED_LENGTHS, _NUM_REPEATS = (1, 4), 3  # lengths of the measured proposals, in tokens; runs of each
 ROWS_EACH = 2  # most rows of one sequence in a decoding forward: after a full acceptance its KV lacks two tokens
 
 
@@ -52,14 +51,11 @@ class ModelDrafter(PooledDrafter):
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
         """Measure the draft model's forwards, and proposals of two lengths for the cost per forward and per call."""
         seconds_by_count = forward_seconds(self.model, row_counts)
-        # In turn, so that a busy moment of the machine does not make one length look slow.
-        rounds = [[self._proposal_seconds(count) for count in _MEASURED_LENGTHS] for _ in range(_NUM_REPEATS)]
-        short, long = map(min, zip(*rounds, strict=True))
-        per_token = max(0.0, long - short) / (_MEASURED_LENGTHS[1] - _MEASURED_LENGTHS[0])
+        of_one, per_token = proposal_seconds(self._proposal_seconds)
         # A measured forward includes a call from Python; the forwards of one proposal share a call.
         call = max(0.0, seconds_by_count[1] - per_token)
         seconds_by_count = {count: max(seconds - call, seconds / 10) for count, seconds in seconds_by_count.items()}
-        return seconds_by_count | {0: max(0.0, short - _MEASURED_LENGTHS[0] * seconds_by_count[1])}
+        return seconds_by_count | {0: max(0.0, of_one - seconds_by_count[1])}
 
     def weights(self) -> Iterable[Tensor]:
         """Return the draft model's parameters and buffers."""
@@ -86,7 +82,7 @@ class ModelDrafter(PooledDrafter):
 
     def _proposal_seconds(self, num_draft_tokens: int) -> float:
         """Return the seconds of a proposal for one short sequence."""
-        sequence = Sequence(0, [0, 0], 2, 2 + max(_MEASURED_LENGTHS) + 1, SamplingParams(), frozenset())
+        sequence = Sequence(0, [0, 0], 2, 2 + max(PROPOSAL_LENGTHS) + 1, SamplingParams(), frozenset())
         self.prepare(sequence.max_length, self.model.page_size)
         self.admit([sequence])
         started = perf_counter()

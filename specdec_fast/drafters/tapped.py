@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -13,14 +14,13 @@ from specdec_fast.drafters.base import DrafterContext, StepResult
 from specdec_fast.drafters.pooled import PooledDrafter
 from specdec_fast.drafters.queued_features import KeptRows, KeptStates, QueuedFeatures, portions
 from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.models.profiling import PROPOSAL_LENGTHS, REPEATS, proposal_seconds
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.sampling_params import SamplingParams
 
 # Of hidden states that are kept, per admitted sequence: so many rows, or so many bytes if these are more rows.
 MOST_QUEUED, MOST_QUEUED_BYTES = 64, 512 << 10
-
-_TIMED_LENGTHS, _NUM_REPEATS = (1, 4), 3  # lengths of timed proposals, in tokens; runs of each
 
 
 class TappedDrafter(PooledDrafter):
@@ -57,15 +57,12 @@ class TappedDrafter(PooledDrafter):
         """Time proposals of chains; those of trees, whose levels have more rows, are measured as they come."""
         if self.max_nodes:
             return None
-        short, long = _TIMED_LENGTHS
+        long = max(PROPOSAL_LENGTHS)
         self.prepare(max(row_counts) * (long + 2 + self._page_size), self._page_size)
         self._proposal_seconds(1, long)  # warms up
-        # In turn, so that a busy moment of the machine does not make one length look slow.
-        rounds = [[self._proposal_seconds(1, length) for length in _TIMED_LENGTHS] for _ in range(_NUM_REPEATS)]
-        least_short, least_long = map(min, zip(*rounds, strict=True))
-        per_token = max(0.0, least_long - least_short) / (long - short)
-        once = max(0.0, least_short - short * per_token)
-        whole = {n: min(self._proposal_seconds(n, long) for _ in range(_NUM_REPEATS)) for n in row_counts}
+        of_one, per_token = proposal_seconds(partial(self._proposal_seconds, 1))
+        once = max(0.0, of_one - per_token)
+        whole = {n: min(self._proposal_seconds(n, long) for _ in range(REPEATS)) for n in row_counts}
         self.pool = None
         return {n: max(seconds - once, seconds / 10) / long for n, seconds in whole.items()} | {0: once}
 

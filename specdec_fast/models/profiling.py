@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -12,7 +12,8 @@ from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.ragged_model import RaggedModel
 
-_REPEATS = 3
+REPEATS = 3
+PROPOSAL_LENGTHS = 1, 4  # in tokens, of the proposals that are timed
 _BUDGET_SECONDS = 0.5  # repeats end after this time,
 _BUDGET_SHARE = 0.5  # or after this share of the time of the first round, if that is longer
 _CONTEXT = 64
@@ -43,7 +44,7 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
     found: dict[int, float] = {}
     _forward(model, pool, max(row_counts), num_owners, context)
     deadline = float("inf")
-    for repeat in range(_REPEATS):  # in rounds, so that a busy moment of the machine affects each count at most once
+    for repeat in range(REPEATS):  # in rounds, so that a busy moment of the machine affects each count at most once
         for count in sorted(row_counts):
             if perf_counter() < deadline:
                 seconds = _forward(model, pool, count, num_owners, context)
@@ -51,6 +52,19 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
         if not repeat:  # a busy moment in the first round does not use up the time of the repeats, which correct it
             deadline = perf_counter() + max(_BUDGET_SECONDS, _BUDGET_SHARE * sum(found.values()))
     return found
+
+
+def proposal_seconds(measure: Callable[[int], float]) -> tuple[float, float]:
+    """Return the seconds of a proposal of one token, and those of each further token.
+
+    Args:
+        measure: runs a proposal of so many tokens, and returns its seconds. Both ``PROPOSAL_LENGTHS`` are measured in
+            turn, so that a busy moment of the machine does not make one of them look slow; the least times count.
+
+    """
+    rounds = [[measure(length) for length in PROPOSAL_LENGTHS] for _ in range(REPEATS)]
+    short, long = map(min, zip(*rounds, strict=True))
+    return short, max(0.0, long - short) / (PROPOSAL_LENGTHS[1] - PROPOSAL_LENGTHS[0])
 
 
 def _forward(model: RaggedModel, pool: PagePool, num_rows: int, num_owners: int, context: int) -> float:

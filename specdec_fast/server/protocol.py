@@ -188,7 +188,7 @@ class RequestBody(BaseModel):
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": None if self.top_k is None else max(self.top_k, 0) if self.top_k >= -1 else self.top_k,
+            "top_k": 0 if self.top_k == -1 else self.top_k,  # -1 keeps all tokens, as in vLLM
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "seed": self.seed,
