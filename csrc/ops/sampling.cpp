@@ -233,6 +233,15 @@ std::int64_t draw(const SampledRow& row, const double* scores, std::int64_t like
   return winner;
 }
 
+// Chooses from logits without NaN, of which it makes scores.
+std::int64_t choose(const SampledRow& row, double* values) {
+  const double best = maximum(values, row.vocab_size);
+  const std::int64_t likeliest = std::find(values, values + row.vocab_size, best) - values;
+  if (row.temperature == 0.0 || std::isinf(best)) return likeliest;
+  to_scores(values, row.vocab_size, best, row.temperature);
+  return draw(row, values, likeliest, threshold_of(row, values));
+}
+
 }  // namespace
 
 std::int64_t sample_row(const SampledRow& row, std::vector<double>& scratch) {
@@ -244,12 +253,23 @@ std::int64_t sample_row(const SampledRow& row, std::vector<double>& scratch) {
     penalise(row, row.seen.committed, row.seen.num_committed, values);
     penalise(row, row.seen.fed, row.seen.num_fed, values);
   }
-  if (has_nan(values, size)) return -1;
-  const double best = maximum(values, size);
-  const std::int64_t likeliest = std::find(values, values + size, best) - values;
-  if (row.temperature == 0.0 || std::isinf(best)) return likeliest;
-  to_scores(values, size, best, row.temperature);
-  return draw(row, values, likeliest, threshold_of(row, values));
+  return has_nan(values, size) ? -1 : choose(row, values);
+}
+
+std::vector<SampledRank> sample_ranks(const SampledRow& row, std::int64_t num_ranks) {
+  std::vector<double> logits(static_cast<std::size_t>(row.vocab_size)), values;
+  to_double(row.logits, row.dtype, row.vocab_size, logits.data());
+  std::vector<SampledRank> found;
+  if (has_nan(logits.data(), row.vocab_size)) return found;
+  const Noise noise = noise_of(row);
+  for (std::int64_t rank = 0; rank < num_ranks; ++rank) {
+    values = logits;
+    const std::int64_t token = choose(row, values.data());
+    double& logit = logits[static_cast<std::size_t>(token)];
+    found.push_back({token, logit, noise_at(noise, token)});
+    logit = -kInfinity;
+  }
+  return found;
 }
 
 }  // namespace specdec

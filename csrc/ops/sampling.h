@@ -48,4 +48,14 @@ struct SampledRow {
 // Returns the token, or -1 if a logit is NaN. Successive rows share the memory of `scratch`.
 std::int64_t sample_row(const SampledRow& row, std::vector<double>& scratch);
 
+struct SampledRank {
+  std::int64_t token;
+  double logit;
+  double noise;
+};
+
+// Returns the token of `sample_row`, then the one that it would be without the first, and so on: `num_ranks` tokens, at most
+// `vocab_size`; none if a logit is NaN. There may be no repetition penalty.
+std::vector<SampledRank> sample_ranks(const SampledRow& row, std::int64_t num_ranks);
+
 }  // namespace specdec

@@ -184,10 +184,22 @@ float sum(const float* a, std::int64_t size) {
 }
 
 SPECDEC_MULTIVERSION
+float largest(const float* a, std::int64_t size) {
+  float found = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : found)
+  for (std::int64_t i = 0; i < size; ++i) found = a[i] > found ? a[i] : found;
+  return found;
+}
+
+SPECDEC_MULTIVERSION
+float sum_of_exponentials(const float* a, float from, float scale, std::int64_t size) {
+  return sum_of(size, [a, from, scale](std::int64_t i) { return exp_of((a[i] - from) * scale); });
+}
+
+SPECDEC_MULTIVERSION
 void softmax(const float* __restrict a, float* __restrict out, std::int64_t size) {
-  float largest = -std::numeric_limits<float>::infinity();
-  for (std::int64_t i = 0; i < size; ++i) largest = a[i] > largest ? a[i] : largest;
-  for (std::int64_t i = 0; i < size; ++i) out[i] = exp_of(a[i] - largest);
+  const float from = largest(a, size);
+  for (std::int64_t i = 0; i < size; ++i) out[i] = exp_of(a[i] - from);
   const float total = sum_of(size, [out](std::int64_t i) { return out[i]; });
   for (std::int64_t i = 0; i < size; ++i) out[i] = out[i] / total;
 }

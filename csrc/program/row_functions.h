@@ -13,6 +13,12 @@ void run_elementwise(RowCode code, const float* a, const float* b, const float* 
 float sum(const float* a, std::int64_t size);
 void layer_norm(const float* a, const float* weight, const float* bias, float epsilon, float* out, std::int64_t size);
 
+// The largest number, -inf if all are NaN.
+float largest(const float* a, std::int64_t size);
+
+// The sum of exp((x - from) * scale).
+float sum_of_exponentials(const float* a, float from, float scale, std::int64_t size);
+
 // exp(x - the largest x), divided by the sum of these. Numbers that are all -inf give NaN, as in PyTorch.
 void softmax(const float* a, float* out, std::int64_t size);
 

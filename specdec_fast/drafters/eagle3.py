@@ -20,13 +20,13 @@ from specdec_fast.drafters.chain_drafter import ChainDrafter
 from specdec_fast.drafters.dynamic_tree import draft_of
 from specdec_fast.drafters.eagle3_model import Eagle3Model, load_eagle3
 from specdec_fast.drafters.eagle3_program import layers_of, projection_of
-from specdec_fast.drafters.eagle3_tree import LastRows, trees_of
+from specdec_fast.drafters.eagle3_tree import Eagle3Trees, LastRows, trees_of
 from specdec_fast.drafters.queued_features import tokens_after
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.models.draft_step import chosen_tokens, widened
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.models.row_module import RowModule
-from specdec_fast.program.executors import Projection, TokenChoice
+from specdec_fast.program.executors import DraftedTrees, Projection, TokenChoice
 from specdec_fast.request.sequence import Sequence
 
 
@@ -109,14 +109,30 @@ class Eagle3Drafter(ChainDrafter):
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(sequences))
         drafting = [sequences[i] for i in chosen]
         within = [(limits[i], min(node_limits[i], self.max_nodes)) for i in chosen]
+        if sum(map(self._num_queued, drafting)) > self._most_rows:
+            self._catch_up(drafting)
+        if self._drafts_in_one_call(drafting):
+            found = self._trees_of_program(self._trees, drafting, within)
+            counts = dict(zip(chosen, found.counts, strict=True))
+            every_count = [counts.get(i, 0) for i in range(len(sequences))]
+            return Draft(found.token_ids, every_count, found.parents, found.scores if self.has_scores else None)
         trees = self._trees.draft(self._pool(), drafting, within, self._last_rows(drafting))
-        found = dict(zip(chosen, trees, strict=True))
-        return draft_of([found.get(i) for i in range(len(sequences))], self._device, self.has_scores)
+        nodes = dict(zip(chosen, trees, strict=True))
+        return draft_of([nodes.get(i) for i in range(len(sequences))], self._device, self.has_scores)
+
+    def _drafts_in_one_call(self, sequences: list[Sequence]) -> bool:
+        return self.rows.program is not None and all(s.params.repetition_penalty == 1 for s in sequences)
+
+    def _trees_of_program(
+        self, trees: Eagle3Trees, sequences: list[Sequence], limits: list[tuple[int, int]]
+    ) -> DraftedTrees:
+        rows = self._queued_rows(sequences)
+        token_ids, inputs = tokens_after(rows), self._inputs(rows)
+        choice = self._choice(sampling_of(sequences, self._device))
+        return self.rows.draft_trees(self._pool(), rows, token_ids, inputs, trees.rules(limits), choice)
 
     def _last_rows(self, sequences: list[Sequence]) -> LastRows:
         """Compute the rows of all features, and return the last ones."""
-        if sum(map(self._num_queued, sequences)) > self._most_rows:
-            self._catch_up(sequences)
         rows = self._queued_rows(sequences)
         inputs = self._taken(rows)
         batch = lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device))
@@ -134,7 +150,7 @@ class Eagle3Drafter(ChainDrafter):
     def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
         """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""
         members, counts = list(drafting), list(drafting.values())
-        if self.rows.program is not None and all(s.params.repetition_penalty == 1 for s in members):
+        if self._drafts_in_one_call(members):
             queued = self._queued_rows(members)
             token_ids = tokens_after(queued)
             choice = self._choice(sampling_of(members, self._device))

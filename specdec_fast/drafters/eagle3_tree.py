@@ -21,12 +21,13 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.dynamic_tree import ROOT, DynamicTree, RankPaths, TreeNodes
 from specdec_fast.drafters.eagle3_model import Eagle3Model
-from specdec_fast.drafters.ranked import TokenRanker
+from specdec_fast.drafters.ranked import GREEDY_TEMPERATURE, TokenRanker
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.row_module import RowModule
 from specdec_fast.models.verify_step import expect_trees
+from specdec_fast.program.executors import TreeRules
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.choice_tree import ChoiceTree
 
@@ -118,10 +119,23 @@ class Eagle3Trees:
         """Return how many rows of logits a sequence has at once, with the ranker's two copies in fp32."""
         return min(self._width, self.max_nodes) * (5 if itemsize < 4 else 3)
 
+    def rules(self, limits: list[tuple[int, int]]) -> TreeRules:
+        """Return the rules of these trees for a program that drafts them; ``limits`` as in ``draft``."""
+        choices = [] if self._rank_paths is None else self._rank_paths.tree.choices
+        places = {choice: place for place, choice in enumerate(choices)}
+        return TreeRules(
+            [depth for depth, _ in limits],
+            [num_nodes for _, num_nodes in limits],
+            self._width,
+            [places.get(choice[:-1], ROOT) for choice in choices],
+            [choice[-1] for choice in choices],
+            GREEDY_TEMPERATURE,
+        )
+
     def draft(
         self, pool: PagePool, sequences: list[Sequence], limits: list[tuple[int, int]], last: LastRows
     ) -> list[TreeNodes]:
-        """Draft one tree per sequence.
+        """Draft one tree per sequence, with PyTorch in control; ``RowModule.draft_trees`` drafts the same trees.
 
         Args:
             pool: the drafter's pages.

@@ -12,7 +12,14 @@ from specdec_fast.kv_cache.forward_layout import lay_out, spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, RowFunction, compile_rows
-from specdec_fast.program.executors import ForwardProgram, Projection, TokenChoice, executor_for
+from specdec_fast.program.executors import (
+    DraftedTrees,
+    ForwardProgram,
+    Projection,
+    TokenChoice,
+    TreeRules,
+    executor_for,
+)
 
 _PROBED = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)]]  # two forwards
 
@@ -103,6 +110,23 @@ class RowModule:
         assert self.program is not None
         spans = spans_of(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
         return self.program.draft(spans, token_ids, num_draft_tokens, choice, inputs)
+
+    def draft_trees(
+        self,
+        pool: PagePool,
+        rows: Many[Rows],
+        token_ids: list[int],
+        inputs: Tensor | Projection,
+        rules: TreeRules,
+        choice: TokenChoice,
+    ) -> DraftedTrees:
+        """Draft a tree for each sequence in one call of the program, which must not be None.
+
+        The arguments are those of ``draft``, and the rules by which the trees grow.
+        """
+        assert self.program is not None
+        spans = spans_of(pool, rows, ahead=rules.num_nodes)
+        return self.program.draft_trees(spans, token_ids, rules, choice, inputs)
 
     def step_bytes(self, num_rows: int, num_logit_rows: int) -> int | None:
         """Return the memory of a forward besides weights, KV entries and logits; None if PyTorch runs it."""

@@ -14,7 +14,7 @@ from specdec_fast.kv_cache.forward_layout import Spans
 from specdec_fast.kv_cache.page_pool import KVPages
 from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
 from specdec_fast.program.cpp_builder import built
-from specdec_fast.program.executors import Projection, TokenChoice
+from specdec_fast.program.executors import DraftedTrees, Projection, TokenChoice, TreeRules
 from specdec_fast.program.forward_memory import working_bytes
 from specdec_fast.program.ir import Plan
 
@@ -122,9 +122,6 @@ class Program:
             IndexError: for the reasons of ``__call__``.
 
         """
-        vocab_size, sampling, ids, num_ids = choice
-        if inputs is not None and self._plan.tap_bytes != self._plan.input_bytes:
-            raise ValueError("the hidden states of this program are no inputs of its rows.")
         chosen = torch.empty(sum(num_draft_tokens), dtype=torch.int64, device="cpu")
         self._program.draft(
             _pages(spans),
@@ -132,12 +129,50 @@ class Program:
             token_ids,
             num_draft_tokens,
             self._carried(inputs, len(token_ids)),
-            (self._logits_code, self._plan.vocab_size, vocab_size, 0 if ids is None else ids.data_ptr(), num_ids),
-            addresses_of(sampling),
+            self._sizes_of(choice),
+            addresses_of(choice.sampling),
             torch.get_num_threads(),
             chosen.data_ptr(),
         )
         return chosen
+
+    def draft_trees(
+        self, spans: Spans, token_ids: list[int], rules: TreeRules, choice: TokenChoice, inputs: Tensor | Projection
+    ) -> DraftedTrees:
+        """Run the forwards of a drafter whose hidden states are its inputs: one for the spans, then one per level.
+
+        Args:
+            spans: the rows of the first forward, of ``B`` sequences, the last of which is the root of the sequence's
+                tree; pages of as many further positions as the tree may have nodes are allocated.
+            token_ids: tokens of these rows.
+            rules: how the trees grow.
+            choice: how the target will choose tokens. Rows whose logits have a NaN get no children.
+            inputs: of these rows, as in ``draft``.
+
+        Raises:
+            IndexError: for the reasons of ``__call__``.
+            ValueError: the arguments do not fit together.
+
+        """
+        depths, num_nodes, width, parents, ranks, temperature = rules
+        most = sum(num_nodes)
+        tokens, *others = (
+            torch.empty(most, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.int32, torch.float32)
+        )
+        counts = self._program.draft_trees(
+            _pages(spans),
+            spans.spans,
+            token_ids,
+            depths,
+            self._carried(inputs, len(token_ids)),
+            (num_nodes, width, parents, ranks, temperature),
+            self._sizes_of(choice),
+            addresses_of(choice.sampling),
+            torch.get_num_threads(),
+            (tokens.data_ptr(), *(other.data_ptr() for other in others)),
+        )
+        num_drafted = sum(counts)
+        return DraftedTrees(tokens[:num_drafted], *(other[:num_drafted] for other in others), counts)
 
     def verify(
         self,
@@ -203,8 +238,10 @@ class Program:
         return inputs.data_ptr()
 
     def _carried(self, inputs: Tensor | Projection | None, num_rows: int) -> tuple[object, ...]:
-        """Return the inputs of a draft, in the order of csrc/bindings.cpp."""
+        """Return the inputs of a draft, in the order of csrc/bind_program.cpp."""
         size = self._plan.input_bytes
+        if inputs is not None and self._plan.tap_bytes != size:
+            raise ValueError("the hidden states of this program are no inputs of its rows.")
         if not isinstance(inputs, Projection):
             return self._address_of(inputs, num_rows), size, None, 0, []
         projection, hidden_states = inputs
@@ -215,6 +252,12 @@ class Program:
         pieces = [(projection._address_of(piece, len(piece)), len(piece)) for piece in hidden_states]
         return 0, size, projection._program, plan.input_bytes, pieces
 
+    def _sizes_of(self, choice: TokenChoice) -> tuple[int, ...]:
+        """Return what C++ knows of a choice besides the sampling, in the order of csrc/bind_program.cpp."""
+        ids = choice.target_ids
+        sizes = (self._plan.vocab_size, choice.vocab_size, 0 if ids is None else ids.data_ptr())
+        return self._logits_code, *sizes, choice.num_target_ids
+
     def _all_rows(self, num_rows: int) -> Tensor:
         if num_rows not in self._every_row:
             self._every_row[num_rows] = torch.arange(num_rows, device="cpu")
@@ -224,7 +267,7 @@ class Program:
 def _forward(
     token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor, memory: tuple[int, int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return addresses and sizes, in the order of csrc/bindings.cpp."""
+    """Return addresses and sizes, in the order of csrc/bind_program.cpp."""
     tree_mask, table = batch.tree_mask, batch.block_table
     addresses = (
         token_ids.data_ptr(),
@@ -244,6 +287,6 @@ def _forward(
 
 
 def _pages(spans: Spans) -> tuple[int, ...]:
-    """Return addresses and sizes, in the order of csrc/bindings.cpp."""
+    """Return addresses and sizes, in the order of csrc/bind_program.cpp."""
     tables, pages = spans.tables, spans.pages
     return tables.data_ptr(), *tables.shape, pages.addresses.data_ptr(), pages.num_pages, pages.page_size

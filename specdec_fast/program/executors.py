@@ -52,6 +52,42 @@ class Projection(NamedTuple):
     hidden_states: list[Tensor]
 
 
+class TreeRules(NamedTuple):
+    """The trees that a drafting loop grows, one per sequence; see ``drafters/dynamic_tree.py``.
+
+    Attributes:
+        depths: the largest depth of each, at least 1.
+        num_nodes: the largest number of nodes of each, at least 1.
+        width: nodes of a frontier, and children named for each.
+        parents: of the nodes of a static tree, the likeliest first: an earlier node, or -1. Empty: dynamic trees.
+        ranks: of these nodes' tokens.
+        greedy_temperature: of the probabilities by which the tokens of greedy requests are ranked.
+
+    """
+
+    depths: list[int]
+    num_nodes: list[int]
+    width: int
+    parents: list[int]
+    ranks: list[int]
+    greedy_temperature: float
+
+
+class DraftedTrees(NamedTuple):
+    """The nodes of trees, tree after tree: token ids int64, parents int32 and scores fp32 as in ``Draft``.
+
+    Attributes:
+        token_ids, parents, scores: ``[sum(counts)]``.
+        counts: the number of nodes of each tree.
+
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    scores: Tensor
+    counts: list[int]
+
+
 class ForwardProgram(ForwardMemory, Protocol):
     """What an executor builds from a ``Plan``; see ``program/cpp_executor.py``."""
 
@@ -79,6 +115,11 @@ class ForwardProgram(ForwardMemory, Protocol):
         inputs: Tensor | Projection | None = None,
     ) -> Tensor:
         """Compute spans, then row after row on the tokens chosen before; return all chosen tokens."""
+
+    def draft_trees(
+        self, spans: Spans, token_ids: list[int], rules: TreeRules, choice: TokenChoice, inputs: Tensor | Projection
+    ) -> DraftedTrees:
+        """Compute spans, then level after level of the trees behind them; return the trees."""
 
     def verify(
         self,

@@ -1,0 +1,97 @@
+#include "program/ranking.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "kernels/conversions.h"
+#include "program/row_functions.h"
+
+namespace specdec {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr std::int64_t kBlock = 256;  // numbers that are skipped together if none of them is large enough
+constexpr std::int64_t kDrawCost = 8;  // a row that samples takes as long as so many that do not
+
+using Place = std::pair<float, std::int64_t>;
+
+// The `count` largest numbers with their places, the largest first, of equal ones the first; NaNs are left out.
+std::vector<Place> largest_places(const float* row, std::int64_t size, std::size_t count) {
+  std::vector<Place> found;
+  const auto is_larger = [](const Place& one, const Place& other) { return one.first > other.first; };
+  for (std::int64_t start = 0; start < size; start += kBlock) {
+    const std::int64_t stop = std::min(size, start + kBlock);
+    if (found.size() == count && !(largest(row + start, stop - start) > found.back().first)) continue;
+    for (std::int64_t i = start; i < stop; ++i) {
+      if (row[i] != row[i] || (found.size() == count && !(row[i] > found.back().first))) continue;
+      if (found.size() == count) found.pop_back();
+      const Place place{row[i], i};
+      found.insert(std::upper_bound(found.begin(), found.end(), place, is_larger), place);
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+const std::vector<RankedToken>& Ranker::rank(const char* logits, const std::vector<std::size_t>& members,
+                                             std::int64_t ahead, std::int64_t num_ranks) {
+  const auto num_rows = static_cast<std::int64_t>(members.size());
+  const std::int64_t row_bytes = choice_.width * item_size(choice_.dtype);
+  ranked_.assign(static_cast<std::size_t>(num_rows * num_ranks), {0, -kInfinity});
+  const std::int64_t work = num_rows * choice_.vocab_size * (choice_.sampling == nullptr ? 1 : kDrawCost);
+#pragma omp parallel for num_threads(num_threads_) schedule(dynamic) if (num_rows > 1 && work > (1 << 16))
+  for (std::int64_t row = 0; row < num_rows; ++row) {
+    const std::size_t member = members[static_cast<std::size_t>(row)];
+    RankedToken* to = ranked_.data() + row * num_ranks;
+    if (choice_.sampling != nullptr && choice_.sampling->temperatures[member] > 0.0) {
+      rank_by_draws(logits + row * row_bytes, member, ahead, num_ranks, to);
+    } else {
+      rank_by_logits(logits + row * row_bytes, num_ranks, to);
+    }
+  }
+  return ranked_;
+}
+
+void Ranker::rank_by_logits(const char* logits, std::int64_t num_ranks, RankedToken* to) const {
+  std::vector<float> numbers(static_cast<std::size_t>(choice_.vocab_size));
+  widen_all(choice_.dtype, logits, numbers.data(), choice_.vocab_size);
+  const std::vector<Place> places = largest_places(numbers.data(), choice_.vocab_size, static_cast<std::size_t>(num_ranks));
+  if (places.empty()) return;
+  const float best = places.front().first;
+  const auto scale = static_cast<float>(1.0 / greedy_temperature_);
+  const double total = std::log(sum_of_exponentials(numbers.data(), best, scale, choice_.vocab_size));
+  for (const auto& [value, id] : places) {
+    *to++ = {choice_.target_ids == nullptr ? id : choice_.target_ids[id], (value - best) / greedy_temperature_ - total};
+  }
+}
+
+// The target draws `logits / temperature + noise`, so the probabilities are those of these sums.
+void Ranker::rank_by_draws(const char* logits, std::size_t member, std::int64_t ahead, std::int64_t num_ranks,
+                           RankedToken* to) const {
+  const Sampling& all = *choice_.sampling;
+  const bool is_narrow = choice_.target_ids != nullptr;
+  WideLogits wide(choice_, is_narrow ? 1 : 0);
+  const SampledRow row{is_narrow ? wide.spread(logits, 1) : logits,
+                       choice_.dtype,
+                       is_narrow ? choice_.num_target_ids : choice_.vocab_size,
+                       all.temperatures[member],
+                       all.top_k[member],
+                       all.top_p[member],
+                       all.min_p[member],
+                       1.0,
+                       all.seeds[member],
+                       all.positions[member] + ahead,
+                       {}};
+  const std::vector<SampledRank> drawn = sample_ranks(row, std::min(num_ranks, choice_.vocab_size));
+  std::vector<double> sums;
+  for (const SampledRank& each : drawn) sums.push_back(each.logit / std::max(row.temperature, 1e-6) + each.noise);
+  const double best = sums.empty() ? 0.0 : *std::max_element(sums.begin(), sums.end());
+  double total = 0.0;
+  for (const double sum : sums) total += std::exp(sum - best);
+  for (std::size_t i = 0; i < drawn.size(); ++i) to[i] = {drawn[i].token, sums[i] - best - std::log(total)};
+}
+
+}  // namespace specdec
