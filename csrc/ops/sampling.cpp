@@ -3,24 +3,19 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <functional>
 #include <limits>
+#include <utility>
 
+#include "kernels/largest_places.h"
 #include "kernels/multiversion.h"
-#include "kernels/philox.h"
+#include "ops/sampling_noise.h"
+#include "ops/sampling_threshold.h"
 
 namespace specdec {
 namespace {
 
-#define SPECDEC_INLINE inline __attribute__((always_inline))
-
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int kBlock = 256;  // tokens that share one bound on the noise that they would need to win
-constexpr int kCounters = kBlock / 4;
-
-// Scores at most 32 below the best are divided into buckets of width 1/32; all others share the last bucket.
-constexpr int kBuckets = 1024;
-constexpr double kBucketsPerUnit = 32.0;
+constexpr int kBlock = kNoiseBlock;  // tokens that share one bound on the noise that they would need to win
 
 template <typename Format>
 SPECDEC_INLINE void widen(const void* logits, std::int64_t size, double* out) {
@@ -56,14 +51,6 @@ void penalise(const SampledRow& row, const std::int64_t* ids, std::int64_t count
 }
 
 SPECDEC_MULTIVERSION
-double maximum(const double* values, std::int64_t size) {
-  double largest = -kInfinity;
-#pragma omp simd reduction(max : largest)
-  for (std::int64_t i = 0; i < size; ++i) largest = values[i] > largest ? values[i] : largest;
-  return largest;
-}
-
-SPECDEC_MULTIVERSION
 bool has_nan(const double* values, std::int64_t size) {
   std::int64_t count = 0;
   for (std::int64_t i = 0; i < size; ++i) count += values[i] != values[i];
@@ -75,146 +62,14 @@ void to_scores(double* logits, std::int64_t size, double best, double temperatur
   for (std::int64_t i = 0; i < size; ++i) logits[i] = (logits[i] - best) / temperature;
 }
 
-// exp(x) for x <= 0 within 2 units in the last place: 2^n * e^r with |r| <= ln(2)/2, e^r by its Taylor polynomial.
-SPECDEC_INLINE double exp_nonpositive(double x) {
-  constexpr double kMagic = 0x1.8p52;  // adding it leaves the rounded number in the lowest bits
-  const double clamped = x < -700.0 ? -700.0 : x;
-  const double shifted = clamped * 1.4426950408889634 + kMagic;
-  const double n = shifted - kMagic;
-  const double r = (clamped - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40;
-  constexpr double kInverseFactorials[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800,
-                                           1.0 / 362880,     1.0 / 40320,     1.0 / 5040,     1.0 / 720,
-                                           1.0 / 120,        1.0 / 24,        1.0 / 6,        0.5,
-                                           1.0,              1.0};
-  double e = kInverseFactorials[0];
-  for (int i = 1; i < 14; ++i) e = e * r + kInverseFactorials[i];
-  const std::uint64_t exponent = (bit_cast<std::uint64_t>(shifted) + 1023u) << 52;
-  return x < -700.0 ? 0.0 : e * bit_cast<double>(exponent);
-}
-
-SPECDEC_MULTIVERSION
-void exponentials(const double* scores, int count, double* out) {
-  for (int i = 0; i < count; ++i) out[i] = exp_nonpositive(scores[i]);
-}
-
-SPECDEC_INLINE int bucket_of(double score) {
-  return static_cast<int>(std::min(-score * kBucketsPerUnit, kBuckets - 1.0));
-}
-
-SPECDEC_MULTIVERSION
-void buckets_of(const double* scores, int count, std::int32_t* out) {
-  for (int i = 0; i < count; ++i) {
-    const double place = -scores[i] * kBucketsPerUnit;
-    out[i] = static_cast<std::int32_t>(place < kBuckets - 1.0 ? place : kBuckets - 1.0);
-  }
-}
-
-// The scores of one bucket, largest first.
-std::vector<double> falling(const double* scores, std::int64_t size, int bucket, double threshold) {
-  std::vector<double> members;
-  for (std::int64_t i = 0; i < size; ++i) {
-    if (scores[i] >= threshold && bucket_of(scores[i]) == bucket) members.push_back(scores[i]);
-  }
-  std::sort(members.begin(), members.end(), std::greater<double>());
-  return members;
-}
-
-// The k-th largest score, 1 <= k <= size.
-double kth_largest(const double* scores, std::int64_t size, std::int64_t k) {
-  std::int64_t counts[kBuckets] = {};
-  std::int32_t buckets[kBlock];
-  for (std::int64_t start = 0; start < size; start += kBlock) {
-    const int count = static_cast<int>(std::min<std::int64_t>(kBlock, size - start));
-    buckets_of(scores + start, count, buckets);
-    for (int i = 0; i < count; ++i) ++counts[buckets[i]];
-  }
-  int bucket = 0;
-  while (k > counts[bucket]) k -= counts[bucket++];
-  return falling(scores, size, bucket, -kInfinity)[static_cast<std::size_t>(k - 1)];
-}
-
-// The lowest score in the smallest set of the likeliest tokens whose mass is a share `top_p` of the mass of all tokens from
-// `threshold` on.
-double nucleus(const double* scores, std::int64_t size, double threshold, double top_p) {
-  double masses[kBuckets] = {};
-  std::int32_t buckets[kBlock];
-  double exps[kBlock];
-  for (std::int64_t start = 0; start < size; start += kBlock) {
-    const int count = static_cast<int>(std::min<std::int64_t>(kBlock, size - start));
-    buckets_of(scores + start, count, buckets);
-    exponentials(scores + start, count, exps);
-    for (int i = 0; i < count; ++i) masses[buckets[i]] += scores[start + i] >= threshold ? exps[i] : 0.0;
-  }
-  double total = 0.0;
-  for (const double mass : masses) total += mass;
-  const double wanted = top_p * total;
-  int bucket = 0;
-  double above = 0.0;
-  while (bucket < kBuckets - 1 && above + masses[bucket] < wanted) above += masses[bucket++];
-  double lowest = threshold;
-  for (const double score : falling(scores, size, bucket, threshold)) {
-    lowest = score;
-    above += exp_nonpositive(score);
-    if (above >= wanted) break;
-  }
-  return lowest;
-}
-
-double threshold_of(const SampledRow& row, const double* scores) {
-  double threshold = -kInfinity;
-  if (row.top_k > 0 && row.top_k < row.vocab_size) threshold = kth_largest(scores, row.vocab_size, row.top_k);
-  if (row.top_p < 1.0) threshold = nucleus(scores, row.vocab_size, threshold, row.top_p);
-  if (row.min_p > 0.0) threshold = std::max(threshold, std::log(row.min_p));
-  return threshold;
-}
-
-// The noise of one position; every counter gives the words of four tokens.
-struct Noise {
-  std::uint32_t position_low;
-  std::uint32_t position_high;
-  PhiloxKey key;
-};
-
-Noise noise_of(const SampledRow& row) {
-  const auto position = static_cast<std::uint64_t>(row.position);
-  const auto seed = static_cast<std::uint64_t>(row.seed);
-  return {static_cast<std::uint32_t>(position), static_cast<std::uint32_t>(position >> 32),
-          {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)}};
-}
-
-// Word w of counter `first + i` at words[w][i].
-SPECDEC_MULTIVERSION
-void random_words(const Noise& noise, std::uint32_t first, int num_counters, std::uint32_t words[4][kCounters]) {
-  for (int i = 0; i < num_counters; ++i) {
-    std::uint32_t c0 = first + static_cast<std::uint32_t>(i), c1 = noise.position_low, c2 = noise.position_high, c3 = 0;
-    philox4x32(c0, c1, c2, c3, noise.key);
-    words[0][i] = c0;
-    words[1][i] = c1;
-    words[2][i] = c2;
-    words[3][i] = c3;
-  }
-}
-
-double noise_at(const Noise& noise, std::int64_t id) {
-  std::uint32_t words[4] = {static_cast<std::uint32_t>(id / 4), noise.position_low, noise.position_high, 0};
-  philox4x32(words[0], words[1], words[2], words[3], noise.key);
-  return gumbel(words[id % 4]);
-}
-
-// The smallest word whose noise reaches `wanted`, or a slightly smaller one: -log(-log(u)) >= wanted, solved for u.
-std::uint32_t smallest_word(double wanted) {
-  const double word = std::exp(-std::exp(-wanted)) * 0x1p32 - 2.0;
-  return word > 0.0 ? static_cast<std::uint32_t>(std::min(word, 0x1.fffffffcp31)) : 0u;
-}
-
 // The likeliest token gets its noise first. After that, another token needs so much noise to win that few are examined. A
 // block is skipped if none of its tokens could win with the largest noise. In other blocks, a token is examined if its
 // random word is large enough.
 std::int64_t draw(const SampledRow& row, const double* scores, std::int64_t likeliest, double threshold) {
-  const Noise noise = noise_of(row);
+  const Noise noise = noise_of(row.seed, row.position);
   std::int64_t winner = likeliest;
   double highest = noise_at(noise, likeliest);  // its score is 0
-  std::uint32_t words[4][kCounters];
+  std::uint32_t words[4][kNoiseBlock / 4];
   for (std::int64_t start = 0; start < row.vocab_size; start += kBlock) {
     const int count = static_cast<int>(std::min<std::int64_t>(kBlock, row.vocab_size - start));
     const double largest = maximum(scores + start, count);
@@ -231,6 +86,41 @@ std::int64_t draw(const SampledRow& row, const double* scores, std::int64_t like
     }
   }
   return winner;
+}
+
+// The tokens of the `count` largest sums of score and noise, the largest first. As in `draw`, those with the largest scores
+// get their noise first.
+std::vector<std::int64_t> draw_ranks(const Noise& noise, const double* scores, std::int64_t size, std::int64_t count) {
+  using Drawn = std::pair<double, std::int64_t>;
+  std::vector<Drawn> found;
+  const auto comes_first = [](const Drawn& one, const Drawn& other) {
+    return one.first > other.first || (one.first == other.first && one.second < other.second);
+  };
+  const auto is_full = [&] { return static_cast<std::int64_t>(found.size()) == count; };
+  const auto add = [&](std::int64_t token, double sum) {
+    const Drawn drawn{sum, token};
+    if (is_full() && !comes_first(drawn, found.back())) return;
+    if (is_full()) found.pop_back();
+    found.insert(std::upper_bound(found.begin(), found.end(), drawn, comes_first), drawn);
+  };
+  const std::vector<std::int64_t> likeliest = largest_places(scores, size, static_cast<std::size_t>(count), maximum);
+  for (const std::int64_t token : likeliest) add(token, scores[token] + noise_at(noise, token));
+  std::uint32_t words[4][kNoiseBlock / 4];
+  for (std::int64_t start = 0; start < size; start += kBlock) {
+    const int length = static_cast<int>(std::min<std::int64_t>(kBlock, size - start));
+    const double largest = maximum(scores + start, length);
+    if (largest + kLargestNoise < found.back().first) continue;
+    const std::uint32_t needed = smallest_word(found.back().first - largest);
+    random_words(noise, static_cast<std::uint32_t>(start / 4), (length + 3) / 4, words);
+    for (int i = 0; i < length; ++i) {
+      const std::uint32_t word = words[i % 4][i / 4];
+      if (word < needed || std::find(likeliest.begin(), likeliest.end(), start + i) != likeliest.end()) continue;
+      add(start + i, scores[start + i] + gumbel(word));
+    }
+  }
+  std::vector<std::int64_t> tokens;
+  for (const Drawn& drawn : found) tokens.push_back(drawn.second);
+  return tokens;
 }
 
 // Chooses from logits without NaN, of which it makes scores.
@@ -261,7 +151,16 @@ std::vector<SampledRank> sample_ranks(const SampledRow& row, std::int64_t num_ra
   to_double(row.logits, row.dtype, row.vocab_size, logits.data());
   std::vector<SampledRank> found;
   if (has_nan(logits.data(), row.vocab_size)) return found;
-  const Noise noise = noise_of(row);
+  const Noise noise = noise_of(row.seed, row.position);
+  const double best = maximum(logits.data(), row.vocab_size);
+  if (row.temperature > 0.0 && !std::isinf(best) && !is_filtered(row)) {
+    values = logits;
+    to_scores(values.data(), row.vocab_size, best, row.temperature);
+    for (const std::int64_t token : draw_ranks(noise, values.data(), row.vocab_size, num_ranks)) {
+      found.push_back({token, logits[static_cast<std::size_t>(token)], noise_at(noise, token)});
+    }
+    return found;
+  }
   for (std::int64_t rank = 0; rank < num_ranks; ++rank) {
     values = logits;
     const std::int64_t token = choose(row, values.data());

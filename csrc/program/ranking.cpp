@@ -3,36 +3,16 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <utility>
 
 #include "kernels/conversions.h"
+#include "kernels/largest_places.h"
 #include "program/row_functions.h"
 
 namespace specdec {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr std::int64_t kBlock = 256;  // numbers that are skipped together if none of them is large enough
 constexpr std::int64_t kDrawCost = 8;  // a row that samples takes as long as so many that do not
-
-using Place = std::pair<float, std::int64_t>;
-
-// The `count` largest numbers with their places, the largest first, of equal ones the first; NaNs are left out.
-std::vector<Place> largest_places(const float* row, std::int64_t size, std::size_t count) {
-  std::vector<Place> found;
-  const auto is_larger = [](const Place& one, const Place& other) { return one.first > other.first; };
-  for (std::int64_t start = 0; start < size; start += kBlock) {
-    const std::int64_t stop = std::min(size, start + kBlock);
-    if (found.size() == count && !(largest(row + start, stop - start) > found.back().first)) continue;
-    for (std::int64_t i = start; i < stop; ++i) {
-      if (row[i] != row[i] || (found.size() == count && !(row[i] > found.back().first))) continue;
-      if (found.size() == count) found.pop_back();
-      const Place place{row[i], i};
-      found.insert(std::upper_bound(found.begin(), found.end(), place, is_larger), place);
-    }
-  }
-  return found;
-}
 
 }  // namespace
 
@@ -58,12 +38,14 @@ const std::vector<RankedToken>& Ranker::rank(const char* logits, const std::vect
 void Ranker::rank_by_logits(const char* logits, std::int64_t num_ranks, RankedToken* to) const {
   std::vector<float> numbers(static_cast<std::size_t>(choice_.vocab_size));
   widen_all(choice_.dtype, logits, numbers.data(), choice_.vocab_size);
-  const std::vector<Place> places = largest_places(numbers.data(), choice_.vocab_size, static_cast<std::size_t>(num_ranks));
-  if (places.empty()) return;
-  const float best = places.front().first;
+  const auto count = static_cast<std::size_t>(num_ranks);
+  const std::vector<std::int64_t> ids = largest_places(numbers.data(), choice_.vocab_size, count, largest);
+  if (ids.empty()) return;
+  const float best = numbers[static_cast<std::size_t>(ids.front())];
   const auto scale = static_cast<float>(1.0 / greedy_temperature_);
   const double total = std::log(sum_of_exponentials(numbers.data(), best, scale, choice_.vocab_size));
-  for (const auto& [value, id] : places) {
+  for (const std::int64_t id : ids) {
+    const float value = numbers[static_cast<std::size_t>(id)];
     *to++ = {choice_.target_ids == nullptr ? id : choice_.target_ids[id], (value - best) / greedy_temperature_ - total};
   }
 }
