@@ -14,7 +14,6 @@ caller runs it without a graph. In the tests, repeated calls take the place of g
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,15 +26,14 @@ from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.batch.trees import TreeRows
 from specdec_fast.cuda_graphs.buckets import BatchSize, Bucket, Limits, size_of
-from specdec_fast.cuda_graphs.capture import Capture, Captured, Run
+from specdec_fast.cuda_graphs.capture import Capture, Run
 from specdec_fast.cuda_graphs.inputs import Inputs
 from specdec_fast.cuda_graphs.sides import Choices, drafting_loop, verification
+from specdec_fast.cuda_graphs.store import GraphStore, Recipe, Recorded
 from specdec_fast.device_copy import Joined
 from specdec_fast.kv_cache.forward_layout import HostLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch, hooked_class
-
-MOST_GRAPHS = 64  # per model; a graph of a large model holds some megabytes besides its logits
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
 
@@ -52,18 +50,8 @@ class _Kind(NamedTuple):
     has_trees: bool = False
 
 
-class _Graph(NamedTuple):
-    inputs: Inputs
-    captured: Captured
-    hidden_states: Tensor | None  # of every row of the bucket, written by each replay
-
-
-class Graphs:
-    """The graphs of one model. Each is recorded when a batch needs it for the second time.
-
-    The first time, the caller runs the batch without a graph, because shapes that occur once, as at the end of a run,
-    are not worth recording. Graphs contain the addresses of one page pool and of the weights. For another pool, or if
-    weights move, they are recorded again. All graphs are destroyed together: see ``CudaCapture``.
+class Graphs(GraphStore):
+    """The graphs of one model. They contain the addresses of its weights; if these move, they are recorded again.
 
     Args:
         model: the model whose forwards are recorded.
@@ -78,18 +66,9 @@ class Graphs:
     """
 
     def __init__(self, model: nn.Module, forward: Forward, capture: Capture, limits: Limits, choices: Choices) -> None:
-        self._model, self._forward, self._capture, self._limits = model, forward, capture, limits
-        self._choices = choices
-        self._graphs: dict[_Kind, _Graph] = {}
-        self._asked: set[_Kind] = set()
-        # No reference to the pool itself, so that its memory is free before another pool is allocated.
-        self._pool: Callable[[], PagePool | None] = lambda: None
-        self._watch, self.why_not = Watch(model, ()), _why_not(model)
-
-    @property
-    def num_captured(self) -> int:
-        """The number of graphs now."""
-        return len(self._graphs)
+        super().__init__(capture, _why_not(model))
+        self._model, self._forward, self._limits, self._choices = model, forward, limits, choices
+        self._watch = Watch(model, ())
 
     def expect_same_weights(self) -> None:
         """Destroy the graphs if the model has changed since they were recorded in a way that they do not see."""
@@ -109,7 +88,7 @@ class Graphs:
         if bucket is None:
             return None
         kind = _Kind(bucket, "forward", keeps_hidden=hidden_states is not None)
-        graph = self._graph(kind, pool, hidden_states, lambda inputs: inputs.fill(batch))
+        graph = self._graph_of(kind, pool, hidden_states, lambda inputs: inputs.fill(batch))
         if graph is None:
             return None
         (logits,) = _replayed(graph, hidden_states)
@@ -151,7 +130,7 @@ class Graphs:
             inputs.drafted[: len(draft_tokens)].copy_(draft_tokens)
 
         kind = _Kind(bucket, "verify", 1, 0, bool(sampling), hidden_states is not None, has_trees)
-        graph = self._graph(kind, pool, hidden_states, fill)
+        graph = self._graph_of(kind, pool, hidden_states, fill)
         if graph is None:
             return None
         logits, found = _replayed(graph, hidden_states)
@@ -194,7 +173,7 @@ class Graphs:
         if (bucket := self._bucket(size_of(layout), pool, num_forwards)) is None:
             return None
         kind = _Kind(bucket, "draft", num_forwards, vocab_size, bool(sampling))
-        graph = self._graph(
+        graph = self._graph_of(
             kind, pool, None, lambda inputs: inputs.send(layout, token_ids, sampling, is_verified=False)
         )
         return None if graph is None else _replayed(graph, None)[0][: len(layout.end)]
@@ -204,41 +183,19 @@ class Graphs:
             return None
         return self._limits.bucket(size, pool.page_size, pool.row_padding, num_forwards, has_trees)
 
-    def _graph(
+    def _graph_of(
         self, kind: _Kind, pool: PagePool, hidden_states: Tensor | None, fill: Callable[[Inputs], None]
-    ) -> _Graph | None:
-        """Return the graph of a kind with its inputs filled, recorded now if it is asked for again; or None."""
-        if self._pool() is not pool:
-            self._graphs.clear()
-            self._pool = weakref.ref(pool)
-        graph = self._graphs.get(kind)
-        if graph is not None:
-            fill(graph.inputs)
-        elif kind in self._asked:
-            graph = self._recorded(kind, pool, hidden_states, fill)
-            if graph is not None:
-                self._graphs[kind] = graph
-        self._asked.add(kind)
-        return graph
+    ) -> Recorded | None:
+        """Return the graph of a kind with its inputs filled, or None; ``hidden_states`` are like those it writes."""
 
-    def _recorded(
-        self, kind: _Kind, pool: PagePool, hidden_states: Tensor | None, fill: Callable[[Inputs], None]
-    ) -> _Graph | None:
-        """Record a graph on the batch that needs it; computing it several times gives the same result each time."""
-        if len(self._graphs) == MOST_GRAPHS:
-            self._graphs.clear()
-        inputs = Inputs(kind.bucket, pool.page_size, pool.layout.device, kind.has_trees)
-        fill(inputs)
-        own = None  # outside of the graphs' memory, in which another graph would overwrite it
-        if hidden_states is not None:
-            own = hidden_states.new_empty(len(inputs.batch.token_ids), *hidden_states.shape[1:])
-        try:
-            captured = self._capture(self._run_of(kind, inputs, pool, own))
-        except Exception as error:  # a model's own code may raise anything; PyTorch then runs its forwards
-            self._graphs.clear()
-            self.why_not = f"{type(error).__name__}: {error}"
-            return None
-        return _Graph(inputs, captured, own)
+        def recipe() -> Recipe:
+            inputs = Inputs(kind.bucket, pool.page_size, pool.layout.device, kind.has_trees)
+            own = None
+            if hidden_states is not None:
+                own = hidden_states.new_empty(len(inputs.batch.token_ids), *hidden_states.shape[1:])
+            return Recipe(inputs, own, self._run_of(kind, inputs, pool, own))
+
+        return self._graph(kind, pool, recipe, lambda inputs, _: fill(inputs))
 
     def _run_of(self, kind: _Kind, inputs: Inputs, pool: PagePool, hidden_states: Tensor | None) -> Run:
         """Return the call that is recorded."""
@@ -266,14 +223,14 @@ def _why_not(model: nn.Module) -> str | None:
     return None if hooked is None else f"a {hooked} has forward hooks, which a graph would not call"
 
 
-def _replayed(graph: _Graph, hidden_states: Tensor | None) -> tuple[Tensor, ...]:
+def _replayed(graph: Recorded, hidden_states: Tensor | None) -> tuple[Tensor, ...]:
     graph.captured.replay()
-    if hidden_states is not None and graph.hidden_states is not None:
-        hidden_states.copy_(graph.hidden_states[: len(hidden_states)])
+    if hidden_states is not None and graph.own is not None:
+        hidden_states.copy_(graph.own[: len(hidden_states)])
     return graph.captured.output
 
 
-def described(graphs: Graphs | None) -> dict[str, Any]:
+def described(graphs: GraphStore | None) -> dict[str, Any]:
     """Return the entries of ``describe()`` about a model's graphs."""
     return {
         "graphs": graphs is not None and graphs.why_not is None,

@@ -81,6 +81,48 @@ def drafting_loop(
     return (torch.stack(chosen, dim=1),)
 
 
+class ChainParts(NamedTuple):
+    """The parts of a drafter whose rows take the hidden states of the rows before them.
+
+    Attributes:
+        project: from the target's hidden states ``[T, taps, H]`` to what rows take, ``[T, size]``.
+        forward: from a batch, what its rows take, and the rows whose logits are wanted (None: all) to these logits and
+            the hidden states of all rows ``[T, size]``.
+        choose: returns the target's token for each row of logits; ``Sampling`` None: greedily.
+
+    """
+
+    project: Callable[[Tensor], Tensor]
+    forward: Callable[[RaggedBatch, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    choose: Callable[[Tensor, Sampling | None], Tensor]
+
+
+def chain_loop(
+    parts: ChainParts, inputs: Inputs, features: Tensor, sampling: Sampling | None, size: tuple[int, int]
+) -> tuple[Tensor]:
+    """Run the forwards of a drafting step, each on the tokens and the hidden states of the one before.
+
+    Args:
+        parts: of the drafter.
+        inputs, sampling, size: as in ``drafting_loop``.
+        features: ``[num_rows, taps, H]``, the target's hidden states for the rows of the first forward.
+
+    Returns:
+        ``[one_each, K]`` int64, the tokens chosen after each forward.
+
+    """
+    first, (num_forwards, page_size) = inputs.batch, size
+    sampling = sampling and first_of(sampling, inputs.one_each)
+    last_rows = (first.cu_seqlens_q[1 : inputs.one_each + 1] - 1).long()
+    logits, hidden = parts.forward(first, parts.project(features), last_rows)
+    hidden, chosen = hidden[last_rows], [parts.choose(logits, sampling)]
+    for ahead in range(num_forwards - 1):
+        sampling = sampling and after(sampling, chosen[-1])
+        logits, hidden = parts.forward(one_row_each(first, chosen[-1], ahead, page_size), hidden, None)
+        chosen.append(parts.choose(logits, sampling))
+    return (torch.stack(chosen, dim=1),)
+
+
 def first_of(sampling: Sampling, count: int) -> Sampling:
     """Return how the first ``count`` sequences choose."""
     return Sampling(

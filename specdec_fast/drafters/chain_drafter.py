@@ -9,26 +9,45 @@ Features of accepted tokens arrive after the step, and the next proposal overwri
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
+from specdec_fast.batch.sampling_batch import Sampling, after, sampling_columns, sampling_of
+from specdec_fast.cuda_graphs.buckets import Limits
+from specdec_fast.cuda_graphs.capture import capture_for
+from specdec_fast.cuda_graphs.chains import ChainGraphs
+from specdec_fast.cuda_graphs.graphs import described
+from specdec_fast.cuda_graphs.sides import ChainParts
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft
+from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.queued_features import tokens_after
 from specdec_fast.drafters.tapped import TappedDrafter
-from specdec_fast.kv_cache.forward_layout import decode_batches
-from specdec_fast.models.draft_step import by_sequence, stages
+from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out_on_host
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.models.draft_step import by_sequence, first_tokens, stages
 from specdec_fast.request.sequence import Sequence
 
 
 class ChainDrafter(TappedDrafter):
     """Drafts a chain of K tokens: one forward over the rows with new features, then one row per further token.
 
-    A subclass computes rows (``_forward``) and chooses tokens (``_next_tokens``).
+    A subclass computes rows (``_forward``) and chooses tokens (``_next_tokens``), both without waiting for the device. On
+    a GPU the whole step is one graph, unless sequences get fewer than K tokens or have a repetition penalty.
     """
+
+    def __init__(self, layout: KVLayout, context: DrafterContext) -> None:
+        super().__init__(layout, context)
+        config, capture = context.config, capture_for(context.device)
+        most = config.most_draft_tokens
+        limits = Limits(config.max_batch_size, most + 1, most)
+        self._graphs = None if capture is None or config.enforce_eager else ChainGraphs(capture, limits)
+
+    def describe(self) -> dict[str, Any]:
+        """Return whether graphs draft its chains."""
+        return described(self._graphs)
 
     @abstractmethod
     def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -45,8 +64,11 @@ class ChainDrafter(TappedDrafter):
         """
 
     @abstractmethod
-    def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
-        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own."""
+    def _next_tokens(self, logits: Tensor, fed: Tensor | None, sampling: Sampling | None) -> Tensor:
+        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own.
+
+        Only repetition penalties read ``fed``.
+        """
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
@@ -64,7 +86,11 @@ class ChainDrafter(TappedDrafter):
         """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""
         members, counts = list(drafting), list(drafting.values())
         queued = self._queued_rows(members)
-        hidden, tokens = self._taken(queued), to_device(tokens_after(queued), self._device)
+        features = self._hidden_states(queued)
+        of_graph = self._by_graph(queued, features, counts)
+        if of_graph is not None:
+            return first_tokens(of_graph, counts)
+        hidden, tokens = self._projected(features), to_device(tokens_after(queued), self._device)
         drafted: list[Tensor] = []
         before: list[int] = []
         for num_forwards, chosen in stages(counts):
@@ -92,3 +118,18 @@ class ChainDrafter(TappedDrafter):
         if len(drafted) == min(counts):  # every sequence gets as many
             return torch.stack(drafted, dim=1).flatten()
         return torch.cat(drafted)[to_device(by_sequence(counts), self._device)]
+
+    def _by_graph(self, queued: list[Rows], features: Tensor, counts: list[int]) -> Tensor | None:
+        """Return the tokens ``[B, K]`` that one graph chooses; None if there is none for these sequences.
+
+        A sequence that gets fewer tokens than others has as many forwards; see ``DraftLoop``.
+        """
+        members: list[Sequence] = [row.owner for row in queued]  # type: ignore[misc]
+        if self._graphs is None or not self._graphs.has_loop(max(counts)):
+            return None
+        if any(sequence.params.repetition_penalty != 1 for sequence in members):
+            return None
+        layout = lay_out_on_host(self._pool(), queued, ahead=[count - 1 for count in counts])
+        columns = sampling_columns(members) if any(sequence.samples for sequence in members) else {}
+        parts = ChainParts(self._projected, self._forward, lambda logits, rules: self._next_tokens(logits, None, rules))
+        return self._graphs.draft(parts, layout, tokens_after(queued), features, columns, self._pool())

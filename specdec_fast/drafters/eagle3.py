@@ -73,8 +73,9 @@ class Eagle3Drafter(ChainDrafter):
         return f"eagle3:{self._folder}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the taps, the number of ids, the tree, and whether a forward program runs its layers."""
+        """Return the taps, the number of ids, the tree, and what runs its layers."""
         return {
+            **super().describe(),
             "tap_layers": self.taps,
             "draft_vocab_size": self.model.config.draft_vocab_size,
             "forward_program": self.rows.program is not None,
@@ -173,7 +174,7 @@ class Eagle3Drafter(ChainDrafter):
             return TokenChoice(model.vocab_size, sampling)
         return TokenChoice(len(model.target_ids), sampling, model.target_ids, model.vocab_size)
 
-    def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
+    def _next_tokens(self, logits: Tensor, fed: Tensor | None, sampling: Sampling | None) -> Tensor:
         model = self.model
         if model.target_ids is None:
             return chosen_tokens(model.ops, logits, model.vocab_size, sampling, fed)

@@ -59,8 +59,8 @@ class MtpDrafter(ChainDrafter):
         return "mtp" if self._source is None else f"mtp:{self._source}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the format of the checkpoint, and the number of its MTP layers, of which the first drafts."""
-        return self._described
+        """Return the checkpoint's format, the number of its MTP layers, of which the first drafts, and what runs it."""
+        return {**super().describe(), **self._described}
 
     def weights(self) -> Iterable[Tensor]:
         """Return the weights of the MTP layer, and the target's embedding and output layer."""
@@ -85,7 +85,7 @@ class MtpDrafter(ChainDrafter):
     def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.model.forward(batch, self._pool(), inputs, wanted)
 
-    def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
+    def _next_tokens(self, logits: Tensor, fed: Tensor | None, sampling: Sampling | None) -> Tensor:
         return chosen_tokens(self.model.ragged.ops, logits, self.model.ragged.vocab_size, sampling, fed)
 
 

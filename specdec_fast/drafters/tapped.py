@@ -168,10 +168,14 @@ class TappedDrafter(PooledDrafter):
         """Remove and return the hidden states of the first queued features of some sequences."""
         return [piece for row in rows for piece in self._states[row.owner].take(row.count)]  # type: ignore[index]
 
+    def _hidden_states(self, rows: list[Rows]) -> Tensor:
+        """Remove and return the hidden states of the first queued features of some sequences, as one tensor."""
+        pieces = self._pieces(rows)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
     def _taken(self, rows: list[Rows]) -> Tensor:
         """Remove and return the first queued features of some sequences, ``[sum of counts, H]``."""
-        pieces = self._pieces(rows)
-        return self._projected(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+        return self._projected(self._hidden_states(rows))
 
     def _catch_up(self, sequences: list[Sequence]) -> None:
         """Compute the rows of queued features, but for the last of each sequence if a proposal starts from it."""

@@ -84,12 +84,7 @@ class DraftLoop:
         samples = any(sequence.samples for sequence in sequences)
         columns = sampling_columns(sequences) if samples else {}
         chosen = graphs.draft(layout, token_ids, num_forwards, columns, self._pool, self._vocab_size)
-        if chosen is None:
-            return None
-        if num_forwards == min(num_draft_tokens):
-            return chosen.flatten()
-        own = [i * num_forwards + j for i, count in enumerate(num_draft_tokens) for j in range(count)]
-        return chosen.flatten()[to_device(own, self._device)]
+        return None if chosen is None else first_tokens(chosen, num_draft_tokens)
 
     def _draft(self, first: list[Rows], token_ids: list[int], num_draft_tokens: list[int]) -> list[Tensor]:
         """Return the tokens of each forward: one of every sequence that gets so many, in batch order."""
@@ -166,6 +161,15 @@ def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
     wide = logits.new_full((len(logits), vocab_size), float("-inf"))
     wide[:, target_ids] = logits
     return wide
+
+
+def first_tokens(chosen: Tensor, num_draft_tokens: list[int]) -> Tensor:
+    """Return the first tokens of each sequence, ``[sum(num_draft_tokens)]``, of ``chosen [B, K]``."""
+    num_forwards = chosen.shape[1]
+    if num_forwards == min(num_draft_tokens):
+        return chosen.flatten()
+    own = [i * num_forwards + j for i, count in enumerate(num_draft_tokens) for j in range(count)]
+    return chosen.flatten()[to_device(own, chosen.device)]
 
 
 def stages(num_draft_tokens: list[int]) -> Iterator[tuple[int, list[int]]]:

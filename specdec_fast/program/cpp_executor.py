@@ -155,9 +155,8 @@ class Program:
 
         """
         depths, num_nodes, width, parents, ranks, temperature = rules
-        most = sum(num_nodes)
-        tokens, *others = (
-            torch.empty(most, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.int32, torch.float32)
+        tokens, above, scores = (
+            torch.empty(sum(num_nodes), dtype=dtype, device="cpu") for dtype in (torch.int64, torch.int32, torch.float32)
         )
         counts = self._program.draft_trees(
             _pages(spans),
@@ -169,10 +168,10 @@ class Program:
             self._sizes_of(choice),
             addresses_of(choice.sampling),
             torch.get_num_threads(),
-            (tokens.data_ptr(), *(other.data_ptr() for other in others)),
+            (tokens.data_ptr(), above.data_ptr(), scores.data_ptr()),
         )
         num_drafted = sum(counts)
-        return DraftedTrees(tokens[:num_drafted], *(other[:num_drafted] for other in others), counts)
+        return DraftedTrees(tokens[:num_drafted], above[:num_drafted], scores[:num_drafted], counts)
 
     def verify(
         self,

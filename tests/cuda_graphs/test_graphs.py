@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, after
 from specdec_fast.batch.trees import rows_of_trees
-from specdec_fast.cuda_graphs import graphs
+from specdec_fast.cuda_graphs import store
 from specdec_fast.cuda_graphs.capture import Captured
 from specdec_fast.device_copy import to_host
 from specdec_fast.drafters.draft_model import ModelDrafter
@@ -205,7 +205,7 @@ def test_graphs_do_not_keep_a_pool(model):
 
 def test_where_there_are_too_many_all_go(model, monkeypatch):
     """All at once, because destroying one frees memory that the others use: see ``CudaCapture``."""
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(store, "MOST_GRAPHS", 2)
     pool = opened_pool(model)
     eager_pool = opened_pool(model)
     turns = [[1], [2], [1], [3, 3], [1], [2], [3, 3]]

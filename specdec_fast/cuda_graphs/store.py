@@ -1,0 +1,106 @@
+"""Graphs by kind: when one is recorded, and when all of them are destroyed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from specdec_fast.cuda_graphs.capture import Capture, Captured, Run
+from specdec_fast.cuda_graphs.inputs import Inputs
+from specdec_fast.kv_cache.page_pool import PagePool
+
+MOST_GRAPHS = 64  # per store; a graph of a large model holds some megabytes besides its logits
+
+
+class Recipe(NamedTuple):
+    """What a graph reads and computes.
+
+    Attributes:
+        inputs: of its bucket.
+        own: see ``Recorded``.
+        run: the call that is recorded. It is not kept, because it may hold the page pool.
+
+    """
+
+    inputs: Inputs
+    own: Tensor | None
+    run: Run
+
+
+class Recorded(NamedTuple):
+    """A graph.
+
+    Attributes:
+        inputs: of its bucket.
+        own: a tensor that each replay reads besides, or writes; None: there is none. It lies outside of the graphs'
+            memory, in which another graph would overwrite it.
+        captured: what runs it again, and its results.
+
+    """
+
+    inputs: Inputs
+    own: Tensor | None
+    captured: Captured
+
+
+class GraphStore:
+    """Records each graph when a batch needs it for the second time.
+
+    The first time, the caller runs the batch without a graph, because shapes that occur once, as at the end of a run,
+    are not worth recording. Graphs contain the addresses of one page pool; for another pool they are recorded again.
+    All graphs are destroyed together: see ``CudaCapture``.
+
+    Args:
+        capture: records what a call does.
+
+    Attributes:
+        why_not: the reason why there can be no graphs; None if there can.
+
+    """
+
+    def __init__(self, capture: Capture, why_not: str | None = None) -> None:
+        self._capture, self.why_not = capture, why_not
+        self._graphs: dict[Hashable, Recorded] = {}
+        self._asked: set[Hashable] = set()
+        # No reference to the pool itself, so that its memory is free before another pool is allocated.
+        self._pool: Callable[[], PagePool | None] = lambda: None
+
+    @property
+    def num_captured(self) -> int:
+        """The number of graphs now."""
+        return len(self._graphs)
+
+    def _graph(
+        self, kind: Hashable, pool: PagePool, prepare: Callable[[], Recipe], fill: Callable[[Inputs, Tensor | None], None]
+    ) -> Recorded | None:
+        """Return the graph of a kind with its inputs filled, recorded now if it is asked for again; or None."""
+        if self._pool() is not pool:
+            self._graphs.clear()
+            self._pool = weakref.ref(pool)
+        graph = self._graphs.get(kind)
+        if graph is not None:
+            fill(graph.inputs, graph.own)
+        elif kind in self._asked:
+            graph = self._recorded(prepare, fill)
+            if graph is not None:
+                self._graphs[kind] = graph
+        self._asked.add(kind)
+        return graph
+
+    def _recorded(
+        self, prepare: Callable[[], Recipe], fill: Callable[[Inputs, Tensor | None], None]
+    ) -> Recorded | None:
+        """Record a graph on the batch that needs it; computing it several times gives the same result each time."""
+        if len(self._graphs) == MOST_GRAPHS:
+            self._graphs.clear()
+        inputs, own, run = prepare()
+        fill(inputs, own)
+        try:
+            return Recorded(inputs, own, self._capture(run))
+        except Exception as error:  # a model's own code may raise anything; PyTorch then runs its forwards
+            self._graphs.clear()
+            self.why_not = f"{type(error).__name__}: {error}"
+            return None
