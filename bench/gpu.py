@@ -30,6 +30,7 @@ from bench.common import report
 from bench.common.device import properties
 from bench.gpu_ import compilation as gpu_compile
 from bench.gpu_ import decoding as gpu_decoding
+from bench.gpu_ import drafters as gpu_drafters
 from bench.gpu_ import equivalence as gpu_equivalence
 from bench.gpu_ import graphs as gpu_graphs
 from bench.gpu_ import kernels as gpu_kernels
@@ -49,6 +50,7 @@ TASKS = (
     Task("graph_gates", gpu_graphs.run_gates, 2),
     Task("equivalence", gpu_equivalence.run, 2),
     Task("programs", gpu_programs.run, 2),
+    Task("drafters", gpu_drafters.run, 2),
 )
 
 
@@ -119,6 +121,7 @@ def print_tables(results: dict[str, Result]) -> None:
         ("timings", _timing_lines, ("op", "case", "dtype", "method", "us", "us/call", "GB/s", "of copy")),
         ("graphs", _graph_lines, ("what", "batch", "us", "eager us", "floor us", "of copy", "over eager")),
         ("decoding", _decoding_lines, ("method", "batch", "acceptance", *_DECODING_HEADER)),
+        ("drafters", _drafter_lines, ("what", "tokens/s", "length", "ms drafting/step", "graphs", "equal")),
     )
     for task, lines, header in tables:
         rows = list(lines(results.get(task, {"rows": []})))
@@ -156,6 +159,13 @@ def _decoding_lines(result: Result) -> Iterator[tuple[Any, ...]]:
         shares = (f"{row['share_outside_forwards']:.1%}", f"{row['equal_share']:.1%}")
         acceptance = "-" if row["acceptance"] is None else row["acceptance"]
         yield row["method"], row["batch"], acceptance, *speeds, *shares
+
+
+def _drafter_lines(result: Result) -> Iterator[tuple[Any, ...]]:
+    for row in result.get("rows", []):
+        drafting = f"{1e3 * row['seconds_drafting'] / max(1, row['num_steps']):.2f}"
+        speeds = (f"{row['tokens_per_second']:.1f}", f"{row['mean_acceptance_length']:.2f}", drafting)
+        yield row["what"], *speeds, row["draft_graphs"], f"{row['equal']} of {row['outputs']}"
 
 
 def _part_line(name: str, result: Result) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The chains of a drafter over the target's hidden states as graphs: all forwards and choices of a step in one launch."""
+"""The chains of a drafter over hidden states as graphs: all forwards and choices of a step in one launch."""
 
 from __future__ import annotations
 

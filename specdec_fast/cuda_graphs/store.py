@@ -74,7 +74,11 @@ class GraphStore:
         return len(self._graphs)
 
     def _graph(
-        self, kind: Hashable, pool: PagePool, prepare: Callable[[], Recipe], fill: Callable[[Inputs, Tensor | None], None]
+        self,
+        kind: Hashable,
+        pool: PagePool,
+        prepare: Callable[[], Recipe],
+        fill: Callable[[Inputs, Tensor | None], None],
     ) -> Recorded | None:
         """Return the graph of a kind with its inputs filled, recorded now if it is asked for again; or None."""
         if self._pool() is not pool:

@@ -34,8 +34,12 @@ from specdec_fast.request.sequence import Sequence
 class ChainDrafter(TappedDrafter):
     """Drafts a chain of K tokens: one forward over the rows with new features, then one row per further token.
 
-    A subclass computes rows (``_forward``) and chooses tokens (``_next_tokens``), both without waiting for the device. On
-    a GPU the whole step is one graph, unless sequences get fewer than K tokens or have a repetition penalty.
+    A subclass computes rows (``_forward``) and chooses tokens (``_next_tokens``), both without waiting for the device.
+    On a GPU the whole step is one graph, unless no sequence gets K tokens, or one has a repetition penalty.
+
+    Attributes:
+        graphs: of its steps; None on a device without graphs.
+
     """
 
     def __init__(self, layout: KVLayout, context: DrafterContext) -> None:
@@ -43,11 +47,11 @@ class ChainDrafter(TappedDrafter):
         config, capture = context.config, capture_for(context.device)
         most = config.most_draft_tokens
         limits = Limits(config.max_batch_size, most + 1, most)
-        self._graphs = None if capture is None or config.enforce_eager else ChainGraphs(capture, limits)
+        self.graphs = None if capture is None or config.enforce_eager else ChainGraphs(capture, limits)
 
     def describe(self) -> dict[str, Any]:
         """Return whether graphs draft its chains."""
-        return described(self._graphs)
+        return described(self.graphs)
 
     @abstractmethod
     def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -125,11 +129,11 @@ class ChainDrafter(TappedDrafter):
         A sequence that gets fewer tokens than others has as many forwards; see ``DraftLoop``.
         """
         members: list[Sequence] = [row.owner for row in queued]  # type: ignore[misc]
-        if self._graphs is None or not self._graphs.has_loop(max(counts)):
+        if self.graphs is None or not self.graphs.has_loop(max(counts)):
             return None
         if any(sequence.params.repetition_penalty != 1 for sequence in members):
             return None
         layout = lay_out_on_host(self._pool(), queued, ahead=[count - 1 for count in counts])
         columns = sampling_columns(members) if any(sequence.samples for sequence in members) else {}
         parts = ChainParts(self._projected, self._forward, lambda logits, rules: self._next_tokens(logits, None, rules))
-        return self._graphs.draft(parts, layout, tokens_after(queued), features, columns, self._pool())
+        return self.graphs.draft(parts, layout, tokens_after(queued), features, columns, self._pool())

@@ -156,7 +156,8 @@ class Program:
         """
         depths, num_nodes, width, parents, ranks, temperature = rules
         tokens, above, scores = (
-            torch.empty(sum(num_nodes), dtype=dtype, device="cpu") for dtype in (torch.int64, torch.int32, torch.float32)
+            torch.empty(sum(num_nodes), dtype=dtype, device="cpu")
+            for dtype in (torch.int64, torch.int32, torch.float32)
         )
         counts = self._program.draft_trees(
             _pages(spans),

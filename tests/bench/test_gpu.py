@@ -9,6 +9,7 @@ import torch
 
 from bench import gpu
 from bench.gpu_ import decoding as gpu_decoding
+from bench.gpu_ import drafters as gpu_drafters
 from bench.gpu_ import isolated_tasks
 from bench.gpu_.flash_references import FLASH_REFERENCES
 from bench.gpu_.isolated_tasks import Task
@@ -75,6 +76,12 @@ def test_programs_run_with_every_scheduler(smoke):
         *((method, "bfloat16") for method in METHODS),
     ]
     assert all(row["equal"] == row["outputs"] > 0 for row in found["rows"])
+
+
+def test_drafters_are_compared_with_plain_decoding(smoke):
+    rows = smoke[1]["parts"]["drafters"]["rows"]
+    assert [row["what"].split(" at ")[0] for row in rows] == [*gpu_drafters.DRAFTERS] * len(gpu_drafters.TEMPERATURES)
+    assert all(row["equal"] == row["outputs"] > 0 for row in rows)
 
 
 def test_decoding_measures_what_was_requested(smoke):
@@ -165,6 +172,7 @@ def test_what_a_task_has_no_time_for_is_named(name, monkeypatch):
         "timings": "paged_attention verify_2x40 bfloat16",
         "equivalence": "float32",
         "programs": "float32",
+        "drafters": "plain at batch 2, temperature 0",
         "graphs": "plain step at batch 2",
         "graph_gates": "eqspec in float32",
         "decoding": "logits of a verification",

@@ -118,7 +118,7 @@ def test_what_cannot_be_recorded_is_drafted_without_a_graph(tmp_path, hugging_fa
     def refused(run):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    engine.core.drafter._graphs._capture = refused
+    engine.core.drafter.graphs._capture = refused
     for _ in range(2):
         assert [output.raise_for_error().token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
     described = engine.describe()["draft"]

@@ -1,0 +1,94 @@
+"""Task "drafters" of ``bench.gpu``: the bundled target with its EAGLE-3 drafter and prompt lookup, in bf16.
+
+Every output must be that of plain decoding at the same settings. Each engine decodes twice before it is measured, so
+that its graphs are recorded. The bundled target is small: its speeds show the costs of a step besides weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from bench.common.measurement import Tokens
+from bench.gpu_.equivalence import Pair, Sizes
+from bench.gpu_.isolated_tasks import Progress, Settings
+from specdec_fast import Engine, SamplingParams
+from specdec_fast.assets import demo_pair
+
+FULL = Sizes(32, 64, ((), ()), ((1, 8), (5,)))
+SMOKE = Sizes(3, 6, ((), ()), ((2,), (3,)))
+_WARM_UPS = 2
+_EAGLE3 = f"eagle3:{demo_pair() / 'eagle3'}"
+PLAIN = "plain"
+# What drafts, by name, and the settings of its engine.
+DRAFTERS: dict[str, dict[str, Any]] = {
+    PLAIN: {"draft": None},
+    "eagle3 chain": {"draft": _EAGLE3},
+    "eagle3 chain without graphs": {"draft": _EAGLE3},
+    "eagle3 tree": {"draft": _EAGLE3, "draft_tree": 16},
+    "ngram": {"draft": "ngram"},
+}
+TEMPERATURES = (0.0, 1.0)
+
+
+def run(settings: Settings, progress: Progress) -> None:
+    """Decode with every drafter, greedily and at temperature 1; the equality of outputs is a gate."""
+    logging.disable_progress_bar()
+    sizes = SMOKE if settings.smoke else FULL
+    progress.note(prompts=sizes.num_prompts, new_tokens=sizes.max_new_tokens)
+    pair, (batch_sizes, (num_draft_tokens, *_)) = Pair(torch.bfloat16, settings, sizes), sizes.noisy
+    for batch_size, temperature in product(batch_sizes, TEMPERATURES):
+        expected: Tokens = []  # the outputs of plain decoding, which comes first
+        for name, options in DRAFTERS.items():
+            settings_of = {"max_batch_size": batch_size, "num_draft_tokens": num_draft_tokens, **options}
+            what = f"{name} at batch {batch_size}, temperature {temperature:g}"
+            check = partial(_decode, pair, name, settings_of, temperature, expected)
+            progress.attempt(what, partial(_compare, check, what, expected, progress))
+
+
+def _decode(
+    pair: Pair, name: str, settings: dict[str, Any], temperature: float, expected: Tokens
+) -> tuple[Tokens, float, Engine]:
+    """Return outputs, tokens per second and the engine; those of plain decoding become the expected ones."""
+    engine = Engine(pair.target, tokenizer=pair.tokenizer, backend=pair.backend, **settings)
+    if name.endswith("without graphs"):
+        engine.core.drafter.graphs = None
+    params = [
+        SamplingParams(max_new_tokens=pair.max_new_tokens, temperature=temperature, seed=i)
+        for i in range(len(pair.prompts))
+    ]
+    for _ in range(1 + _WARM_UPS):
+        started = perf_counter()
+        outputs = engine.generate(pair.prompts, params, progress=False)
+        seconds = perf_counter() - started
+    tokens = [output.raise_for_error().token_ids for output in outputs]
+    if name == PLAIN:
+        expected += tokens
+    return tokens, sum(map(len, tokens)) / seconds, engine
+
+
+def _compare(
+    decode: Callable[[], tuple[Tokens, float, Engine]], what: str, expected: Tokens, progress: Progress
+) -> None:
+    tokens, speed, engine = decode()
+    equal = sum(found == wanted for found, wanted in zip(tokens, expected, strict=True))
+    stats, described = engine.last_run, engine.describe()["draft"]
+    progress.row(
+        what=what,
+        outputs=len(tokens),
+        equal=equal,
+        tokens_per_second=speed,
+        mean_acceptance_length=stats.decoding.mean_acceptance_length,
+        draft_graphs=described.get("graphs_captured", 0),
+        why_no_graphs=described.get("why_no_graphs"),
+        seconds_drafting=stats.timer.seconds.get("draft", 0.0),
+        num_steps=stats.num_steps,
+    )
+    if equal < len(tokens):
+        progress.fail(what, f"{len(tokens) - equal} of {len(tokens)} outputs differ from plain decoding")
