@@ -133,7 +133,7 @@ def noise_words(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def addresses_of(sampling: Sampling | None) -> list[int]:
-    """Return the addresses that ``sampling_at`` in csrc/bindings.cpp expects; none for greedy decoding."""
+    """Return the addresses that ``sampling_at`` in csrc/bindings.h expects; none for greedy decoding."""
     return [] if sampling is None else [getattr(sampling, field.name).data_ptr() for field in fields(sampling)]
 
 
