@@ -212,8 +212,8 @@ class Graphs(GraphStore):
         def last_logits(batch: RaggedBatch, rows: Tensor | None) -> Tensor:
             return self._forward(batch, pool, rows, None)
 
-        def choose(logits: Tensor, sampling: Sampling | None) -> Tensor:
-            return self._choices.choose(logits, kind.vocab_size, sampling)
+        def choose(logits: Tensor, sampling: Sampling | None, fed: Tensor, one_each: Tensor) -> Tensor:
+            return self._choices.choose(logits, kind.vocab_size, sampling, fed, one_each)
 
         return partial(drafting_loop, last_logits, inputs, sampling, choose, (kind.num_forwards, pool.page_size))
 

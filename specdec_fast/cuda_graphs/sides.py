@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,18 +14,21 @@ from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling, after
 from specdec_fast.cuda_graphs.inputs import Inputs
 
+_ALIGNED = 4  # int32 numbers of 16 bytes: for other addresses Triton compiles other kernels
+
 
 class Choices(NamedTuple):
     """How graphs choose tokens, without waiting for the device.
 
     Attributes:
-        choose: returns tokens ``[N]`` from logits ``[N, V]``, with ids below a number; ``Sampling`` None: greedily.
+        choose: returns tokens ``[N]`` from logits ``[N, V]``, with ids below a number; ``Sampling`` None: greedily. It
+            also takes the tokens ``[N]`` that were fed, and ``[N + 1]`` int32, 0 to N.
         verify: ``verify_chain``.
         vocab_size: of the model.
 
     """
 
-    choose: Callable[[Tensor, int, Sampling | None], Tensor]
+    choose: Callable[[Tensor, int, Sampling | None, Tensor, Tensor], Tensor]
     verify: Callable[[Tensor, Tensor, Tensor, Sampling | None, Tensor | None], tuple[Tensor, ...]]
     vocab_size: int
 
@@ -55,7 +59,7 @@ def drafting_loop(
     forward: Callable[[RaggedBatch, Tensor | None], Tensor],
     inputs: Inputs,
     sampling: Sampling | None,
-    choose: Callable[[Tensor, Sampling | None], Tensor],
+    choose: Callable[[Tensor, Sampling | None, Tensor, Tensor], Tensor],
     size: tuple[int, int],
 ) -> tuple[Tensor]:
     """Run the forwards of a drafting step.
@@ -64,7 +68,7 @@ def drafting_loop(
         forward: computes the logits of the rows with the given indices, or of all.
         inputs: of the bucket, of which ``one_each`` places are for sequences.
         sampling: how the sequences choose; None: greedily.
-        choose: returns a token for each row of logits.
+        choose: ``Choices.choose`` without the number of ids.
         size: number of forwards, ``K``, and positions of a page.
 
     Returns:
@@ -74,10 +78,12 @@ def drafting_loop(
     first, (num_forwards, page_size) = inputs.batch, size
     sampling = sampling and first_of(sampling, inputs.one_each)
     last_rows = (first.cu_seqlens_q[1 : inputs.one_each + 1] - 1).long()
-    chosen = [choose(forward(first, last_rows), sampling)]
-    for ahead in range(num_forwards - 1):
+    one_each = torch.arange(inputs.one_each + 1, dtype=torch.int32, device=last_rows.device)
+    chosen = [choose(forward(first, last_rows), sampling, first.token_ids[last_rows], one_each)]
+    for batch_of in later_batches(first, one_each, num_forwards - 1, page_size):
         sampling = sampling and after(sampling, chosen[-1])
-        chosen.append(choose(forward(one_row_each(first, chosen[-1], ahead, page_size), None), sampling))
+        logits = forward(batch_of(token_ids=chosen[-1]), None)
+        chosen.append(choose(logits, sampling, chosen[-1], one_each))
     return (torch.stack(chosen, dim=1),)
 
 
@@ -88,13 +94,14 @@ class ChainParts(NamedTuple):
         project: from the target's hidden states ``[T, taps, H]`` to what rows take, ``[T, size]``.
         forward: from a batch, what its rows take, and the rows whose logits are wanted (None: all) to these logits and
             the hidden states of all rows ``[T, size]``.
-        choose: returns the target's token for each row of logits; ``Sampling`` None: greedily.
+        choose: returns the target's token for each row of logits; ``Sampling`` None: greedily. It also takes the tokens
+            that were fed.
 
     """
 
     project: Callable[[Tensor], Tensor]
     forward: Callable[[RaggedBatch, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    choose: Callable[[Tensor, Sampling | None], Tensor]
+    choose: Callable[[Tensor, Sampling | None, Tensor], Tensor]
 
 
 def chain_loop(
@@ -114,12 +121,13 @@ def chain_loop(
     first, (num_forwards, page_size) = inputs.batch, size
     sampling = sampling and first_of(sampling, inputs.one_each)
     last_rows = (first.cu_seqlens_q[1 : inputs.one_each + 1] - 1).long()
+    one_each = torch.arange(inputs.one_each + 1, dtype=torch.int32, device=last_rows.device)
     logits, hidden = parts.forward(first, parts.project(features), last_rows)
-    hidden, chosen = hidden[last_rows], [parts.choose(logits, sampling)]
-    for ahead in range(num_forwards - 1):
+    hidden, chosen = hidden[last_rows], [parts.choose(logits, sampling, first.token_ids[last_rows])]
+    for batch_of in later_batches(first, one_each, num_forwards - 1, page_size):
         sampling = sampling and after(sampling, chosen[-1])
-        logits, hidden = parts.forward(one_row_each(first, chosen[-1], ahead, page_size), hidden, None)
-        chosen.append(parts.choose(logits, sampling))
+        logits, hidden = parts.forward(batch_of(token_ids=chosen[-1]), hidden, None)
+        chosen.append(parts.choose(logits, sampling, chosen[-1]))
     return (torch.stack(chosen, dim=1),)
 
 
@@ -138,24 +146,44 @@ def first_of(sampling: Sampling, count: int) -> Sampling:
     )
 
 
-def one_row_each(first: RaggedBatch, token_ids: Tensor, ahead: int, page_size: int) -> RaggedBatch:
-    """Lay out one row per sequence, ``ahead`` positions after the next one of the batch: ``token_ids [N]``.
+def later_batches(
+    first: RaggedBatch, one_each: Tensor, num_forwards: int, page_size: int
+) -> list[partial[RaggedBatch]]:
+    """Lay out one row per sequence for each forward after the first, as ``decode_batches`` does, but on the device.
 
-    As ``forward_layout.decode_batches`` does, but on the device. Sequences of padding rows stay in the scratch page.
+    All forwards are laid out at once, because a layout is ten small kernels. Sequences of padding rows stay in the
+    scratch page.
+
+    Args:
+        first: the first forward.
+        one_each: ``[N + 1]`` int32, 0 to N: the forwards have one row for each of the first ``N`` places.
+        num_forwards: number of forwards after the first.
+        page_size: positions of a page.
+
+    Returns:
+        One function per forward; called with the keyword ``token_ids``, ``[N]``, it returns the batch.
+
     """
-    num_rows = token_ids.shape[0]
-    positions, table = first.seqused_k[:num_rows] + ahead, first.block_table[:num_rows]
-    pages = table.gather(1, (positions // page_size).long()[:, None])[:, 0]
-    cu_seqlens = torch.arange(num_rows + 1, dtype=torch.int32, device=token_ids.device)
-    return replace(
-        first,
-        token_ids=token_ids,
-        positions=positions.long(),
-        slot_mapping=pages * page_size + positions % page_size,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens=cu_seqlens,
-        seqused_k=positions + 1,
-        block_table=table,
-        most_rows=1,
-        max_seqlen_q=1,
-    )
+    num_rows = len(one_each) - 1
+    table, missing = first.block_table[:num_rows], -num_rows % _ALIGNED
+    # Rows that are missing are those of the last sequence, and not used.
+    used = torch.cat([first.seqused_k[:num_rows], first.seqused_k[num_rows - 1 : num_rows].expand(missing)])
+    tables = torch.cat([table, table[-1:].expand(missing, -1)])
+    positions = used + torch.arange(num_forwards, dtype=torch.int32, device=used.device)[:, None]
+    pages = tables.gather(1, (positions // page_size).long().T).T
+    slots, wide, lengths = (pages * page_size + positions % page_size).contiguous(), positions.long(), positions + 1
+    return [
+        partial(
+            replace,
+            first,
+            positions=wide[i, :num_rows],
+            slot_mapping=slots[i, :num_rows],
+            cu_seqlens_q=one_each,
+            cu_seqlens=one_each,
+            seqused_k=lengths[i, :num_rows],
+            block_table=table,
+            most_rows=1,
+            max_seqlen_q=1,
+        )
+        for i in range(num_forwards)
+    ]

@@ -68,11 +68,8 @@ class ChainDrafter(TappedDrafter):
         """
 
     @abstractmethod
-    def _next_tokens(self, logits: Tensor, fed: Tensor | None, sampling: Sampling | None) -> Tensor:
-        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own.
-
-        Only repetition penalties read ``fed``.
-        """
+    def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
+        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own."""
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
@@ -135,5 +132,9 @@ class ChainDrafter(TappedDrafter):
             return None
         layout = lay_out_on_host(self._pool(), queued, ahead=[count - 1 for count in counts])
         columns = sampling_columns(members) if any(sequence.samples for sequence in members) else {}
-        parts = ChainParts(self._projected, self._forward, lambda logits, rules: self._next_tokens(logits, None, rules))
+
+        def choose(logits: Tensor, sampling: Sampling | None, fed: Tensor) -> Tensor:
+            return self._next_tokens(logits, fed, sampling)
+
+        parts = ChainParts(self._projected, self._forward, choose)
         return self.graphs.draft(parts, layout, tokens_after(queued), features, columns, self._pool())

@@ -174,7 +174,7 @@ class Eagle3Drafter(ChainDrafter):
             return TokenChoice(model.vocab_size, sampling)
         return TokenChoice(len(model.target_ids), sampling, model.target_ids, model.vocab_size)
 
-    def _next_tokens(self, logits: Tensor, fed: Tensor | None, sampling: Sampling | None) -> Tensor:
+    def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
         model = self.model
         if model.target_ids is None:
             return chosen_tokens(model.ops, logits, model.vocab_size, sampling, fed)

@@ -123,11 +123,23 @@ class DraftLoop:
 
 
 def chosen_tokens(
-    ops: Ops, logits: Tensor, vocab_size: int, sampling: Sampling | None, fed: Tensor | None = None
+    ops: Ops,
+    logits: Tensor,
+    vocab_size: int,
+    sampling: Sampling | None,
+    fed: Tensor | None = None,
+    one_each: Tensor | None = None,
 ) -> Tensor:
-    """Return each row's token ``[N]``; every row is the only one of its sequence, and was fed one of ``fed``.
+    """Return each row's token ``[N]``; every row is the only one of its sequence.
 
-    Only repetition penalties read ``fed``.
+    Args:
+        ops: choose tokens.
+        logits: ``[N, V]``.
+        vocab_size: ids below it may be chosen.
+        sampling: how each row chooses; None: greedily.
+        fed: ``[N]`` int64, what each row was fed. Only repetition penalties read it; None: there are none.
+        one_each: ``[N + 1]`` int32, 0 to N; None: it is made here.
+
     """
     if vocab_size < logits.shape[1]:
         logits = logits[:, :vocab_size]
@@ -135,8 +147,8 @@ def chosen_tokens(
         return logits.argmax(dim=-1)
     if fed is None:
         fed = logits.new_zeros(len(logits), dtype=torch.int64)
-    # Made here, because this may be recorded in a graph: a shared tensor may be gone when that is replayed.
-    one_each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
+    if one_each is None:  # this may be recorded in a graph: a shared tensor may be gone when that is replayed
+        one_each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
     tokens = (ops.unchecked or ops).verify_chain(logits, fed, one_each, sampling)[0]
     return tokens.clamp_(min=0)  # NaN logits have no token; the target rejects whatever stands for it
 

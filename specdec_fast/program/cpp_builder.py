@@ -102,7 +102,7 @@ def _heads(heads: Heads, plan: Plan) -> tuple[int, int, int]:
 
 
 def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...], int]:
-    """Return place, dtype, buffer, address, immediate, offset, strides, length, in the order of csrc/bind_program.cpp."""
+    """Return place, dtype, buffer, address, immediate, offset, strides, length, as csrc/bind_program.cpp takes them."""
     strides = (0,) * (MAX_RANK - len(operand.strides)) + operand.strides
     code, source = DTYPE_CODES[operand.dtype], operand.source
     if isinstance(source, Tensor):
