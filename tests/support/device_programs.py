@@ -21,7 +21,8 @@ from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
 from specdec_fast.program.ir import Plan
 from specdec_fast.program.row_kernel import OF_BATCH, RowKernel
-from specdec_fast.program.triton_executor import TritonProgram, compiled, dtypes_of, kernels_of, launch_of
+from specdec_fast.program.generated import compiled
+from specdec_fast.program.triton_executor import TritonProgram, dtypes_of, kernels_of, launch_of
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Variant
 from support.experts import CONFIGS as EXPERTS
 from support.experts import mixture_of, tiny_mixture
@@ -41,10 +42,10 @@ def plan_of(model: torch.nn.Module) -> Plan:
     return ragged.program._plan
 
 
-def interpreted(model: torch.nn.Module) -> RaggedModel:
+def interpreted(model: torch.nn.Module, fuses_linears: bool = False) -> RaggedModel:
     """Return a model whose forwards are launched in the interpreter, as a GPU would launch them."""
     ragged = RaggedModel(model, resolve(CPU))
-    ragged.program, ragged.device_program = None, TritonProgram(plan_of(model), resolve(CPU, "triton"))
+    ragged.program, ragged.device_program = None, TritonProgram(plan_of(model), resolve(CPU, "triton"), fuses_linears)
     return ragged
 
 
