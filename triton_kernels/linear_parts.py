@@ -30,12 +30,14 @@ def matrix_of(
 
 
 @triton.jit
-def pair_of(first, second, BLOCK_OUT: tl.constexpr):
+def pair_of(first, second, BLOCK_OUT: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Return a pointer for each row of a tile that belongs to two matrices: 8 rows of one, 8 of the other, and so on.
+
+    Both are multiples of ``ALIGNMENT`` bytes, which the compiler does not see behind a choice.
 
     An instruction for 16 rows gives a thread the sums of rows i and i + 8, so a thread has both sums of an output.
     """
-    return tl.where(tl.arange(0, BLOCK_OUT) % 16 < 8, first, second)
+    return tl.multiple_of(tl.where(tl.arange(0, BLOCK_OUT) % 16 < 8, first, second), ALIGNMENT)
 
 
 @triton.jit
@@ -87,6 +89,11 @@ def load_rows(pointer, row_at, mask, SIZE: tl.constexpr, COUNT: tl.constexpr, PI
 
 
 @triton.jit
-def collected(part, values, chunk, NUM: tl.constexpr, COUNT: tl.constexpr):
-    """Write numbers of ``COUNT`` rows ``[COUNT, 1]`` into line ``chunk`` of ``values [NUM, COUNT]``."""
-    return tl.where(tl.arange(0, NUM)[:, None] == chunk, part.reshape(1, COUNT), values)
+def collected(part, values, group, COUNT: tl.constexpr, NUM: tl.constexpr):
+    """Return ``values [NUM]`` with those of a group of ``COUNT`` rows, ``part [COUNT, 1]``.
+
+    ``tl.gather`` also ends the layout of the sums: otherwise the compiler would use it for all that follows, where
+    every thread would have all rows.
+    """
+    row = tl.arange(0, NUM)
+    return tl.where(row // COUNT == group, tl.gather(part.reshape(COUNT), row % COUNT, 0), values)

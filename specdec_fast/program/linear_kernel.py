@@ -134,22 +134,21 @@ def _statistics(
     if not values.collected:
         return lines
     _, count, piece, number = pieces
-    shape = f"{_ROWS // count}, {count}"
     body = [
-        f"some = row_group * BLOCK_ROWS + chunk * {count} + tl.arange(0, {count})[:, None]",
+        f"some = row_group * BLOCK_ROWS + group * {count} + tl.arange(0, {count})[:, None]",
         "among = some < num_rows",
         f"columns = tl.arange(0, {piece * number})[None, :]",
         *([] if logit_rows is None else [f"some_source = tl.load({logit_rows} + some, mask=among, other=0)"]),
         *whole.lines,
-        *(f"{name} = collected({text}, {name}, chunk, {shape})" for name, text in values.collected.items()),
+        *(f"{name} = collected({text}, {name}, group, {count}, {_ROWS})" for name, text in values.collected.items()),
     ]
     return [
         *lines,
-        *(f"{name} = tl.zeros([{shape}], tl.float32)" for name in values.collected),
+        *(f"{name} = tl.zeros([{_ROWS}], tl.float32)" for name in values.collected),
         f"groups_of_rows = tl.cdiv(tl.minimum(num_rows - row_group * BLOCK_ROWS, BLOCK_ROWS), {count})",
-        "for chunk in tl.range(0, groups_of_rows, num_stages=1):",
+        "for group in tl.range(0, groups_of_rows, num_stages=1):",
         *_indented(body),
-        *(f"{name} = {name}.reshape(BLOCK_ROWS, 1)" for name in values.collected),
+        *(f"{name} = {name}[:, None]" for name in values.collected),
     ]
 
 
@@ -233,7 +232,8 @@ def _matrices(fused: FusedLinear) -> list[str]:
         chosen = "{0} = {0}_0"
     else:
         lines.append("output = outputs_of_pair(tile, BLOCK_OUT)")
-        chosen = "{0} = pair_of({0}_0, {0}_1, BLOCK_OUT)"
+        aligned = 16 if all(tensor.data_ptr() % 16 == 0 for matrix in fused.matrices() for tensor in matrix[:2] if tensor is not None) else 1
+        chosen = f"{{0}} = pair_of({{0}}_0, {{0}}_1, BLOCK_OUT, {aligned})"
     names = ["weight"] if fused.steps[0].bias is None else ["weight", "bias"]
     return [*lines, *(chosen.format(name) for name in names)]
 
