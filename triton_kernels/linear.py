@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.triton_kernels.device import properties
+from specdec_fast.triton_kernels.device import properties, warp_size
 from specdec_fast.triton_kernels.linear_parts import matrix_of, with_products
 from specdec_fast.triton_kernels.overlap import overlaps, prefetch_rows, wait
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
@@ -124,7 +124,8 @@ def _launch(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows
 def tiles_of(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int) -> Launch:
     """Return the launch of another kernel that multiplies in the tiles of ``linears``."""
     launch = _launch(dtype, in_features, sizes, num_rows)
-    return replace(launch, constexprs={k: v for k, v in launch.constexprs.items() if k != "IN_FEATURES"})
+    constexprs = {name: value for name, value in launch.constexprs.items() if name != "IN_FEATURES"}
+    return replace(launch, constexprs={**constexprs, "WARP_SIZE": warp_size()})
 
 
 def _num_stages(num_bytes: int) -> int:

@@ -67,25 +67,32 @@ def with_products(sums, weights, inputs):
 
 
 @triton.jit
-def load_rows(pointer, row_at, mask, SIZE: tl.constexpr, COUNT: tl.constexpr, PIECE: tl.constexpr, NUM: tl.constexpr):
-    """Return ``NUM * PIECE`` numbers of ``COUNT`` rows ``[COUNT, NUM * PIECE]`` in fp32, and zeros from ``SIZE`` on.
+def load_rows(
+    pointer, row_at, mask, SIZE: tl.constexpr, COUNT: tl.constexpr, LENGTH: tl.constexpr, OF_THREADS: tl.constexpr,
+    WARP_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return ``SIZE`` numbers of ``COUNT`` rows in fp32, and zeros up to a power of two, ``[COUNT, LENGTH]``.
 
-    A piece is what the warps of a row's own kernel load at once. Loaded as ``[NUM, COUNT, PIECE]``, a piece is spread
-    over as many warps as there, and the remaining warps get other rows. So a sum over a row adds in the same order.
+    A piece is what the warps of a row's own kernel load at once. Loaded as ``[pieces, COUNT, piece]``, a piece is
+    spread over as many warps as there, and the remaining warps get other rows. So a sum over a row adds in the same
+    order.
 
     Args:
         pointer: to the first number of row 0.
         row_at: where each row begins, ``[COUNT, 1]``.
         mask: which rows there are, ``[COUNT, 1]``.
-        SIZE, COUNT, PIECE, NUM: numbers of a row, rows, numbers of a piece, pieces of a row.
+        SIZE, COUNT, LENGTH: see above.
+        OF_THREADS: numbers of a piece that threads of the same place in all warps load.
+        WARP_SIZE: threads of a warp.
 
     """
-    place = tl.arange(0, NUM)[:, None, None] * PIECE + tl.arange(0, PIECE)[None, None, :]
+    PIECE: tl.constexpr = min(LENGTH, OF_THREADS * WARP_SIZE)
+    place = tl.arange(0, LENGTH // PIECE)[:, None, None] * PIECE + tl.arange(0, PIECE)[None, None, :]
     inside = mask[None, :, :]
-    if SIZE % (NUM * PIECE):
+    if SIZE != LENGTH:
         inside = inside & (place < SIZE)
     numbers = tl.load(pointer + row_at[None, :, :] + place, mask=inside, other=0.0).to(tl.float32)
-    return numbers.permute(1, 0, 2).reshape(COUNT, NUM * PIECE)
+    return numbers.permute(1, 0, 2).reshape(COUNT, LENGTH)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from specdec_fast.program.tile_values import (
     WithStatistics,
 )
 
+_CHOICES = ("ALIGNMENT", "BLOCK_ROWS", "BLOCK_OUT", "BLOCK_IN", "WARP_SIZE", "OVERLAPS")  # of a launch
 _WARPS = 4  # of a linear's program for few rows
 _ROWS = 16  # of such a program
 _LOADED = 8192  # numbers of whole rows that a program has at once: 64 of each thread
@@ -120,10 +121,10 @@ def _pieces(plan: Plan, run: RowRun, size: int) -> tuple[int, int, int, int]:
     }
     if warps > _WARPS or len(sizes) != 1:
         raise NotEmittableError(-1, "the row's own kernel adds in an order that this one does not have")
-    whole_piece = warps * 32 * (16 // sizes.pop())
-    count = _WARPS if length < whole_piece else max(1, min(_ROWS, _LOADED // length))
-    piece = min(length, whole_piece)
-    return size, count, piece, length // piece
+    of_threads = warps * (16 // sizes.pop())
+    # Of short rows so many at once that a thread loads as few numbers of one as there.
+    count = _WARPS if length < 2 * 32 * of_threads else max(1, min(_ROWS, _LOADED // length))
+    return size, count, length, of_threads
 
 
 def _statistics(
@@ -133,11 +134,11 @@ def _statistics(
     lines = [] if logit_rows is None else [f"source = tl.load({logit_rows} + row, mask=inside, other=0)"]
     if not values.collected:
         return lines
-    _, count, piece, number = pieces
+    _, count, length, _ = pieces
     body = [
         f"some = row_group * BLOCK_ROWS + group * {count} + tl.arange(0, {count})[:, None]",
         "among = some < num_rows",
-        f"columns = tl.arange(0, {piece * number})[None, :]",
+        f"columns = tl.arange(0, {length})[None, :]",
         *([] if logit_rows is None else [f"some_source = tl.load({logit_rows} + some, mask=among, other=0)"]),
         *whole.lines,
         *(f"{name} = collected({text}, {name}, group, {count}, {_ROWS})" for name, text in values.collected.items()),
@@ -251,7 +252,7 @@ def _source(fused: FusedLinear, pointers: Pointers, beginning: list[str], end: l
         *names,
         "num_rows",
         *(["stride_rows_row"] if fused.before is None else []),
-        *(f"{name}: tl.constexpr" for name in ("ALIGNMENT", "BLOCK_ROWS", "BLOCK_OUT", "BLOCK_IN", "OVERLAPS")),
+        *(f"{name}: tl.constexpr" for name in (_CHOICES)),
     ]
     unspecialised = [*batch, *({"num_rows", "stride_rows_row"} & {*arguments})]
     matrix = "weight[:, None]" if is_pair else "weight"

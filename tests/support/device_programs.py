@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from bench.aot import Resources, measure, table
+from bench.aot_.fused_linears import fused_variants
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -49,10 +50,10 @@ def interpreted(model: torch.nn.Module, fuses_linears: bool = False) -> RaggedMo
     return ragged
 
 
-def launched(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def launched(model: torch.nn.Module, fuses_linears: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function of token ids that runs a model without layers, as ``compiled`` does, in the interpreter."""
     plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
-    program = TritonProgram(plan, resolve(CPU, "triton"))
+    program = TritonProgram(plan, resolve(CPU, "triton"), fuses_linears)
 
     def run(token_ids: torch.Tensor) -> torch.Tensor:
         pool = PagePool(NO_LAYERS, 256, 16)
@@ -83,7 +84,9 @@ def compiled_for(size: str, architecture: str, targets: Sequence[str]) -> list[R
     plan = plan_of(make(architecture).to(dtype))
     kernels = [launch[1] for launch in kernels_of(plan) if isinstance(launch, tuple)]
     distinct = {kernel.source: kernel for kernel in kernels}.values()
-    variants = [variant_of(plan, kernel, f"{size}_{architecture}_{i}") for i, kernel in enumerate(distinct)]
+    name = f"{size}_{architecture}"
+    variants = [variant_of(plan, kernel, f"{name}_{i}") for i, kernel in enumerate(distinct)]
+    variants += fused_variants(plan, name)
     with TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         return [measure(variant.name, variant, target, False) for variant in variants for target in targets]
