@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -32,6 +32,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.aot_ import fused_linears
 from bench.aot_.machine_code import Figures, figures_of, worse
 from bench.common.report import names, write_json
 from specdec_fast.errors import ConfigError
@@ -100,10 +101,13 @@ def compile_variant(variant: Variant, target: GPUTarget) -> Any:
 
 
 def _constexprs(variant: Variant, target: GPUTarget) -> dict[str, Any]:
-    """Return the compile-time arguments; kernels overlap where the target can do it, as ``overlap.overlaps`` says."""
-    if "OVERLAPS" not in variant.constexprs:
-        return variant.constexprs
-    return variant.constexprs | {"OVERLAPS": target.backend == "cuda" and target.arch >= FIRST_ARCH}
+    """Return the compile-time arguments, with those that a launch takes from the device.
+
+    Kernels overlap where the target can do it, as ``overlap.overlaps`` says.
+    """
+    overlaps = target.backend == "cuda" and target.arch >= FIRST_ARCH
+    of_device = {"OVERLAPS": overlaps, "WARP_SIZE": target.warp_size}
+    return variant.constexprs | {name: value for name, value in of_device.items() if name in variant.constexprs}
 
 
 def measure(kernel: str, variant: Variant, target: str, has_instructions: bool) -> Resources:
@@ -122,20 +126,21 @@ def variants_of(modules: list[ModuleType]) -> Iterator[tuple[str, Variant]]:
             yield f"{module.__name__.rpartition('.')[2]}.{variant.name}", variant
 
 
-def _modules(others: list[str]) -> list[ModuleType]:
-    return [importlib.import_module(name) for name in others] if others else kernel_modules()
+def modules_named(others: Sequence[str] = ()) -> list[ModuleType]:
+    """Return modules with ``variants()``: the package's, and that of generated kernels, unless others are named."""
+    return [importlib.import_module(name) for name in others] if others else [*kernel_modules(), fused_linears]
 
 
 def _measure_everywhere(others: list[str], targets: list[str], instructions: str, kernel: str) -> list[Resources]:
     """Measure one kernel on all targets. It is found by name, because a kernel cannot be sent to another process."""
-    variant = dict(variants_of(_modules(others)))[kernel]
+    variant = dict(variants_of(modules_named(others)))[kernel]
     has_instructions = re.match(instructions, kernel) is not None
     return [measure(kernel, variant, target, has_instructions) for target in targets]
 
 
 def measure_all(args: argparse.Namespace) -> list[Resources]:
     """Compile the chosen variants for the chosen targets in several processes, without Triton's cache."""
-    kernels = [kernel for kernel, _ in variants_of(_modules(args.modules))]
+    kernels = [kernel for kernel, _ in variants_of(modules_named(args.modules))]
     if len(kernels) != len(set(kernels)):
         raise ValueError(f"two variants share a name: {sorted(kernels)}")
     kernels = [kernel for kernel in kernels if re.match(args.kernels, kernel)]

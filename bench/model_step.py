@@ -1,11 +1,12 @@
 """A roofline model of a step on a GPU, computed from the forward programs of a pair. Nothing is run or timed.
 
-A kernel takes ``max(bytes / bandwidth, operations / peak)`` and 2 microseconds for its launch. Two ways of running a
-forward are modelled (``model_step_/kernels.py``): *present*, PyTorch's kernels in a CUDA graph, and *fused*, the
-launches of the program (``program/triton_executor.py``): one kernel for each run of row operations, and one for the
-linears of one input. A verification has K + 1 rows of every sequence, a draft forward and
-a plain step one; each contains the choice of its tokens. Work on the host, and rows that the draft model catches up,
-are not modelled. Gains are over plain decoding in the same way, at an acceptance for every draft token.
+A kernel takes ``max(bytes / bandwidth, operations / peak)`` and 2 microseconds for its launch. Three ways of running a
+forward are modelled (``model_step_/kernels.py``): *present*, PyTorch's kernels in a CUDA graph; *fused*, the launches
+of the program (``program/triton_executor.py``): one kernel for each run of row operations, and one for the linears of
+one input; and *fused linears*, where the kernels of linears compute row operations too, which is off by default. A
+verification has K + 1 rows of every sequence, a draft forward and a plain step one; each contains the choice of its
+tokens. Work on the host, and rows that the draft model catches up, are not modelled. Gains are over plain decoding in
+the same way, at an acceptance for every draft token.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from typing import Any
 from bench.common.pairs import PAIRS
 from bench.common.report import DTYPES, integers, write_json
 from bench.model_step_.devices import DEVICES, device_named
-from bench.model_step_.kernels import FUSED, PRESENT, Batch, Kernel, forward_kernels
+from bench.model_step_.kernels import FUSED, FUSED_LINEARS, PRESENT, Batch, Kernel, forward_kernels
 from bench.model_step_.recording import Recorded, record
 from specdec_fast.commands.common import format_table
 from specdec_fast.errors import ConfigError, SpecDecError
 from specdec_fast.planner.costs import Device
 
-WAYS = (PRESENT, FUSED)
+WAYS = (PRESENT, FUSED, FUSED_LINEARS)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Forward:
 
     Attributes:
         name: ``"plain step"``, ``"verify"`` or ``"draft forward"``.
-        way: ``PRESENT`` or ``FUSED``.
+        way: one of ``WAYS``.
         kernels: in their order.
 
     """
@@ -74,7 +75,7 @@ def recorded_pair(name: str, dtype: str) -> tuple[Recorded, Recorded]:
 def forwards_of(
     models: tuple[Recorded, Recorded], batch_size: int, num_draft_tokens: int, context: int
 ) -> list[Forward]:
-    """Return the forwards of plain and speculative steps, in both ways."""
+    """Return the forwards of plain and speculative steps, in all ways."""
     target, draft = models
     one, many = Batch(batch_size, 1, context), Batch(batch_size, num_draft_tokens + 1, context)
     shapes = (("plain step", target, one), ("verify", target, many), ("draft forward", draft, one))

@@ -32,7 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.triton_kernels.device import properties
+from specdec_fast.triton_kernels.device import properties, warp_size
+from specdec_fast.triton_kernels.linear_parts import matrix_of, with_products
 from specdec_fast.triton_kernels.overlap import overlaps, prefetch_rows, wait
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
@@ -64,7 +65,7 @@ def _linear_kernel(
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(num_rows, BLOCK_ROWS)
-    weight, bias, out, out_features, tile = _matrix_of(
+    weight, bias, out, out_features, tile = matrix_of(
         tl.program_id(0) // groups, (weight_0, weight_1, weight_2), (bias_0, bias_1, bias_2), out,
         (out_features_0, out_features_1, out_features_2), num_rows.to(tl.int64), NUM_WEIGHTS, BLOCK_OUT,
     )  # fmt: skip
@@ -81,35 +82,12 @@ def _linear_kernel(
         inside = (feature < IN_FEATURES) | (IN_FEATURES % BLOCK_IN == 0)
         weights = tl.load(weight_at + feature, mask=weight_mask & inside, other=0.0)
         inputs = tl.load(row_at + feature, mask=row_mask & inside, other=0.0)
-        if weights.dtype == tl.float32:
-            # Not a plain sum: Triton would give it to the product, which then adds its terms to it one by one.
-            sums = tl.fma(tl.dot(weights, inputs.T, input_precision="ieee"), 1.0, sums)
-        else:
-            sums = tl.dot(weights, inputs.T, sums)
+        sums = with_products(sums, weights, inputs)
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=output < out_features, other=0.0).to(tl.float32)[:, None]
     out_at = out + (row * out_features)[:, None] + output[None, :]
     mask = row_mask & (output < out_features)[None, :]
     tl.store(out_at, sums.to(out.dtype.element_ty).T, mask=mask)
-
-
-@triton.jit
-def _matrix_of(
-    tile, weights, biases, out, sizes, num_rows, NUM_WEIGHTS: tl.constexpr, BLOCK_OUT: tl.constexpr
-):  # fmt: skip
-    """Return weights, bias, results and outputs of the matrix of a tile of outputs, and the tile within it."""
-    weight, bias, out_at, out_features, place = weights[0], biases[0], out, sizes[0], tile
-    if NUM_WEIGHTS > 1:
-        begin = tl.cdiv(sizes[0], BLOCK_OUT)
-        if tile >= begin:
-            weight, bias, out_features, place = weights[1], biases[1], sizes[1], tile - begin
-            out_at = out + num_rows * sizes[0]
-    if NUM_WEIGHTS > 2:
-        begin += tl.cdiv(sizes[1], BLOCK_OUT)
-        if tile >= begin:
-            weight, bias, out_features, place = weights[2], biases[2], sizes[2], tile - begin
-            out_at = out + num_rows * (sizes[0] + sizes[1])
-    return weight, bias, out_at, out_features, place
 
 
 def _launch(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int) -> Launch:
@@ -143,6 +121,13 @@ def _launch(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows
     return Launch(constexprs, num_warps, stages, max_registers=255, instruction_side=16)
 
 
+def tiles_of(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int) -> Launch:
+    """Return the launch of another kernel that multiplies in the tiles of ``linears``."""
+    launch = _launch(dtype, in_features, sizes, num_rows)
+    constexprs = {name: value for name, value in launch.constexprs.items() if name != "IN_FEATURES"}
+    return replace(launch, constexprs={**constexprs, "WARP_SIZE": warp_size()})
+
+
 def _num_stages(num_bytes: int) -> int:
     """Return how many tiles of weights and rows of ``num_bytes`` are loaded ahead. No bit depends on it."""
     if torch.version.hip is not None:
@@ -157,7 +142,7 @@ def _alignment(dtype: torch.dtype, in_features: int) -> int:
     return 16 // dtype.itemsize if in_features * dtype.itemsize % 16 == 0 else 1
 
 
-def _aligned(rows: Tensor, alignment: int) -> Tensor:
+def aligned(rows: Tensor, alignment: int) -> Tensor:
     """Return the rows with the alignment that the compiled kernel assumes, as a copy if necessary."""
     fits = rows.stride(1) == 1 and rows.stride(0) % alignment == 0 and rows.data_ptr() % 16 == 0
     return rows if fits else rows.clone(memory_format=torch.contiguous_format)
@@ -197,7 +182,7 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | 
         return outs
     launch = _with(_launch(rows.dtype, in_features, sizes, num_rows), len(weights), biases is not None)
     blocks = launch.constexprs
-    rows = _aligned(rows, blocks["ALIGNMENT"])
+    rows = aligned(rows, blocks["ALIGNMENT"])
     num_tiles = sum(triton.cdiv(size, blocks["BLOCK_OUT"]) for size in sizes)
     _linear_kernel[(num_tiles * triton.cdiv(num_rows, blocks["BLOCK_ROWS"]),)](
         rows,

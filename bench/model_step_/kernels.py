@@ -1,13 +1,14 @@
 """The kernels that a forward launches on a GPU, with the bytes that each moves and its floating-point operations.
 
-Both ways begin from the instructions of the forward program. *present*: PyTorch runs the model within a CUDA graph, one
+All ways begin from the instructions of the forward program. *present*: PyTorch runs the model within a CUDA graph, one
 kernel for each instruction, with rows padded as deterministic forwards pad them. *fused*: the launches of the program
 (``program/launches.py``). Row operations that follow one another, and the append of keys and values, are one kernel,
-which keeps in registers what nothing else reads; linears of one input are one kernel. Attention is the same in both.
+which keeps in registers what nothing else reads; linears of one input are one kernel. *fused linears*: the launches with ``fuses_linears`` (``program/
+fused_launches.py``): the kernels of linears compute row operations too. Attention is the same in all.
 
 Bytes: what a kernel reads and writes, each number once. Weights and constants count once per launch, everything else
 per row; no result counts as found in a cache. Operations: two per weight and row; in attention two per number of a key
-or value, row and query head; one per number that a row operation writes.
+or value, row and query head; one per number that a row operation writes. What is computed before a linear, every program of the linear computes again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from specdec_fast.errors import NotYetSupportedError
 from specdec_fast.kv_cache.layer_layout import KVShape
 from specdec_fast.models.batch_invariance import ROW_MULTIPLE
 from specdec_fast.planner.costs import Device
+from specdec_fast.program.fused_launches import fused_launches_of
+from specdec_fast.program.fused_linear import MOST_ROWS, EitherWay, FusedLinear
 from specdec_fast.program.ir import (
     Append,
     Attend,
@@ -36,11 +39,12 @@ from specdec_fast.program.ir import (
     Plan,
     RowOp,
 )
-from specdec_fast.program.launches import JointLinear, RowRun, launches_of
+from specdec_fast.program.launches import JointLinear, Launch, RowRun, launches_of
+from specdec_fast.triton_kernels.linear import tiles_of
 from specdec_fast.triton_kernels.paged_attention import launch_config, num_splits_of
 
 LAUNCH_SECONDS = 2e-6  # of one kernel in a graph, besides what it reads and computes
-PRESENT, FUSED = "present", "fused"
+PRESENT, FUSED, FUSED_LINEARS = "present", "fused", "fused linears"
 _CHOICE_LAUNCHES = 3  # of verify_chain
 _PARTIAL_BYTES = 4  # attention keeps partial results in fp32
 
@@ -94,7 +98,7 @@ def forward_kernels(recorded: Recorded, batch: Batch, way: str) -> list[Kernel]:
     Args:
         recorded: the forward program.
         batch: the rows.
-        way: ``PRESENT`` or ``FUSED``.
+        way: ``PRESENT``, ``FUSED`` or ``FUSED_LINEARS``.
 
     """
     costs = _Costs(recorded.plan, batch, way)
@@ -112,8 +116,8 @@ class _Costs:
     """Bytes and operations of groups of instructions, at the rows of one forward."""
 
     def __init__(self, plan: Plan, batch: Batch, way: str) -> None:
-        self._plan, self._batch, self._is_fused = plan, batch, way == FUSED
-        multiple = 1 if self._is_fused else ROW_MULTIPLE
+        self._plan, self._batch, self._way = plan, batch, way
+        multiple = ROW_MULTIPLE if way == PRESENT else 1
         self._rows = ceil(batch.num_rows / multiple) * multiple
         self._itemsize = plan.dtype.itemsize
         self._last_read = {n: i for i, each in enumerate(plan.instructions) for n in each.reads}
@@ -121,13 +125,25 @@ class _Costs:
     def groups(self) -> Iterator[tuple[int, list[Instruction]]]:
         """Yield the instructions of each kernel, and the index of the first one."""
         instructions = self._plan.instructions
-        if not self._is_fused:
+        if self._way == PRESENT:
             yield from ((index, [each]) for index, each in enumerate(instructions))
             return
         index_of = {id(each): index for index, each in enumerate(instructions)}
-        for launch in launches_of(self._plan):
-            group = list(launch.steps) if isinstance(launch, (RowRun, JointLinear)) else [launch]
+        for launch in self._launches():
+            group = _instructions_of(launch)
             yield index_of[id(group[0])], group
+
+    def _launches(self) -> Iterator[Launch | FusedLinear]:
+        if self._way == FUSED:
+            yield from launches_of(self._plan)
+            return
+        for launch in fused_launches_of(self._plan):
+            if not isinstance(launch, EitherWay):
+                yield launch
+            elif self._rows <= MOST_ROWS:
+                yield launch.few
+            else:
+                yield from launch.many
 
     def kernels_of(self, group: list[Instruction]) -> Iterator[Kernel]:
         """Yield the kernel of a group, or two for attention in pieces.
@@ -137,8 +153,11 @@ class _Costs:
 
         """
         first = group[0]
-        if isinstance(first, Linear):
-            yield self._linear([each for each in group if isinstance(each, Linear)])
+        linears = [each for each in group if isinstance(each, Linear)]
+        if linears and len(linears) < len(group):
+            yield self._fused_linear(group, linears)
+        elif linears:
+            yield self._linear(linears)
         elif isinstance(first, Attend):
             yield from self._attention(first)
         elif isinstance(first, Gather):
@@ -168,32 +187,71 @@ class _Costs:
             merged = rows * attend.num_heads * shape.value_head_dim
             yield Kernel("merge of attention", partial + merged * self._itemsize, pieces * merged)
 
+    def _fused_linear(self, group: list[Instruction], linears: list[Linear]) -> Kernel:
+        """Count every number once, as if the group were row operations, and what the programs compute again."""
+        in_features, out_features = linears[0].weight.shape[1], sum(each.weight.shape[0] for each in linears)
+        tiles = tiles_of(self._plan.dtype, in_features, [out_features], self._rows).constexprs
+        before = group[: group.index(linears[0])]
+        again = self._rows * _num_written(before) * (ceil(out_features / tiles["BLOCK_OUT"]) - 1)
+        flops = self._rows * (_num_written(group) + 2 * in_features * out_features) + again
+        return Kernel(f"linear {in_features} to {out_features} with row operations", self._moved(group), flops)
+
     def _row_operations(self, group: list[Instruction]) -> Kernel:
+        name = f"{len(group)} row operations" if len(group) > 1 else getattr(group[0], "code", "append")
+        return Kernel(name, self._moved(group), self._rows * _num_written(group))
+
+    def _moved(self, group: list[Instruction]) -> float:
         """Count what the group reads from before it, the constants, and what is read after it."""
         instructions = self._plan.instructions
         end = next(i for i, each in enumerate(instructions) if each is group[-1])
-        once, indices, flops = 0, 0, 0
+        once, indices = 0, 0
         read, written = _Moved(self._plan), _Moved(self._plan)
         for each in group:
-            if isinstance(each, Append):
+            if isinstance(each, Linear):
+                once += sum(t.nbytes for t in (each.weight, each.bias) if t is not None)
+                written.add(each.out, each.weight.shape[0] * self._itemsize)
+            elif isinstance(each, Append):
                 indices += _numbers(self._plan.kv_shapes[each.layer]) * self._itemsize
-                for number in {*each.reads} - written.keys():
-                    read.add(number, self._plan.buffers[number].row_bytes)
-                continue
-            assert isinstance(each, RowOp)
-            flops += prod(each.shape)
-            for operand in each.inputs:
-                num_bytes = _distinct(each.shape, operand) * operand.dtype.itemsize
-                if each.code == "embedding":
-                    indices += num_bytes
-                elif isinstance(operand.source, Tensor):
-                    once += num_bytes
-                elif isinstance(operand.source, int) and operand.source not in written:
-                    read.add(operand.source, num_bytes)
-            written.add(each.writes[0], _distinct(each.shape, each.out) * each.out.dtype.itemsize)
+            elif isinstance(each, RowOp):
+                once += sum(_num_bytes(each, o) for o in each.inputs if _is_constant(each, o))
+                indices += sum(_num_bytes(each, o) for o in each.inputs if each.code == "embedding")
+            for number in {*each.reads} - written.keys():
+                read.add(number, self._read_of(each, number))
+            if isinstance(each, RowOp):
+                written.add(each.writes[0], _num_bytes(each, each.out))
+            elif isinstance(each, Gather):
+                written.add(each.out, self._plan.buffers[each.source].row_bytes)
         later = sum(size for n, size in written.items() if self._last_read.get(n, end + 1) > end)
-        name = f"{len(group)} row operations" if len(group) > 1 else getattr(group[0], "code", "append")
-        return Kernel(name, once + self._rows * (indices + sum(read.values()) + later), self._rows * flops)
+        return once + self._rows * (indices + sum(read.values()) + later)
+
+    def _read_of(self, each: Instruction, number: int) -> int:
+        """Return the bytes of a buffer's row that an instruction reads."""
+        if isinstance(each, RowOp):
+            own = [o for o in each.inputs if isinstance(o.source, int) and o.source == number]
+            return sum(_num_bytes(each, operand) for operand in own)
+        if isinstance(each, Linear):
+            return each.weight.shape[1] * self._itemsize
+        return self._plan.buffers[number].row_bytes
+
+
+def _instructions_of(launch: Launch | FusedLinear) -> list[Instruction]:
+    if isinstance(launch, FusedLinear):
+        before = [] if launch.before is None else launch.before.steps
+        gather = [] if launch.gather is None else [launch.gather]
+        return [*before, *gather, *launch.steps, *([] if launch.after is None else launch.after.steps)]
+    return list(launch.steps) if isinstance(launch, (RowRun, JointLinear)) else [launch]
+
+
+def _num_written(group: list[Instruction]) -> int:
+    return sum(prod(each.shape) for each in group if isinstance(each, RowOp))
+
+
+def _num_bytes(step: RowOp, operand: Operand) -> int:
+    return _distinct(step.shape, operand) * operand.dtype.itemsize
+
+
+def _is_constant(step: RowOp, operand: Operand) -> bool:
+    return isinstance(operand.source, Tensor) and step.code != "embedding"
 
 
 class _Moved(dict[int, int]):

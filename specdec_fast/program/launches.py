@@ -80,7 +80,7 @@ def launches_of(plan: Plan) -> list[Launch]:
             groups[-1][1].append(step)
         else:
             groups.append((domain, [step]))
-    readers = _readers(plan.instructions)
+    readers = readers_of(plan.instructions)
     launches: list[Launch] = []
     for domain, steps in groups:
         if domain >= 0:
@@ -139,11 +139,12 @@ def _launch_of(group: Sequence[_Single]) -> Shared:
 
 def halves(plan: Plan, run: RowRun, at: int) -> list[RowRun]:
     """Return a run as two, the second of which begins with step ``at``; what passes between them is stored."""
-    readers = _readers(plan.instructions)
+    readers = readers_of(plan.instructions)
     return [run_of(plan, run.domain, part, readers) for part in (run.steps[:at], run.steps[at:])]
 
 
-def _readers(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
+def readers_of(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
+    """Return the ids of the instructions that read each buffer."""
     readers: dict[int, set[int]] = {}
     for step in instructions:
         for buffer in step.reads:

@@ -67,7 +67,7 @@ def row_kernel(plan: Plan, run: RowRun) -> RowKernel:
         NotEmittableError: a step of the run must read memory that the run has written; see ``launches.halves``.
 
     """
-    row_sizes = _row_sizes(plan, run)
+    row_sizes = row_sizes_of(plan, run)
     pointers, body, num_tiles, widest = Pointers(), "", 0, 1
     units = _units(plan, run, row_sizes)
     for unit in units:
@@ -82,7 +82,8 @@ def row_kernel(plan: Plan, run: RowRun) -> RowKernel:
     return RowKernel(_source(pointers, body, run.domain), tuple(pointers.tensors), num_tiles, warps)
 
 
-def _row_sizes(plan: Plan, run: RowRun) -> dict[int, int]:
+def row_sizes_of(plan: Plan, run: RowRun) -> dict[int, int]:
+    """Return the numbers from one row to the next, for every buffer of a run."""
     sizes: dict[int, int] = {}
     for step in run.steps:
         if isinstance(step, RowOp):

@@ -20,7 +20,7 @@ from specdec_fast.program.row_index import Axis, CutError, Place, SplitError, lo
 
 TYPES = {torch.float32: "tl.float32", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 _SYMBOLS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_FUNCTIONS = {
+FUNCTIONS = {
     "copy": "{0}", "neg": "-{0}", "abs": "tl.abs({0})", "square": "{0} * {0}", "sqrt": "tl.sqrt_rn({0})",
     "rsqrt": "tl.div_rn(1.0, tl.sqrt_rn({0}))", "reciprocal": "tl.div_rn(1.0, {0})", "exp": "exp_of({0})",
     "sin": "sin_of({0})", "cos": "cos_of({0})", "sigmoid": "sigmoid_of({0})", "silu": "silu_of({0})",
@@ -84,8 +84,11 @@ class Values:
         lines: the code so far.
         reduced: the steps that reduce vectors, with the axes on which each result depends.
         widest: the largest number of elements of a tensor.
+        prefix: of the names of its lines.
 
     """
+
+    prefix = "x"
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class Values:
         row_sizes: dict[int, int],
         tile: tuple[Axis, int] | None = None,
     ) -> None:
-        self._steps, self._pointers, self._row_sizes, self._tile = steps, pointers, row_sizes, tile
+        self.steps, self.pointers, self.row_sizes, self._tile = steps, pointers, row_sizes, tile
         self.lines: list[str] = []
         self.reduced: dict[int, list[tuple[Axis, ...]]] = {}
         self.widest = 1
@@ -110,7 +113,7 @@ class Values:
         """Add a line that names the value of an expression; equal ones are computed once."""
         key = ("line", expression)
         if key not in self._known:
-            name = f"x{len(self.lines)}"
+            name = f"{self.prefix}{len(self.lines)}"
             self.lines.append(f"{name} = {expression}")
             self._known[key] = Value(name, axes)
             self.widest = max(self.widest, prod(map(self.block, axes)))
@@ -137,8 +140,8 @@ class Values:
 
     def load(self, source: int | Tensor, place: Place) -> Value:
         """Return numbers in memory, as fp32."""
-        pointer, index = self._pointers.name(source), self.index(place)
-        base = f"{pointer} + row * {self._row_sizes[source]}" if isinstance(source, int) else pointer
+        pointer, index = self.pointers.name(source), self.index(place)
+        base = f"{pointer} + row * {self.row_sizes[source]}" if isinstance(source, int) else pointer
         mask = self.mask(index.axes)
         masked = f", mask={mask}, other=0.0" if mask else ""
         return self.line(f"tl.load({base} + ({index.text}){masked}).to(tl.float32)", index.axes)
@@ -150,7 +153,7 @@ class Values:
         if isinstance(source, Tensor):
             return self.load(source, place)
         for number in reversed(range(before)):
-            step = self._steps[number]
+            step = self.steps[number]
             if isinstance(step, RowOp) and step.out.source == source:
                 coordinates = located(place, step.out.offset, step.shape_of(step.out), step.out.strides)
                 if coordinates is not None:
@@ -158,7 +161,7 @@ class Values:
                     if key not in self._known:
                         self._known[key] = self._result(number, step, coordinates)
                     return self._known[key]
-        later = (n for n in range(before, len(self._steps)) if source in self._steps[n].writes)
+        later = (n for n in range(before, len(self.steps)) if source in self.steps[n].writes)
         if (overwritten := next(later, None)) is not None:
             raise NotEmittableError(overwritten, "numbers are overwritten that the run has read from memory")
         return self.load(source, place)
@@ -176,13 +179,13 @@ class Values:
         if step.code == "embedding":
             return self._rounded(self._embedding(number, step, at), step.out)
         if step.code in _OF_ROW:
-            integer = self.line(f"tl.load({self._pointers.name(_OF_ROW[step.code])} + source)")
+            integer = self.line(f"tl.load({self.pointers.name(_OF_ROW[step.code])} + source)")
             return self._rounded(self.line(f"({integer.text} + {int(step.scalar)}).to(tl.float32)"), step.out)
-        if step.code in _FUNCTIONS:
+        if step.code in FUNCTIONS:
             values = [self.at(operand, at, number) for operand in step.inputs]
             if step.code == "copy" and step.out.dtype in (step.inputs[0].dtype, torch.float32):
                 return values[0]
-            return self._rounded(self.combined(_FUNCTIONS[step.code], values), step.out)
+            return self._rounded(self.combined(FUNCTIONS[step.code], values), step.out)
         if step.code in CHOICES:
             return CHOICES[step.code](self, number, step, at)
         if step.code in ("mean", "sum", "softmax", "layer_norm"):
@@ -190,7 +193,7 @@ class Values:
         raise NotEmittableError(-1, f"{step.code} has no counterpart in Triton")
 
     def _of_vectors(self, number: int, step: RowOp, at: tuple[Place, ...]) -> Value:
-        statistics = self._statistics(number, step, at[:-1])
+        statistics = self.statistics(number, step, at[:-1])
         if step.code in ("mean", "sum"):
             return statistics[0]
         values = [self.at(operand, at, number) for operand in step.inputs]
@@ -204,14 +207,14 @@ class Values:
         if len(step.inputs) > 1:
             chosen = f"{self.at(step.inputs[1], at, number).text}.to(tl.int64)"
         else:
-            ids = self._pointers.name("positions" if step.by_position else "token_ids")
+            ids = self.pointers.name("positions" if step.by_position else "token_ids")
             shift = f" + {int(step.scalar)}" if step.by_position and step.scalar else ""
             chosen = f"(tl.load({ids} + source){shift})"
         first = self.line(f"{chosen} * {table.shape[1]}")
         index = self.index(at[0])
         mask = self.mask(index.axes)
         masked = f", mask={mask}, other=0.0" if mask else ""
-        pointer = self._pointers.name(table)
+        pointer = self.pointers.name(table)
         return self.line(f"tl.load({pointer} + {first.text} + ({index.text}){masked}).to(tl.float32)", index.axes)
 
     def at(self, operand: Operand, at: Sequence[Place], before: int) -> Value:
@@ -249,7 +252,7 @@ class Values:
         wide = tuple(sorted({*outer_axes, axis}, key=lambda a: a.number)) if length > 1 else outer_axes
         return numbers, wide, axis
 
-    def _statistics(self, number: int, step: RowOp, outer: Sequence[Place]) -> list[Value]:
+    def statistics(self, number: int, step: RowOp, outer: Sequence[Place]) -> list[Value]:
         """Return what an operation needs to know of each vector: its sum, or two numbers."""
         length = step.inputs[0].length
         numbers, wide, axis = self.vector(number, step.inputs[0], outer)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from bench.aot import modules_named
 from bench.aot_.machine_code import Figures, worse
-from specdec_fast.triton_kernels import kernel_modules
 from support.op_checks import TRITON_FUNCTIONS
 from support.source_tree import ROOT
 
@@ -20,10 +20,10 @@ triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.timeout(3600)  # the first test waits for the compiler
 # ``make test`` compiles every kernel for one target and one type of numbers, and the slow ones in few variants.
-SLOW = r"paged_attention\.|sampling\.threshold_|linear\."
+SLOW = r"paged_attention\.|sampling\.threshold_|linear\.|fused_linears\."
 FEW_LINEARS = r"linear\.bf16_(1024x151936_[48]|896x896_128_128_bias_4|unaligned)$"
 SLICE = rf"(?!{SLOW}|.*(fp16|fp32|32bit)_)|paged_attention\.bf16_dim128_group4$|sampling\.threshold_bf16_32_"
-SLICE += rf"|{FEW_LINEARS}"
+SLICE += rf"|{FEW_LINEARS}|fused_linears\.0\.6b_1024x3072_3072_begin_end"
 DISASSEMBLED = r"paged_attention\.|linear\.bf16_1024x"  # takes half a second for each
 REPORTS = [
     pytest.param((("sm_90",), SLICE, DISASSEMBLED), id="slice"),
@@ -66,7 +66,7 @@ def test_the_committed_report_has_every_kernel():
     known = {(row["kernel"], row["target"]) for row in json.loads(BASELINE.read_text())["kernels"]}
     kernels = [
         f"{module.__name__.rpartition('.')[2]}.{variant.name}"
-        for module in kernel_modules()
+        for module in modules_named()
         for variant in module.variants()
     ]
     assert known == {(kernel, target) for kernel in kernels for target in ("sm_80", "sm_90", "sm_100", "gfx942")}
@@ -75,7 +75,7 @@ def test_the_committed_report_has_every_kernel():
 def test_every_kernel_file_is_compiled_for_every_target(report):
     compiled = {(row["kernel"].split(".")[0], row["target"]) for row in report["kernels"]}
     files = {module.rpartition(".")[2] for module, _ in TRITON_FUNCTIONS.values()}
-    files.add("sampling")  # it is part of verify_chain
+    files |= {"sampling", "fused_linears"}  # the former is part of verify_chain; of the latter the source is generated
     assert compiled == {(file, target) for file in files for target in report["targets"]}
 
 

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from bench.aot import Resources, measure, table
+from bench.aot_.fused_linears import fused_variants
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -21,7 +22,8 @@ from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
 from specdec_fast.program.ir import Plan
 from specdec_fast.program.row_kernel import OF_BATCH, RowKernel
-from specdec_fast.program.triton_executor import TritonProgram, compiled, dtypes_of, kernels_of, launch_of
+from specdec_fast.program.generated import compiled
+from specdec_fast.program.triton_executor import TritonProgram, dtypes_of, kernels_of, launch_of
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Variant
 from support.experts import CONFIGS as EXPERTS
 from support.experts import mixture_of, tiny_mixture
@@ -41,17 +43,17 @@ def plan_of(model: torch.nn.Module) -> Plan:
     return ragged.program._plan
 
 
-def interpreted(model: torch.nn.Module) -> RaggedModel:
+def interpreted(model: torch.nn.Module, fuses_linears: bool = False) -> RaggedModel:
     """Return a model whose forwards are launched in the interpreter, as a GPU would launch them."""
     ragged = RaggedModel(model, resolve(CPU))
-    ragged.program, ragged.device_program = None, TritonProgram(plan_of(model), resolve(CPU, "triton"))
+    ragged.program, ragged.device_program = None, TritonProgram(plan_of(model), resolve(CPU, "triton"), fuses_linears)
     return ragged
 
 
-def launched(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def launched(model: torch.nn.Module, fuses_linears: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function of token ids that runs a model without layers, as ``compiled`` does, in the interpreter."""
     plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
-    program = TritonProgram(plan, resolve(CPU, "triton"))
+    program = TritonProgram(plan, resolve(CPU, "triton"), fuses_linears)
 
     def run(token_ids: torch.Tensor) -> torch.Tensor:
         pool = PagePool(NO_LAYERS, 256, 16)
@@ -82,7 +84,9 @@ def compiled_for(size: str, architecture: str, targets: Sequence[str]) -> list[R
     plan = plan_of(make(architecture).to(dtype))
     kernels = [launch[1] for launch in kernels_of(plan) if isinstance(launch, tuple)]
     distinct = {kernel.source: kernel for kernel in kernels}.values()
-    variants = [variant_of(plan, kernel, f"{size}_{architecture}_{i}") for i, kernel in enumerate(distinct)]
+    name = f"{size}_{architecture}"
+    variants = [variant_of(plan, kernel, f"{name}_{i}") for i, kernel in enumerate(distinct)]
+    variants += fused_variants(plan, name)
     with TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         return [measure(variant.name, variant, target, False) for variant in variants for target in targets]
