@@ -79,8 +79,8 @@ class CloverDrafter(TappedDrafter, TreeDrafter):
         return {
             "num_heads": self.model.config.num_heads,
             "draft_tree": [list(choice) for choice in self.tree.choices],
-            "forward_program": all(head.program is not None for head in self._heads),
-            "why_no_program": next((head.why_no_program for head in self._heads if head.program is None), None),
+            "forward_program": all(head.has_program for head in self._heads),
+            "why_no_program": next((head.why_no_program for head in self._heads if not head.has_program), None),
         }
 
     def weights(self) -> Iterable[Tensor]:

@@ -78,7 +78,7 @@ class Eagle3Drafter(ChainDrafter):
             **super().describe(),
             "tap_layers": self.taps,
             "draft_vocab_size": self.model.config.draft_vocab_size,
-            "forward_program": self.rows.program is not None,
+            "forward_program": self.rows.has_program,
             "why_no_program": self.rows.why_no_program,
             "draft_tree": "chain" if self._trees is None else self._trees.described,
         }

@@ -37,7 +37,7 @@ class BlockRows:
     @property
     def why_no_program(self) -> str | None:
         """The reason why PyTorch runs a layer; None if programs run all."""
-        return next((layer.why_no_program for layer in self._layers if layer.program is None), None)
+        return next((layer.why_no_program for layer in self._layers if not layer.has_program), None)
 
     def step_bytes(self, num_slots: int, num_logit_rows: int) -> int:
         """Return the memory of a forward of so many slots, besides weights, KV entries and logits."""

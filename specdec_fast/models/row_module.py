@@ -13,8 +13,10 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, RowFunction, compile_rows
 from specdec_fast.program.executors import (
+    DeviceProgram,
     DraftedTrees,
     ForwardProgram,
+    Programs,
     Projection,
     TokenChoice,
     TreeRules,
@@ -34,30 +36,34 @@ class RowModule:
         enforce_eager: whether PyTorch must run it.
 
     Attributes:
-        program: runs it; None if PyTorch does.
-        why_no_program: the reason why ``program`` is None.
+        program: runs it, and chains and trees of rows in one call; None on a GPU, or if PyTorch runs it.
+        device_program: runs it on a GPU; None elsewhere, or if PyTorch runs it.
+        why_no_program: the reason why PyTorch runs it; None if a program does.
 
     """
 
     def __init__(self, function: RowFunction, ops: Ops, page_size: int, enforce_eager: bool = False) -> None:
         self.function, self._ops = function, ops
         self.program: ForwardProgram | None = None
+        self.device_program: DeviceProgram | None = None
         executor, self.why_no_program = executor_for(ops, function.layout.device)
-        if executor is not None and function.layout.device.type != "cpu":
-            executor, self.why_no_program = None, "layers of drafters run in PyTorch on GPUs"
         if enforce_eager:
             executor, self.why_no_program = None, "enforce_eager=True"
         if executor is None:
             return
         try:
-            program, _ = executor(compile_rows(function, ops))
-            assert program is not None
-            self._expect_to_reproduce(program, page_size)
-            self.program = program
+            programs = executor(compile_rows(function, ops))
+            self._expect_to_reproduce(programs, page_size)
+            self.program, self.device_program = programs
         except NotLowerableError as error:
             self.why_no_program = str(error)
         except Exception as error:  # a function may raise anything while it is recorded; PyTorch can still run it
             self.why_no_program = f"recording it failed: {type(error).__name__}: {error}"
+
+    @property
+    def has_program(self) -> bool:
+        """Whether a program runs it."""
+        return self.program is not None or self.device_program is not None
 
     def __call__(
         self, pool: PagePool, batch: RaggedBatch, inputs: Tensor, logit_rows: Tensor | None
@@ -74,10 +80,11 @@ class RowModule:
             Logits ``[R, vocab_size]`` and hidden states ``[T, hidden_size]``.
 
         """
-        if self.program is None:
-            logits, hidden = self.function.run(self._ops, pool, batch, inputs, logit_rows)
+        if self.has_program:
+            programs = Programs(self.program, self.device_program)
+            logits, hidden = self._run(programs, pool, batch, inputs, logit_rows)
         else:
-            logits, hidden = self._run(self.program, pool, batch, inputs, logit_rows)
+            logits, hidden = self.function.run(self._ops, pool, batch, inputs, logit_rows)
         assert hidden is not None
         return logits, hidden
 
@@ -138,7 +145,7 @@ class RowModule:
         return self.program.bytes_for(*counts) + self.program.working_bytes(*counts) + rows_bytes
 
     @torch.inference_mode()
-    def _expect_to_reproduce(self, program: ForwardProgram, page_size: int) -> None:
+    def _expect_to_reproduce(self, programs: Programs, page_size: int) -> None:
         """Compare a program with PyTorch: the bound is that of models, see ``check_reproduces``."""
         layout = self.function.layout
         pools = [PagePool(layout, 2 * (8 + page_size), page_size) for _ in range(2)]
@@ -151,7 +158,7 @@ class RowModule:
             size = (len(token_ids), self.function.input_size)
             inputs = torch.linspace(-1, 1, size[0] * size[1], device=layout.device).sin().to(layout.dtype).view(size)
             expected = self.function.run(self._ops, pools[0], eager, inputs, eager.last_rows)
-            found = self._run(program, pools[1], compiled, inputs, compiled.last_rows)
+            found = self._run(programs, pools[1], compiled, inputs, compiled.last_rows)
             for own, other in zip(found, expected, strict=True):
                 if own is None or other is None:
                     continue
@@ -162,8 +169,11 @@ class RowModule:
                     )
 
     def _run(
-        self, program: ForwardProgram, pool: PagePool, batch: RaggedBatch, inputs: Tensor, logit_rows: Tensor | None
+        self, programs: Programs, pool: PagePool, batch: RaggedBatch, inputs: Tensor, logit_rows: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        size = self.function.hidden_size
+        size, (program, device_program) = self.function.hidden_size, programs
         hidden = inputs.new_empty(len(inputs), size) if size else None
+        if program is None:
+            assert device_program is not None
+            return device_program(batch, pool, logit_rows, hidden, inputs), hidden
         return program(batch.token_ids, batch, pool.pages, logit_rows, hidden, inputs.contiguous()), hidden

@@ -7,20 +7,39 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.program.ir import LOGIT_ROWS, TAPS, Linear, Plan
+from specdec_fast.program.ir import INPUTS, TAPS, Linear, Plan
 
 
 class DeviceForward:
-    """One forward: its batch, and the buffers that are in use."""
+    """One forward: its batch, and the buffers that are in use.
+
+    Raises:
+        ValueError: the inputs have another size than the plan's rows take.
+
+    """
 
     def __init__(
-        self, plan: Plan, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
+        self,
+        plan: Plan,
+        batch: RaggedBatch,
+        pool: PagePool,
+        logit_rows: Tensor | None,
+        hidden_states: Tensor | None,
+        inputs: Tensor | None = None,
     ) -> None:
         self._plan, self.batch, self.pool, self.logit_rows = plan, batch, pool, logit_rows
         self._hidden_states = hidden_states
         self.num_rows = batch.token_ids.shape[0]
         self.num_logit_rows = self.num_rows if logit_rows is None else logit_rows.shape[0]
         self.memory: dict[int, Tensor] = {}
+        num_bytes = 0 if inputs is None else inputs.nbytes
+        if num_bytes != self.num_rows * plan.input_bytes:
+            raise ValueError(
+                f"{self.num_rows} rows take {self.num_rows * plan.input_bytes} bytes besides their tokens, not {num_bytes}."
+            )
+        if inputs is not None:
+            own = inputs.reshape(self.num_rows, -1).contiguous()
+            self.memory |= {b: own for b, placed in enumerate(plan.buffers) if placed.place == INPUTS}
 
     def write(self, buffer: int, num_rows: int, dtype: torch.dtype) -> None:
         """Make memory for a buffer, unless an earlier launch has written another part of it."""

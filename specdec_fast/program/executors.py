@@ -136,9 +136,23 @@ class DeviceProgram(Protocol):
     """A program of launches, which CUDA graphs may record; see ``program/triton_executor.py``."""
 
     def __call__(
-        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None = None
+        self,
+        batch: RaggedBatch,
+        pool: PagePool,
+        logit_rows: Tensor | None,
+        hidden_states: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor:
-        """Compute one batch, as ``HFModel.forward`` does."""
+        """Compute one batch, as ``HFModel.forward`` does.
+
+        Args:
+            batch: ``T`` rows.
+            pool: pages of a pool that has the layout for which the program was made.
+            logit_rows: ``[R]`` int64, the rows whose logits are wanted; None: all.
+            hidden_states: ``[T, taps, H]``, into which the program writes the taps of its plan; None: not wanted.
+            inputs: ``[T, input_size]``, what the rows take besides their tokens; None if they take nothing.
+
+        """
 
 
 class Programs(NamedTuple):

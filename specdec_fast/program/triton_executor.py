@@ -85,8 +85,6 @@ class TritonProgram:
     """
 
     def __init__(self, plan: Plan, ops: Ops, fuses_linears: bool = False) -> None:
-        if plan.input_bytes:
-            raise NotLowerableError("on a GPU no program takes more of a row than its token")
         self._plan, self._ops = plan, ops if ops.unchecked is None else ops.unchecked
         self._dtypes = dtypes_of(plan)
         launches = kernels_of(plan, fuses_linears)
@@ -98,10 +96,15 @@ class TritonProgram:
 
     @torch.inference_mode()
     def __call__(
-        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None = None, hidden_states: Tensor | None = None
+        self,
+        batch: RaggedBatch,
+        pool: PagePool,
+        logit_rows: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor:
-        """Compute a batch's rows; arguments and result are those of ``HFModel.forward``."""
-        forward = DeviceForward(self._plan, batch, pool, logit_rows, hidden_states)
+        """Compute a batch's rows; arguments and result are those of ``DeviceProgram``."""
+        forward = DeviceForward(self._plan, batch, pool, logit_rows, hidden_states, inputs)
         device = batch.token_ids.device
         with (
             torch.cuda.device(device) if device.type == "cuda" else nullcontext()

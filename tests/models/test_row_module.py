@@ -112,15 +112,6 @@ def test_a_projection_of_rows_without_bytes_is_refused(monkeypatch):
         module.draft(pool, [Rows("a", 0, 2)], [1, 2], carried, [1], choice)
 
 
-def test_no_program_is_compiled_for_a_gpu(monkeypatch):
-    function = function_of()
-    layout = replace(function.layout, device=torch.device("cuda"))
-    monkeypatch.setattr("specdec_fast.models.row_module.executor_for", lambda ops, device: (pytest.fail, None))
-    module = RowModule(replace(function, layout=layout), OPS, 16)
-    assert module.program is None
-    assert module.why_no_program == "layers of drafters run in PyTorch on GPUs"
-
-
 @needs_programs
 def test_inputs_of_another_size_are_refused():
     function = function_of()
