@@ -65,7 +65,9 @@ def _compare_model(
         if not all(same):
             wrong = "logits" if not same[0] else "keys or values"
             progress.fail(f"{what} at batch {batch_size}", f"fused linears give other {wrong}")
-        progress.row(what=what, batch=batch_size, rows=batch_size * count, equal_bits=all(same), **_times(calls, device))
+        progress.row(
+            what=what, batch=batch_size, rows=batch_size * count, equal_bits=all(same), **_times(calls, device)
+        )
 
 
 def _batch(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.program.ir import LOGIT_ROWS, TAPS, Linear, Plan
+from specdec_fast.program.ir import TAPS, Linear, Plan
 
 
 class DeviceForward:

@@ -12,8 +12,7 @@ import torch
 from bench.common import device as bench_device
 from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import equivalence as gpu_equivalence
-from bench.gpu_ import fused_linears
-from bench.gpu_ import isolated_tasks
+from bench.gpu_ import fused_linears, isolated_tasks
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import timings as gpu_timings
 from bench.gpu_.isolated_tasks import Progress, inline

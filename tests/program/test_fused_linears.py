@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from itertools import pairwise
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -19,11 +13,9 @@ from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward, executors
 from specdec_fast.program.executors import Programs
-from specdec_fast.program.ir import Attend
 from support.grids import grid
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model, truncated_copy
-from support.programs import CPU, NO_LAYERS, WIDTH, Function, needs_programs
-from support.source_tree import ROOT
+from support.programs import CPU, NO_LAYERS, Function, needs_programs
 
 pytest.importorskip("triton")
 
@@ -31,7 +23,7 @@ from specdec_fast.program.fused_launches import fused_launches_of
 from specdec_fast.program.fused_linear import MOST_ROWS, EitherWay, FusedLinear
 from specdec_fast.program.triton_executor import TritonProgram
 from specdec_fast.triton_kernels import linear as linear_module
-from support.device_programs import interpreted, launched, plan_of
+from support.device_programs import interpreted, launched
 
 pytestmark = needs_programs
 COUNTS = (1, 5, MOST_ROWS, MOST_ROWS + 1, 64, 65)  # forwards of few rows and of more, and all tiles
@@ -79,9 +71,7 @@ def test_models_have_the_bits_of_separate_launches(architecture, dtype, monkeypa
 @torch.inference_mode()
 def test_two_hundred_rows_have_the_bits_of_separate_launches():
     model = truncated_copy(tiny_model("llama"), 1).half()
-    assert torch.equal(
-        *(forwards_of(interpreted(model, fuses_linears=fuses), (200,))[0] for fuses in (False, True))
-    )
+    assert torch.equal(*(forwards_of(interpreted(model, fuses_linears=fuses), (200,))[0] for fuses in (False, True)))
 
 
 @torch.inference_mode()
@@ -162,3 +152,19 @@ def test_a_linear_computes_what_is_elementwise(name):
     for count in (1, MOST_ROWS, MOST_ROWS + 1, 21):
         apart, together = (launched(model, fuses)(rows[:count]) for fuses in (False, True))
         assert torch.equal(together, apart)
+
+
+FEW = {"gpt2": 9, "glm4": 8, "gemma2": 8}  # transposed weights; norms between a linear and the residual
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_layer_of_few_rows_takes_few_launches(architecture):
+    """From one attention to the next: queries, keys and values; rotation; attention; output; gate and up; down.
+
+    Separate launches are 9, and 8 if there are more rows. Attention over long contexts may take one more, which merges.
+    """
+    few = fused_launches_of(plan_of(tiny_model(architecture)))
+    many = [each for launch in few for each in (launch.many if isinstance(launch, EitherWay) else [launch])]
+    for launches, most in ((few, FEW.get(architecture, 6)), (many, FEW.get(architecture, 8))):
+        attends = [i for i, launch in enumerate(launches) if isinstance(launch, Attend)]
+        assert {after - before for before, after in pairwise(attends)} == {most}
