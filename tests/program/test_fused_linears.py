@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -13,6 +15,7 @@ from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward, executors
 from specdec_fast.program.executors import Programs
+from specdec_fast.program.ir import Attend
 from support.grids import grid
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model, truncated_copy
 from support.programs import CPU, NO_LAYERS, Function, needs_programs
@@ -23,7 +26,7 @@ from specdec_fast.program.fused_launches import fused_launches_of
 from specdec_fast.program.fused_linear import MOST_ROWS, EitherWay, FusedLinear
 from specdec_fast.program.triton_executor import TritonProgram
 from specdec_fast.triton_kernels import linear as linear_module
-from support.device_programs import interpreted, launched
+from support.device_programs import interpreted, launched, plan_of
 
 pytestmark = needs_programs
 COUNTS = (1, 5, MOST_ROWS, MOST_ROWS + 1, 64, 65)  # forwards of few rows and of more, and all tiles
