@@ -3,12 +3,14 @@
 All ways begin from the instructions of the forward program. *present*: PyTorch runs the model within a CUDA graph, one
 kernel for each instruction, with rows padded as deterministic forwards pad them. *fused*: the launches of the program
 (``program/launches.py``). Row operations that follow one another, and the append of keys and values, are one kernel,
-which keeps in registers what nothing else reads; linears of one input are one kernel. *fused linears*: the launches with ``fuses_linears`` (``program/
-fused_launches.py``): the kernels of linears compute row operations too. Attention is the same in all.
+which keeps in registers what nothing else reads; linears of one input are one kernel. *fused linears*: the launches
+with ``fuses_linears`` (``program/fused_launches.py``), where the kernels of linears compute row operations too.
+Attention is the same in all.
 
 Bytes: what a kernel reads and writes, each number once. Weights and constants count once per launch, everything else
 per row; no result counts as found in a cache. Operations: two per weight and row; in attention two per number of a key
-or value, row and query head; one per number that a row operation writes. What is computed before a linear, every program of the linear computes again.
+or value, row and query head; one per number that a row operation writes. Every program of a linear computes again what
+precedes the linear, and that counts.
 """
 
 from __future__ import annotations

@@ -27,9 +27,7 @@ def launch_of_rows(fused: FusedLinear, num_rows: int) -> Launch:
     return tiles_of(fused.dtype, fused.in_features, sizes, num_rows)
 
 
-def fused_step(
-    plan: Plan, fused: FusedLinear, dtypes: dict[int, torch.dtype]
-) -> Callable[[DeviceForward], None]:
+def fused_step(plan: Plan, fused: FusedLinear, dtypes: dict[int, torch.dtype]) -> Callable[[DeviceForward], None]:
     """Return a function that launches fused linears in a forward.
 
     Args:

@@ -47,7 +47,6 @@ class LinearKernel:
     tensors: tuple[int | Tensor | str, ...]
 
 
-
 @dataclass(frozen=True)
 class _Code:
     """Lines of a kernel, and the buffers that they read from memory."""
@@ -70,7 +69,9 @@ def linear_kernel(plan: Plan, fused: FusedLinear, all_rows: bool = False) -> Lin
     """
     pointers = Pointers()
     try:
-        beginning = _loaded_vectors(fused) if fused.before is None else _computed_vectors(plan, fused, pointers, all_rows)
+        beginning = (
+            _loaded_vectors(fused) if fused.before is None else _computed_vectors(plan, fused, pointers, all_rows)
+        )
         end = _Code(_STORE, set()) if fused.after is None else _end(plan, fused, fused.after, pointers)
     except (SplitError, CutError):
         raise NotEmittableError(-1, "a row is read in another order than it is written") from None
@@ -233,7 +234,8 @@ def _matrices(fused: FusedLinear) -> list[str]:
         chosen = "{0} = {0}_0"
     else:
         lines.append("output = outputs_of_pair(tile, BLOCK_OUT)")
-        aligned = 16 if all(tensor.data_ptr() % 16 == 0 for matrix in fused.matrices() for tensor in matrix[:2] if tensor is not None) else 1
+        tensors = [tensor for matrix in fused.matrices() for tensor in matrix[:2] if tensor is not None]
+        aligned = 16 if all(tensor.data_ptr() % 16 == 0 for tensor in tensors) else 1
         chosen = f"{{0}} = pair_of({{0}}_0, {{0}}_1, BLOCK_OUT, {aligned})"
     names = ["weight"] if fused.steps[0].bias is None else ["weight", "bias"]
     return [*lines, *(chosen.format(name) for name in names)]

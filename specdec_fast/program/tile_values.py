@@ -133,7 +133,9 @@ class WholeRows(TileValues):
             raise NotEmittableError(-1, "the numbers of a row do not lie next to each other")
         row_at = f"{self.names.row} * {self.row_sizes[buffer]}"
         pointer = f"{self.pointers.name(buffer)} + {place.constant}" if place.constant else self.pointers.name(buffer)
-        return self.line(f"load_rows({pointer}, {row_at}, {self.names.row_mask}, {self._pieces}, WARP_SIZE)", (self.own,))
+        return self.line(
+            f"load_rows({pointer}, {row_at}, {self.names.row_mask}, {self._pieces}, WARP_SIZE)", (self.own,)
+        )
 
     def over(self, axis: Axis, how: str, value: Value, axes: tuple[Axis, ...]) -> Value:
         """Add a line that reduces every row."""

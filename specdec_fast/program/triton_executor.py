@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,20 +119,16 @@ class TritonProgram:
     def _step(self, launch: Prepared) -> Callable[[DeviceForward], None]:
         if isinstance(launch, tuple):
             return self._row_run(*launch)
-        if isinstance(launch, Linear):
-            return self._linear(launch)
-        if isinstance(launch, JointLinear):
-            return self._joint_linear(launch)
-        if isinstance(launch, FusedLinear):
-            return fused_step(self._plan, launch, self._dtypes)
-        if isinstance(launch, EitherWay):
-            return self._either_way(launch)
-        if isinstance(launch, GroupedLinear):
-            return self._grouped_linear(launch)
-        if isinstance(launch, Attend):
-            return self._attend(launch)
-        assert isinstance(launch, Gather)
-        return self._gather(launch)
+        make: dict[type, Callable[[Any], Callable[[DeviceForward], None]]] = {
+            Linear: self._linear,
+            JointLinear: self._joint_linear,
+            FusedLinear: self._fused_linear,
+            EitherWay: self._either_way,
+            GroupedLinear: self._grouped_linear,
+            Attend: self._attend,
+            Gather: self._gather,
+        }
+        return make[type(launch)](launch)
 
     def _row_run(self, run: RowRun, kernel: RowKernel) -> Callable[[DeviceForward], None]:
         function, is_logits = compiled(kernel.source), run.domain == LOGIT_ROWS
@@ -146,6 +143,9 @@ class TritonProgram:
                 function[num_rows, kernel.num_tiles](*tensors, **options)
 
         return launch
+
+    def _fused_linear(self, fused: FusedLinear) -> Callable[[DeviceForward], None]:
+        return fused_step(self._plan, fused, self._dtypes)
 
     def _either_way(self, either: EitherWay) -> Callable[[DeviceForward], None]:
         few = self._step(either.few)

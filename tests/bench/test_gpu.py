@@ -71,11 +71,21 @@ def test_equivalence_covers_the_schedulers_and_the_noise_floor(smoke):
 def test_programs_run_with_every_scheduler(smoke):
     found = smoke[1]["parts"]["programs"]
     assert found["backend"] == "cpp", "the programs of a CPU"
-    assert [(row["method"], row["dtype"]) for row in found["rows"]] == [
+    decoded = [row for row in found["rows"] if "method" in row]
+    assert [(row["method"], row["dtype"]) for row in decoded] == [
         *((method, "float32") for method in ("plain", *METHODS)),
         *((method, "bfloat16") for method in METHODS),
     ]
-    assert all(row["equal"] == row["outputs"] > 0 for row in found["rows"])
+    assert all(row["equal"] == row["outputs"] > 0 for row in decoded)
+
+
+def test_programs_with_fused_linears_are_compared(smoke):
+    rows = [row for row in smoke[1]["parts"]["programs"]["rows"] if "what" in row]
+    assert [(row["what"], row["rows"]) for row in rows] == [
+        ("draft forward", 2), ("draft forward", 1), ("verification", 8), ("verification", 4),
+    ]  # fmt: skip
+    assert all(row["equal_bits"] for row in rows)
+    assert all("speedup" not in row for row in rows), "interpreted kernels are not timed"
 
 
 def test_drafters_are_compared_with_plain_decoding(smoke):

@@ -15,7 +15,7 @@ from bench import model_step
 from bench.common.pairs import PAIRS, TINY_DRAFT, TINY_TARGET, ModelShape, config_of
 from bench.model_step_ import recording
 from bench.model_step_.devices import DEVICES, device_named
-from bench.model_step_.kernels import FUSED, PRESENT, Batch, Kernel, forward_kernels
+from bench.model_step_.kernels import FUSED, FUSED_LINEARS, PRESENT, Batch, Kernel, forward_kernels
 from bench.model_step_.recording import record
 from specdec_fast.errors import ConfigError
 from specdec_fast.planner.costs import Device
@@ -38,7 +38,7 @@ def parameter_bytes(shape: ModelShape, vocab_size: int) -> int:
     return 2 * (sum(p.numel() for p in model.parameters()) - embedding) + 4 * shape.head_dim // 2
 
 
-@pytest.mark.parametrize("way", [PRESENT, FUSED])
+@pytest.mark.parametrize("way", model_step.WAYS)
 @pytest.mark.parametrize("shape", [TINY_TARGET, TINY_DRAFT], ids=["untied", "tied"])
 def test_a_forward_without_rows_reads_every_parameter_once(shape, way):
     shape = replace(shape, num_hidden_layers=4)
@@ -46,7 +46,7 @@ def test_a_forward_without_rows_reads_every_parameter_once(shape, way):
     assert sum(kernel.num_bytes for kernel in kernels) == parameter_bytes(shape, VOCAB)
 
 
-@pytest.mark.parametrize("way", [PRESENT, FUSED])
+@pytest.mark.parametrize("way", model_step.WAYS)
 def test_layers_that_are_not_recorded_are_those_that_are(tiny, way, monkeypatch):
     monkeypatch.setattr(recording, "_RECORDED_LAYERS", 5)
     whole = record(replace(TINY_TARGET, num_hidden_layers=5), VOCAB, torch.bfloat16)
@@ -55,7 +55,7 @@ def test_layers_that_are_not_recorded_are_those_that_are(tiny, way, monkeypatch)
     assert forward_kernels(tiny, batch, way) == forward_kernels(whole, batch, way)
 
 
-@pytest.mark.parametrize("way", [PRESENT, FUSED])
+@pytest.mark.parametrize("way", model_step.WAYS)
 @pytest.mark.parametrize("grown", [{"batch_size": 9}, {"context": 2000}, {"batch_size": 80}])
 def test_more_sequences_or_positions_cost_more(tiny, way, grown):
     batch = Batch(8, 6, 1024)
@@ -77,9 +77,12 @@ def test_keys_and_values_are_read_once_per_sequence(tiny):
 
 
 def test_fused_layers_have_few_launches(tiny):
-    """Present: 57 launches a layer, one per operation; long contexts of few sequences are merged by one launch more."""
+    """Present: 57 launches a layer, one per operation; long contexts of few sequences are merged by one launch more.
+
+    These are few rows: norms, activations and residuals become parts of linears.
+    """
     layers = {}
-    for way in (PRESENT, FUSED):
+    for way in model_step.WAYS:
         counts = [
             sum(k.launches for k in forward_kernels(replace(tiny, num_layers=n), Batch(1, 6, 1024), way))
             for n in (5, 6)
@@ -87,6 +90,7 @@ def test_fused_layers_have_few_launches(tiny):
         layers[way] = counts[1] - counts[0]
     assert layers[FUSED] <= 12
     assert layers[PRESENT] > 4 * layers[FUSED]
+    assert layers[FUSED_LINEARS] <= 8
 
 
 def test_time_is_the_larger_term_and_the_launches():
@@ -105,7 +109,7 @@ def test_the_report_has_every_forward(tmp_path, capsys):
     assert "GFLOP" in printed
     for batch in report["batches"]:
         assert {(row["forward"], row["way"]) for row in batch["forwards"]} == {
-            (name, way) for name in ("plain step", "verify", "draft forward") for way in (PRESENT, FUSED)
+            (name, way) for name in ("plain step", "verify", "draft forward") for way in model_step.WAYS
         }
         for row in batch["forwards"]:
             assert row["milliseconds"] > row["floor_milliseconds"] > 0

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -22,8 +18,7 @@ from specdec_fast.program.executors import Programs
 from specdec_fast.program.ir import Attend
 from support.grids import grid
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model, truncated_copy
-from support.programs import CPU, NO_LAYERS, WIDTH, Function, needs_programs
-from support.source_tree import ROOT
+from support.programs import CPU, NO_LAYERS, Function, needs_programs
 
 pytest.importorskip("triton")
 
@@ -79,9 +74,7 @@ def test_models_have_the_bits_of_separate_launches(architecture, dtype, monkeypa
 @torch.inference_mode()
 def test_two_hundred_rows_have_the_bits_of_separate_launches():
     model = truncated_copy(tiny_model("llama"), 1).half()
-    assert torch.equal(
-        *(forwards_of(interpreted(model, fuses_linears=fuses), (200,))[0] for fuses in (False, True))
-    )
+    assert torch.equal(*(forwards_of(interpreted(model, fuses_linears=fuses), (200,))[0] for fuses in (False, True)))
 
 
 @torch.inference_mode()
@@ -162,3 +155,19 @@ def test_a_linear_computes_what_is_elementwise(name):
     for count in (1, MOST_ROWS, MOST_ROWS + 1, 21):
         apart, together = (launched(model, fuses)(rows[:count]) for fuses in (False, True))
         assert torch.equal(together, apart)
+
+
+FEW = {"gpt2": 9, "glm4": 8, "gemma2": 8}  # transposed weights; norms between a linear and the residual
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_layer_of_few_rows_takes_few_launches(architecture):
+    """From one attention to the next: queries, keys and values; rotation; attention; output; gate and up; down.
+
+    Separate launches are 9, and 8 if there are more rows. Attention over long contexts may take one more, which merges.
+    """
+    few = fused_launches_of(plan_of(tiny_model(architecture)))
+    many = [each for launch in few for each in (launch.many if isinstance(launch, EitherWay) else [launch])]
+    for launches, most in ((few, FEW.get(architecture, 6)), (many, FEW.get(architecture, 8))):
+        attends = [i for i, launch in enumerate(launches) if isinstance(launch, Attend)]
+        assert {after - before for before, after in pairwise(attends)} == {most}

@@ -1,0 +1,106 @@
+"""A part of task "programs" of ``bench.gpu``: programs in which linears compute row operations, beside those without.
+
+The gate is equality: logits, keys and values must be the same bits, with few rows (a draft forward) and with more (a
+verification). The times of both, as graphs, interleaved, decide whether ``TritonProgram`` fuses linears by default. In
+Triton's interpreter nothing is timed. Elsewhere a CPU cannot run these programs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bench.common.device import as_graph, free_memory
+from bench.common.pairs import SEED, ModelShape, random_model
+from bench.common.timing import Call, Clock, median_ratio
+from bench.gpu_ import decoding as gpu_decoding
+from bench.gpu_.isolated_tasks import Progress, Settings
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.hf_model import HFModel
+from specdec_fast.ops import resolve
+from specdec_fast.ops.registry import INTERPRETING
+from specdec_fast.program import compile_forward
+from specdec_fast.program.triton_executor import TritonProgram
+
+_SAMPLES = 15
+_PROBE_TOKENS = 8
+
+
+def run(settings: Settings, progress: Progress) -> None:
+    """Compare draft forwards and verifications at the shapes and batch sizes of ``gpu_decoding``."""
+    device = torch.device(settings.device)
+    if device.type != "cuda" and not INTERPRETING:
+        progress.note(fused_linears="only a GPU or Triton's interpreter runs programs of launches")
+        return
+    sizes = gpu_decoding.SMOKE if settings.smoke else gpu_decoding.FULL
+    for what, shape, count in (
+        ("draft forward", sizes.draft, 1),
+        ("verification", sizes.target, sizes.num_draft_tokens + 1),
+    ):
+        name = f"{what} with fused linears"
+        progress.attempt(name, partial(_compare_model, what, shape, count, sizes, device, progress))
+        free_memory(device)
+
+
+@torch.inference_mode()
+def _compare_model(
+    what: str, shape: ModelShape, count: int, sizes: gpu_decoding.Sizes, device: torch.device, progress: Progress
+) -> None:
+    model = random_model(shape, sizes.vocab_size, sizes.dtype, device, SEED)
+    ops = resolve(device, "triton")
+    hf = HFModel(model, ops, torch.arange(_PROBE_TOKENS, device=device) % sizes.vocab_size)
+    with hf.hooked():
+        plan = compile_forward(model, hf.call, hf.layout, ops, hf.sliding_layers)
+    programs = {fuses: TritonProgram(plan, ops, fuses_linears=fuses) for fuses in (False, True)}
+    for batch_size in sizes.prompts:
+        pool, batch = _batch(hf, batch_size, count, sizes, device)
+        calls = {fuses: partial(program, batch, pool) for fuses, program in programs.items()}
+        results = {fuses: _result(call, pool) for fuses, call in calls.items()}
+        same = [torch.equal(*pair) for pair in zip(*results.values(), strict=True)]
+        if not all(same):
+            wrong = "logits" if not same[0] else "keys or values"
+            progress.fail(f"{what} at batch {batch_size}", f"fused linears give other {wrong}")
+        progress.row(
+            what=what, batch=batch_size, rows=batch_size * count, equal_bits=all(same), **_times(calls, device)
+        )
+
+
+def _batch(
+    hf: HFModel, batch_size: int, count: int, sizes: gpu_decoding.Sizes, device: torch.device
+) -> tuple[PagePool, RaggedBatch]:
+    """Lay out ``count`` rows of every sequence, over random keys and values."""
+    context = sizes.prompt_tokens
+    pool = PagePool(hf.layout, batch_size * (context + count + 16), 16)
+    generator = torch.Generator(device).manual_seed(SEED)
+    for tensor in (tensor for layer in pool.layers for tensor in layer):
+        tensor.normal_(generator=generator)
+    for owner in range(batch_size):
+        pool.add(owner)
+        lay_out(pool, [Rows(owner, 0, context)], torch.zeros(context, dtype=torch.int64, device=device))
+    rows = [Rows(owner, context, count) for owner in range(batch_size)]
+    ids = torch.arange(batch_size * count, device=device) * 7 % sizes.vocab_size
+    return pool, lay_out(pool, rows, ids)
+
+
+def _result(call: Call, pool: PagePool) -> list[Tensor]:
+    """Return logits, keys and values."""
+    logits = call().clone()
+    return [logits, *(tensor.clone() for layer in pool.layers for tensor in layer)]
+
+
+def _times(calls: dict[bool, Call], device: torch.device) -> dict[str, float]:
+    """Return microseconds of both ways as graphs, and how much faster fused linears are."""
+    if INTERPRETING:
+        return {}
+    named = {"separate": calls[False], "fused": calls[True]}
+    recorded = {name: as_graph(lambda call=call: (call(),), device) or call for name, call in named.items()}
+    samples = Clock(device).interleave([recorded] * _SAMPLES)
+    return {
+        **{f"{name}_microseconds": median(seconds) * 1e6 for name, seconds in samples.items()},
+        "speedup": median_ratio(samples["separate"], samples["fused"]),
+    }

@@ -1,0 +1,114 @@
+"""What the compiler makes of linears that compute row operations: the order of sums, instructions, and no spills.
+
+The interpreter cannot show these: the order of a sum on a GPU is that of its layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from support.programs import needs_programs
+from support.source_tree import ROOT
+
+pytest.importorskip("triton")
+
+pytestmark = needs_programs
+
+COMPILED = r"""
+import json, re, sys
+from dataclasses import replace
+import torch
+from bench.aot import TARGETS, compile_variant
+from bench.aot_.fused_linears import fused_variants
+from bench.common.pairs import PAIRS
+from bench.model_step_.recording import record
+from specdec_fast.program.fused_launches import fused_launches_of
+from specdec_fast.program.fused_linear import EitherWay
+from specdec_fast.program.row_kernel import row_kernel
+from specdec_fast.triton_kernels.linear import variants
+from support.device_programs import variant_of
+
+def reductions(code):
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    found = re.findall(r"\"tt.reduce\".*?\}\) : \(tensor<([\dx]+)xf32, (.*?)>\) ->", code, re.DOTALL)
+    return [[[int(size) for size in shape.split("x")], layouts[of_whole(alias)]] for shape, alias in found]
+
+def of_whole(layout):  # a slice without an axis of one piece has the order of the whole
+    return re.sub(r"#ttg.slice<\{dim = 1, parent = (#\w+)\}>", r"\1", layout)
+
+def products(code):
+    pattern = r"versionMajor = \d+|instrShape = \[[\d, ]*\]|kWidth = \d+|isTransposed = \w+"
+    return [len(re.findall(r"\b(?:tt|ttng)\.\w*(?:dot|mma)\b", code)), sorted(set(re.findall(pattern, code)))]
+
+for size in map(int, sys.argv[2].split(",")):
+    plan = record(replace(PAIRS["qwen3-8b"].draft, hidden_size=size), 96, torch.bfloat16).plan
+    run = next(each.few.before for each in fused_launches_of(plan) if isinstance(each, EitherWay))
+    own = variant_of(plan, row_kernel(plan, run), "row")
+    fused = list(fused_variants(plan, "fused"))
+    for target in sys.argv[1].split(","):
+        codes = {each.name: compile_variant(each, TARGETS[target]).asm["ttgir"] for each in (own, *fused)}
+        found = {name: [reductions(code), products(code)] for name, code in codes.items()}
+        print(json.dumps([target, size, found]))
+plain = [each for each in variants() if each.name.startswith("bf16_1024x3072_")]
+for target in sys.argv[1].split(","):
+    codes = {each.name: compile_variant(each, TARGETS[target]).asm["ttgir"] for each in plain}
+    print(json.dumps([target, 0, {name: [[], products(code)] for name, code in codes.items()}]))
+"""
+
+
+def compiled_for(targets, sizes):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT / "tests")
+    command = [sys.executable, "-W", "ignore", "-c", COMPILED, targets, sizes]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def order_of(shape, layout):
+    """Return which bits of a place in a row are numbers of one thread, threads of a warp, and warps, in their order."""
+    length = shape[-1]
+    if layout.startswith("#ttg.linear"):
+        named = dict(re.findall(r"(register|lane|warp) = (\[(?:\[[\d, ]*\](?:, )?)*\])", layout))
+        bases = {name: [basis[-1] for basis in json.loads(text)] for name, text in named.items()}
+        return {name: [bit for bit in own if bit] for name, own in bases.items()}
+    names = {"register": "sizePerThread", "lane": "threadsPerWarp", "warp": "warpsPerCTA"}
+    order, bit = {}, 1
+    for name, text in names.items():
+        count = int(re.search(rf"{text} = \[(?:\d+, )*(\d+)\]", layout)[1])
+        order[name] = [bit << i for i in range(count.bit_length() - 1) if bit << i < length]
+        bit *= count
+    order["register"] += [place for place in (bit << i for i in range(length.bit_length())) if place < length]
+    return order
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("targets", "sizes"),
+    [
+        pytest.param("sm_90", "1024", id="slice"),
+        pytest.param("sm_80,sm_90,sm_100,gfx942", "512,896,1024,2048", id="all", marks=pytest.mark.grid),
+    ],
+)
+def test_sums_and_products_have_the_order_of_separate_kernels(targets, sizes):
+    found = compiled_for(targets, sizes)
+    plain = {
+        target: {str(products[1]) for _, products in kernels.values()} for target, size, kernels in found if not size
+    }
+    for target, size, kernels in (each for each in found if each[1]):
+        ((shape, layout),) = kernels.pop("row")[0]
+        expected = order_of(shape, layout)
+        assert sum(map(len, expected.values())) == shape[0].bit_length() - 1, "every place is in one thread"
+        with_statistics = {name: own for name, (own, _) in kernels.items() if "_begin" in name}
+        assert len(with_statistics) == 4, "gate and up; queries, keys and values; logits of all rows and of some"
+        for name, own in with_statistics.items():
+            assert [order_of(*each) for each in own] == [expected], (target, size, name)
+        for name, (_, (count, instructions)) in kernels.items():
+            assert count >= 1
+            assert str(instructions) in plain[target], (target, size, name)
