@@ -32,11 +32,9 @@ class DeviceForward:
         self.num_rows = batch.token_ids.shape[0]
         self.num_logit_rows = self.num_rows if logit_rows is None else logit_rows.shape[0]
         self.memory: dict[int, Tensor] = {}
-        num_bytes = 0 if inputs is None else inputs.nbytes
-        if num_bytes != self.num_rows * plan.input_bytes:
-            raise ValueError(
-                f"{self.num_rows} rows take {self.num_rows * plan.input_bytes} bytes besides their tokens, not {num_bytes}."
-            )
+        num_bytes, expected = 0 if inputs is None else inputs.nbytes, self.num_rows * plan.input_bytes
+        if num_bytes != expected:
+            raise ValueError(f"{self.num_rows} rows take {expected} bytes besides their tokens, not {num_bytes}.")
         if inputs is not None:
             own = inputs.reshape(self.num_rows, -1).contiguous()
             self.memory |= {b: own for b, placed in enumerate(plan.buffers) if placed.place == INPUTS}
