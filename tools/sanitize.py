@@ -22,7 +22,8 @@ FOLDER = ROOT / "build" / "sanitize"
 TESTS = (
     *("oracle/test_oracle_ops", "ops/test_ops", "ops/test_guard_zones", "ops/test_instruction_sets", "ops/test_fuzz"),
     *("ops/test_fuzz_attention", "program/test_models", "program/test_changed_models", "program/test_operations"),
-    *("program/test_drafting", "engine/test_verify"),
+    *("program/test_drafting", "models/test_tree_drafting", "drafters/learned/test_eagle3_trees_in_one_call"),
+    "engine/test_verify",
 )
 FLAGS = (
     "-fno-wrapv",  # Python's own flags may have -fwrapv, which hides overflows

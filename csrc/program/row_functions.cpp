@@ -66,10 +66,11 @@ SPECDEC_INLINE float expm1_of(float x) {
 // f - f^2 / 2 + s * (f^2 / 2 + 2 * (s^2 / 3 + s^4 / 5 + ...)), whose first term is exact.
 SPECDEC_INLINE float log_of(float x) {
   const bool is_tiny = x < 1.17549435e-38f;
-  const std::int32_t bits = bit_cast<std::int32_t>(is_tiny ? x * 8388608.0f : x);
-  const std::int32_t whole = (bits - 0x3f3504f3) >> 23;
+  // Unsigned, because the bits of negative numbers leave the range of a difference; such a result is not used.
+  const std::uint32_t bits = bit_cast<std::uint32_t>(is_tiny ? x * 8388608.0f : x);
+  const std::int32_t whole = static_cast<std::int32_t>(bits - 0x3f3504f3u) >> 23;
   const float n = static_cast<float>(is_tiny ? whole - 23 : whole);
-  const float f = bit_cast<float>(bits - static_cast<std::int32_t>(static_cast<std::uint32_t>(whole) << 23)) - 1.0f;
+  const float f = bit_cast<float>(bits - (static_cast<std::uint32_t>(whole) << 23)) - 1.0f;
   const float s = f / (2.0f + f), z = s * s, half = 0.5f * (f * f);
   float p = 1.81818182e-1f;
   p = p * z + 2.22222222e-1f;
