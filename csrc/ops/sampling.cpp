@@ -4,11 +4,10 @@
 #include <cmath>
 #include <cstddef>
 #include <limits>
-#include <utility>
 
-#include "kernels/largest_places.h"
 #include "kernels/multiversion.h"
 #include "ops/sampling_noise.h"
+#include "ops/sampling_ranks.h"
 #include "ops/sampling_threshold.h"
 
 namespace specdec {
@@ -88,41 +87,6 @@ std::int64_t draw(const SampledRow& row, const double* scores, std::int64_t like
   return winner;
 }
 
-// The tokens of the `count` largest sums of score and noise, the largest first. As in `draw`, those with the largest scores
-// get their noise first.
-std::vector<std::int64_t> draw_ranks(const Noise& noise, const double* scores, std::int64_t size, std::int64_t count) {
-  using Drawn = std::pair<double, std::int64_t>;
-  std::vector<Drawn> found;
-  const auto comes_first = [](const Drawn& one, const Drawn& other) {
-    return one.first > other.first || (one.first == other.first && one.second < other.second);
-  };
-  const auto is_full = [&] { return static_cast<std::int64_t>(found.size()) == count; };
-  const auto add = [&](std::int64_t token, double sum) {
-    const Drawn drawn{sum, token};
-    if (is_full() && !comes_first(drawn, found.back())) return;
-    if (is_full()) found.pop_back();
-    found.insert(std::upper_bound(found.begin(), found.end(), drawn, comes_first), drawn);
-  };
-  const std::vector<std::int64_t> likeliest = largest_places(scores, size, static_cast<std::size_t>(count), maximum);
-  for (const std::int64_t token : likeliest) add(token, scores[token] + noise_at(noise, token));
-  std::uint32_t words[4][kNoiseBlock / 4];
-  for (std::int64_t start = 0; start < size; start += kBlock) {
-    const int length = static_cast<int>(std::min<std::int64_t>(kBlock, size - start));
-    const double largest = maximum(scores + start, length);
-    if (largest + kLargestNoise < found.back().first) continue;
-    const std::uint32_t needed = smallest_word(found.back().first - largest);
-    random_words(noise, static_cast<std::uint32_t>(start / 4), (length + 3) / 4, words);
-    for (int i = 0; i < length; ++i) {
-      const std::uint32_t word = words[i % 4][i / 4];
-      if (word < needed || std::find(likeliest.begin(), likeliest.end(), start + i) != likeliest.end()) continue;
-      add(start + i, scores[start + i] + gumbel(word));
-    }
-  }
-  std::vector<std::int64_t> tokens;
-  for (const Drawn& drawn : found) tokens.push_back(drawn.second);
-  return tokens;
-}
-
 // Chooses from logits without NaN, of which it makes scores.
 std::int64_t choose(const SampledRow& row, double* values) {
   const double best = maximum(values, row.vocab_size);
@@ -146,27 +110,29 @@ std::int64_t sample_row(const SampledRow& row, std::vector<double>& scratch) {
   return has_nan(values, size) ? -1 : choose(row, values);
 }
 
-std::vector<SampledRank> sample_ranks(const SampledRow& row, std::int64_t num_ranks) {
-  std::vector<double> logits(static_cast<std::size_t>(row.vocab_size)), values;
-  to_double(row.logits, row.dtype, row.vocab_size, logits.data());
+std::vector<SampledRank> sample_ranks(const SampledRow& row, std::int64_t num_ranks, std::vector<double>& scratch) {
+  const std::int64_t size = row.vocab_size;
+  scratch.resize(2 * static_cast<std::size_t>(size));
+  double* logits = scratch.data();
+  double* values = logits + size;
+  to_double(row.logits, row.dtype, size, logits);
   std::vector<SampledRank> found;
-  if (has_nan(logits.data(), row.vocab_size)) return found;
+  if (has_nan(logits, size)) return found;
   const Noise noise = noise_of(row.seed, row.position);
-  const double best = maximum(logits.data(), row.vocab_size);
-  if (row.temperature > 0.0 && !std::isinf(best) && !is_filtered(row)) {
-    values = logits;
-    to_scores(values.data(), row.vocab_size, best, row.temperature);
-    for (const std::int64_t token : draw_ranks(noise, values.data(), row.vocab_size, num_ranks)) {
-      found.push_back({token, logits[static_cast<std::size_t>(token)], noise_at(noise, token)});
-    }
-    return found;
+  const double best = maximum(logits, size);
+  if (row.temperature > 0.0 && !std::isinf(best)) {
+    std::copy_n(logits, size, values);
+    to_scores(values, size, best, row.temperature);
+    const std::vector<std::int64_t> tokens =
+        is_filtered(row) ? filtered_ranks(row, values, num_ranks) : draw_ranks(noise, values, size, num_ranks);
+    for (const std::int64_t token : tokens) found.push_back({token, logits[token], noise_at(noise, token)});
+    if (!found.empty()) return found;
   }
   for (std::int64_t rank = 0; rank < num_ranks; ++rank) {
-    values = logits;
-    const std::int64_t token = choose(row, values.data());
-    double& logit = logits[static_cast<std::size_t>(token)];
-    found.push_back({token, logit, noise_at(noise, token)});
-    logit = -kInfinity;
+    std::copy_n(logits, size, values);
+    const std::int64_t token = choose(row, values);
+    found.push_back({token, logits[token], noise_at(noise, token)});
+    logits[token] = -kInfinity;
   }
   return found;
 }

@@ -55,7 +55,7 @@ struct SampledRank {
 };
 
 // Returns the token of `sample_row`, then the one that it would be without the first, and so on: `num_ranks` tokens, at most
-// `vocab_size`; none if a logit is NaN. There may be no repetition penalty.
-std::vector<SampledRank> sample_ranks(const SampledRow& row, std::int64_t num_ranks);
+// `vocab_size`; none if a logit is NaN. There may be no repetition penalty. Successive rows share the memory of `scratch`.
+std::vector<SampledRank> sample_ranks(const SampledRow& row, std::int64_t num_ranks, std::vector<double>& scratch);
 
 }  // namespace specdec

@@ -115,6 +115,16 @@ double maximum(const double* values, std::int64_t size) {
   return largest;
 }
 
+double mass_of(const double* scores, std::int64_t size) {
+  double total = 0.0, exps[kBlock];
+  for (std::int64_t start = 0; start < size; start += kBlock) {
+    const int count = static_cast<int>(std::min<std::int64_t>(kBlock, size - start));
+    exponentials(scores + start, count, exps);
+    for (int i = 0; i < count; ++i) total += exps[i];
+  }
+  return total;
+}
+
 bool is_filtered(const SampledRow& row) {
   return (row.top_k > 0 && row.top_k < row.vocab_size) || row.top_p < 1.0 || row.min_p > 0.0;
 }

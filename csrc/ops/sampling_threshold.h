@@ -9,6 +9,9 @@ namespace specdec {
 
 double maximum(const double* values, std::int64_t size);
 
+// The sum of e^score; scores are at most 0.
+double mass_of(const double* scores, std::int64_t size);
+
 // Whether a row has a filter that may leave a token out.
 bool is_filtered(const SampledRow& row);
 

@@ -1,5 +1,7 @@
 #include "program/ranking.h"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -25,18 +27,20 @@ const std::vector<RankedToken>& Ranker::rank(const char* logits, const std::vect
 #pragma omp parallel for num_threads(num_threads_) schedule(dynamic) if (num_rows > 1 && work > (1 << 16))
   for (std::int64_t row = 0; row < num_rows; ++row) {
     const std::size_t member = members[static_cast<std::size_t>(row)];
+    Scratch& scratch = scratch_[static_cast<std::size_t>(omp_get_thread_num())];
     RankedToken* to = ranked_.data() + row * num_ranks;
     if (choice_.sampling != nullptr && choice_.sampling->temperatures[member] > 0.0) {
-      rank_by_draws(logits + row * row_bytes, member, ahead, num_ranks, to);
+      rank_by_draws(logits + row * row_bytes, {member, ahead, num_ranks}, scratch, to);
     } else {
-      rank_by_logits(logits + row * row_bytes, num_ranks, to);
+      rank_by_logits(logits + row * row_bytes, num_ranks, scratch, to);
     }
   }
   return ranked_;
 }
 
-void Ranker::rank_by_logits(const char* logits, std::int64_t num_ranks, RankedToken* to) const {
-  std::vector<float> numbers(static_cast<std::size_t>(choice_.vocab_size));
+void Ranker::rank_by_logits(const char* logits, std::int64_t num_ranks, Scratch& scratch, RankedToken* to) const {
+  std::vector<float>& numbers = scratch.numbers;
+  numbers.resize(static_cast<std::size_t>(choice_.vocab_size));
   widen_all(choice_.dtype, logits, numbers.data(), choice_.vocab_size);
   const auto count = static_cast<std::size_t>(num_ranks);
   const std::vector<std::int64_t> ids = largest_places(numbers.data(), choice_.vocab_size, count, largest);
@@ -51,12 +55,12 @@ void Ranker::rank_by_logits(const char* logits, std::int64_t num_ranks, RankedTo
 }
 
 // The target draws `logits / temperature + noise`, so the probabilities are those of these sums.
-void Ranker::rank_by_draws(const char* logits, std::size_t member, std::int64_t ahead, std::int64_t num_ranks,
-                           RankedToken* to) const {
+void Ranker::rank_by_draws(const char* logits, const Row& own, Scratch& scratch, RankedToken* to) const {
+  const auto& [member, ahead, num_ranks] = own;
   const Sampling& all = *choice_.sampling;
   const bool is_narrow = choice_.target_ids != nullptr;
-  WideLogits wide(choice_, is_narrow ? 1 : 0);
-  const SampledRow row{is_narrow ? wide.spread(logits, 1) : logits,
+  if (is_narrow && !scratch.wide) scratch.wide.emplace(choice_, 1);
+  const SampledRow row{is_narrow ? scratch.wide->spread(logits, 1) : logits,
                        choice_.dtype,
                        is_narrow ? choice_.num_target_ids : choice_.vocab_size,
                        all.temperatures[member],
@@ -67,7 +71,7 @@ void Ranker::rank_by_draws(const char* logits, std::size_t member, std::int64_t 
                        all.seeds[member],
                        all.positions[member] + ahead,
                        {}};
-  const std::vector<SampledRank> drawn = sample_ranks(row, std::min(num_ranks, choice_.vocab_size));
+  const std::vector<SampledRank> drawn = sample_ranks(row, std::min(num_ranks, choice_.vocab_size), scratch.sampled);
   std::vector<double> sums;
   for (const SampledRank& each : drawn) sums.push_back(each.logit / std::max(row.temperature, 1e-6) + each.noise);
   const double best = sums.empty() ? 0.0 : *std::max_element(sums.begin(), sums.end());

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "program/draft_rows.h"
@@ -19,7 +20,10 @@ class Ranker {
  public:
   // `choice` may have no penalties. `greedy_temperature`: of the probabilities of requests that do not sample.
   Ranker(const Choice& choice, double greedy_temperature, int num_threads)
-      : choice_(choice), greedy_temperature_(greedy_temperature), num_threads_(num_threads) {}
+      : choice_(choice),
+        greedy_temperature_(greedy_temperature),
+        num_threads_(num_threads),
+        scratch_(static_cast<std::size_t>(num_threads)) {}
 
   // Ranks the next tokens of rows.
   //   logits: [members.size(), width].
@@ -30,13 +34,25 @@ class Ranker {
                                        std::int64_t num_ranks);
 
  private:
-  void rank_by_logits(const char* logits, std::int64_t num_ranks, RankedToken* to) const;
-  void rank_by_draws(const char* logits, std::size_t member, std::int64_t ahead, std::int64_t num_ranks,
-                     RankedToken* to) const;
+  struct Row {
+    std::size_t member;
+    std::int64_t ahead, num_ranks;
+  };
+
+  // Memory of one thread: at 150,000 ids, new memory for every row would take as long as the ranking.
+  struct Scratch {
+    std::vector<float> numbers;
+    std::vector<double> sampled;
+    std::optional<WideLogits> wide;
+  };
+
+  void rank_by_logits(const char* logits, std::int64_t num_ranks, Scratch& scratch, RankedToken* to) const;
+  void rank_by_draws(const char* logits, const Row& row, Scratch& scratch, RankedToken* to) const;
 
   Choice choice_;
   double greedy_temperature_;
   int num_threads_;
+  std::vector<Scratch> scratch_;
   std::vector<RankedToken> ranked_;
 };
 
