@@ -76,7 +76,7 @@ DraftRequest draft_request(const Spans& spans, const std::vector<std::int64_t>& 
   return {spans_of(spans), token_ids, num_draft_tokens, rows};
 }
 
-void draft_chains(Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
+void draft_call(Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
                   const std::vector<std::int64_t>& token_ids, const std::vector<std::int64_t>& num_draft_tokens,
                   const CarriedTuple& carried, const ChoiceSizes& choice, const std::vector<std::uintptr_t>& sampling,
                   int num_threads, std::uintptr_t chosen) {
@@ -89,7 +89,7 @@ void draft_chains(Program& program, const std::array<std::int64_t, 6>& pages, co
 using TreeTuple = std::tuple<std::vector<std::int64_t>, std::int64_t, std::vector<std::int64_t>, std::vector<std::int64_t>,
                              double>;
 
-std::vector<std::int64_t> draft_some_trees(
+std::vector<std::int64_t> draft_trees_call(
     Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
     const std::vector<std::int64_t>& token_ids, const std::vector<std::int64_t>& depths, const CarriedTuple& carried,
     const TreeTuple& trees, const ChoiceSizes& choice, const std::vector<std::uintptr_t>& sampling, int num_threads,
@@ -103,7 +103,7 @@ std::vector<std::int64_t> draft_some_trees(
                      {pointer<std::int64_t>(nodes[0]), pointer<std::int32_t>(nodes[1]), pointer<float>(nodes[2])});
 }
 
-std::tuple<std::vector<std::vector<std::int64_t>>, std::vector<std::vector<std::int32_t>>, double> verify_step(
+std::tuple<std::vector<std::vector<std::int64_t>>, std::vector<std::vector<std::int32_t>>, double> verify_call(
     Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
     const std::vector<std::int64_t>& last_tokens, std::array<std::uintptr_t, 3> draft_tokens, const ChoiceSizes& choice,
     const std::vector<std::uintptr_t>& sampling, int num_threads, std::array<std::uintptr_t, 2> outputs) {
@@ -170,9 +170,9 @@ void bind_program(py::module_& m) {
       .def(
           "run", [](Program& self, const Addresses& at, const ForwardSizes& sizes) { self.run(forward(at, sizes)); },
           py::call_guard<py::gil_scoped_release>())
-      .def("draft", &draft_chains, py::call_guard<py::gil_scoped_release>())
-      .def("draft_trees", &draft_some_trees, py::call_guard<py::gil_scoped_release>())
-      .def("verify", &verify_step, py::call_guard<py::gil_scoped_release>())
+      .def("draft", &draft_call, py::call_guard<py::gil_scoped_release>())
+      .def("draft_trees", &draft_trees_call, py::call_guard<py::gil_scoped_release>())
+      .def("verify", &verify_call, py::call_guard<py::gil_scoped_release>())
       .def("bytes_for", &Program::bytes_for)
       .def("release", &Program::release)
       .def_property_readonly("held_bytes", &Program::held_bytes)

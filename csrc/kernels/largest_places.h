@@ -9,12 +9,13 @@
 namespace specdec {
 
 // Returns the places of the `count` largest numbers, the largest first, of equal ones the first; NaNs are left out.
-// `maximum(numbers, size)` returns the largest number. Few blocks of numbers contain one that is large enough, so most of
-// the time is spent there.
+// `maximum(numbers, size)` returns the largest number. Most blocks have no number that is large enough; most of the time goes
+// into `maximum`, which finds this out.
 template <typename Number, typename Maximum>
 std::vector<std::int64_t> largest_places(const Number* numbers, std::int64_t size, std::size_t count, Maximum maximum) {
   constexpr std::int64_t kBlock = 256;
   std::vector<std::int64_t> found;
+  if (count == 0) return found;
   const auto is_larger = [numbers](std::int64_t one, std::int64_t other) { return numbers[one] > numbers[other]; };
   for (std::int64_t start = 0; start < size; start += kBlock) {
     const std::int64_t stop = std::min(size, start + kBlock);

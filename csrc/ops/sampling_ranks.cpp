@@ -15,7 +15,9 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kBlock = kNoiseBlock;            // tokens that are skipped together
 constexpr std::int64_t kCandidates = 128;       // without top-k
-constexpr std::int64_t kMostCandidates = 1024;  // more do not pay
+constexpr std::int64_t kMostCandidates = 1024;  // with more, one pass for each rank is faster
+// Of a token that is left: the masses of all others are computed relative to the first rank, as numbers from e^-700 on.
+constexpr double kLowestFront = -300.0;
 
 // The tokens of the `count` largest scores and of those that equal the last of these, the largest first: 16-bit logits are
 // often equal.
@@ -44,16 +46,14 @@ class Candidates {
         has_top_k_(row.top_k > 0 && row.top_k < row.vocab_size),
         left_(candidates_of(scores, row.vocab_size, num_candidates)),
         lowest_(scores[left_.back()]) {
-    if (has_top_k_ || row.top_p >= 1.0) return;
-    others_ = mass_of(scores, row.vocab_size);
-    for (const std::int64_t token : left_) others_ -= std::exp(scores[token]);
-    others_ = std::max(others_, 0.0);
+    if (!has_top_k_ && row.top_p < 1.0) others_ = mass_below(lowest_, scores, row.vocab_size);
   }
 
   std::int64_t size() const { return static_cast<std::int64_t>(left_.size()); }
 
   // Removes and returns the next rank, or returns -1 if a token that is no candidate may pass the filters.
   std::int64_t take() {
+    if (!has_top_k_ && scores_[left_.front()] < kLowestFront) return -1;
     const double threshold = lowest_kept();
     if (threshold < lowest_ && size() < row_.vocab_size) return -1;
     double highest = -kInfinity;
@@ -72,18 +72,22 @@ class Candidates {
  private:
   // The lowest score that passes the filters.
   double lowest_kept() const {
+    const double front = scores_[left_.front()];
     double threshold = has_top_k_ ? scores_[left_[static_cast<std::size_t>(row_.top_k - 1)]] : -kInfinity;
     if (row_.top_p < 1.0) {
-      double total = others_;
-      for (const std::int64_t token : left_) total += scores_[token] >= threshold ? std::exp(scores_[token]) : 0.0;
+      // Masses are relative to the likeliest token that is left, whose own is 1.
+      double total = has_top_k_ ? 0.0 : others_ * std::exp(-front);
+      for (const std::int64_t token : left_) total += scores_[token] >= threshold ? std::exp(scores_[token] - front) : 0.0;
       double above = 0.0;
-      std::size_t i = 0;
-      while (i < left_.size() && scores_[left_[i]] >= threshold && above < row_.top_p * total) {
-        above += std::exp(scores_[left_[i++]]);
+      for (const std::int64_t token : left_) {
+        if (scores_[token] < threshold) break;
+        above += std::exp(scores_[token] - front);
+        if (above < row_.top_p * total) continue;
+        threshold = scores_[token];
+        break;
       }
-      if (above >= row_.top_p * total) threshold = scores_[left_[i - 1]];
     }
-    if (row_.min_p > 0.0) threshold = std::max(threshold, scores_[left_.front()] + std::log(row_.min_p));
+    if (row_.min_p > 0.0) threshold = std::max(threshold, front + std::log(row_.min_p));
     return threshold;
   }
 
@@ -92,7 +96,7 @@ class Candidates {
   Noise noise_;
   bool has_top_k_;
   std::vector<std::int64_t> left_;  // the largest score first
-  double lowest_, others_ = 0.0;    // others_: the mass of all tokens that are no candidates
+  double lowest_, others_ = 0.0;    // others_: the mass of all tokens that are no candidates, relative to the first rank
 };
 
 }  // namespace

@@ -13,8 +13,8 @@ namespace specdec {
 // Returns the ranks of a row without filters: the tokens of the `count` largest sums of score and noise.
 std::vector<std::int64_t> draw_ranks(const Noise& noise, const double* scores, std::int64_t size, std::int64_t count);
 
-// Returns `count` ranks of a row with filters if they are among its likeliest tokens, in one pass over the row; else none.
-// A rank's filters see the tokens that are left.
+// Returns `count` ranks of a row with filters, or none if a rank may lie outside of the likeliest tokens. The filters apply
+// anew to the tokens that are left after each rank.
 std::vector<std::int64_t> filtered_ranks(const SampledRow& row, const double* scores, std::int64_t count);
 
 }  // namespace specdec

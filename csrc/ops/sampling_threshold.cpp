@@ -115,12 +115,12 @@ double maximum(const double* values, std::int64_t size) {
   return largest;
 }
 
-double mass_of(const double* scores, std::int64_t size) {
+double mass_below(double bound, const double* scores, std::int64_t size) {
   double total = 0.0, exps[kBlock];
   for (std::int64_t start = 0; start < size; start += kBlock) {
     const int count = static_cast<int>(std::min<std::int64_t>(kBlock, size - start));
     exponentials(scores + start, count, exps);
-    for (int i = 0; i < count; ++i) total += exps[i];
+    for (int i = 0; i < count; ++i) total += scores[start + i] < bound ? exps[i] : 0.0;
   }
   return total;
 }

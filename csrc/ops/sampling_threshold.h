@@ -9,8 +9,8 @@ namespace specdec {
 
 double maximum(const double* values, std::int64_t size);
 
-// The sum of e^score; scores are at most 0.
-double mass_of(const double* scores, std::int64_t size);
+// The sum of e^score of all scores below a bound; scores are at most 0.
+double mass_below(double bound, const double* scores, std::int64_t size);
 
 // Whether a row has a filter that may leave a token out.
 bool is_filtered(const SampledRow& row);

@@ -78,7 +78,7 @@ void Carried::project(const CarriedRows& rows, int num_threads) {
   projected_.resize(all.size() * bytes_);
   Forward forward{};
   forward.num_rows = forward.num_logit_rows = static_cast<std::int64_t>(all.size());
-  forward.token_ids = forward.positions = forward.logit_rows = all.data();  // of these it reads the last one alone
+  forward.token_ids = forward.positions = forward.logit_rows = all.data();  // it reads `logit_rows` alone
   forward.logits = projected_.data();
   forward.num_threads = num_threads;
   forward.inputs = taken.data();

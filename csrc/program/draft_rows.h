@@ -30,9 +30,9 @@ void check(const Choice& choice);
 // The rows that a program takes beside its tokens. The program's hidden states have the same size: those of a row are the
 // input of the row after it.
 struct CarriedRows {
-  const char* first = nullptr;  // of the first forward's rows
+  const char* first = nullptr;  // the inputs of the first forward's rows
   std::int64_t row_bytes = 0;   // 0: the program takes none
-  // If not null, the first forward's rows are the logits of this program, which has no KV entries and reads neither tokens
+  // If not null, the inputs of the first forward's rows are the logits of this program, which has no KV entries and reads neither tokens
   // nor positions.
   Program* projection = nullptr;
   std::int64_t input_bytes = 0;                                // of a row that it takes, at least 1

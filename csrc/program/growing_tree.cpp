@@ -10,11 +10,17 @@ namespace specdec {
 
 StaticTree::StaticTree(const std::vector<std::int64_t>& parents, const std::vector<std::int64_t>& ranks)
     : children_(parents.size() + 1) {
+  if (ranks.size() != parents.size()) {
+    throw std::invalid_argument("a static tree of " + std::to_string(parents.size()) + " nodes has " +
+                                std::to_string(ranks.size()) + " ranks");
+  }
   std::vector<std::size_t> depths;
   for (std::size_t node = 0; node < parents.size(); ++node) {
     const std::int64_t parent = parents[node];
-    if (ranks.size() != parents.size() || parent < kRoot || parent >= static_cast<std::int64_t>(node) || ranks[node] < 0) {
-      throw std::invalid_argument("node " + std::to_string(node) + " of a static tree has no rank or no earlier parent");
+    if (parent < kRoot || parent >= static_cast<std::int64_t>(node) || ranks[node] < 0) {
+      throw std::invalid_argument("node " + std::to_string(node) + " of a static tree has the parent " +
+                                  std::to_string(parent) + " and the rank " + std::to_string(ranks[node]) +
+                                  "; expected -1 or an earlier node, and a rank from 0 on");
     }
     depths.push_back(parent == kRoot ? 0 : depths[static_cast<std::size_t>(parent)] + 1);
     const auto rank = static_cast<std::size_t>(ranks[node]);

@@ -38,7 +38,7 @@ struct DraftedNodes {
 
 // The best `max_nodes` of all children that were named. A node's score is the sum of the log-probabilities on its path, or
 // with a static tree minus its place there. Nodes are numbered in the order in which they are added, so a parent precedes
-// its children; a node that is not among the best ones is forgotten.
+// its children; a node outside of the best ones is never continued or written.
 class GrowingTree {
  public:
   // `shape`: the static tree; null: none, and of each level the best `width` nodes are continued.

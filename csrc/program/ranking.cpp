@@ -14,7 +14,7 @@ namespace specdec {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr std::int64_t kDrawCost = 8;  // a row that samples takes as long as so many that do not
+constexpr std::int64_t kDrawCost = 8;  // a row that samples takes about as long as 8 greedy rows
 
 }  // namespace
 
@@ -24,7 +24,9 @@ const std::vector<RankedToken>& Ranker::rank(const char* logits, const std::vect
   const std::int64_t row_bytes = choice_.width * item_size(choice_.dtype);
   ranked_.assign(static_cast<std::size_t>(num_rows * num_ranks), {0, -kInfinity});
   const std::int64_t work = num_rows * choice_.vocab_size * (choice_.sampling == nullptr ? 1 : kDrawCost);
-#pragma omp parallel for num_threads(num_threads_) schedule(dynamic) if (num_rows > 1 && work > (1 << 16))
+  const int num_threads = num_rows > 1 && work > (1 << 16) ? static_cast<int>(std::min<std::int64_t>(num_threads_, num_rows)) : 1;
+  make_room(static_cast<std::size_t>(num_threads));
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic) if (num_threads > 1)
   for (std::int64_t row = 0; row < num_rows; ++row) {
     const std::size_t member = members[static_cast<std::size_t>(row)];
     Scratch& scratch = scratch_[static_cast<std::size_t>(omp_get_thread_num())];
@@ -38,9 +40,20 @@ const std::vector<RankedToken>& Ranker::rank(const char* logits, const std::vect
   return ranked_;
 }
 
+// Before the threads start, because an exception of one of them would end the process.
+void Ranker::make_room(std::size_t num_threads) {
+  const bool is_narrow = choice_.target_ids != nullptr, samples = choice_.sampling != nullptr;
+  const std::int64_t num_ids = is_narrow ? choice_.num_target_ids : choice_.vocab_size;
+  for (std::size_t i = 0; i < num_threads; ++i) {
+    Scratch& scratch = scratch_[i];
+    scratch.numbers.resize(static_cast<std::size_t>(choice_.vocab_size));
+    if (samples) scratch.sampled.resize(2 * static_cast<std::size_t>(num_ids));
+    if (samples && is_narrow && !scratch.wide) scratch.wide.emplace(choice_, 1);
+  }
+}
+
 void Ranker::rank_by_logits(const char* logits, std::int64_t num_ranks, Scratch& scratch, RankedToken* to) const {
   std::vector<float>& numbers = scratch.numbers;
-  numbers.resize(static_cast<std::size_t>(choice_.vocab_size));
   widen_all(choice_.dtype, logits, numbers.data(), choice_.vocab_size);
   const auto count = static_cast<std::size_t>(num_ranks);
   const std::vector<std::int64_t> ids = largest_places(numbers.data(), choice_.vocab_size, count, largest);
@@ -59,7 +72,6 @@ void Ranker::rank_by_draws(const char* logits, const Row& own, Scratch& scratch,
   const auto& [member, ahead, num_ranks] = own;
   const Sampling& all = *choice_.sampling;
   const bool is_narrow = choice_.target_ids != nullptr;
-  if (is_narrow && !scratch.wide) scratch.wide.emplace(choice_, 1);
   const SampledRow row{is_narrow ? scratch.wide->spread(logits, 1) : logits,
                        choice_.dtype,
                        is_narrow ? choice_.num_target_ids : choice_.vocab_size,

@@ -13,7 +13,7 @@ namespace specdec {
 
 struct RankedToken {
   std::int64_t token;  // the target's id
-  double log_prob;     // that it is the target's if all before it are; -inf or NaN: there is no such token
+  double log_prob;     // that it is the target's, given that all tokens before it are; -inf or NaN: there is no such token
 };
 
 class Ranker {
@@ -29,6 +29,7 @@ class Ranker {
   //   logits: [members.size(), width].
   //   members: the sequence of each row.
   //   ahead: number of tokens drafted before, on the path of each row.
+  //   num_ranks: at least 1.
   // Returns [members.size(), num_ranks], the likeliest first, in memory that the next call uses again.
   const std::vector<RankedToken>& rank(const char* logits, const std::vector<std::size_t>& members, std::int64_t ahead,
                                        std::int64_t num_ranks);
@@ -39,13 +40,14 @@ class Ranker {
     std::int64_t ahead, num_ranks;
   };
 
-  // Memory of one thread: at 150,000 ids, new memory for every row would take as long as the ranking.
+  // Memory of one thread, for all rows: a row of 150,000 ids takes some megabytes.
   struct Scratch {
     std::vector<float> numbers;
     std::vector<double> sampled;
     std::optional<WideLogits> wide;
   };
 
+  void make_room(std::size_t num_threads);
   void rank_by_logits(const char* logits, std::int64_t num_ranks, Scratch& scratch, RankedToken* to) const;
   void rank_by_draws(const char* logits, const Row& row, Scratch& scratch, RankedToken* to) const;
 

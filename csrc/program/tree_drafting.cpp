@@ -20,8 +20,8 @@ struct Growing {
   std::vector<std::int64_t> made;  // of each node that was in a frontier, the state of its row
 };
 
-// Rows that later rows take as inputs: of B sequences the inputs of the roots, then the roots' hidden states, then those of
-// all nodes that were in a frontier.
+// The inputs of later rows. State b is the input of root b, state B + b its hidden state, with B sequences; the hidden states
+// of all nodes that were in a frontier follow.
 class States {
  public:
   explicit States(std::size_t row_bytes) : bytes_(row_bytes) {}
@@ -58,7 +58,7 @@ Level level_of(const std::vector<Growing*>& growing, const States& states, std::
     level.spans.push_back({each->root.place, each->root.start, static_cast<std::int64_t>(nodes.size()) + 1});
     level.token_ids.push_back(each->token);
     states.append_to(level.inputs, static_cast<std::int64_t>(each->member));
-    place.assign(static_cast<std::size_t>(*std::max_element(nodes.begin(), nodes.end())) + 1, 0);
+    place.assign(static_cast<std::size_t>(nodes.back()) + 1, 0);
     for (const std::int64_t node : nodes) {
       place[static_cast<std::size_t>(node)] = static_cast<std::int64_t>(level.token_ids.size()) - root;
       level.token_ids.push_back(tree.token(node));
@@ -74,6 +74,10 @@ Level level_of(const std::vector<Growing*>& growing, const States& states, std::
 void check(const DraftRequest& draft, const TreeRules& rules, const Choice& choice) {
   check(draft, choice);
   const auto is_number = [](std::int64_t count) { return count > 0; };
+  if (!(rules.greedy_temperature > 0.0)) {
+    throw std::invalid_argument("the temperature of greedy requests is " + std::to_string(rules.greedy_temperature) +
+                                "; expected a number above 0");
+  }
   if (rules.num_nodes.size() != draft.spans.size() || rules.width < 1 || draft.carried.row_bytes < 1 ||
       !std::all_of(rules.num_nodes.begin(), rules.num_nodes.end(), is_number)) {
     throw std::invalid_argument("a draft of " + std::to_string(draft.spans.size()) + " trees has " +

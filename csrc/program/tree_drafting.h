@@ -14,15 +14,15 @@ namespace specdec {
 
 struct TreeRules {
   std::vector<std::int64_t> num_nodes;  // of each tree at most, at least 1
-  std::int64_t width;                   // nodes of a frontier; without a static tree, also the children named for each
-  const StaticTree* shape;              // null: trees follow the scores
-  double greedy_temperature;            // see Ranker
+  std::int64_t width;  // the most nodes of a frontier; in a dynamic tree each of them also gets this many children
+  const StaticTree* shape;    // null: trees follow the scores
+  double greedy_temperature;  // see Ranker
 };
 
 // The first forward computes `draft.spans`; the last row of each is the root of its sequence's tree. Each further forward
-// computes the frontiers of all trees that may be deeper, and the nodes above them, as trees behind the root: their slots
-// are the root's and the following ones, at most as many as the tree has nodes. A row's input is the hidden state of its
-// parent, and the root's is that of its own row in the first forward.
+// computes the frontiers of all trees that may be deeper, and the nodes above them. These rows take the root's slot and the
+// slots after it; a tree never needs more slots after the root than it may have nodes. A row's input is the hidden state of
+// its parent; the root keeps its input of the first forward.
 //   draft: `num_draft_tokens` are the largest depths. The program takes inputs.
 //   choice: may have no penalties.
 // Writes the nodes, tree after tree; returns the number of nodes of each.
