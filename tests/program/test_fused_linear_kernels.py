@@ -112,3 +112,13 @@ def test_sums_and_products_have_the_order_of_separate_kernels(targets, sizes):
         for name, (_, (count, instructions)) in kernels.items():
             assert count >= 1
             assert str(instructions) in plain[target], (target, size, name)
+
+
+def test_another_number_of_warps_is_another_order():
+    blocked = "#ttg.blocked<{{sizePerThread = [8], threadsPerWarp = [32], warpsPerCTA = [{}], order = [0]}}>"
+    linear = (
+        "#ttg.linear<{register = [[0, 1], [0, 2], [0, 4], [2, 0], [0, 512]], "
+        "lane = [[0, 8], [0, 16], [0, 32], [0, 64], [0, 128]], warp = [[0, 256], [1, 0]], block = []}>"
+    )
+    assert order_of([8, 1024], linear) == order_of([1024], blocked.format(2))
+    assert order_of([8, 1024], linear) != order_of([1024], blocked.format(4))

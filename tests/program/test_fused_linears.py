@@ -22,11 +22,14 @@ from support.programs import CPU, NO_LAYERS, Function, needs_programs
 
 pytest.importorskip("triton")
 
+from specdec_fast.program import linear_kernel
 from specdec_fast.program.fused_launches import fused_launches_of
 from specdec_fast.program.fused_linear import MOST_ROWS, EitherWay, FusedLinear
 from specdec_fast.program.triton_executor import TritonProgram
 from specdec_fast.triton_kernels import linear as linear_module
+from specdec_fast.triton_kernels import paged_attention as attention_module
 from support.device_programs import interpreted, launched, plan_of
+from support.triton_attention import SMALL_PIECE
 
 pytestmark = needs_programs
 COUNTS = (1, 5, MOST_ROWS, MOST_ROWS + 1, 64, 65)  # forwards of few rows and of more, and all tiles
@@ -68,6 +71,14 @@ def test_models_have_the_bits_of_separate_launches(architecture, dtype, monkeypa
     apart, expected = forwards_of(interpreted(model), COUNTS)
     assert torch.equal(together, apart)
     assert all(map(torch.equal, entries, expected))
+
+
+@torch.inference_mode()
+def test_outputs_that_are_not_rounded_would_be_noticed(monkeypatch):
+    model = truncated_copy(tiny_model("llama"), 1).half()
+    apart = forwards_of(interpreted(model), (5,))[0]
+    monkeypatch.setitem(linear_kernel.TYPES, torch.float16, "tl.float32")
+    assert not torch.equal(forwards_of(interpreted(model, fuses_linears=True), (5,))[0], apart)
 
 
 @pytest.mark.grid
@@ -171,3 +182,23 @@ def test_a_layer_of_few_rows_takes_few_launches(architecture):
     for launches, most in ((few, FEW.get(architecture, 6)), (many, FEW.get(architecture, 8))):
         attends = [i for i, launch in enumerate(launches) if isinstance(launch, Attend)]
         assert {after - before for before, after in pairwise(attends)} == {most}
+
+
+@torch.inference_mode()
+def test_attention_merges_its_pieces_in_one_launch(monkeypatch):
+    """Contexts of several pieces, in two forwards: the counters of the first are zeros for the second."""
+    monkeypatch.setattr(attention_module, "PIECE", SMALL_PIECE)
+    model, launched_kernels = truncated_copy(tiny_model("llama"), 2).half(), []
+    merging = attention_module.merging_kernel
+
+    class Noted:
+        def __getitem__(self, grid):
+            launched_kernels.append(grid)
+            return merging[grid]
+
+    expected = forwards_of(interpreted(model), (60, 30, 5))
+    monkeypatch.setattr(attention_module, "merging_kernel", Noted())
+    found = forwards_of(interpreted(model, fuses_linears=True, merges_attention=True), (60, 30, 5))
+    assert torch.equal(found[0], expected[0])
+    assert all(map(torch.equal, found[1], expected[1]))
+    assert len(launched_kernels) == 2 * 2, "two layers, and two forwards over more than one piece"
