@@ -77,7 +77,9 @@ def test_models_have_the_bits_of_separate_launches(architecture, dtype, monkeypa
 def test_outputs_that_are_not_rounded_would_be_noticed(monkeypatch):
     model = truncated_copy(tiny_model("llama"), 1).half()
     apart = forwards_of(interpreted(model), (5,))[0]
-    monkeypatch.setitem(linear_kernel.TYPES, torch.float16, "tl.float32")
+    outputs = linear_kernel._outputs
+    unrounded = lambda *args: [line.replace(".to(tl.float16)", "") for line in outputs(*args)]  # noqa: E731
+    monkeypatch.setattr(linear_kernel, "_outputs", unrounded)
     assert not torch.equal(forwards_of(interpreted(model, fuses_linears=True), (5,))[0], apart)
 
 
@@ -201,4 +203,4 @@ def test_attention_merges_its_pieces_in_one_launch(monkeypatch):
     found = forwards_of(interpreted(model, fuses_linears=True, merges_attention=True), (60, 30, 5))
     assert torch.equal(found[0], expected[0])
     assert all(map(torch.equal, found[1], expected[1]))
-    assert len(launched_kernels) == 2 * 2, "two layers, and two forwards over more than one piece"
+    assert len(launched_kernels) == 2 * 3, "two layers, and every forward but the first, which has one piece"
