@@ -258,6 +258,8 @@ def _source(fused: FusedLinear, pointers: Pointers, beginning: list[str], end: l
     ]
     unspecialised = [*batch, *({"num_rows", "stride_rows_row"} & {*arguments})]
     matrix = "weight[:, None]" if is_pair else "weight"
+    # As in ``linear``; and all weights while the statistics are computed, before which no weights are loaded.
+    prefetched = 256 if fused.before is None else max(256, padded(Axis(size)))
     bias = "sums += tl.load(bias + output, mask=output < out_features, other=0.0).to(tl.float32)[:, None]"
     body = [
         "groups = tl.cdiv(num_rows, BLOCK_ROWS)",
@@ -265,7 +267,7 @@ def _source(fused: FusedLinear, pointers: Pointers, beginning: list[str], end: l
         *_matrices(fused),
         f"weight_at, weight_mask = (weight + output * {size})[:, None], (output < out_features)[:, None]",
         "if OVERLAPS:",
-        f"    prefetch_rows({matrix}, output, out_features, {size}, 256)",
+        f"    prefetch_rows({matrix}, output, out_features, {size}, {prefetched})",
         "wait(OVERLAPS)",
         "number = row_group * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)",
         "row, inside = number[:, None], (number < num_rows)[:, None]",
