@@ -18,7 +18,8 @@ from specdec_fast.program.row_index import Axis, CutError, Place, SplitError, of
 from specdec_fast.program.row_kernel import row_kernel, row_sizes_of
 from specdec_fast.program.row_values import TYPES, NotEmittableError, Pointers
 from specdec_fast.program.tile_values import (
-    ELEMENTWISE,
+    OF_OUTPUTS,
+    OF_TWO_OUTPUTS,
     WITH_STATISTICS,
     TileNames,
     TileValues,
@@ -174,8 +175,8 @@ _STORE = [
 
 def _end(plan: Plan, fused: FusedLinear, run: RowRun, pointers: Pointers) -> _Code:
     """Write what the run computes from the outputs of the tile, and what it stores of that."""
-    _expect(run, ELEMENTWISE)
     matrices = fused.matrices()
+    _expect(run, OF_OUTPUTS if len(matrices) == 1 else OF_TWO_OUTPUTS)
     axis = Axis(matrices[0][0].shape[0])
     registers = {(buffer, offset): f"numbers_{i}" for i, (_, _, buffer, offset) in enumerate(matrices)}
     sizes = row_sizes_of(plan, run)

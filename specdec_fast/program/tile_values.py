@@ -17,6 +17,10 @@ from specdec_fast.program.row_values import FUNCTIONS, NotEmittableError, Pointe
 
 ELEMENTWISE = frozenset(FUNCTIONS)
 WITH_STATISTICS = ELEMENTWISE | {*REDUCTIONS, "softmax", "layer_norm"}
+# Of the largest tiles a thread has 64 outputs, or 32 of each of two matrices. There polynomials need more registers
+# than are left: tanh of 64 outputs, as in a soft cap, spills.
+OF_OUTPUTS = ELEMENTWISE - {"tanh", "gelu_tanh", "sin", "cos", "log", "log1p", "expm1"}
+OF_TWO_OUTPUTS = OF_OUTPUTS | {"tanh", "gelu_tanh"}
 
 
 @dataclass(frozen=True)

@@ -33,24 +33,22 @@ from support.triton_attention import SMALL_PIECE
 
 pytestmark = needs_programs
 COUNTS = (1, 5, MOST_ROWS, MOST_ROWS + 1, 64, 65)  # forwards of few rows and of more, and all tiles
-IDS = torch.arange(sum(COUNTS) + 200) * 7 % VOCAB_SIZE
+IDS = torch.arange(200) * 7 % VOCAB_SIZE
 
 
 def forwards_of(model, counts):
-    """Compute forwards of these numbers of rows of one text, and one of two texts without the logits of some rows.
+    """Compute a forward of each of these numbers of rows, and one of two texts without the logits of some rows.
 
     Return all logits, and keys and values of every layer.
     """
-    pool = PagePool(model.layout, 1024, 16)
-    for owner in "ab":
+    pool, found = PagePool(model.layout, 1024, 16), []
+    for owner, count in enumerate(counts):
         pool.add(owner)
-    found, start = [], 0
-    for count in counts:
-        found.append(model.forward(lay_out(pool, [Rows("a", start, count)], IDS[start : start + count]), pool))
-        start += count
-    both = lay_out(pool, [Rows("a", start, 3), Rows("b", 0, 4)], IDS[:7])
+        found.append(model.forward(lay_out(pool, [Rows(owner, 0, count)], IDS[:count]), pool))
+    pool.add("new")
+    both = lay_out(pool, [Rows(0, counts[0], 3), Rows("new", 0, 4)], IDS[:7])
     found.append(model.forward(both, pool, torch.tensor([6, 2])))
-    return torch.cat(found), [tensor[:16].clone() for layer in pool.layers for tensor in layer]
+    return torch.cat(found), [tensor[:14].clone() for layer in pool.layers for tensor in layer]
 
 
 @pytest.mark.parametrize(
@@ -66,9 +64,10 @@ def test_models_have_the_bits_of_separate_launches(architecture, dtype, monkeypa
     monkeypatch.setattr(linear_module, "_ENOUGH_PROGRAMS", 1)  # so small matrices get the tiles of large ones
     model = truncated_copy(tiny_model(architecture), 2).to(dtype)
     for parameter in (p for name, p in model.named_parameters() if name.endswith(".bias")):
-        parameter.data.normal_()
+        parameter.data.normal_(std=0.2)
     together, entries = forwards_of(interpreted(model, fuses_linears=True), COUNTS)
     apart, expected = forwards_of(interpreted(model), COUNTS)
+    assert together.isfinite().all(), "NaN is equal to nothing"
     assert torch.equal(together, apart)
     assert all(map(torch.equal, entries, expected))
 
@@ -135,6 +134,8 @@ CASES = {  # a function of the embedded tokens, and how many runs each of its li
     "gelu of one": (lambda x: F.gelu(F.linear(x, GATE, LONG_BIAS)), 1, 0),
     "residual": (lambda x: x + F.linear(F.linear(x, GATE), DOWN, BIAS), 1, 0),
     "constants": (lambda x: F.linear(x, GATE) * LONG_BIAS + 2.0, 1, 0),
+    "tanh of one": (lambda x: F.gelu(F.linear(x, GATE), approximate="tanh"), 0, 0),
+    "tanh of two": (lambda x: F.gelu(F.linear(x, GATE), approximate="tanh") * F.linear(x, UP), 1, 0),
     "a half": (lambda x: F.linear(x, GATE)[..., 20:] * 2, 1, 0),
     "norm": (lambda x: F.linear(normed(F.linear(x, SQUARE)), GATE), 0, 1),
     "layer norm": (lambda x: F.linear(F.layer_norm(F.linear(x, SQUARE), (24,), SCALE, BIAS), GATE, LONG_BIAS), 0, 1),
@@ -198,9 +199,9 @@ def test_attention_merges_its_pieces_in_one_launch(monkeypatch):
             launched_kernels.append(grid)
             return merging[grid]
 
-    expected = forwards_of(interpreted(model), (60, 30, 5))
+    expected = forwards_of(interpreted(model), (70, 100))
     monkeypatch.setattr(attention_module, "merging_kernel", Noted())
-    found = forwards_of(interpreted(model, fuses_linears=True, merges_attention=True), (60, 30, 5))
+    found = forwards_of(interpreted(model, fuses_linears=True, merges_attention=True), (70, 100))
     assert torch.equal(found[0], expected[0])
     assert all(map(torch.equal, found[1], expected[1]))
-    assert len(launched_kernels) == 2 * 3, "two layers, and every forward but the first, which has one piece"
+    assert len(launched_kernels) == 2 * 3, "two layers, and forwards over two pieces"
