@@ -12,6 +12,7 @@ import triton.language as tl
 from specdec_fast.triton_kernels.attention_math import (
     empty_state,
     finite,
+    merge,
     normalised,
     shift_of,
     tanh,
@@ -20,6 +21,14 @@ from specdec_fast.triton_kernels.attention_math import (
 from specdec_fast.triton_kernels.attention_tree import run_of, slots_of
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+# Arguments that change with the batch. If they were specialised, another batch would get another kernel.
+BATCH_TENSORS = ("block_table", "cu_seqlens_q", "seqused_k", "paths")
+BATCH_NUMBERS = (
+    *("stride_query_row", "stride_query_head", "num_kv_heads", "max_pages"),
+    *("max_tiles", "num_splits", "path_width", "window"),
+)
+UNSPECIALISED = (*BATCH_TENSORS, *BATCH_NUMBERS, "sinks")  # sinks are read one by one, whatever their alignment
 
 
 @triton.jit
@@ -151,6 +160,39 @@ def reduce_piece(
 
 
 @triton.jit
+def state_of_tile(
+    query, key_cache, value_cache, block_table, paths, stride_query_row, stride_query_head, num_kv_heads, max_pages,
+    path_width, window, inner_scale, score_scale,  # as in the kernel
+    sequence, kv_head, first_pair, first_query, num_rows, prefix, first_row, last_row, begin, end,  # see tile_of
+    piece, last_piece,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax state of a tile over some pieces of its context."""
+    pair, dims = first_pair + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    row, head = tl.minimum(pair // GROUP, last_row), pair % GROUP  # pairs that pad the tile repeat the last row
+    mask = (pair < num_rows * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    query_at = (first_query + row).to(tl.int64) * stride_query_row + (kv_head * GROUP + head) * stride_query_head
+    queries = tl.load(query + tl.multiple_of(query_at, ALIGNMENT)[:, None] + dims[None, :], mask=mask, other=0.0)
+    paths += (first_query + first_row).to(tl.int64) * path_width
+    row_position = prefix + (tl.load(paths + (row - first_row) * path_width) if TREE else row)
+
+    sums, maximum, total = empty_state(BLOCK_M, BLOCK_V)
+    for index in range(piece, last_piece + 1):
+        sums_of_piece, maximum_of_piece, total_of_piece = reduce_piece(
+            tl.maximum(index * PIECE, begin // BLOCK_N * BLOCK_N), tl.minimum(index * PIECE + PIECE, end),
+            tl.maximum(prefix + last_row - window + 1, 0), prefix if TREE else prefix + first_row + 1,
+            queries, row_position, row - first_row, first_row, last_row, key_cache + kv_head * HEAD_DIM,
+            value_cache + kv_head * VALUE_DIM, block_table + sequence * max_pages, paths, path_width, num_kv_heads,
+            prefix, end, window, inner_scale, score_scale, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+            BLOCK_V, SOFTCAP, TREE,
+        )  # fmt: skip
+        sums, maximum, total = merge(sums, maximum, total, sums_of_piece, maximum_of_piece, total_of_piece)
+    return sums, maximum, total
+
+
+@triton.jit
 def result_of(sums, maximum, total, sinks, head, SINKS: tl.constexpr):
     """Return the output of a softmax state: [PAIRS, BLOCK_V]; ``head``: [PAIRS]."""
     if SINKS:
@@ -187,3 +229,28 @@ def store_tile(
     else:
         result = result_of(sums, maximum, total, sinks, kv_head * GROUP + pair % GROUP, SINKS).to(out.dtype.element_ty)
         tl.store(out + at * VALUE_DIM + (distance * VALUE_DIM)[:, None] + dims[None, :], result, mask=mask)
+
+
+@triton.jit
+def merge_pieces(
+    partial_sums, partial_states, sinks, out, num_kv_heads, num_splits,  # as in the kernel
+    kv_head, first_query, num_rows, first_pair, begin, end,
+    VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr, PAIRS: tl.constexpr,
+    SINKS: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """Merge the states of all pieces of some pairs, in their order, and write the result."""
+    pair, dims = first_pair + tl.arange(0, PAIRS), tl.arange(0, BLOCK_V)
+    inside = pair < num_rows * GROUP
+    mask = inside[:, None] & (dims < VALUE_DIM)[None, :]
+    head = kv_head * GROUP + pair % GROUP
+    out_at = (first_query + pair // GROUP).to(tl.int64) * (num_kv_heads * GROUP) + head
+    sums, maximum, total = empty_state(PAIRS, BLOCK_V)
+    for split in range((end - 1) // PIECE - begin // PIECE + 1):
+        at = out_at * num_splits + split
+        later_at = partial_sums + (at * VALUE_DIM)[:, None] + dims[None, :]
+        later_sums = tl.load(later_at, mask=mask, other=0.0, cache_modifier=CACHE)
+        later_maximum = tl.load(partial_states + at * 2, mask=inside, other=float("-inf"), cache_modifier=CACHE)
+        later_total = tl.load(partial_states + at * 2 + 1, mask=inside, other=0.0, cache_modifier=CACHE)
+        sums, maximum, total = merge(sums, maximum, total, later_sums, later_maximum, later_total)
+    result = result_of(sums, maximum, total, sinks, head, SINKS).to(out.dtype.element_ty)
+    tl.store(out + (out_at * VALUE_DIM)[:, None] + dims[None, :], result, mask=mask)

@@ -24,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
-from specdec_fast.triton_kernels.attention_math import empty_state, merge
-from specdec_fast.triton_kernels.attention_tile import reduce_piece, result_of, store_tile, tile_of
+from specdec_fast.triton_kernels.attention_merging import merging_kernel
+from specdec_fast.triton_kernels.attention_tile import BATCH_NUMBERS, merge_pieces, state_of_tile, store_tile, tile_of
+from specdec_fast.triton_kernels.attention_tile import UNSPECIALISED as _UNSPECIALISED
 from specdec_fast.triton_kernels.attention_tree import path_variants, paths_of
 from specdec_fast.triton_kernels.overlap import overlaps, wait
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
@@ -33,17 +34,9 @@ from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 PIECE = 512  # positions; it defines a row's bits, as the sizes of tiles do
 _MERGED_PAIRS = 8  # per program of the second kernel; divides every BLOCK_M
 _NO_WINDOW = 1 << 30  # more positions than any context has, and far from the limits of int32
-_ENOUGH_PROGRAMS = 512  # about two per program that a large device runs at a time
+NUM_COUNTERS = _ENOUGH_PROGRAMS = 512  # about two per program that a large device runs at a time
 _LARGEST_BUFFER = 1 << 28  # bytes of partial results, so that int32 can index them
 _LOG2_E = 1.4426950408889634
-
-# Arguments that change with the batch. If they were specialised, another batch would get another kernel.
-_BATCH_TENSORS = ("block_table", "cu_seqlens_q", "seqused_k", "paths")
-_BATCH_NUMBERS = (
-    *("stride_query_row", "stride_query_head", "num_kv_heads", "max_pages"),
-    *("max_tiles", "num_splits", "path_width", "window"),
-)
-_UNSPECIALISED = (*_BATCH_TENSORS, *_BATCH_NUMBERS, "sinks")  # sinks are read one by one, whatever their alignment
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -80,26 +73,12 @@ def _attention_kernel(
     if (first_pair >= num_rows * GROUP) | (piece > last_piece):
         return
 
-    pair, dims = first_pair + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    row, head = tl.minimum(pair // GROUP, last_row), pair % GROUP  # pairs that pad the tile repeat the last row
-    mask = (pair < num_rows * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    query_at = (first_query + row).to(tl.int64) * stride_query_row + (kv_head * GROUP + head) * stride_query_head
-    queries = tl.load(query + tl.multiple_of(query_at, ALIGNMENT)[:, None] + dims[None, :], mask=mask, other=0.0)
-    paths += (first_query + first_row).to(tl.int64) * path_width
-    row_position = prefix + (tl.load(paths + (row - first_row) * path_width) if TREE else row)
-
-    sums, maximum, total = empty_state(BLOCK_M, BLOCK_V)
-    for index in range(piece, last_piece + 1):
-        sums_of_piece, maximum_of_piece, total_of_piece = reduce_piece(
-            tl.maximum(index * PIECE, begin // BLOCK_N * BLOCK_N), tl.minimum(index * PIECE + PIECE, end),
-            tl.maximum(prefix + last_row - window + 1, 0), prefix if TREE else prefix + first_row + 1,
-            queries, row_position, row - first_row, first_row, last_row, key_cache + kv_head * HEAD_DIM,
-            value_cache + kv_head * VALUE_DIM, block_table + sequence * max_pages, paths, path_width, num_kv_heads,
-            prefix, end, window, inner_scale, score_scale, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
-            BLOCK_V, SOFTCAP, TREE,
-        )  # fmt: skip
-        sums, maximum, total = merge(sums, maximum, total, sums_of_piece, maximum_of_piece, total_of_piece)
-
+    sums, maximum, total = state_of_tile(
+        query, key_cache, value_cache, block_table, paths, stride_query_row, stride_query_head, num_kv_heads, max_pages,
+        path_width, window, inner_scale, score_scale, sequence, kv_head, first_pair, first_query, num_rows, prefix,
+        first_row, last_row, begin, end, piece, last_piece, HEAD_DIM, VALUE_DIM, GROUP, PAGE_SIZE, BLOCK_M, BLOCK_N,
+        BLOCK_D, BLOCK_V, PIECE, ALIGNMENT, SOFTCAP, TREE,
+    )  # fmt: skip
     store_tile(
         sums, maximum, total, sinks, out, partial_sums, partial_states, cu_seqlens_q, seqused_k, sequence, first_pair,
         kv_head, num_kv_heads * GROUP, num_splits, window, VALUE_DIM, GROUP, BLOCK_M, BLOCK_V, TREE, SINKS,
@@ -127,20 +106,10 @@ def _merge_kernel(
     )
     if first_pair >= num_rows * GROUP:
         return
-    pair, dims = first_pair + tl.arange(0, PAIRS), tl.arange(0, BLOCK_V)
-    inside = pair < num_rows * GROUP
-    mask = inside[:, None] & (dims < VALUE_DIM)[None, :]
-    head = kv_head * GROUP + pair % GROUP
-    out_at = (first_query + pair // GROUP).to(tl.int64) * (num_kv_heads * GROUP) + head
-    sums, maximum, total = empty_state(PAIRS, BLOCK_V)
-    for split in range((end - 1) // PIECE - begin // PIECE + 1):
-        at = out_at * num_splits + split
-        later_sums = tl.load(partial_sums + (at * VALUE_DIM)[:, None] + dims[None, :], mask=mask, other=0.0)
-        later_maximum = tl.load(partial_states + at * 2, mask=inside, other=float("-inf"))
-        later_total = tl.load(partial_states + at * 2 + 1, mask=inside, other=0.0)
-        sums, maximum, total = merge(sums, maximum, total, later_sums, later_maximum, later_total)
-    result = result_of(sums, maximum, total, sinks, head, SINKS).to(out.dtype.element_ty)
-    tl.store(out + (out_at * VALUE_DIM)[:, None] + dims[None, :], result, mask=mask)
+    merge_pieces(
+        partial_sums, partial_states, sinks, out, num_kv_heads, num_splits, kv_head, first_query, num_rows, first_pair,
+        begin, end, VALUE_DIM, GROUP, BLOCK_V, PIECE, PAIRS, SINKS, "",
+    )  # fmt: skip
 
 
 def launch_config(dtype: torch.dtype, head_dim: int, value_dim: int, group: int) -> Launch:
@@ -208,6 +177,20 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
 
     A row of a tree is folded over the positions of its own path, so it has the bits of that row in the path's chain.
     """
+    return attend(query, kv, batch, params, None)
+
+
+def attend(
+    query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams, counters: Tensor | None
+) -> Tensor:
+    """Compute ``paged_attention``, in one launch if there are counters.
+
+    Args:
+        query, kv, batch, params: see ``paged_attention``.
+        counters: ``[NUM_COUNTERS]`` int32, zeros, and zeros again afterwards. No two launches that may run at once may
+            have the same.
+
+    """
     (num_rows, num_heads, head_dim), (num_kv_heads, value_dim) = query.shape, kv[1].shape[2:]
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     if out.numel() == 0:
@@ -215,18 +198,16 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     group, tree, sinks = num_heads // num_kv_heads, batch.tree_mask is not None, params.sinks
     launch = launch_config(query.dtype, head_dim, value_dim, group)
     launch = _with(launch, SOFTCAP=params.softcap is not None, TREE=tree, SINKS=sinks is not None)
-    sinks = query if sinks is None else sinks
-    block_m = launch.constexprs["BLOCK_M"]
+    sinks, block_m = query if sinks is None else sinks, launch.constexprs["BLOCK_M"]
     max_tiles = triton.cdiv(batch.max_seqlen_q * group, block_m)
     columns = batch.seqused_k.numel() * num_kv_heads
     window = min(params.sliding_window or _NO_WINDOW, _NO_WINDOW)
-    rows_of_tile = triton.cdiv(block_m, group) + 1
-    num_splits = num_splits_of(batch, window, columns * max_tiles, rows_of_tile, 4 * out.numel())
+    num_splits = num_splits_of(batch, window, columns * max_tiles, triton.cdiv(block_m, group) + 1, 4 * out.numel())
     partial_sums = torch.empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32, device=query.device)
     partial_states = torch.empty(num_rows, num_heads, num_splits, 2, dtype=torch.float32, device=query.device)
     query = _aligned(query)
     paths = batch.seqused_k if batch.tree_mask is None else paths_of(batch.tree_mask)
-    _attention_kernel[columns * max_tiles, max(1, num_splits)](
+    arguments = (
         query,
         *kv,
         batch.block_table,
@@ -246,13 +227,16 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         window,
         params.scale / (params.softcap or 1.0),
         _LOG2_E * (params.softcap or params.scale),
-        **_with(launch, PAGE_SIZE=kv[0].shape[1]).options,
     )
+    grid, options = (columns * max_tiles, max(1, num_splits)), _with(launch, PAGE_SIZE=kv[0].shape[1]).options
+    if num_splits and counters is not None and grid[0] <= len(counters):
+        merging_kernel[grid](*arguments, counters, **options)
+        return out
+    _attention_kernel[grid](*arguments, **options)
     if num_splits:
-        max_tiles = triton.cdiv(batch.max_seqlen_q * group, _MERGED_PAIRS)
+        sizes = (num_kv_heads, triton.cdiv(batch.max_seqlen_q * group, _MERGED_PAIRS), num_splits, window)
         lengths = (batch.cu_seqlens_q, batch.seqused_k)
-        sizes = (num_kv_heads, max_tiles, num_splits, window)
-        _merge_kernel[(columns * max_tiles,)](
+        _merge_kernel[(columns * sizes[1],)](
             partial_sums, partial_states, *lengths, sinks, out, *sizes, **_merge_launch(launch).options
         )
     return out
@@ -277,7 +261,7 @@ _USUAL = (
 def variants() -> Iterator[Variant]:
     """Yield the compilations for usual models: each head size, group, flag and kernel at least once per type."""
     yield from path_variants()
-    numbers = dict.fromkeys(_BATCH_NUMBERS, "i32") | dict.fromkeys(("inner_scale", "score_scale"), "fp32")
+    numbers = dict.fromkeys(BATCH_NUMBERS, "i32") | dict.fromkeys(("inner_scale", "score_scale"), "fp32")
     lengths, partials = ("block_table", "cu_seqlens_q", "seqused_k", "paths"), ("partial_sums", "partial_states")
     for dtype, kind in TYPE_NAMES.items():
         pointers = ("query", "key_cache", "value_cache", "out")
@@ -295,3 +279,5 @@ def variants() -> Iterator[Variant]:
                 yield paged.variant(f"{name}_fp32", _attention_kernel, types | {"sinks": "*fp32"}, divisible)
             if name.removeprefix(f"{kind}_") in ("dim128_group4", "dim128_group4_tree", "dim64_group8_sinks"):
                 yield _merge_launch(launch).variant(f"{name}_merge", _merge_kernel, merging, (*partials, "out"))
+                at_once, aligned = types | {"counters": "*i32"}, (*divisible, "counters")
+                yield paged.variant(f"{name}_merging", merging_kernel, at_once, aligned)

@@ -1,8 +1,9 @@
-"""A part of task "programs" of ``bench.gpu``: programs in which linears compute row operations, beside those without.
+"""A part of task "programs" of ``bench.gpu``: programs of fewer launches beside those that engines run.
 
-The gate is equality: logits, keys and values must be the same bits, with few rows (a draft forward) and with more (a
-verification). The times of both, as graphs, interleaved, decide whether ``TritonProgram`` fuses linears by default. In
-Triton's interpreter nothing is timed. Elsewhere a CPU cannot run these programs.
+In some of them linears compute row operations, and in some of these attention merges its pieces in one launch, too. The
+gate is equality: logits, keys and values must be the same bits, with few rows (a draft forward) and with more (a
+verification). The times as graphs, interleaved, decide what ``TritonProgram`` does by default. In Triton's interpreter
+nothing is timed. Elsewhere a CPU cannot run these programs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.program import compile_forward
 from specdec_fast.program.triton_executor import TritonProgram
 
+_SEPARATE = "separate"
+_WAYS = {  # what is asked of ``TritonProgram``
+    _SEPARATE: {},
+    "fused linears": {"fuses_linears": True},
+    "fused linears and attention": {"fuses_linears": True, "merges_attention": True},
+}
 _SAMPLES = 15
 _PROBE_TOKENS = 8
 
@@ -56,18 +63,17 @@ def _compare_model(
     hf = HFModel(model, ops, torch.arange(_PROBE_TOKENS, device=device) % sizes.vocab_size)
     with hf.hooked():
         plan = compile_forward(model, hf.call, hf.layout, ops, hf.sliding_layers)
-    programs = {fuses: TritonProgram(plan, ops, fuses_linears=fuses) for fuses in (False, True)}
+    programs = {name: TritonProgram(plan, ops, **options) for name, options in _WAYS.items()}
     for batch_size in sizes.prompts:
         pool, batch = _batch(hf, batch_size, count, sizes, device)
-        calls = {fuses: partial(program, batch, pool) for fuses, program in programs.items()}
-        results = {fuses: _result(call, pool) for fuses, call in calls.items()}
-        same = [torch.equal(*pair) for pair in zip(*results.values(), strict=True)]
-        if not all(same):
-            wrong = "logits" if not same[0] else "keys or values"
-            progress.fail(f"{what} at batch {batch_size}", f"fused linears give other {wrong}")
-        progress.row(
-            what=what, batch=batch_size, rows=batch_size * count, equal_bits=all(same), **_times(calls, device)
-        )
+        calls: dict[str, Call] = {name: partial(program, batch, pool) for name, program in programs.items()}
+        results = {name: _result(call, pool) for name, call in calls.items()}
+        expected = results.pop(_SEPARATE)
+        equal = {name: all(map(torch.equal, result, expected)) for name, result in results.items()}
+        for name in (name for name, same in equal.items() if not same):
+            progress.fail(f"{what} at batch {batch_size}", f"{name}: other logits, keys or values")
+        rows, times = batch_size * count, _times(calls, device)
+        progress.row(what=what, batch=batch_size, rows=rows, equal_bits=equal, **times)
 
 
 def _batch(
@@ -93,14 +99,13 @@ def _result(call: Call, pool: PagePool) -> list[Tensor]:
     return [logits, *(tensor.clone() for layer in pool.layers for tensor in layer)]
 
 
-def _times(calls: dict[bool, Call], device: torch.device) -> dict[str, float]:
-    """Return microseconds of both ways as graphs, and how much faster fused linears are."""
+def _times(calls: dict[str, Call], device: torch.device) -> dict[str, dict[str, float]]:
+    """Return microseconds of every way as a graph, and how much faster than separate launches it is."""
     if INTERPRETING:
         return {}
-    named = {"separate": calls[False], "fused": calls[True]}
-    recorded = {name: as_graph(lambda call=call: (call(),), device) or call for name, call in named.items()}
+    recorded = {name: as_graph(lambda call=call: (call(),), device) or call for name, call in calls.items()}
     samples = Clock(device).interleave([recorded] * _SAMPLES)
     return {
-        **{f"{name}_microseconds": median(seconds) * 1e6 for name, seconds in samples.items()},
-        "speedup": median_ratio(samples["separate"], samples["fused"]),
+        "microseconds": {name: median(seconds) * 1e6 for name, seconds in samples.items()},
+        "speedup": {name: median_ratio(samples[_SEPARATE], samples[name]) for name in samples if name != _SEPARATE},
     }

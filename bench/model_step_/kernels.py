@@ -4,8 +4,8 @@ All ways begin from the instructions of the forward program. *present*: PyTorch 
 kernel for each instruction, with rows padded as deterministic forwards pad them. *fused*: the launches of the program
 (``program/launches.py``). Row operations that follow one another, and the append of keys and values, are one kernel,
 which keeps in registers what nothing else reads; linears of one input are one kernel. *fused linears*: the launches
-with ``fuses_linears`` (``program/fused_launches.py``), where the kernels of linears compute row operations too.
-Attention is the same in all.
+with ``fuses_linears`` (``program/fused_launches.py``), where the kernels of linears compute row operations too, and
+with ``merges_attention``, where attention over several pieces of a context is one launch.
 
 Bytes: what a kernel reads and writes, each number once. Weights and constants count once per launch, everything else
 per row; no result counts as found in a cache. Operations: two per weight and row; in attention two per number of a key
@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, prod
 
-import torch
 from torch import Tensor
 
+from bench.model_step_.attention_pieces import PARTIAL_BYTES, Batch, num_pieces
 from bench.model_step_.recording import Recorded, layer_of
-from specdec_fast.batch.ragged_batch import PagedBatch
 from specdec_fast.errors import NotYetSupportedError
 from specdec_fast.kv_cache.layer_layout import KVShape
 from specdec_fast.models.batch_invariance import ROW_MULTIPLE
@@ -43,12 +42,10 @@ from specdec_fast.program.ir import (
 )
 from specdec_fast.program.launches import JointLinear, Launch, RowRun, launches_of
 from specdec_fast.triton_kernels.linear import tiles_of
-from specdec_fast.triton_kernels.paged_attention import launch_config, num_splits_of
 
 LAUNCH_SECONDS = 2e-6  # of one kernel in a graph, besides what it reads and computes
 PRESENT, FUSED, FUSED_LINEARS = "present", "fused", "fused linears"
 _CHOICE_LAUNCHES = 3  # of verify_chain
-_PARTIAL_BYTES = 4  # attention keeps partial results in fp32
 
 
 @dataclass(frozen=True)
@@ -71,27 +68,6 @@ class Kernel:
     def seconds(self, device: Device) -> float:
         """Return the larger of the times for bytes and for operations, and the time of the launches."""
         return max(self.num_bytes / device.bandwidth, self.flops / device.peak) + self.launches * LAUNCH_SECONDS
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The rows of one forward; logits are computed for all of them.
-
-    Attributes:
-        batch_size: sequences.
-        rows_each: rows of a sequence.
-        context: KV positions of a sequence, with those of its rows.
-
-    """
-
-    batch_size: int
-    rows_each: int
-    context: int
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all sequences."""
-        return self.batch_size * self.rows_each
 
 
 def forward_kernels(recorded: Recorded, batch: Batch, way: str) -> list[Kernel]:
@@ -182,12 +158,18 @@ class _Costs:
         context = min(batch.context, window)
         per_row = attend.num_heads * (shape.key_head_dim + shape.value_head_dim)
         num_bytes = (batch.batch_size * context * _numbers(shape) + rows * per_row) * self._itemsize
-        pieces = _num_pieces(self._plan, attend, batch, window)
-        partial = rows * attend.num_heads * pieces * (shape.value_head_dim + 2) * _PARTIAL_BYTES
-        yield Kernel("attention", num_bytes + partial, 2 * rows * context * per_row)
-        if pieces:
-            merged = rows * attend.num_heads * shape.value_head_dim
-            yield Kernel("merge of attention", partial + merged * self._itemsize, pieces * merged)
+        pieces = num_pieces(self._plan, attend, batch, window)
+        partial = rows * attend.num_heads * pieces * (shape.value_head_dim + 2) * PARTIAL_BYTES
+        merged = rows * attend.num_heads * shape.value_head_dim
+        computing = Kernel("attention", num_bytes + partial, 2 * rows * context * per_row)
+        merging = Kernel("merge of attention", partial + merged * self._itemsize, pieces * merged)
+        if not pieces:
+            yield computing
+        elif self._way == FUSED_LINEARS:
+            flops = computing.flops + merging.flops
+            yield Kernel("attention and merge", num_bytes + 2 * partial, flops)
+        else:
+            yield from (computing, merging)
 
     def _fused_linear(self, group: list[Instruction], linears: list[Linear]) -> Kernel:
         """Count every number once, as if the group were row operations, and what the programs compute again."""
@@ -277,22 +259,3 @@ def _distinct(shape: tuple[int, ...], operand: Operand) -> int:
     """Return how many numbers an operand has; along an axis of stride 0 they are the same."""
     sizes = zip((*shape[:-1], operand.length), operand.strides, strict=True)
     return prod(size for size, stride in sizes if stride)
-
-
-def _num_pieces(plan: Plan, attend: Attend, batch: Batch, window: int) -> int:
-    """Return the pieces of a context that attention merges in a second launch; 0 if it needs none."""
-    shape = plan.kv_shapes[attend.layer]
-    group = attend.num_heads // shape.num_kv_heads
-    launch = launch_config(plan.dtype, shape.key_head_dim, shape.value_head_dim, group)
-    block = launch.constexprs["BLOCK_M"]
-    tiles = batch.batch_size * shape.num_kv_heads * ceil(batch.rows_each * group / block)
-    none = torch.empty(0, dtype=torch.int32)
-    paged = PagedBatch(
-        cu_seqlens_q=none,
-        seqused_k=none,
-        block_table=none,
-        max_seqlen_q=batch.rows_each,
-        max_seqlen_k=batch.context,
-    )
-    partial = _PARTIAL_BYTES * batch.num_rows * attend.num_heads * shape.value_head_dim
-    return num_splits_of(paged, window, tiles, ceil(block / group) + 1, partial)

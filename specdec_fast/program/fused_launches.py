@@ -16,7 +16,7 @@ from specdec_fast.program.fused_linear import (
     FusedLinear,
     linears_of,
 )
-from specdec_fast.program.ir import Gather, Linear, Plan
+from specdec_fast.program.ir import ARENA, SCRATCH, Gather, Linear, Plan
 from specdec_fast.program.launches import (
     Launch,
     RowRun,
@@ -59,9 +59,11 @@ def _with_end(
     Of all heads it is the one after which least must be stored that the run alone would not store, and the longest of
     these.
     """
-    if not steps or len(steps) > 2 or len({step.weight.shape for step in steps}) > 1:
-        return None
     outputs = {step.out for step in steps}
+    if len(steps) not in (1, 2) or len({step.weight.shape for step in steps}) > 1:
+        return None
+    if not all(plan.buffers[each].domain == run.domain and _is_internal(plan, each, readers) for each in outputs):
+        return None
     best: tuple[int, FusedLinear, RowRun | None] | None = None
     for length in range(1, len(run.steps) + 1):
         head, rest = _split(plan, run, length, readers)
@@ -76,6 +78,11 @@ def _with_end(
         if fused is not None:
             best = added, fused, rest
     return None if best is None else best[1:]
+
+
+def _is_internal(plan: Plan, buffer: int, readers: _Readers) -> bool:
+    """Return whether a buffer is there for the instructions that read it alone: no logits, no hidden states."""
+    return bool(readers.get(buffer)) and plan.buffers[buffer].place in (ARENA, SCRATCH)
 
 
 def _split(plan: Plan, run: RowRun, length: int, readers: _Readers) -> tuple[RowRun, RowRun | None]:
@@ -123,9 +130,9 @@ def _with_beginning(
     chain = [*run.stored] if gather is None else [*run.stored, gather.out]
     own = {id(step) for step in steps}
     expected = [own] if gather is None else [{id(gather)}, own]
-    if chain[-1] != steps[0].source or any(readers[b] != ids for b, ids in zip(chain, expected, strict=True)):
+    if chain[-1] != steps[0].source or not all(_is_internal(plan, each, readers) for each in chain):
         return None
-    if gather is not None and gather.source != chain[0]:
+    if any(readers[each] != ids for each, ids in zip(chain, expected, strict=True)):
         return None
     fused = launch if isinstance(launch, FusedLinear) else FusedLinear(steps, plan.buffers[steps[0].out].domain)
     return _emittable(plan, replace(fused, before=run, gather=gather))

@@ -18,7 +18,8 @@ from specdec_fast.program.row_index import Axis, CutError, Place, SplitError, of
 from specdec_fast.program.row_kernel import row_kernel, row_sizes_of
 from specdec_fast.program.row_values import TYPES, NotEmittableError, Pointers
 from specdec_fast.program.tile_values import (
-    ELEMENTWISE,
+    OF_OUTPUTS,
+    OF_TWO_OUTPUTS,
     WITH_STATISTICS,
     TileNames,
     TileValues,
@@ -174,8 +175,8 @@ _STORE = [
 
 def _end(plan: Plan, fused: FusedLinear, run: RowRun, pointers: Pointers) -> _Code:
     """Write what the run computes from the outputs of the tile, and what it stores of that."""
-    _expect(run, ELEMENTWISE)
     matrices = fused.matrices()
+    _expect(run, OF_OUTPUTS if len(matrices) == 1 else OF_TWO_OUTPUTS)
     axis = Axis(matrices[0][0].shape[0])
     registers = {(buffer, offset): f"numbers_{i}" for i, (_, _, buffer, offset) in enumerate(matrices)}
     sizes = row_sizes_of(plan, run)
@@ -258,6 +259,8 @@ def _source(fused: FusedLinear, pointers: Pointers, beginning: list[str], end: l
     ]
     unspecialised = [*batch, *({"num_rows", "stride_rows_row"} & {*arguments})]
     matrix = "weight[:, None]" if is_pair else "weight"
+    # As in ``linear``; and all weights while the statistics are computed, before which no weights are loaded.
+    prefetched = 256 if fused.before is None else max(256, padded(Axis(size)))
     bias = "sums += tl.load(bias + output, mask=output < out_features, other=0.0).to(tl.float32)[:, None]"
     body = [
         "groups = tl.cdiv(num_rows, BLOCK_ROWS)",
@@ -265,7 +268,7 @@ def _source(fused: FusedLinear, pointers: Pointers, beginning: list[str], end: l
         *_matrices(fused),
         f"weight_at, weight_mask = (weight + output * {size})[:, None], (output < out_features)[:, None]",
         "if OVERLAPS:",
-        f"    prefetch_rows({matrix}, output, out_features, {size}, 256)",
+        f"    prefetch_rows({matrix}, output, out_features, {size}, {prefetched})",
         "wait(OVERLAPS)",
         "number = row_group * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)",
         "row, inside = number[:, None], (number < num_rows)[:, None]",

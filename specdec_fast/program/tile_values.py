@@ -17,6 +17,10 @@ from specdec_fast.program.row_values import FUNCTIONS, NotEmittableError, Pointe
 
 ELEMENTWISE = frozenset(FUNCTIONS)
 WITH_STATISTICS = ELEMENTWISE | {*REDUCTIONS, "softmax", "layer_norm"}
+# Of the largest tiles a thread has 64 outputs, or 32 of each of two matrices. There polynomials need more registers
+# than are left: tanh of 64 outputs, as in a soft cap, spills.
+OF_OUTPUTS = ELEMENTWISE - {"tanh", "gelu_tanh", "sin", "cos", "log", "log1p", "expm1"}
+OF_TWO_OUTPUTS = OF_OUTPUTS | {"tanh", "gelu_tanh"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,10 @@ class TileValues(Values):
         if isinstance(source, int):
             self.loaded.add(source)
             return self.load_rows(source, place)
+        return self.load_constant(source, place)
+
+    def load_constant(self, source: Tensor, place: Place) -> Value:
+        """Return numbers of a constant."""
         index = self.index(place)
         mask = self.names.part_mask if index.axes else ""
         return self.masked(f"{self.pointers.name(source)} + ({index.text})", mask, index.axes)
@@ -165,6 +173,17 @@ class WithStatistics(TileValues):
         super().__init__(whole.steps, whole.pointers, whole.row_sizes, whole.own, names)
         self._whole = whole
         self.collected: dict[str, str] = {}
+
+    def load_constant(self, source: Tensor, place: Place) -> Value:
+        """Return numbers of a constant, loaded for every row.
+
+        Of a load of one row a thread would have two bytes at most, which the compiler does not load ahead in a loop.
+        """
+        if not place.axes:
+            return super().load_constant(source, place)
+        index = self.index(place)
+        address = f"tl.broadcast_to({self.pointers.name(source)} + ({index.text}), [BLOCK_ROWS, BLOCK_IN])"
+        return self.masked(address, f"{self.names.row_mask} & {self.names.part_mask}", index.axes)
 
     def statistics(self, number: int, step: RowOp, outer: Sequence[Place]) -> list[Value]:
         """Return the names of a step's statistics."""

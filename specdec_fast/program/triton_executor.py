@@ -30,6 +30,7 @@ from specdec_fast.program.row_values import NotEmittableError
 from specdec_fast.program.row_views import NotLowerableError
 from specdec_fast.triton_kernels.linear import linears
 from specdec_fast.triton_kernels.overlap import overlaps
+from specdec_fast.triton_kernels.paged_attention import NUM_COUNTERS, attend
 from specdec_fast.triton_kernels.variant import Launch as KernelLaunch
 
 Prepared = tuple[RowRun, RowKernel] | Shared | FusedLinear | EitherWay
@@ -82,12 +83,16 @@ class TritonProgram:
         ops: compute linears and attention.
         fuses_linears: whether the kernels of linears compute row operations too (``fused_launches.py``). It is off
             until ``make gpu-check`` shows on a GPU that it is faster: no GPU has run these kernels yet.
+        merges_attention: whether attention over split contexts is one launch (``attention_merging.py``). Off for the
+            same reason. No two forwards of such a program may run at once.
 
     """
 
-    def __init__(self, plan: Plan, ops: Ops, fuses_linears: bool = False) -> None:
+    def __init__(self, plan: Plan, ops: Ops, fuses_linears: bool = False, merges_attention: bool = False) -> None:
         self._plan, self._ops = plan, ops if ops.unchecked is None else ops.unchecked
         self._dtypes = dtypes_of(plan)
+        device = next((step.weight.device for step in plan.instructions if isinstance(step, Linear)), None)
+        self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device) if merges_attention else None
         launches = kernels_of(plan, fuses_linears)
         self._logits = next(b for b, placed in enumerate(plan.buffers) if placed.place == LOGITS and b in self._dtypes)
         last = {buffer: i for i, launch in enumerate(launches) for buffer in _reads(launch)}
@@ -204,7 +209,11 @@ class TritonProgram:
             rows = forward.memory[heads.buffer]
             shape, strides = (len(rows), step.num_heads, head_dim), (rows.stride(0), heads.stride, 1)
             query = rows.as_strided(shape, strides, rows.storage_offset() + heads.offset)
-            result = self._ops.paged_attention(query, forward.pool.layers[step.layer], forward.batch, params)
+            kv = forward.pool.layers[step.layer]
+            if self._counters is None:
+                result = self._ops.paged_attention(query, kv, forward.batch, params)
+            else:
+                result = attend(query, kv, forward.batch, params, self._counters)
             forward.memory[step.out] = result.flatten(1)
 
         return launch

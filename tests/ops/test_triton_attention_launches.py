@@ -73,16 +73,18 @@ for name in ("sm_80", "sm_90"):
 def test_sums_over_a_tile_have_one_order():
     """Whether a tile is partly hidden, in a tree or not, the compiler adds up its weights in the same layout.
 
+    So it does if the program that is last to end merges the pieces.
+
     The interpreter cannot show that; the order of a sum on a GPU is that of its layout.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    names = ("fp16_dim128_group4", "fp16_dim128_group4_tree")
+    names = ("fp16_dim128_group4", "fp16_dim128_group4_tree", "fp16_dim128_group4_merging")
     command = [sys.executable, "-c", LAYOUTS, *names]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 4, done.stderr
-    for chain, tree in (lines[:2], lines[2:]):
-        assert chain == tree, "a tree's rows have the bits of chains"
+    assert len(lines) == 6, done.stderr
+    for chain, *others in (lines[:3], lines[3:]):
+        assert others == [chain, chain], "a tree's rows have the bits of chains"
         _, *layouts = chain
         assert len(layouts) == 8, "a maximum, a sum and two products, of tiles that all rows see and of others"
         assert len(set(layouts[:4])) == 1

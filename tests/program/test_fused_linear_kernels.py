@@ -30,6 +30,7 @@ from bench.common.pairs import PAIRS
 from bench.model_step_.recording import record
 from specdec_fast.program.fused_launches import fused_launches_of
 from specdec_fast.program.fused_linear import EitherWay
+from specdec_fast.program.launches import RowRun, launches_of
 from specdec_fast.program.row_kernel import row_kernel
 from specdec_fast.triton_kernels.linear import variants
 from support.device_programs import variant_of
@@ -50,9 +51,11 @@ for size in map(int, sys.argv[2].split(",")):
     plan = record(replace(PAIRS["qwen3-8b"].draft, hidden_size=size), 96, torch.bfloat16).plan
     run = next(each.few.before for each in fused_launches_of(plan) if isinstance(each, EitherWay))
     own = variant_of(plan, row_kernel(plan, run), "row")
+    whole = next(each for each in launches_of(plan) if isinstance(each, RowRun) and each.steps[-1] is run.steps[-1])
+    separate = variant_of(plan, row_kernel(plan, whole), "separate")
     fused = list(fused_variants(plan, "fused"))
     for target in sys.argv[1].split(","):
-        codes = {each.name: compile_variant(each, TARGETS[target]).asm["ttgir"] for each in (own, *fused)}
+        codes = {each.name: compile_variant(each, TARGETS[target]).asm["ttgir"] for each in (own, separate, *fused)}
         found = {name: [reductions(code), products(code)] for name, code in codes.items()}
         print(json.dumps([target, size, found]))
 plain = [each for each in variants() if each.name.startswith("bf16_1024x3072_")]
@@ -103,7 +106,9 @@ def test_sums_and_products_have_the_order_of_separate_kernels(targets, sizes):
     }
     for target, size, kernels in (each for each in found if each[1]):
         ((shape, layout),) = kernels.pop("row")[0]
+        ((shape, of_whole),) = kernels.pop("separate")[0]  # of the residual and its norm, without fused linears
         expected = order_of(shape, layout)
+        assert order_of(shape, of_whole) == expected
         assert sum(map(len, expected.values())) == shape[0].bit_length() - 1, "every place is in one thread"
         with_statistics = {name: own for name, (own, _) in kernels.items() if "_begin" in name}
         assert len(with_statistics) == 4, "gate and up; queries, keys and values; logits of all rows and of some"
@@ -112,3 +117,13 @@ def test_sums_and_products_have_the_order_of_separate_kernels(targets, sizes):
         for name, (_, (count, instructions)) in kernels.items():
             assert count >= 1
             assert str(instructions) in plain[target], (target, size, name)
+
+
+def test_another_number_of_warps_is_another_order():
+    blocked = "#ttg.blocked<{{sizePerThread = [8], threadsPerWarp = [32], warpsPerCTA = [{}], order = [0]}}>"
+    linear = (
+        "#ttg.linear<{register = [[0, 1], [0, 2], [0, 4], [2, 0], [0, 512]], "
+        "lane = [[0, 8], [0, 16], [0, 32], [0, 64], [0, 128]], warp = [[0, 256], [1, 0]], block = []}>"
+    )
+    assert order_of([8, 1024], linear) == order_of([1024], blocked.format(2))
+    assert order_of([8, 1024], linear) != order_of([1024], blocked.format(4))

@@ -22,32 +22,33 @@ from support.programs import CPU, NO_LAYERS, Function, needs_programs
 
 pytest.importorskip("triton")
 
+from specdec_fast.program import linear_kernel
 from specdec_fast.program.fused_launches import fused_launches_of
 from specdec_fast.program.fused_linear import MOST_ROWS, EitherWay, FusedLinear
 from specdec_fast.program.triton_executor import TritonProgram
 from specdec_fast.triton_kernels import linear as linear_module
+from specdec_fast.triton_kernels import paged_attention as attention_module
 from support.device_programs import interpreted, launched, plan_of
+from support.triton_attention import SMALL_PIECE
 
 pytestmark = needs_programs
 COUNTS = (1, 5, MOST_ROWS, MOST_ROWS + 1, 64, 65)  # forwards of few rows and of more, and all tiles
-IDS = torch.arange(sum(COUNTS) + 200) * 7 % VOCAB_SIZE
+IDS = torch.arange(200) * 7 % VOCAB_SIZE
 
 
 def forwards_of(model, counts):
-    """Compute forwards of these numbers of rows of one text, and one of two texts without the logits of some rows.
+    """Compute a forward of each of these numbers of rows, and one of two texts without the logits of some rows.
 
     Return all logits, and keys and values of every layer.
     """
-    pool = PagePool(model.layout, 1024, 16)
-    for owner in "ab":
+    pool, found = PagePool(model.layout, 1024, 16), []
+    for owner, count in enumerate(counts):
         pool.add(owner)
-    found, start = [], 0
-    for count in counts:
-        found.append(model.forward(lay_out(pool, [Rows("a", start, count)], IDS[start : start + count]), pool))
-        start += count
-    both = lay_out(pool, [Rows("a", start, 3), Rows("b", 0, 4)], IDS[:7])
+        found.append(model.forward(lay_out(pool, [Rows(owner, 0, count)], IDS[:count]), pool))
+    pool.add("new")
+    both = lay_out(pool, [Rows(0, counts[0], 3), Rows("new", 0, 4)], IDS[:7])
     found.append(model.forward(both, pool, torch.tensor([6, 2])))
-    return torch.cat(found), [tensor[:16].clone() for layer in pool.layers for tensor in layer]
+    return torch.cat(found), [tensor[:14].clone() for layer in pool.layers for tensor in layer]
 
 
 @pytest.mark.parametrize(
@@ -63,11 +64,22 @@ def test_models_have_the_bits_of_separate_launches(architecture, dtype, monkeypa
     monkeypatch.setattr(linear_module, "_ENOUGH_PROGRAMS", 1)  # so small matrices get the tiles of large ones
     model = truncated_copy(tiny_model(architecture), 2).to(dtype)
     for parameter in (p for name, p in model.named_parameters() if name.endswith(".bias")):
-        parameter.data.normal_()
+        parameter.data.normal_(std=0.2)
     together, entries = forwards_of(interpreted(model, fuses_linears=True), COUNTS)
     apart, expected = forwards_of(interpreted(model), COUNTS)
+    assert together.isfinite().all(), "NaN is equal to nothing"
     assert torch.equal(together, apart)
     assert all(map(torch.equal, entries, expected))
+
+
+@torch.inference_mode()
+def test_outputs_that_are_not_rounded_would_be_noticed(monkeypatch):
+    model = truncated_copy(tiny_model("llama"), 1).half()
+    apart = forwards_of(interpreted(model), (5,))[0]
+    outputs = linear_kernel._outputs
+    unrounded = lambda *args: [line.replace(".to(tl.float16)", "") for line in outputs(*args)]  # noqa: E731
+    monkeypatch.setattr(linear_kernel, "_outputs", unrounded)
+    assert not torch.equal(forwards_of(interpreted(model, fuses_linears=True), (5,))[0], apart)
 
 
 @pytest.mark.grid
@@ -122,6 +134,8 @@ CASES = {  # a function of the embedded tokens, and how many runs each of its li
     "gelu of one": (lambda x: F.gelu(F.linear(x, GATE, LONG_BIAS)), 1, 0),
     "residual": (lambda x: x + F.linear(F.linear(x, GATE), DOWN, BIAS), 1, 0),
     "constants": (lambda x: F.linear(x, GATE) * LONG_BIAS + 2.0, 1, 0),
+    "tanh of one": (lambda x: F.gelu(F.linear(x, GATE), approximate="tanh"), 0, 0),
+    "tanh of two": (lambda x: F.gelu(F.linear(x, GATE), approximate="tanh") * F.linear(x, UP), 1, 0),
     "a half": (lambda x: F.linear(x, GATE)[..., 20:] * 2, 1, 0),
     "norm": (lambda x: F.linear(normed(F.linear(x, SQUARE)), GATE), 0, 1),
     "layer norm": (lambda x: F.linear(F.layer_norm(F.linear(x, SQUARE), (24,), SCALE, BIAS), GATE, LONG_BIAS), 0, 1),
@@ -171,3 +185,23 @@ def test_a_layer_of_few_rows_takes_few_launches(architecture):
     for launches, most in ((few, FEW.get(architecture, 6)), (many, FEW.get(architecture, 8))):
         attends = [i for i, launch in enumerate(launches) if isinstance(launch, Attend)]
         assert {after - before for before, after in pairwise(attends)} == {most}
+
+
+@torch.inference_mode()
+def test_attention_merges_its_pieces_in_one_launch(monkeypatch):
+    """Contexts of several pieces, in two forwards: the counters of the first are zeros for the second."""
+    monkeypatch.setattr(attention_module, "PIECE", SMALL_PIECE)
+    model, launched_kernels = truncated_copy(tiny_model("llama"), 2).half(), []
+    merging = attention_module.merging_kernel
+
+    class Noted:
+        def __getitem__(self, grid):
+            launched_kernels.append(grid)
+            return merging[grid]
+
+    expected = forwards_of(interpreted(model), (70, 100))
+    monkeypatch.setattr(attention_module, "merging_kernel", Noted())
+    found = forwards_of(interpreted(model, fuses_linears=True, merges_attention=True), (70, 100))
+    assert torch.equal(found[0], expected[0])
+    assert all(map(torch.equal, found[1], expected[1]))
+    assert len(launched_kernels) == 2 * 3, "two layers, and forwards over two pieces"

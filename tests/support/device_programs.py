@@ -43,10 +43,13 @@ def plan_of(model: torch.nn.Module) -> Plan:
     return ragged.program._plan
 
 
-def interpreted(model: torch.nn.Module, fuses_linears: bool = False) -> RaggedModel:
-    """Return a model whose forwards are launched in the interpreter, as a GPU would launch them."""
+def interpreted(model: torch.nn.Module, **options: bool) -> RaggedModel:
+    """Return a model whose forwards are launched in the interpreter, as a GPU would launch them.
+
+    ``options`` are those of ``TritonProgram``.
+    """
     ragged = RaggedModel(model, resolve(CPU))
-    ragged.program, ragged.device_program = None, TritonProgram(plan_of(model), resolve(CPU, "triton"), fuses_linears)
+    ragged.program, ragged.device_program = None, TritonProgram(plan_of(model), resolve(CPU, "triton"), **options)
     return ragged
 
 
