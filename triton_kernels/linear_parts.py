@@ -33,7 +33,7 @@ def matrix_of(
 def pair_of(first, second, BLOCK_OUT: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Return a pointer for each row of a tile that belongs to two matrices: 8 rows of one, 8 of the other, and so on.
 
-    Both are multiples of ``ALIGNMENT`` bytes, which the compiler does not see behind a choice.
+    Both are multiples of ``ALIGNMENT`` bytes; ``tl.where`` hides this from the compiler.
 
     An instruction for 16 rows gives a thread the sums of rows i and i + 8, so a thread has both sums of an output.
     """
@@ -73,9 +73,9 @@ def load_rows(
 ):  # fmt: skip
     """Return ``SIZE`` numbers of ``COUNT`` rows in fp32, and zeros up to a power of two, ``[COUNT, LENGTH]``.
 
-    A piece is what the warps of a row's own kernel load at once. Loaded as ``[pieces, COUNT, piece]``, a piece is
-    spread over as many warps as there, and the remaining warps get other rows. So a sum over a row adds in the same
-    order.
+    A *piece* is what all warps of the row's own kernel load in one instruction. Loaded as ``[pieces, COUNT, piece]``,
+    each piece is spread over as many warps as there, and the other warps load other rows. So a sum over a row keeps
+    its order.
 
     Args:
         pointer: to the first number of row 0.

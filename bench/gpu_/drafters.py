@@ -44,18 +44,16 @@ def run(settings: Settings, progress: Progress) -> None:
     progress.note(prompts=sizes.num_prompts, new_tokens=sizes.max_new_tokens)
     pair, (batch_sizes, (num_draft_tokens, *_)) = Pair(torch.bfloat16, settings, sizes), sizes.noisy
     for batch_size, temperature in product(batch_sizes, TEMPERATURES):
-        expected: Tokens = []  # the outputs of plain decoding, which comes first
+        found: dict[str, Tokens] = {}  # by drafter; plain decoding comes first
         for name, options in DRAFTERS.items():
             settings_of = {"max_batch_size": batch_size, "num_draft_tokens": num_draft_tokens, **options}
             what = f"{name} at batch {batch_size}, temperature {temperature:g}"
-            check = partial(_decode, pair, name, settings_of, temperature, expected)
-            progress.attempt(what, partial(_compare, check, what, expected, progress))
+            decode = partial(_decode, pair, name, settings_of, temperature)
+            progress.attempt(what, partial(_compare, decode, (name, what), found, progress))
 
 
-def _decode(
-    pair: Pair, name: str, settings: dict[str, Any], temperature: float, expected: Tokens
-) -> tuple[Tokens, float, Engine]:
-    """Return outputs, tokens per second and the engine; those of plain decoding become the expected ones."""
+def _decode(pair: Pair, name: str, settings: dict[str, Any], temperature: float) -> tuple[Tokens, float, Engine]:
+    """Return outputs, tokens per second and the engine."""
     engine = Engine(pair.target, tokenizer=pair.tokenizer, backend=pair.backend, **settings)
     if name.endswith("without graphs"):
         engine.core.drafter.graphs = None
@@ -68,16 +66,27 @@ def _decode(
         outputs = engine.generate(pair.prompts, params, progress=False)
         seconds = perf_counter() - started
     tokens = [output.raise_for_error().token_ids for output in outputs]
-    if name == PLAIN:
-        expected += tokens
     return tokens, sum(map(len, tokens)) / seconds, engine
 
 
 def _compare(
-    decode: Callable[[], tuple[Tokens, float, Engine]], what: str, expected: Tokens, progress: Progress
+    decode: Callable[[], tuple[Tokens, float, Engine]],
+    named: tuple[str, str],
+    found: dict[str, Tokens],
+    progress: Progress,
 ) -> None:
+    """Decode, note a row, and fail if an output differs from plain decoding or a chain was drafted without graphs.
+
+    Raises:
+        RuntimeError: plain decoding failed before.
+
+    """
+    name, what = named
     tokens, speed, engine = decode()
-    equal = sum(found == wanted for found, wanted in zip(tokens, expected, strict=True))
+    found[name] = tokens
+    if PLAIN not in found:
+        raise RuntimeError("there are no outputs of plain decoding to compare with")
+    equal = sum(own == wanted for own, wanted in zip(tokens, found[PLAIN], strict=True))
     stats, described = engine.last_run, engine.describe()["draft"]
     progress.row(
         what=what,
@@ -90,5 +99,8 @@ def _compare(
         seconds_drafting=stats.timer.seconds.get("draft", 0.0),
         num_steps=stats.num_steps,
     )
+    has_graphs = engine.target.graphs is not None and engine.target.graphs.num_captured > 0
+    if name == "eagle3 chain" and has_graphs and not described["graphs_captured"]:
+        progress.fail(what, f"no graph drafted chains: {described['why_no_graphs']}")
     if equal < len(tokens):
         progress.fail(what, f"{len(tokens) - equal} of {len(tokens)} outputs differ from plain decoding")

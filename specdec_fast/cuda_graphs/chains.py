@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_fast.cuda_graphs.buckets import Bucket, Limits, size_of
-from specdec_fast.cuda_graphs.capture import Capture
+from specdec_fast.cuda_graphs.buckets import Bucket, size_of
 from specdec_fast.cuda_graphs.inputs import Inputs
 from specdec_fast.cuda_graphs.sides import ChainParts, chain_loop
 from specdec_fast.cuda_graphs.store import GraphStore, Recipe
@@ -25,21 +24,7 @@ class _Kind(NamedTuple):
 
 
 class ChainGraphs(GraphStore):
-    """The graphs of one drafter.
-
-    Args:
-        capture: records what a call does.
-        limits: the sizes of the largest buckets, and K: chains of fewer tokens have no graph.
-
-    """
-
-    def __init__(self, capture: Capture, limits: Limits) -> None:
-        super().__init__(capture)
-        self._limits = limits
-
-    def has_loop(self, num_forwards: int) -> bool:
-        """Return whether drafting loops of so many forwards are recorded."""
-        return self.why_not is None and num_forwards == self._limits.num_forwards
+    """The graphs of one drafter. The limits name K: chains of fewer tokens have no graph."""
 
     @torch.inference_mode()
     def draft(
@@ -86,6 +71,7 @@ class ChainGraphs(GraphStore):
             inputs.send(layout, token_ids, sampling, is_verified=False)
             assert own is not None
             own[: len(features)].copy_(features)
+            own[len(features) :].zero_()
 
         graph = self._graph(kind, pool, recipe, fill)
         if graph is None:

@@ -66,8 +66,8 @@ class Graphs(GraphStore):
     """
 
     def __init__(self, model: nn.Module, forward: Forward, capture: Capture, limits: Limits, choices: Choices) -> None:
-        super().__init__(capture, _why_not(model))
-        self._model, self._forward, self._limits, self._choices = model, forward, limits, choices
+        super().__init__(capture, limits, _why_not(model))
+        self._model, self._forward, self._choices = model, forward, choices
         self._watch = Watch(model, ())
 
     def expect_same_weights(self) -> None:
@@ -139,10 +139,6 @@ class Graphs(GraphStore):
         parts = tuple(slice(start, start + count) for start, count in sizes[: 4 if has_trees else 3])
         return logits[:num_rows], Joined(found, parts)
 
-    def has_loop(self, num_forwards: int) -> bool:
-        """Return whether drafting loops of so many forwards are recorded."""
-        return self.why_not is None and num_forwards == self._limits.num_forwards
-
     @torch.inference_mode()
     def draft(
         self,
@@ -209,8 +205,8 @@ class Graphs(GraphStore):
 
             return partial(verification, forward, inputs, sampling, self._choices)
 
-        def last_logits(batch: RaggedBatch, rows: Tensor | None) -> Tensor:
-            return self._forward(batch, pool, rows, None)
+        def last_logits(batch: RaggedBatch, rows: Tensor | None, _: Tensor | None) -> tuple[Tensor, None]:
+            return self._forward(batch, pool, rows, None), None
 
         def choose(logits: Tensor, sampling: Sampling | None, fed: Tensor, one_each: Tensor) -> Tensor:
             return self._choices.choose(logits, kind.vocab_size, sampling, fed, one_each)

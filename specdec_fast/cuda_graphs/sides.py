@@ -14,7 +14,8 @@ from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling, after
 from specdec_fast.cuda_graphs.inputs import Inputs
 
-_ALIGNED = 4  # int32 numbers of 16 bytes: for other addresses Triton compiles other kernels
+# Four int32 are 16 bytes. Triton compiles another kernel for an address that is not a multiple of 16.
+_ALIGNED = 4
 
 
 class Choices(NamedTuple):
@@ -55,21 +56,28 @@ def verification(
     return logits, torch.cat([part.long() for part in found])
 
 
+# A forward of a drafting loop. It takes a batch, the rows whose logits are wanted (None: all), and what rows take besides
+# their tokens, ``[T, size]`` (None: nothing). It returns these logits, and the hidden states that the next rows take.
+LoopForward = Callable[[RaggedBatch, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
 def drafting_loop(
-    forward: Callable[[RaggedBatch, Tensor | None], Tensor],
+    forward: LoopForward,
     inputs: Inputs,
     sampling: Sampling | None,
     choose: Callable[[Tensor, Sampling | None, Tensor, Tensor], Tensor],
     size: tuple[int, int],
+    carried: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """Run the forwards of a drafting step.
+    """Run the forwards of a drafting step, each on the tokens, and the hidden states, of the one before.
 
     Args:
-        forward: computes the logits of the rows with the given indices, or of all.
+        forward: computes rows.
         inputs: of the bucket, of which ``one_each`` places are for sequences.
         sampling: how the sequences choose; None: greedily.
         choose: ``Choices.choose`` without the number of ids.
         size: number of forwards, ``K``, and positions of a page.
+        carried: ``[num_rows, size]``, what the rows of the first forward take besides their tokens; None: nothing.
 
     Returns:
         ``[one_each, K]`` int64, the tokens chosen after each forward.
@@ -79,10 +87,12 @@ def drafting_loop(
     sampling = sampling and first_of(sampling, inputs.one_each)
     last_rows = (first.cu_seqlens_q[1 : inputs.one_each + 1] - 1).long()
     one_each = torch.arange(inputs.one_each + 1, dtype=torch.int32, device=last_rows.device)
-    chosen = [choose(forward(first, last_rows), sampling, first.token_ids[last_rows], one_each)]
+    logits, hidden = forward(first, last_rows, carried)
+    hidden = None if hidden is None else hidden[last_rows]
+    chosen = [choose(logits, sampling, first.token_ids[last_rows], one_each)]
     for batch_of in later_batches(first, one_each, num_forwards - 1, page_size):
         sampling = sampling and after(sampling, chosen[-1])
-        logits = forward(batch_of(token_ids=chosen[-1]), None)
+        logits, hidden = forward(batch_of(token_ids=chosen[-1]), None, hidden)
         chosen.append(choose(logits, sampling, chosen[-1], one_each))
     return (torch.stack(chosen, dim=1),)
 
@@ -92,43 +102,21 @@ class ChainParts(NamedTuple):
 
     Attributes:
         project: from the target's hidden states ``[T, taps, H]`` to what rows take, ``[T, size]``.
-        forward: from a batch, what its rows take, and the rows whose logits are wanted (None: all) to these logits and
-            the hidden states of all rows ``[T, size]``.
-        choose: returns the target's token for each row of logits; ``Sampling`` None: greedily. It also takes the tokens
-            that were fed.
+        forward: computes rows.
+        choose: as in ``drafting_loop``, but returns ids of the target.
 
     """
 
     project: Callable[[Tensor], Tensor]
-    forward: Callable[[RaggedBatch, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    choose: Callable[[Tensor, Sampling | None, Tensor], Tensor]
+    forward: LoopForward
+    choose: Callable[[Tensor, Sampling | None, Tensor, Tensor], Tensor]
 
 
 def chain_loop(
     parts: ChainParts, inputs: Inputs, features: Tensor, sampling: Sampling | None, size: tuple[int, int]
 ) -> tuple[Tensor]:
-    """Run the forwards of a drafting step, each on the tokens and the hidden states of the one before.
-
-    Args:
-        parts: of the drafter.
-        inputs, sampling, size: as in ``drafting_loop``.
-        features: ``[num_rows, taps, H]``, the target's hidden states for the rows of the first forward.
-
-    Returns:
-        ``[one_each, K]`` int64, the tokens chosen after each forward.
-
-    """
-    first, (num_forwards, page_size) = inputs.batch, size
-    sampling = sampling and first_of(sampling, inputs.one_each)
-    last_rows = (first.cu_seqlens_q[1 : inputs.one_each + 1] - 1).long()
-    one_each = torch.arange(inputs.one_each + 1, dtype=torch.int32, device=last_rows.device)
-    logits, hidden = parts.forward(first, parts.project(features), last_rows)
-    hidden, chosen = hidden[last_rows], [parts.choose(logits, sampling, first.token_ids[last_rows])]
-    for batch_of in later_batches(first, one_each, num_forwards - 1, page_size):
-        sampling = sampling and after(sampling, chosen[-1])
-        logits, hidden = parts.forward(batch_of(token_ids=chosen[-1]), hidden, None)
-        chosen.append(parts.choose(logits, sampling, chosen[-1]))
-    return (torch.stack(chosen, dim=1),)
+    """Run the drafting loop of a drafter over the target's hidden states ``[num_rows, taps, H]``."""
+    return drafting_loop(parts.forward, inputs, sampling, parts.choose, size, parts.project(features))
 
 
 def first_of(sampling: Sampling, count: int) -> Sampling:
@@ -166,7 +154,7 @@ def later_batches(
     """
     num_rows = len(one_each) - 1
     table, missing = first.block_table[:num_rows], -num_rows % _ALIGNED
-    # Rows that are missing are those of the last sequence, and not used.
+    # Padding rows repeat the last sequence. They only align the rows of the next forward, and no forward reads them.
     used = torch.cat([first.seqused_k[:num_rows], first.seqused_k[num_rows - 1 : num_rows].expand(missing)])
     tables = torch.cat([table, table[-1:].expand(missing, -1)])
     positions = used + torch.arange(num_forwards, dtype=torch.int32, device=used.device)[:, None]

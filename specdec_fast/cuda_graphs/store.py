@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.capture import Capture, Captured, Run
 from specdec_fast.cuda_graphs.inputs import Inputs
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -55,14 +56,16 @@ class GraphStore:
 
     Args:
         capture: records what a call does.
+        limits: the sizes of the largest buckets.
+        why_not: the reason why there can be no graphs.
 
     Attributes:
-        why_not: the reason why there can be no graphs; None if there can.
+        why_not: the same, or why one could not be recorded; None if there can be graphs.
 
     """
 
-    def __init__(self, capture: Capture, why_not: str | None = None) -> None:
-        self._capture, self.why_not = capture, why_not
+    def __init__(self, capture: Capture, limits: Limits, why_not: str | None = None) -> None:
+        self._capture, self._limits, self.why_not = capture, limits, why_not
         self._graphs: dict[Hashable, Recorded] = {}
         self._asked: set[Hashable] = set()
         # No reference to the pool itself, so that its memory is free before another pool is allocated.
@@ -72,6 +75,14 @@ class GraphStore:
     def num_captured(self) -> int:
         """The number of graphs now."""
         return len(self._graphs)
+
+    def has_loop(self, num_forwards: int) -> bool:
+        """Return whether drafting loops of so many forwards are recorded."""
+        return self.why_not is None and num_forwards == self._limits.num_forwards
+
+    def clear(self) -> None:
+        """Destroy all graphs, for example because weights have moved."""
+        self._graphs.clear()
 
     def _graph(
         self,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.batch.sampling_batch import Sampling, after, sampling_columns, sampling_of
+from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.capture import capture_for
 from specdec_fast.cuda_graphs.chains import ChainGraphs
@@ -25,9 +25,9 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.queued_features import tokens_after
 from specdec_fast.drafters.tapped import TappedDrafter
-from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out_on_host
+from specdec_fast.kv_cache.forward_layout import decode_batches
 from specdec_fast.kv_cache.layer_layout import KVLayout
-from specdec_fast.models.draft_step import by_sequence, first_tokens, stages
+from specdec_fast.models.draft_step import by_sequence, first_tokens, laid_out_loop, stages
 from specdec_fast.request.sequence import Sequence
 
 
@@ -35,7 +35,7 @@ class ChainDrafter(TappedDrafter):
     """Drafts a chain of K tokens: one forward over the rows with new features, then one row per further token.
 
     A subclass computes rows (``_forward``) and chooses tokens (``_next_tokens``), both without waiting for the device.
-    On a GPU the whole step is one graph, unless no sequence gets K tokens, or one has a repetition penalty.
+    On a GPU the whole step is one graph if some sequence gets K tokens and none has a repetition penalty.
 
     Attributes:
         graphs: of its steps; None on a device without graphs.
@@ -47,7 +47,20 @@ class ChainDrafter(TappedDrafter):
         config, capture = context.config, capture_for(context.device)
         most = config.most_draft_tokens
         limits = Limits(config.max_batch_size, most + 1, most)
+        self._addresses: list[int] = []  # of the weights that graphs read
         self.graphs = None if capture is None or config.enforce_eager else ChainGraphs(capture, limits)
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        """Allocate the pool, or keep the present one; destroy the graphs if weights have moved."""
+        addresses = [weight.data_ptr() for weight in self.weights()]
+        if self.graphs is not None and addresses != self._addresses:
+            self.graphs.clear()
+        self._addresses = addresses
+        super().prepare(num_tokens, page_size)
+
+    def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
+        """Time proposals; on a device with graphs, which the first steps record, steps are measured as they come."""
+        return None if self.graphs is not None else super().forward_seconds(row_counts)
 
     def describe(self) -> dict[str, Any]:
         """Return whether graphs draft its chains."""
@@ -68,8 +81,13 @@ class ChainDrafter(TappedDrafter):
         """
 
     @abstractmethod
-    def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
-        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own."""
+    def _next_tokens(
+        self, logits: Tensor, fed: Tensor, sampling: Sampling | None, one_each: Tensor | None = None
+    ) -> Tensor:
+        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own.
+
+        ``one_each`` is that of ``chosen_tokens``.
+        """
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
@@ -125,16 +143,19 @@ class ChainDrafter(TappedDrafter):
 
         A sequence that gets fewer tokens than others has as many forwards; see ``DraftLoop``.
         """
-        members: list[Sequence] = [row.owner for row in queued]  # type: ignore[misc]
         if self.graphs is None or not self.graphs.has_loop(max(counts)):
             return None
-        if any(sequence.params.repetition_penalty != 1 for sequence in members):
+        laid_out = laid_out_loop(self._pool(), queued, counts)
+        if laid_out is None:
             return None
-        layout = lay_out_on_host(self._pool(), queued, ahead=[count - 1 for count in counts])
-        columns = sampling_columns(members) if any(sequence.samples for sequence in members) else {}
+        layout, columns = laid_out
 
-        def choose(logits: Tensor, sampling: Sampling | None, fed: Tensor) -> Tensor:
-            return self._next_tokens(logits, fed, sampling)
+        def forward(batch: RaggedBatch, wanted: Tensor | None, inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+            assert inputs is not None
+            return self._forward(batch, inputs, wanted)
 
-        parts = ChainParts(self._projected, self._forward, choose)
+        def choose(logits: Tensor, sampling: Sampling | None, fed: Tensor, one_each: Tensor) -> Tensor:
+            return self._next_tokens(logits, fed, sampling, one_each)
+
+        parts = ChainParts(self._projected, forward, choose)
         return self.graphs.draft(parts, layout, tokens_after(queued), features, columns, self._pool())

@@ -58,10 +58,10 @@ class Eagle3Drafter(ChainDrafter):
         config = context.config
         super().__init__(self.model.layout, context)
         self.taps = self.model.taps
-        functions = layers_of(self.model), projection_of(self.model)
-        self.rows, self._projection = (
-            RowModule(function, self.model.ops, config.page_size, config.enforce_eager) for function in functions
-        )
+        ops, page_size = self.model.ops, config.page_size
+        self.rows = RowModule(layers_of(self.model), ops, page_size, config.enforce_eager)
+        # A program projects within the call that drafts; where there is no such call, PyTorch projects.
+        self._projection = RowModule(projection_of(self.model), ops, page_size, self.rows.program is None)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
         self._trees = trees_of(self.model, self.rows, context)
         self.max_nodes = 0 if self._trees is None else self._trees.max_nodes
@@ -97,7 +97,7 @@ class Eagle3Drafter(ChainDrafter):
         forward += self._projection.step_bytes(rows, rows) or 0
         logits = num_sequences * widths * itemsize
         if self._trees is not None and self.max_nodes <= num_draft_tokens:  # else, if memory counts, it drafts chains
-            logits *= self._trees.copies_of_logits(itemsize)
+            logits = self._trees.logits_bytes(num_sequences, widths * itemsize, itemsize)
         return forward + self._kept_bytes(num_sequences, rows) + logits
 
     @torch.inference_mode()
@@ -174,11 +174,13 @@ class Eagle3Drafter(ChainDrafter):
             return TokenChoice(model.vocab_size, sampling)
         return TokenChoice(len(model.target_ids), sampling, model.target_ids, model.vocab_size)
 
-    def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
+    def _next_tokens(
+        self, logits: Tensor, fed: Tensor, sampling: Sampling | None, one_each: Tensor | None = None
+    ) -> Tensor:
         model = self.model
         if model.target_ids is None:
-            return chosen_tokens(model.ops, logits, model.vocab_size, sampling, fed)
+            return chosen_tokens(model.ops, logits, model.vocab_size, sampling, fed, one_each)
         if sampling is None:
-            return model.target_ids[chosen_tokens(model.ops, logits, logits.shape[1], None, fed)]
+            return model.target_ids[chosen_tokens(model.ops, logits, logits.shape[1], None, fed, one_each)]
         wide = widened(logits, model.target_ids, model.vocab_size)
-        return chosen_tokens(model.ops, wide, model.vocab_size, sampling, fed)
+        return chosen_tokens(model.ops, wide, model.vocab_size, sampling, fed, one_each)

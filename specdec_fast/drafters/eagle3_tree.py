@@ -115,9 +115,21 @@ class Eagle3Trees:
         static = self._rank_paths
         return self.max_nodes if static is None else [list(choice) for choice in static.tree.choices]
 
-    def copies_of_logits(self, itemsize: int) -> int:
-        """Return how many rows of logits a sequence has at once, with the ranker's two copies in fp32."""
-        return min(self._width, self.max_nodes) * (5 if itemsize < 4 else 3)
+    def logits_bytes(self, num_sequences: int, row_bytes: int, itemsize: int) -> int:
+        """Return the memory of the logits of all frontiers and of their ranking.
+
+        Args:
+            num_sequences: of a step.
+            row_bytes: of a row of the drafter's logits, and of one of the target's ids if they are others.
+            itemsize: of a logit.
+
+        """
+        num_rows = num_sequences * min(self._width, self.max_nodes)
+        if self._rows.program is None:  # the ranker's two copies in fp32
+            return num_rows * row_bytes * (5 if itemsize < 4 else 3)
+        # One row in fp32, and two in fp64 of a row that samples, for each thread.
+        scratch = min(torch.get_num_threads(), num_rows) * (row_bytes // itemsize) * (4 + 2 * 8 + itemsize)
+        return num_rows * row_bytes + scratch
 
     def rules(self, limits: list[tuple[int, int]]) -> TreeRules:
         """Return the rules of these trees for a program that drafts them; ``limits`` as in ``draft``."""

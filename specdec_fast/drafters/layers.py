@@ -63,12 +63,13 @@ class RotaryTable:
         self._rotary = rotary_embedding(layer, device)
         self._like = torch.empty(0, dtype=dtype, device=device)
         self.factors = self._computed(_FIRST_POSITIONS)
-        self._former: list[Tensor] = []  # graphs read the tables that were there when they were recorded
+        self._former: list[Tensor] = []  # kept, because graphs that were recorded with them still read them
 
     def at(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
         """Return cosine and sine at ``positions [T]`` below ``num_positions``: ``[T, 1, head_dim]`` each."""
         if num_positions > self.factors.shape[1]:
-            self._former.append(self.factors)
+            if self.factors.device.type != "cpu":
+                self._former.append(self.factors)
             self.factors = self._computed(max(num_positions, 2 * self.factors.shape[1]))
         cos, sin = self.factors[:, positions].unsqueeze(2)
         return cos, sin

@@ -85,8 +85,10 @@ class MtpDrafter(ChainDrafter):
     def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.model.forward(batch, self._pool(), inputs, wanted)
 
-    def _next_tokens(self, logits: Tensor, fed: Tensor, sampling: Sampling | None) -> Tensor:
-        return chosen_tokens(self.model.ragged.ops, logits, self.model.ragged.vocab_size, sampling, fed)
+    def _next_tokens(
+        self, logits: Tensor, fed: Tensor, sampling: Sampling | None, one_each: Tensor | None = None
+    ) -> Tensor:
+        return chosen_tokens(self.model.ragged.ops, logits, self.model.ragged.vocab_size, sampling, fed, one_each)
 
 
 def holds_mtp(folder: object) -> bool:

@@ -24,7 +24,8 @@ class RankedTokens(NamedTuple):
 
     Attributes:
         token_ids: ``[N, num_ranks]``, the likeliest first; different ones, but for those of log-probability -inf.
-        log_probs: ``[N, num_ranks]``, estimates that the token is the target's if all before it are.
+        log_probs: ``[N, num_ranks]``, estimates that the token is the target's if all before it are. Minus infinity or
+            NaN where there is no such token: of rows whose logits have a NaN or infinity, of all ranks.
 
     """
 
@@ -74,6 +75,7 @@ class TokenRanker:
             found = (logits.float() / GREEDY_TEMPERATURE).log_softmax(dim=-1).topk(num_ranks, dim=-1)
             ids = found.indices if self._target_ids is None else self._target_ids[found.indices]
             return RankedTokens(ids.tolist(), found.values.tolist())
+        has_ranks = (logits < float("inf")).all(dim=-1, keepdim=True)  # neither NaN nor infinity
         logits = torch.nan_to_num(logits)  # else a row without a choice would get the same id for each rank
         if self._target_ids is not None:
             logits = widened(logits, self._target_ids, self._vocab_size)
@@ -83,6 +85,7 @@ class TokenRanker:
         noise = gumbel((self._ops.unchecked or self._ops).noise_words(ids, sampling.seeds, sampling.positions))
         drawn = (values / temperatures.clamp(min=1e-6) + noise).log_softmax(dim=-1)
         log_probs = torch.where(temperatures > 0, drawn, values / GREEDY_TEMPERATURE - total)
+        log_probs = log_probs.masked_fill(~has_ranks, float("-inf"))
         return RankedTokens(ids.tolist(), log_probs.tolist())
 
     def _drawn(self, logits: Tensor, fed: Tensor, sampling: Sampling, num_ranks: int) -> tuple[Tensor, Tensor]:

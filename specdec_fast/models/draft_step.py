@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling, after, sampling_columns, sampling_of
 from specdec_fast.cuda_graphs.sides import Choices
 from specdec_fast.device_copy import to_device
-from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out_on_host
+from specdec_fast.kv_cache.forward_layout import HostLayout, decode_batches, lay_out_on_host
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.request.sequence import Sequence
@@ -72,17 +73,15 @@ class DraftLoop:
         does not need write their KV entries into the scratch page.
         """
         graphs, num_forwards = self._model.graphs, max(num_draft_tokens)
-        sequences: list[Sequence] = [row.owner for row in rows]  # type: ignore[misc]
         if graphs is None or not graphs.has_loop(num_forwards):
-            return None
-        if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
             return None
         longest = max(row.start + row.count for row in rows) + num_forwards - 1
         if self._model.max_positions is not None and longest > self._model.max_positions:
             return None
-        layout = lay_out_on_host(self._pool, rows, ahead=[count - 1 for count in num_draft_tokens])
-        samples = any(sequence.samples for sequence in sequences)
-        columns = sampling_columns(sequences) if samples else {}
+        laid_out = laid_out_loop(self._pool, rows, num_draft_tokens)
+        if laid_out is None:
+            return None
+        layout, columns = laid_out
         chosen = graphs.draft(layout, token_ids, num_forwards, columns, self._pool, self._vocab_size)
         return None if chosen is None else first_tokens(chosen, num_draft_tokens)
 
@@ -147,7 +146,7 @@ def chosen_tokens(
         return logits.argmax(dim=-1)
     if fed is None:
         fed = logits.new_zeros(len(logits), dtype=torch.int64)
-    if one_each is None:  # this may be recorded in a graph: a shared tensor may be gone when that is replayed
+    if one_each is None:  # not cached: a cached tensor might be freed before a graph that reads it is replayed
         one_each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
     tokens = (ops.unchecked or ops).verify_chain(logits, fed, one_each, sampling)[0]
     return tokens.clamp_(min=0)  # NaN logits have no token; the target rejects whatever stands for it
@@ -173,6 +172,23 @@ def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
     wide = logits.new_full((len(logits), vocab_size), float("-inf"))
     wide[:, target_ids] = logits
     return wide
+
+
+def laid_out_loop(
+    pool: PagePool, rows: list[Rows], num_draft_tokens: list[int]
+) -> tuple[HostLayout, dict[str, np.ndarray]] | None:
+    """Lay out a drafting loop for a graph.
+
+    Returns:
+        The layout of the first forward, and how the sequences choose (empty: greedily); None if a sequence has a
+        repetition penalty, for which there are no graphs.
+
+    """
+    sequences: list[Sequence] = [row.owner for row in rows]  # type: ignore[misc]
+    if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
+        return None
+    layout = lay_out_on_host(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
+    return layout, sampling_columns(sequences) if any(sequence.samples for sequence in sequences) else {}
 
 
 def first_tokens(chosen: Tensor, num_draft_tokens: list[int]) -> Tensor:

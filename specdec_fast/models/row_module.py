@@ -129,14 +129,18 @@ class RowModule:
     ) -> DraftedTrees:
         """Draft a tree for each sequence in one call of the program, which must not be None.
 
-        The arguments are those of ``draft``, and the rules by which the trees grow.
+        Args:
+            pool: pages, with enough free ones for the rows and ``rules.num_nodes`` positions behind them.
+            rows, token_ids, inputs, choice: as in ``draft``.
+            rules: how the trees grow.
+
         """
         assert self.program is not None
         spans = spans_of(pool, rows, ahead=rules.num_nodes)
         return self.program.draft_trees(spans, token_ids, rules, choice, inputs)
 
     def step_bytes(self, num_rows: int, num_logit_rows: int) -> int | None:
-        """Return the memory of a forward besides weights, KV entries and logits; None if PyTorch runs it."""
+        """Return the memory of a forward besides weights, KV entries and logits; None if ``program`` is None."""
         if self.program is None:
             return None
         sizes = self.function.input_size + self.function.hidden_size

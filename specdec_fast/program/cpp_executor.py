@@ -146,8 +146,11 @@ class Program:
                 tree; pages of as many further positions as the tree may have nodes are allocated.
             token_ids: tokens of these rows.
             rules: how the trees grow.
-            choice: how the target will choose tokens. Rows whose logits have a NaN get no children.
+            choice: how the target will choose tokens. Rows whose logits have a NaN or infinity get no children.
             inputs: of these rows, as in ``draft``.
+
+        Returns:
+            The trees, each depth first, the best child first.
 
         Raises:
             IndexError: for the reasons of ``__call__``.

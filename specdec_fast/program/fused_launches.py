@@ -56,8 +56,7 @@ def _with_end(
 ) -> tuple[FusedLinear, RowRun | None] | None:
     """Return linears with the head of the run after them, and the rest of it; None if they compute no head.
 
-    Of all heads it is the one after which least must be stored that the run alone would not store, and the longest of
-    these.
+    Of all heads it is the one that adds the fewest stored bytes, and of equal ones the longest.
     """
     outputs = {step.out for step in steps}
     if len(steps) not in (1, 2) or len({step.weight.shape for step in steps}) > 1:

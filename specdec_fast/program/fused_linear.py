@@ -75,8 +75,8 @@ class EitherWay:
 
 
 # Every program of a linear computes the statistics of all its rows again, which are loads of the whole row and a sum
-# before the first product. Up to 16 rows a program has all rows. Rows of 2,048 numbers are what four warps, those of
-# such a program, add up in the order of the row's own kernel.
+# before the first product. Up to 16 rows a program has all rows. Such a program has four warps: up to 2,048 numbers,
+# they add a row in the same order as the row's own kernel.
 MOST_ROWS = 16
 MOST_FEATURES = 2048
 

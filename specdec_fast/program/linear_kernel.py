@@ -39,7 +39,8 @@ class LinearKernel:
 
     Attributes:
         source: a module with the function ``row_kernel``: of the vectors if they are in memory, the matrices, their
-            biases, the outputs if they are stored, the tensors, the number of rows, and the stride of the vectors.
+            biases, the outputs and their sizes if they are stored, the tensors, the number of rows, and the stride of the
+            vectors.
         tensors: as those of ``RowKernel``.
 
     """
@@ -124,7 +125,7 @@ def _pieces(plan: Plan, run: RowRun, size: int) -> tuple[int, int, int, int]:
     if warps > _WARPS or len(sizes) != 1:
         raise NotEmittableError(-1, "the row's own kernel adds in an order that this one does not have")
     of_threads = warps * (16 // sizes.pop())
-    # Of short rows so many at once that a thread loads as few numbers of one as there.
+    # Several short rows at once, so that each thread has as many numbers of a row as in the row's own kernel.
     count = _WARPS if length < 2 * 32 * of_threads else max(1, min(_ROWS, _LOADED // length))
     return size, count, length, of_threads
 

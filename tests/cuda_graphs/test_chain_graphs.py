@@ -124,3 +124,16 @@ def test_what_cannot_be_recorded_is_drafted_without_a_graph(tmp_path, hugging_fa
     described = engine.describe()["draft"]
     assert (described["graphs"], described["graphs_captured"]) == (False, 0)
     assert "not permitted" in described["why_no_graphs"]
+
+
+def test_moved_weights_are_read(models, graphs_on_cpu):
+    """The graphs of a drafter may read the target's weights. Addresses are compared when a call begins."""
+    engine = sd.Engine(*models, num_draft_tokens=3)
+    for _ in range(2):
+        engine.generate(PROMPTS, GREEDY)
+    drafter = engine.core.drafter
+    assert drafter.graphs.num_captured > 0
+    moved = [weight.clone() for weight in drafter.weights()]
+    drafter.weights = lambda: moved
+    drafter.prepare(0, 16)
+    assert drafter.graphs.num_captured == 0

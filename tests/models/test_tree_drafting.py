@@ -58,7 +58,9 @@ def test_a_static_tree_is_drafted_as_it_is():
         (TreeRules([1, 1], [1, 0], 1, [], [], 0.5), "at least 1"),
         (TreeRules([1, 1], [1, 1], 0, [], [], 0.5), "frontier of 0 nodes"),
         (TreeRules([1, 1], [1, 1], 1, [-1, 1], [0, 0], 0.5), "node 1 of a static tree"),
-        (TreeRules([1, 1], [1, 1], 1, [-1], [0, 0], 0.5), "node 0 of a static tree"),
+        (TreeRules([1, 1], [1, 1], 1, [-1], [0, 0], 0.5), "a static tree of 1 nodes has 2 ranks"),
+        (TreeRules([1, 1], [1, 1], 1, [], [0], 0.5), "a static tree of 0 nodes has 1 ranks"),
+        (TreeRules([1, 1], [1, 1], 1, [], [], 0.0), "temperature of greedy requests is 0.0"),
         (TreeRules([1, 1], [1, 1], 1, [-1], [-1], 0.5), "node 0 of a static tree"),
     ],
 )

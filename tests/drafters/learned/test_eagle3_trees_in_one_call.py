@@ -19,7 +19,14 @@ SETTINGS = {
     "filtered": [
         {"temperature": 0.8, "top_p": 0.7},
         {"temperature": 1.2, "top_k": 2},
-        {"temperature": 1, "min_p": 0.2},
+        {"temperature": 1.0, "min_p": 0.2},
+    ],
+    # After the first rank, the masses of all others are as small as the rounding of its own, or underflow.
+    "peaked": [
+        {"temperature": 0.01, "top_p": 0.9},
+        {"temperature": 0.002, "top_p": 0.9},
+        {"temperature": 0.01, "top_k": 50, "top_p": 0.9},
+        {"temperature": 0.05, "min_p": 0.1},
     ],
     "mixed": [{"temperature": 0.7, "top_k": 5}, {}],
 }
@@ -75,13 +82,14 @@ def test_a_vocabulary_of_many_blocks_is_ranked_alike(monkeypatch, settings):
 
 
 @needs_programs
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_without_numbers_get_no_children(tmp_path, model, temperature):
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["program", "PyTorch"])
+@pytest.mark.parametrize("temperatures", [[0.0], [1.0], [0.0, 1.0]], ids=str)
+def test_rows_without_numbers_get_no_children(tmp_path, model, temperatures, enforce_eager):
     write_checkpoint(tmp_path, model)
-    params = [{"temperature": temperature, "seed": i} for i in range(len(PROMPTS))]
+    params = [{"temperature": temperatures[i % len(temperatures)], "seed": i} for i in range(len(PROMPTS))]
     expected, _ = drafts_of(model, str(tmp_path), params, draft_tree=6)
-    engine = sd.Engine(model, str(tmp_path), num_draft_tokens=4, draft_tree=6)
-    assert engine.core.drafter.rows.program is not None
+    engine = sd.Engine(model, str(tmp_path), num_draft_tokens=4, draft_tree=6, enforce_eager=enforce_eager)
+    assert (engine.core.drafter.rows.program is None) == enforce_eager
     with torch.inference_mode():
         engine.core.drafter.model._head.fill_(float("nan"))  # the program reads it in place
     outputs = engine.generate(PROMPTS, [sd.SamplingParams(max_new_tokens=n + 9, **p) for n, p in enumerate(params)])
