@@ -56,8 +56,8 @@ def verification(
     return logits, torch.cat([part.long() for part in found])
 
 
-# A forward of a drafting loop. It takes a batch, the rows whose logits are wanted (None: all), and what rows take besides
-# their tokens, ``[T, size]`` (None: nothing). It returns these logits, and the hidden states that the next rows take.
+# A forward of a drafting loop. It takes a batch, the rows whose logits are wanted (None: all), and what rows take
+# besides their tokens, ``[T, size]`` (None: nothing). It returns these logits, and the hidden states for the next rows.
 LoopForward = Callable[[RaggedBatch, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
 
 

@@ -39,8 +39,8 @@ class LinearKernel:
 
     Attributes:
         source: a module with the function ``row_kernel``: of the vectors if they are in memory, the matrices, their
-            biases, the outputs and their sizes if they are stored, the tensors, the number of rows, and the stride of the
-            vectors.
+            biases, the outputs and their sizes if they are stored, the tensors, the number of rows, and the stride of
+            the vectors.
         tensors: as those of ``RowKernel``.
 
     """
