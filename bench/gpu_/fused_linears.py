@@ -36,6 +36,7 @@ _WAYS = {  # what is asked of ``TritonProgram``
 }
 _SAMPLES = 15
 _PROBE_TOKENS = 8
+_LEAST_CONTEXT = 1024  # positions: attention splits contexts from 513 on
 
 
 def run(settings: Settings, progress: Progress) -> None:
@@ -80,7 +81,7 @@ def _batch(
     hf: HFModel, batch_size: int, count: int, sizes: gpu_decoding.Sizes, device: torch.device
 ) -> tuple[PagePool, RaggedBatch]:
     """Lay out ``count`` rows of every sequence, over random keys and values."""
-    context = sizes.prompt_tokens
+    context = sizes.prompt_tokens if INTERPRETING else max(sizes.prompt_tokens, _LEAST_CONTEXT)
     pool = PagePool(hf.layout, batch_size * (context + count + 16), 16)
     generator = torch.Generator(device).manual_seed(SEED)
     for tensor in (tensor for layer in pool.layers for tensor in layer):
