@@ -18,10 +18,11 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.device_copy import to_device
+from specdec_fast.drafters import ranked
 from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.dynamic_tree import ROOT, DynamicTree, RankPaths, TreeNodes
 from specdec_fast.drafters.eagle3_model import Eagle3Model
-from specdec_fast.drafters.ranked import GREEDY_TEMPERATURE, TokenRanker
+from specdec_fast.drafters.ranked import TokenRanker
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -141,7 +142,7 @@ class Eagle3Trees:
             self._width,
             [places.get(choice[:-1], ROOT) for choice in choices],
             [choice[-1] for choice in choices],
-            GREEDY_TEMPERATURE,
+            ranked.GREEDY_TEMPERATURE,
         )
 
     def draft(
