@@ -76,11 +76,9 @@ class TokenRanker:
             ids = found.indices if self._target_ids is None else self._target_ids[found.indices]
             return RankedTokens(ids.tolist(), found.values.tolist())
         has_ranks = (logits < float("inf")).all(dim=-1, keepdim=True)  # neither NaN nor infinity
-        logits = torch.nan_to_num(logits)  # else a row without a choice would get the same id for each rank
-        if self._target_ids is not None:
-            logits = widened(logits, self._target_ids, self._vocab_size)
-        total = (logits.double() / GREEDY_TEMPERATURE).logsumexp(dim=-1, keepdim=True)  # before `_drawn` changes them
-        ids, values = self._drawn(logits, to_device(fed, logits.device), sampling, num_ranks)
+        total = (torch.nan_to_num(logits).double() / GREEDY_TEMPERATURE).logsumexp(dim=-1, keepdim=True)
+        own_ids = None if self._target_ids is None else (self._target_ids, self._vocab_size)
+        ids, values = drawn_ranks(self._ops, logits, num_ranks, sampling, to_device(fed, logits.device), own_ids)
         temperatures = sampling.temperatures[:, None]
         noise = gumbel((self._ops.unchecked or self._ops).noise_words(ids, sampling.seeds, sampling.positions))
         drawn = (values / temperatures.clamp(min=1e-6) + noise).log_softmax(dim=-1)
@@ -88,11 +86,40 @@ class TokenRanker:
         log_probs = log_probs.masked_fill(~has_ranks, float("-inf"))
         return RankedTokens(ids.tolist(), log_probs.tolist())
 
-    def _drawn(self, logits: Tensor, fed: Tensor, sampling: Sampling, num_ranks: int) -> tuple[Tensor, Tensor]:
-        """Return ids ``[N, num_ranks]`` and their logits, float64, -inf if no id was left; ``logits`` are changed."""
-        ids, values = [], []
-        for _ in range(num_ranks):
-            ids.append(chosen_tokens(self._ops, logits, self._vocab_size, sampling, fed))
-            values.append(logits.gather(1, ids[-1][:, None]))
-            logits.scatter_(1, ids[-1][:, None], float("-inf"))
-        return torch.stack(ids, dim=1), torch.cat(values, dim=1).double()
+
+def drawn_ranks(
+    ops: Ops,
+    logits: Tensor,
+    num_ranks: int,
+    sampling: Sampling,
+    fed: Tensor | None,
+    own_ids: tuple[Tensor, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rank each row's tokens by the rule and with the noise by which the target will choose its own.
+
+    The first token is what the target would choose with these logits, and each further one is what it would choose
+    without those before it.
+
+    Args:
+        ops: of the target.
+        logits: ``[N, draft_vocab_size]``.
+        num_ranks: number of tokens.
+        sampling: how each row's token is chosen.
+        fed: ``[N]`` int64, the token in front; a repetition penalty counts it, but no other token of this step's draft:
+            that costs acceptance, no token. None is allowed if there are no penalties.
+        own_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id, and the number of the target's ids;
+            None if they are the same.
+
+    Returns:
+        Ids of the target ``[N, num_ranks]`` int64, and their logits in fp64, minus infinity where no token was left.
+
+    """
+    logits = torch.nan_to_num(logits)  # a copy; with a NaN, a row would get the same id for each rank
+    if own_ids is not None:
+        logits = widened(logits, *own_ids)
+    ids, values = [], []
+    for _ in range(num_ranks):
+        ids.append(chosen_tokens(ops, logits, logits.shape[1], sampling, fed))
+        values.append(logits.gather(1, ids[-1][:, None]))
+        logits.scatter_(1, ids[-1][:, None], float("-inf"))
+    return torch.stack(ids, dim=1), torch.cat(values, dim=1).double()

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.device_copy import to_device
+from specdec_fast.drafters.ranked import drawn_ranks
 from specdec_fast.drafters.specblock_model import SpecBlockModel
 from specdec_fast.drafters.specblock_tree import BEAM, Slot
-from specdec_fast.models.draft_step import chosen_tokens, widened
 from specdec_fast.request.sequence import Sequence
 
 # For a request that samples, the score of a candidate by its rank: a guess of how often the target draws that token
@@ -68,16 +68,11 @@ class Candidates:
             The first tokens of each row, different ones.
 
         """
-        logits = torch.nan_to_num(logits)  # else a row without a choice would get the same id for each rank
-        if self._model.target_ids is not None:
-            logits = widened(logits, self._model.target_ids, self._model.vocab_size)
         sampling = sampling_of([s for s, _, _ in rows], self._device)
         assert sampling is not None
         ahead, fed = to_device([a for _, a, _ in rows], self._device), to_device([t for _, _, t in rows], self._device)
         sampling = replace(sampling, positions=sampling.positions + ahead)
-        ranked: list[Tensor] = []
-        for _ in _SAMPLED_LOG_PROBS:
-            # A repetition penalty does not see what this step has drafted: it costs acceptance, no token.
-            ranked.append(chosen_tokens(self._model.ops, logits, self._model.vocab_size, sampling, fed))
-            logits = logits.scatter(1, ranked[-1][:, None], float("-inf"))
-        return torch.stack(ranked, dim=1).tolist()
+        ids = self._model.target_ids
+        own_ids = None if ids is None else (ids, self._model.vocab_size)
+        found, _ = drawn_ranks(self._model.ops, logits, len(_SAMPLED_LOG_PROBS), sampling, fed, own_ids)
+        return found.tolist()

@@ -10,8 +10,9 @@ from torch import Tensor
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext
+from specdec_fast.drafters.ranked import drawn_ranks
 from specdec_fast.errors import ConfigError
-from specdec_fast.models.draft_step import chosen_tokens, widened
+from specdec_fast.models.draft_step import chosen_tokens
 from specdec_fast.models.verify_step import why_no_trees
 from specdec_fast.ops import Ops
 from specdec_fast.speculation_length.choice_tree import ChoiceTree, chain
@@ -57,20 +58,12 @@ def ranked_tokens(
     sampling: Sampling | None,
     ids: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """Rank each row's tokens: by logit, or by the rule and the noise by which the target will choose.
-
-    The first token is what the target would choose with these logits, and each further one is what it would choose
-    without those before it.
+    """Rank each row's tokens: by logit, or by the rule and the noise by which the target will choose (``drawn_ranks``).
 
     Args:
-        ops: of the target.
-        logits: ``[N, draft_vocab_size]``.
-        num_ranks: number of tokens.
-        fed: ``[N]`` int64, the token in front; a repetition penalty counts it, but no other token of this step's draft:
-            that costs acceptance, no token. None is allowed if ``sampling`` is None.
+        ops, logits, num_ranks, fed: as those of ``drawn_ranks``.
         sampling: how each row's token is chosen; None: all greedily.
-        ids: ``[draft_vocab_size]`` int64, the target's id of each draft id, and the number of the target's ids; None if
-            they are the same.
+        ids: ``own_ids`` of ``drawn_ranks``.
 
     Returns:
         ``[N, num_ranks]`` int64, different ids of the target in each row.
@@ -82,14 +75,7 @@ def ranked_tokens(
         else:
             best = logits.topk(num_ranks, dim=-1).indices
         return best if ids is None else ids[0][best]
-    logits = torch.nan_to_num(logits)  # else a row without a choice would get the same id for each rank
-    if ids is not None:
-        logits = widened(logits, *ids)
-    ranked: list[Tensor] = []
-    for _ in range(num_ranks):
-        ranked.append(chosen_tokens(ops, logits, logits.shape[1], sampling, fed))
-        logits = logits.scatter(1, ranked[-1][:, None], float("-inf"))
-    return torch.stack(ranked, dim=1)
+    return drawn_ranks(ops, logits, num_ranks, sampling, fed, ids)[0]
 
 
 def empty_draft(num_sequences: int) -> Draft:
