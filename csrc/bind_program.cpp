@@ -77,9 +77,9 @@ DraftRequest draft_request(const Spans& spans, const std::vector<std::int64_t>& 
 }
 
 void draft_call(Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
-                  const std::vector<std::int64_t>& token_ids, const std::vector<std::int64_t>& num_draft_tokens,
-                  const CarriedTuple& carried, const ChoiceSizes& choice, const std::vector<std::uintptr_t>& sampling,
-                  int num_threads, std::uintptr_t chosen) {
+                const std::vector<std::int64_t>& token_ids, const std::vector<std::int64_t>& num_draft_tokens,
+                const CarriedTuple& carried, const ChoiceSizes& choice, const std::vector<std::uintptr_t>& sampling,
+                int num_threads, std::uintptr_t chosen) {
   const Sampling rules = sampling_at(sampling);
   draft(program, pages_at(pages), draft_request(spans, token_ids, num_draft_tokens, carried),
         choice_of(choice, sampling.empty() ? nullptr : &rules), num_threads, pointer<std::int64_t>(chosen));

@@ -43,7 +43,7 @@ class Candidates {
       : row_(row),
         scores_(scores),
         noise_(noise_of(row.seed, row.position)),
-        has_top_k_(row.top_k > 0 && row.top_k < row.vocab_size),
+        has_top_k_(has_top_k(row)),
         left_(candidates_of(scores, row.vocab_size, num_candidates)),
         lowest_(scores[left_.back()]) {
     if (!has_top_k_ && row.top_p < 1.0) others_ = mass_below(lowest_, scores, row.vocab_size);
@@ -136,8 +136,7 @@ std::vector<std::int64_t> draw_ranks(const Noise& noise, const double* scores, s
 }
 
 std::vector<std::int64_t> filtered_ranks(const SampledRow& row, const double* scores, std::int64_t count) {
-  const bool has_top_k = row.top_k > 0 && row.top_k < row.vocab_size;
-  const std::int64_t num_candidates = has_top_k ? row.top_k + count : std::max(kCandidates, count);
+  const std::int64_t num_candidates = has_top_k(row) ? row.top_k + count : std::max(kCandidates, count);
   if (num_candidates > std::min(row.vocab_size, kMostCandidates)) return {};
   Candidates candidates(row, scores, num_candidates);
   if (candidates.size() > kMostCandidates) return {};

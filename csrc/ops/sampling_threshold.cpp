@@ -126,12 +126,12 @@ double mass_below(double bound, const double* scores, std::int64_t size) {
 }
 
 bool is_filtered(const SampledRow& row) {
-  return (row.top_k > 0 && row.top_k < row.vocab_size) || row.top_p < 1.0 || row.min_p > 0.0;
+  return has_top_k(row) || row.top_p < 1.0 || row.min_p > 0.0;
 }
 
 double threshold_of(const SampledRow& row, const double* scores) {
   double threshold = -kInfinity;
-  if (row.top_k > 0 && row.top_k < row.vocab_size) threshold = kth_largest(scores, row.vocab_size, row.top_k);
+  if (has_top_k(row)) threshold = kth_largest(scores, row.vocab_size, row.top_k);
   if (row.top_p < 1.0) threshold = nucleus(scores, row.vocab_size, threshold, row.top_p);
   if (row.min_p > 0.0) threshold = std::max(threshold, std::log(row.min_p));
   return threshold;

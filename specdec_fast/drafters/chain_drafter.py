@@ -52,10 +52,11 @@ class ChainDrafter(TappedDrafter):
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Allocate the pool, or keep the present one; destroy the graphs if weights have moved."""
-        addresses = [weight.data_ptr() for weight in self.weights()]
-        if self.graphs is not None and addresses != self._addresses:
-            self.graphs.clear()
-        self._addresses = addresses
+        if self.graphs is not None:
+            addresses = [weight.data_ptr() for weight in self.weights()]
+            if addresses != self._addresses:
+                self.graphs.clear()
+            self._addresses = addresses
         super().prepare(num_tokens, page_size)
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:

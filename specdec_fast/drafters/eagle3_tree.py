@@ -108,6 +108,10 @@ class Eagle3Trees:
         self._rank_paths = None if isinstance(tree, int) else RankPaths(ChoiceTree(tree))
         self.is_static = self._rank_paths is not None
         self.max_nodes = tree if isinstance(tree, int) else len(tree)
+        choices = [] if self._rank_paths is None else self._rank_paths.tree.choices
+        places = {choice: place for place, choice in enumerate(choices)}
+        # Parents and ranks of a static tree's nodes, as in ``TreeRules``.
+        self._shape = [places.get(choice[:-1], ROOT) for choice in choices], [choice[-1] for choice in choices]
         self._ranker = TokenRanker(model.ops, model.vocab_size, model.target_ids)
 
     @property
@@ -134,14 +138,11 @@ class Eagle3Trees:
 
     def rules(self, limits: list[tuple[int, int]]) -> TreeRules:
         """Return the rules of these trees for a program that drafts them; ``limits`` as in ``draft``."""
-        choices = [] if self._rank_paths is None else self._rank_paths.tree.choices
-        places = {choice: place for place, choice in enumerate(choices)}
         return TreeRules(
             [depth for depth, _ in limits],
             [num_nodes for _, num_nodes in limits],
             self._width,
-            [places.get(choice[:-1], ROOT) for choice in choices],
-            [choice[-1] for choice in choices],
+            *self._shape,
             ranked.GREEDY_TEMPERATURE,
         )
 
