@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/pip install --no-compile --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-rest test-all test-oldest lint docs sanitize bench soak exactness sweep gpu-check clean
+.PHONY: demo test test-rest test-all test-oldest lint report docs sanitize bench soak exactness sweep gpu-check clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
@@ -28,6 +28,10 @@ test-all: MARKED = -m ''
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+# How large the source tree is, and how many files a step and a call pass through; nothing fails here.
+report: $(VENV)/.installed
+	$(VENV)/bin/python tools/report.py
 
 # The site in build/site; a broken link or a docstring that contradicts its signature is an error (not with --quiet).
 docs: $(VENV)/.installed-docs
