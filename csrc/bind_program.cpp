@@ -28,7 +28,7 @@ Operand operand(const OperandTuple& t) {
 using Addresses = std::array<std::uintptr_t, 12>;
 using ForwardSizes = std::array<std::int64_t, 8>;
 
-// In the order of specdec_fast/program/cpp_executor.py.
+// In the order of specdec_fast/program/cpp/executor.py.
 Forward forward(const Addresses& at, const ForwardSizes& sizes) {
   return {sizes[0], sizes[1],
           pointer<const std::int64_t>(at[0]), pointer<const std::int64_t>(at[1]), pointer<const std::int64_t>(at[2]),
@@ -40,7 +40,7 @@ Forward forward(const Addresses& at, const ForwardSizes& sizes) {
           static_cast<int>(sizes[7]), pointer<void>(at[10]), pointer<const void>(at[11])};
 }
 
-// In the order of specdec_fast/program/cpp_executor.py: of the tables their address and sizes, then of the layers' pages.
+// In the order of specdec_fast/program/cpp/executor.py: of the tables their address and sizes, then of the layers' pages.
 Pages pages_at(const std::array<std::int64_t, 6>& t) {
   return {pointer<const std::int32_t>(static_cast<std::uintptr_t>(t[0])), t[1], t[2],
           {pointer<char* const>(static_cast<std::uintptr_t>(t[3])), t[4], t[5]}};

@@ -1,7 +1,7 @@
 """Parts of the kernels that multiply rows with matrices: that of ``linear``, and those that row operations join.
 
-The kernels of fused linears are generated (``program/linear_kernel.py``). They call the same functions as the kernel of
-``linear``, so a sum has the same products in the same order.
+The kernels of fused linears are generated (``program/triton/linear_kernel.py``). They call the same functions as the
+kernel of ``linear``, so a sum has the same products in the same order.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ import torch
 
 from bench.common.pairs import PAIRS
 from bench.model_step_.recording import record
-from specdec_fast.program.fused_launches import fused_launches_of
-from specdec_fast.program.fused_linear import MOST_ROWS, EitherWay, FusedLinear
-from specdec_fast.program.fused_step import launch_of_rows
-from specdec_fast.program.generated import compiled
-from specdec_fast.program.ir import Plan
-from specdec_fast.program.linear_kernel import LinearKernel, linear_kernel
-from specdec_fast.program.triton_executor import dtypes_of
+from specdec_fast.program.plan.ir import Plan
+from specdec_fast.program.triton.executor import dtypes_of
+from specdec_fast.program.triton.fused_launches import fused_launches_of
+from specdec_fast.program.triton.fused_linear import MOST_ROWS, EitherWay, FusedLinear
+from specdec_fast.program.triton.fused_step import launch_of_rows
+from specdec_fast.program.triton.generated import compiled
+from specdec_fast.program.triton.linear_kernel import LinearKernel, linear_kernel
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 _NUM_ROWS = (16, 64, 128, 1 << 20)  # of each tile

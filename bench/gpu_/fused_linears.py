@@ -26,7 +26,7 @@ from specdec_fast.models.hf_model import HFModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.program import compile_forward
-from specdec_fast.program.triton_executor import TritonProgram
+from specdec_fast.program.triton.executor import TritonProgram
 
 _SEPARATE = "separate"
 _WAYS = {  # what is asked of ``TritonProgram``

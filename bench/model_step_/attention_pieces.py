@@ -8,7 +8,7 @@ from math import ceil
 import torch
 
 from specdec_fast.batch.ragged_batch import PagedBatch
-from specdec_fast.program.ir import Attend, Plan
+from specdec_fast.program.plan.ir import Attend, Plan
 from specdec_fast.triton_kernels.paged_attention import launch_config, num_splits_of
 
 PARTIAL_BYTES = 4  # attention keeps partial results in fp32

@@ -2,10 +2,10 @@
 
 All ways begin from the instructions of the forward program. *present*: PyTorch runs the model within a CUDA graph, one
 kernel for each instruction, with rows padded as deterministic forwards pad them. *fused*: the launches of the program
-(``program/launches.py``). Row operations that follow one another, and the append of keys and values, are one kernel,
-which keeps in registers what nothing else reads; linears of one input are one kernel. *fused linears*: the launches
-with ``fuses_linears`` (``program/fused_launches.py``), where the kernels of linears compute row operations too, and
-with ``merges_attention``, where attention over several pieces of a context is one launch.
+(``program/triton/launches.py``). Row operations that follow one another, and the append of keys and values, are one
+kernel, which keeps in registers what nothing else reads; linears of one input are one kernel. *fused linears*: the
+launches with ``fuses_linears`` (``program/triton/fused_launches.py``), where the kernels of linears compute row
+operations too, and with ``merges_attention``, where attention over several pieces of a context is one launch.
 
 Bytes: what a kernel reads and writes, each number once. Weights and constants count once per launch, everything else
 per row; no result counts as found in a cache. Operations: two per weight and row; in attention two per number of a key
@@ -27,9 +27,7 @@ from specdec_fast.errors import NotYetSupportedError
 from specdec_fast.kv_cache.layer_layout import KVShape
 from specdec_fast.models.batch_invariance import ROW_MULTIPLE
 from specdec_fast.planner.costs import Device
-from specdec_fast.program.fused_launches import fused_launches_of
-from specdec_fast.program.fused_linear import MOST_ROWS, EitherWay, FusedLinear
-from specdec_fast.program.ir import (
+from specdec_fast.program.plan.ir import (
     Append,
     Attend,
     Gather,
@@ -40,7 +38,9 @@ from specdec_fast.program.ir import (
     Plan,
     RowOp,
 )
-from specdec_fast.program.launches import JointLinear, Launch, RowRun, launches_of
+from specdec_fast.program.triton.fused_launches import fused_launches_of
+from specdec_fast.program.triton.fused_linear import MOST_ROWS, EitherWay, FusedLinear
+from specdec_fast.program.triton.launches import JointLinear, Launch, RowRun, launches_of
 from specdec_fast.triton_kernels.linear import tiles_of
 
 LAUNCH_SECONDS = 2e-6  # of one kernel in a graph, besides what it reads and computes

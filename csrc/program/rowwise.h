@@ -15,7 +15,7 @@ namespace specdec {
 
 enum class RowCode : int {
   kCopy, kNeg, kAbs, kSquare, kSqrt, kRsqrt, kReciprocal, kExp, kSin, kCos, kSigmoid, kSilu, kTanh, kRelu, kGelu,
-  kGeluTanh, kFloor, kLog, kLog1p, kExpm1,  // functions of one number; specdec_fast/program/ir.py has the same order
+  kGeluTanh, kFloor, kLog, kLog1p, kExpm1,  // functions of one number; specdec_fast/program/plan/ir.py has the same order
   kAdd, kSub, kMul, kDiv, kMaximum, kMinimum,  // functions of two numbers
   kEq, kNe, kLt, kLe, kGt, kGe,                // comparisons of two numbers: 1 or 0
   kWhere,                    // the second operand where the first is not 0, else the third

@@ -18,13 +18,13 @@ from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import hooked_class
 from specdec_fast.ops import Ops
-from specdec_fast.program.ir import ROWS, Instruction, Operand, Plan, RowOp
-from specdec_fast.program.memory_plan import gathers_first, linears_first, placed, without_unread
-from specdec_fast.program.recording_ops import recording_ops
-from specdec_fast.program.row_views import NotLowerableError
-from specdec_fast.program.tape import Tape
-from specdec_fast.program.tape_values import Index
-from specdec_fast.program.tracer import Recorder
+from specdec_fast.program.plan.ir import ROWS, Instruction, Operand, Plan, RowOp
+from specdec_fast.program.plan.memory import gathers_first, linears_first, placed, without_unread
+from specdec_fast.program.record.recording_ops import recording_ops
+from specdec_fast.program.record.row_views import NotLowerableError
+from specdec_fast.program.record.tape import Tape
+from specdec_fast.program.record.tape_values import Index
+from specdec_fast.program.record.tracer import Recorder
 
 # Numbers of rows, and of rows whose logits are wanted: odd and even, and unlikely to be a size of a model. There are
 # two pairs, so that a size that is mistaken for the number of rows in one recording is not in the other.

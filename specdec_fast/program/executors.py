@@ -16,9 +16,9 @@ from specdec_fast.kv_cache.forward_layout import Spans
 from specdec_fast.kv_cache.page_pool import KVPages, PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.ops.registry import BACKENDS
-from specdec_fast.program.forward_memory import ForwardMemory
-from specdec_fast.program.ir import Append, Attend, GroupedLinear, Linear, Plan
-from specdec_fast.program.row_views import NotLowerableError
+from specdec_fast.program.plan.ir import Append, Attend, GroupedLinear, Linear, Plan
+from specdec_fast.program.plan.working_memory import ForwardMemory
+from specdec_fast.program.record.row_views import NotLowerableError
 
 
 class TokenChoice(NamedTuple):
@@ -89,7 +89,7 @@ class DraftedTrees(NamedTuple):
 
 
 class ForwardProgram(ForwardMemory, Protocol):
-    """What an executor builds from a ``Plan``; see ``program/cpp_executor.py``."""
+    """What an executor builds from a ``Plan``; see ``program/cpp/executor.py``."""
 
     def __call__(
         self,
@@ -133,7 +133,7 @@ class ForwardProgram(ForwardMemory, Protocol):
 
 
 class DeviceProgram(Protocol):
-    """A program of launches, which CUDA graphs may record; see ``program/triton_executor.py``."""
+    """A program of launches, which CUDA graphs may record; see ``program/triton/executor.py``."""
 
     def __call__(
         self,
@@ -166,11 +166,11 @@ Executor = Callable[[Plan], Programs]
 
 
 def _cpp(plan: Plan, ops: Ops) -> Programs:
-    return Programs(importlib.import_module("specdec_fast.program.cpp_executor").Program(plan), None)
+    return Programs(importlib.import_module("specdec_fast.program.cpp.executor").Program(plan), None)
 
 
 def _triton(plan: Plan, ops: Ops) -> Programs:
-    return Programs(None, importlib.import_module("specdec_fast.program.triton_executor").TritonProgram(plan, ops))
+    return Programs(None, importlib.import_module("specdec_fast.program.triton.executor").TritonProgram(plan, ops))
 
 
 # Backend whose ops the executor computes to the type of its devices and what makes a program, which alone imports it.

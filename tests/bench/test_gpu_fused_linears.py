@@ -36,7 +36,7 @@ def test_equal_bits_are_green():
 
 
 def test_other_bits_are_red(monkeypatch):
-    module = importlib.import_module("specdec_fast.program.triton_executor")
+    module = importlib.import_module("specdec_fast.program.triton.executor")
     make = module.fused_step
 
     def wrong(*args):

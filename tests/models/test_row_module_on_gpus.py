@@ -24,7 +24,7 @@ from support.row_modules import OPS, VOCAB, WIDTH, function_of, pool_of
 pytest.importorskip("triton")
 
 import specdec_fast as sd
-from specdec_fast.program.triton_executor import TritonProgram
+from specdec_fast.program.triton.executor import TritonProgram
 
 pytestmark = needs_programs
 

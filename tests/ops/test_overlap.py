@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 PLACES = r"""
 import re
 from bench.aot import TARGETS, compile_variant, variants_of
-from specdec_fast.program.triton_executor import kernels_of
+from specdec_fast.program.triton.executor import kernels_of
 from specdec_fast.triton_kernels import linear, paged_attention
 from support.device_programs import plan_of, variant_of
 from support.models import tiny_model

@@ -34,8 +34,8 @@ from support.source_tree import ROOT
 
 pytest.importorskip("triton")
 
-from specdec_fast.program import launches
-from specdec_fast.program.triton_executor import TritonProgram
+from specdec_fast.program.triton import launches
+from specdec_fast.program.triton.executor import TritonProgram
 from specdec_fast.triton_kernels import linear as linear_module
 from support.device_programs import interpreted
 

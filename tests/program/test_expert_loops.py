@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from specdec_fast.ops import resolve
 from specdec_fast.program import NotLowerableError, compile_forward
-from specdec_fast.program.ir import GroupedLinear, Linear
+from specdec_fast.program.plan.ir import GroupedLinear, Linear
 from support.programs import CPU, DTYPES, NO_LAYERS, WIDTH, Function, compiled, needs_programs
 
 pytestmark = needs_programs

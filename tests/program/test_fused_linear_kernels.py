@@ -28,10 +28,10 @@ from bench.aot import TARGETS, compile_variant
 from bench.aot_.fused_linears import fused_variants
 from bench.common.pairs import PAIRS
 from bench.model_step_.recording import record
-from specdec_fast.program.fused_launches import fused_launches_of
-from specdec_fast.program.fused_linear import EitherWay
-from specdec_fast.program.launches import RowRun, launches_of
-from specdec_fast.program.row_kernel import row_kernel
+from specdec_fast.program.triton.fused_launches import fused_launches_of
+from specdec_fast.program.triton.fused_linear import EitherWay
+from specdec_fast.program.triton.launches import RowRun, launches_of
+from specdec_fast.program.triton.row_kernel import row_kernel
 from specdec_fast.triton_kernels.linear import variants
 from support.device_programs import variant_of
 

@@ -15,17 +15,17 @@ from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward, executors
 from specdec_fast.program.executors import Programs
-from specdec_fast.program.ir import Attend
+from specdec_fast.program.plan.ir import Attend
 from support.grids import grid
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model, truncated_copy
 from support.programs import CPU, NO_LAYERS, Function, needs_programs
 
 pytest.importorskip("triton")
 
-from specdec_fast.program import linear_kernel
-from specdec_fast.program.fused_launches import fused_launches_of
-from specdec_fast.program.fused_linear import MOST_ROWS, EitherWay, FusedLinear
-from specdec_fast.program.triton_executor import TritonProgram
+from specdec_fast.program.triton import linear_kernel
+from specdec_fast.program.triton.executor import TritonProgram
+from specdec_fast.program.triton.fused_launches import fused_launches_of
+from specdec_fast.program.triton.fused_linear import MOST_ROWS, EitherWay, FusedLinear
 from specdec_fast.triton_kernels import linear as linear_module
 from specdec_fast.triton_kernels import paged_attention as attention_module
 from support.device_programs import interpreted, launched, plan_of

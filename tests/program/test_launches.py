@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
-from specdec_fast.program.ir import Append, Attend, Linear, RowOp
+from specdec_fast.program.plan.ir import Append, Attend, Linear, RowOp
 from support.models import CONFIGS, tiny_model
 from support.programs import CPU, NO_LAYERS, WIDTH, Function, needs_programs
 
 pytest.importorskip("triton")
 
-from specdec_fast.program.launches import JointLinear, RowRun, launches_of
-from specdec_fast.program.triton_executor import kernels_of
+from specdec_fast.program.triton.executor import kernels_of
+from specdec_fast.program.triton.launches import JointLinear, RowRun, launches_of
 from support.device_programs import launched, plan_of
 
 pytestmark = needs_programs

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec_fast.program.row_index import Axis, CutError, Place, SplitError, located, of_axis, place_of
+from specdec_fast.program.triton.row_index import Axis, CutError, Place, SplitError, located, of_axis, place_of
 
 
 def values(place: Place, numbers: dict[Axis, int]) -> int:

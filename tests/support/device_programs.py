@@ -20,10 +20,10 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
-from specdec_fast.program.generated import compiled
-from specdec_fast.program.ir import Plan
-from specdec_fast.program.row_kernel import OF_BATCH, RowKernel
-from specdec_fast.program.triton_executor import TritonProgram, dtypes_of, kernels_of, launch_of
+from specdec_fast.program.plan.ir import Plan
+from specdec_fast.program.triton.executor import TritonProgram, dtypes_of, kernels_of, launch_of
+from specdec_fast.program.triton.generated import compiled
+from specdec_fast.program.triton.row_kernel import OF_BATCH, RowKernel
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Variant
 from support.experts import CONFIGS as EXPERTS
 from support.experts import mixture_of, tiny_mixture

@@ -1,0 +1,112 @@
+"""A ``_C.Program`` from a plan: its buffers and its instructions, one after the other."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+import torch
+from torch import Tensor
+
+from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
+from specdec_fast.ops.cpp import DTYPE_CODES
+from specdec_fast.program.plan.ir import (
+    MAX_RANK,
+    ROW_CODES,
+    Append,
+    Attend,
+    Gather,
+    GroupedLinear,
+    Heads,
+    Linear,
+    Operand,
+    Plan,
+    RowOp,
+)
+
+
+def built(plan: Plan) -> _C.Program:
+    """Return the program of a plan; the plan must outlive it, because it reads the plan's constants in place."""
+    program = _C.Program(DTYPE_CODES[plan.dtype], plan.kv_shapes, (*plan.arena_bytes, plan.scratch_bytes))
+    for buffer in plan.buffers:
+        program.add_buffer(buffer.place, buffer.domain, buffer.offset, buffer.row_bytes)
+    for instruction in plan.instructions:
+        _add(instruction, program, plan)
+    return program
+
+
+@singledispatch
+def _add(instruction: object, program: _C.Program, plan: Plan) -> None:
+    raise TypeError(f"no such instruction: {instruction!r}")
+
+
+@_add.register
+def _(op: RowOp, program: _C.Program, plan: Plan) -> None:
+    rank = len(op.shape)
+    table = op.inputs[0].source if op.code == "embedding" else None
+    program.add_row_op(
+        plan.buffers[op.writes[0]].domain,
+        ROW_CODES.index(op.code),
+        (1,) * (MAX_RANK - rank) + op.shape,
+        [_operand(operand) for operand in op.inputs],
+        _operand(op.out),
+        op.scalar,
+        op.by_position,
+        table.shape[0] if isinstance(table, Tensor) else 0,
+    )
+
+
+@_add.register
+def _(step: Linear, program: _C.Program, plan: Plan) -> None:
+    out_features, in_features = step.weight.shape
+    dtype, offset = step.weight.dtype, step.offset * step.weight.dtype.itemsize
+    bias = 0 if step.bias is None else step.bias.data_ptr()
+    sizes, weight = (step.num_vectors, in_features, out_features), step.weight
+    add, is_transposed = program.add_linear, not weight.is_contiguous()
+    add(DTYPE_CODES[dtype], step.source, step.out, offset, sizes, weight.data_ptr(), bias, is_transposed)
+
+
+@_add.register
+def _(step: GroupedLinear, program: _C.Program, plan: Plan) -> None:
+    num_experts, out_features, in_features = step.weight.shape
+    dtype, weight = step.weight.dtype, step.weight
+    program.add_grouped_linear(
+        DTYPE_CODES[dtype],
+        (step.source, step.experts, step.out),
+        (step.offset * dtype.itemsize, step.experts_offset * torch.float32.itemsize),
+        (step.num_vectors, step.choices, in_features, out_features, num_experts),
+        weight.data_ptr(),
+        0 if step.bias is None else step.bias.data_ptr(),
+        not weight.is_contiguous(),
+    )
+
+
+@_add.register
+def _(step: Append, program: _C.Program, plan: Plan) -> None:
+    program.add_append(step.layer, _heads(step.key, plan), _heads(step.value, plan))
+
+
+@_add.register
+def _(step: Attend, program: _C.Program, plan: Plan) -> None:
+    params = (step.scale, step.sliding_window or 0, step.softcap or 0.0)
+    sinks = (0, 0) if step.sinks is None else (step.sinks.data_ptr(), DTYPE_CODES[step.sinks.dtype])
+    program.add_attend(step.layer, step.num_heads, _heads(step.query, plan), step.out, params, sinks)
+
+
+@_add.register
+def _(step: Gather, program: _C.Program, plan: Plan) -> None:
+    program.add_gather(step.source, step.out)
+
+
+def _heads(heads: Heads, plan: Plan) -> tuple[int, int, int]:
+    return heads.buffer, heads.offset * plan.dtype.itemsize, heads.stride
+
+
+def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...], int]:
+    """Return place, dtype, buffer, address, immediate, offset, strides, length, as csrc/bind_program.cpp takes them."""
+    strides = (0,) * (MAX_RANK - len(operand.strides)) + operand.strides
+    code, source = DTYPE_CODES[operand.dtype], operand.source
+    if isinstance(source, Tensor):
+        return 1, code, 0, source.data_ptr(), 0.0, operand.offset, strides, operand.length
+    if isinstance(source, float):
+        return 2, code, 0, 0, source, 0, strides, operand.length
+    return 0, code, source, 0, 0.0, operand.offset, strides, operand.length

@@ -1,0 +1,1 @@
+"""Instructions, and the memory of the buffers that they read and write."""

@@ -1,0 +1,73 @@
+"""The memory of a forward program: what it keeps between forwards, and what its operations allocate while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from specdec_fast.program.plan.ir import LOGIT_ROWS, Attend, GroupedLinear, Instruction, Linear, Plan
+
+# Of one task of attention (csrc/kernels/attention_task.h): positions of a tile, the most pairs of a row and a head, and
+# the largest number of lanes to which a value's size is rounded up.
+_TILE, _MOST_VECTORS, _LANES = 64, 256, 16
+_FEWEST_ROWS = 16  # of a task, whatever the number of heads
+
+
+class ForwardMemory(Protocol):
+    """The part of a forward program's contract that concerns memory. All sizes are bytes."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the program keeps now."""
+
+    def bytes_for(self, num_rows: int, num_logit_rows: int) -> int:
+        """Return the memory that it keeps after a forward of so many rows, if no larger forward came before."""
+
+    def working_bytes(self, num_rows: int, num_logit_rows: int) -> int:
+        """Return an upper bound of the memory that one of its operations allocates and frees in such a forward."""
+
+    def release(self) -> None:
+        """Free what it keeps; the next forward allocates it again."""
+
+
+def working_bytes(
+    plan: Plan,
+    num_rows: int,
+    num_logit_rows: int,
+    num_threads: int,
+    linear_bytes: Callable[[tuple[int, int, int], bool, int], int],
+) -> int:
+    """Return an upper bound of what one operation of a program allocates while it runs.
+
+    Args:
+        plan: the program's plan.
+        num_rows: rows of the forward.
+        num_logit_rows: rows whose logits are wanted.
+        num_threads: threads that compute it; each has working memory of its own.
+        linear_bytes: from a linear's rows, inputs and outputs, whether its weight is transposed, and the threads, to
+            what it allocates.
+
+    """
+
+    def of(step: Instruction) -> int:
+        if isinstance(step, Linear):
+            rows = num_logit_rows if plan.buffers[step.source].domain == LOGIT_ROWS else num_rows
+            out_features, in_features = step.weight.shape
+            sizes = rows * step.num_vectors, in_features, out_features
+            return linear_bytes(sizes, not step.weight.is_contiguous(), num_threads)
+        if isinstance(step, GroupedLinear):  # at worst every row chooses the same expert
+            _, out_features, in_features = step.weight.shape
+            copies = num_rows * (in_features + out_features) * step.weight.dtype.itemsize
+            sizes = num_rows, in_features, out_features
+            return copies + linear_bytes(sizes, not step.weight.is_contiguous(), num_threads)
+        if isinstance(step, Attend):
+            shape = plan.kv_shapes[step.layer]
+            group = step.num_heads // shape.num_kv_heads
+            vectors = min(num_rows * group, max(_FEWEST_ROWS * group, _MOST_VECTORS))
+            columns = -(-shape.value_head_dim // _LANES) * _LANES
+            numbers = vectors * (shape.key_head_dim + columns + 3 + _TILE)
+            numbers += (shape.key_head_dim + 1) * _TILE + (_TILE + 1) * columns
+            return numbers * 4 * num_threads
+        return 0
+
+    return max((of(step) for step in plan.instructions), default=0)

@@ -1,0 +1,1 @@
+"""From a model to instructions: a run of its forward is recorded, operation by operation."""

@@ -1,0 +1,158 @@
+"""The instructions for operations that compute: functions, linear layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.program.plan.ir import COMPARISONS
+from specdec_fast.program.record.lower_sums import product_of_matrices
+from specdec_fast.program.record.lowering_table import Lowerings
+from specdec_fast.program.record.operands import FLOATS, LARGEST_WHOLE, WHOLE
+from specdec_fast.program.record.row_views import NotLowerableError, RowView
+from specdec_fast.program.record.tape import Tape
+from specdec_fast.program.record.tape_values import Extent, Index
+
+LOWERED = Lowerings()
+ARITHMETIC = ("add", "sub", "mul", "div")
+
+
+@LOWERED.entry("linear.default")
+def _linear(tape: Tape, result: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    if tape.value(weight) is not None:
+        raise NotLowerableError("weights that depend on the rows")
+    tape.linear(tape.row_view(rows), weight, bias, result)
+
+
+@LOWERED.entry("matmul.default", "mm.default", "bmm.default")
+def _product(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
+    """Lower a linear layer, the product of frequencies and positions in rotary embeddings, or of a row's matrices."""
+    if left.shape[-1] == 1:
+        _binary(tape, result, left, right, code="mul")
+    elif tape.value(right) is None and right.dim() == 2:
+        tape.linear(tape.row_view(left), right.t(), None, result)
+    else:
+        product_of_matrices(tape, result, left, right)
+
+
+@LOWERED.entry("addmm.default")
+def _addmm(
+    tape: Tape, result: Tensor, bias: Tensor, rows: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1
+) -> None:
+    """Lower GPT-2's ``Conv1D``, a linear layer whose weights are ``[in_features, out_features]``."""
+    if (beta, alpha) != (1, 1) or tape.value(weight) is not None or tape.value(bias) is not None:
+        raise NotLowerableError("addmm with a factor, or with weights that depend on the rows")
+    tape.linear(tape.row_view(rows), weight.t(), bias, result)
+
+
+_UNARY = {
+    "neg.default": "neg", "abs.default": "abs", "sqrt.default": "sqrt", "rsqrt.default": "rsqrt",
+    "reciprocal.default": "reciprocal", "exp.default": "exp", "sin.default": "sin", "cos.default": "cos",
+    "sigmoid.default": "sigmoid", "silu.default": "silu", "tanh.default": "tanh", "relu.default": "relu",
+    "square.default": "square", "floor.default": "floor", "log.default": "log", "log1p.default": "log1p",
+    "expm1.default": "expm1",
+}  # fmt: skip
+_POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal", 1: "copy"}
+
+
+def _unary(tape: Tape, result: Tensor, source: Tensor, *, code: str) -> None:
+    view = tape.numbers(source)
+    if result.dtype in WHOLE:
+        raise NotLowerableError(f"{code} of integers")
+    out = tape.fresh_like(result, view.axis, view.domain)
+    tape.row_op(code, [view], out)
+    tape.bind(result, out)
+
+
+LOWERED |= {name: partial(_unary, code=code) for name, code in _UNARY.items()}
+
+
+@LOWERED.entry("softplus.default")
+def _softplus(tape: Tape, result: Tensor, source: Tensor, beta: float = 1, threshold: float = 20) -> None:
+    """Record ``log(1 + exp(beta * x)) / beta``, and ``x`` beyond the threshold, as its parts in fp32, rounded once."""
+    view = tape.row_view(source)
+    scaled, is_beyond, power, log, divided = (
+        tape.fresh(view.domain, view.axis, view.sizes, torch.float32) for _ in range(5)
+    )
+    out = tape.fresh_like(result, view.axis, view.domain)
+    tape.row_op("mul", [view, float(beta)], scaled)
+    tape.row_op("exp", [scaled], power)
+    tape.row_op("log1p", [power], log)
+    tape.row_op("div", [log, float(beta)], divided)
+    tape.row_op("gt", [scaled, float(threshold)], is_beyond)
+    tape.row_op("where", [is_beyond, view, divided], out)
+    tape.bind(result, out)
+
+
+@LOWERED.entry("gelu.default")
+def _gelu(tape: Tape, result: Tensor, source: Tensor, *, approximate: str = "none") -> None:
+    _unary(tape, result, source, code="gelu" if approximate == "none" else "gelu_tanh")
+
+
+@LOWERED.entry("pow.Tensor_Scalar")
+def _pow(tape: Tape, result: Tensor, source: Tensor, exponent: float) -> None:
+    if exponent == 3:
+        view = tape.row_view(source)
+        cube = tape.fresh_like(result, view.axis, view.domain)
+        square = tape.fresh(view.domain, view.axis, view.sizes, torch.float32)  # rounded once, at the end
+        tape.row_op("square", [view], square)
+        tape.row_op("mul", [square, view], cube)
+        tape.bind(result, cube)
+    elif exponent in _POWERS:
+        _unary(tape, result, source, code=_POWERS[exponent])
+    else:
+        raise NotLowerableError(f"a power of {exponent}")
+
+
+def _binary(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1, *, code: str) -> None:
+    value = tape.value(left)
+    if isinstance(value, (Index, Extent)) and code in ("add", "sub") and isinstance(right, int):
+        added = int(right * alpha) * (1 if code == "add" else -1)
+        shifted = replace(value, added=value.added + added) if isinstance(value, Index) else value.shifted(added)
+        tape.bind(result, shifted)
+    elif alpha != 1:
+        raise NotLowerableError(f"{code} with a factor")
+    else:
+        elementwise(tape, result, code, left, right)
+
+
+def elementwise(tape: Tape, result: Tensor, code: str, *operands: Any) -> None:
+    """Record a function of several tensors or numbers that are broadcast to each other."""
+    dtype = torch.result_type(*operands) if code in COMPARISONS else result.dtype
+    values = [_as_operand(tape, each, dtype, code) for each in operands]
+    views = [each for each in values if isinstance(each, RowView)]
+    if not views or (result.dtype in WHOLE and code in ARITHMETIC):
+        raise NotLowerableError(f"{code} of integers")
+    out = tape.fresh_like(result, views[0].axis + result.dim() - len(views[0].sizes), views[0].domain)
+    tape.row_op(code, values, out)
+    tape.bind(result, out)
+
+
+LOWERED |= {f"{code}.{form}": partial(_binary, code=code) for code in ARITHMETIC for form in ("Tensor", "Scalar")}
+
+
+def _as_operand(tape: Tape, value: Any, dtype: torch.dtype, code: str) -> RowView | Tensor | float:
+    """Return an operand of a function that PyTorch computes in a dtype, to which it converts integers at first.
+
+    It converts numbers, too, except for those of arithmetic.
+    """
+    if isinstance(value, Tensor) and (tape.value(value) is not None or value.dim()):
+        if tape.value(value) is None:
+            return value
+        view = tape.numbers(value)
+        return tape.copied(view, dtype) if dtype in FLOATS[1:] and value.dtype in WHOLE[1:] else view
+    if code in ARITHMETIC or dtype not in FLOATS[1:]:
+        number = float(value)
+        if dtype in WHOLE and abs(number) > LARGEST_WHOLE:
+            raise NotLowerableError(f"{code} of integers and {value}")
+        return number
+    return float(torch.tensor(float(value), dtype=dtype, device="cpu"))
+
+
+@LOWERED.entry("rsub.Scalar", "rsub.Tensor")
+def _rsub(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1) -> None:
+    _binary(tape, result, right, left, alpha, code="sub")

@@ -1,0 +1,69 @@
+"""Ops that record themselves: what a forward does through ``Ops`` becomes instructions, whoever calls it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch, RaggedBatch
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.ops import Ops
+from specdec_fast.program.record.row_views import NotLowerableError
+from specdec_fast.program.record.tracer import Recorder
+
+
+def recording_ops(recorder: Recorder, ops: Ops, pool: PagePool, batch: RaggedBatch) -> Ops:
+    """Return ops that compute as ``ops`` do, and record it.
+
+    Args:
+        recorder: the recording that is going on.
+        ops: they compute.
+        pool: the pages that the forward may write and read.
+        batch: the rows of the forward; the program's caller will lay them out, so it may use no other layout.
+
+    """
+    calls = _RecordedCalls(recorder, ops.unchecked or ops, pool, batch)
+    return calls.ops.replaced(
+        append_kv_=calls.append_kv_,
+        paged_attention=calls.paged_attention,
+        linear=torch.nn.functional.linear,  # the recorder sees it as an operation of PyTorch
+        grouped_linear=calls.grouped_linear,
+    )
+
+
+class _RecordedCalls:
+    def __init__(self, recorder: Recorder, ops: Ops, pool: PagePool, batch: RaggedBatch) -> None:
+        self.ops = ops
+        self._recorder, self._batch = recorder, batch
+        self._layers = {keys.data_ptr(): layer for layer, (keys, _) in reversed(list(enumerate(pool.layers)))}
+
+    def append_kv_(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        layer = self._layer(keys)
+        if slot_mapping is not self._batch.slot_mapping:
+            raise NotLowerableError("KV entries are written to slots of the model's own")
+        with self._recorder.paused():
+            self.ops.append_kv_(keys, values, key, value, slot_mapping)
+        self._recorder.tape.append(layer, key, value)
+
+    def paged_attention(
+        self, query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams
+    ) -> Tensor:
+        layer = self._layer(kv[0])
+        if batch is not self._batch:
+            raise NotLowerableError("attention over rows in a layout of the model's own")
+        with self._recorder.paused():
+            result: Tensor = self.ops.paged_attention(query, kv, batch, params)
+        self._recorder.tape.attend(layer, query, params, result)
+        return result
+
+    def grouped_linear(self, rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        with self._recorder.paused():
+            result: Tensor = self.ops.grouped_linear(rows, expert_ids, weight, bias)
+        self._recorder.tape.grouped_linear(rows, expert_ids, weight, bias, result)
+        return result
+
+    def _layer(self, keys: Tensor) -> int:
+        """Return the layer whose pages these are: of several that share them, the one that writes them."""
+        if keys.data_ptr() not in self._layers:
+            raise NotLowerableError("pages of another pool")
+        return self._layers[keys.data_ptr()]

@@ -1,0 +1,1 @@
+"""Forward programs on GPUs: launches of ops and of generated kernels."""

@@ -1,0 +1,244 @@
+"""Forward programs on a GPU: one Triton kernel per run of row operations, and the ops for everything else.
+
+The kernels compute what the C++ executor computes, from the same instructions. Linears and attention run on the ops
+that the engine chose, which are those of Triton; linears of one input are launched together. Buffers are allocated when
+they are written and freed after their last use, because the ops allocate their results too; inside a CUDA graph the
+graph's own memory serves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.ops import Ops
+from specdec_fast.program.plan.ir import LOGIT_ROWS, LOGITS, Attend, Gather, GroupedLinear, Linear, Plan, RowOp
+from specdec_fast.program.record.row_views import NotLowerableError
+from specdec_fast.program.triton.device_forward import DeviceForward
+from specdec_fast.program.triton.fused_launches import fused_launches_of
+from specdec_fast.program.triton.fused_linear import EitherWay, FusedLaunch, FusedLinear
+from specdec_fast.program.triton.fused_step import fused_step, takes_few_rows
+from specdec_fast.program.triton.generated import OPTIONS, compiled
+from specdec_fast.program.triton.launches import JointLinear, RowRun, Shared, halves, launches_of
+from specdec_fast.program.triton.row_kernel import RowKernel, row_kernel
+from specdec_fast.program.triton.row_values import NotEmittableError
+from specdec_fast.triton_kernels.linear import linears
+from specdec_fast.triton_kernels.overlap import overlaps
+from specdec_fast.triton_kernels.paged_attention import NUM_COUNTERS, attend
+from specdec_fast.triton_kernels.variant import Launch as KernelLaunch
+
+Prepared = tuple[RowRun, RowKernel] | Shared | FusedLinear | EitherWay
+
+
+def kernels_of(plan: Plan, fuses_linears: bool = False) -> list[Prepared]:
+    """Return the launches of a plan, with the kernels of its runs.
+
+    Raises:
+        NotLowerableError: an instruction has no counterpart in Triton.
+
+    """
+    return with_kernels(plan, fused_launches_of(plan) if fuses_linears else launches_of(plan))
+
+
+def with_kernels(plan: Plan, launches: Sequence[FusedLaunch]) -> list[Prepared]:
+    """Return launches with the kernels of their runs; a run that must read what it has written becomes two.
+
+    Raises:
+        NotLowerableError: an instruction has no counterpart in Triton.
+
+    """
+    waiting: list[FusedLaunch] = [*launches][::-1]
+    found: list[Prepared] = []
+    while waiting:
+        launch = waiting.pop()
+        if not isinstance(launch, RowRun):
+            found.append(launch)
+            continue
+        try:
+            found.append((launch, row_kernel(plan, launch)))
+        except NotEmittableError as error:
+            if error.step <= 0:
+                raise NotLowerableError(str(error)) from None
+            waiting += halves(plan, launch, error.step)[::-1]
+    return found
+
+
+def launch_of(kernel: RowKernel) -> KernelLaunch:
+    """Return the compile-time choices of a launch."""
+    return KernelLaunch({"OVERLAPS": overlaps()}, kernel.num_warps)
+
+
+class TritonProgram:
+    """A model's forward as few launches.
+
+    Args:
+        plan: the plan of the program. The program keeps its constants alive, including the model's weights, and reads
+            them in place.
+        ops: compute linears and attention.
+        fuses_linears: whether the kernels of linears compute row operations too (``fused_launches.py``). It is off
+            until ``make gpu-check`` shows on a GPU that it is faster: no GPU has run these kernels yet.
+        merges_attention: whether attention over split contexts is one launch (``attention_merging.py``). Off for the
+            same reason. No two forwards of such a program may run at once.
+
+    """
+
+    def __init__(self, plan: Plan, ops: Ops, fuses_linears: bool = False, merges_attention: bool = False) -> None:
+        self._plan, self._ops = plan, ops if ops.unchecked is None else ops.unchecked
+        self._dtypes = dtypes_of(plan)
+        device = next((step.weight.device for step in plan.instructions if isinstance(step, Linear)), None)
+        self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device) if merges_attention else None
+        launches = kernels_of(plan, fuses_linears)
+        self._logits = next(b for b, placed in enumerate(plan.buffers) if placed.place == LOGITS and b in self._dtypes)
+        last = {buffer: i for i, launch in enumerate(launches) for buffer in _reads(launch)}
+        self._steps = [
+            (self._step(launch), [b for b, at in last.items() if at == i]) for i, launch in enumerate(launches)
+        ]
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        batch: RaggedBatch,
+        pool: PagePool,
+        logit_rows: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """Compute a batch's rows; arguments and result are those of ``DeviceProgram``."""
+        forward = DeviceForward(self._plan, batch, pool, logit_rows, hidden_states, inputs)
+        device = batch.token_ids.device
+        with (
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        ):  # Triton launches on the current one
+            for step, unused in self._steps:
+                step(forward)
+                for buffer in unused:
+                    forward.memory.pop(buffer, None)
+        return forward.memory[self._logits]
+
+    def _step(self, launch: Prepared) -> Callable[[DeviceForward], None]:
+        if isinstance(launch, tuple):
+            return self._row_run(*launch)
+        make: dict[type, Callable[[Any], Callable[[DeviceForward], None]]] = {
+            Linear: self._linear,
+            JointLinear: self._joint_linear,
+            FusedLinear: self._fused_linear,
+            EitherWay: self._either_way,
+            GroupedLinear: self._grouped_linear,
+            Attend: self._attend,
+            Gather: self._gather,
+        }
+        return make[type(launch)](launch)
+
+    def _row_run(self, run: RowRun, kernel: RowKernel) -> Callable[[DeviceForward], None]:
+        function, is_logits = compiled(kernel.source), run.domain == LOGIT_ROWS
+        options = launch_of(kernel).options | OPTIONS
+
+        def launch(forward: DeviceForward) -> None:
+            num_rows = forward.num_logit_rows if is_logits else forward.num_rows
+            for buffer in run.stored:
+                forward.write(buffer, num_rows, self._dtypes[buffer])
+            tensors = [forward.tensor(each) for each in kernel.tensors]
+            if num_rows:
+                function[num_rows, kernel.num_tiles](*tensors, **options)
+
+        return launch
+
+    def _fused_linear(self, fused: FusedLinear) -> Callable[[DeviceForward], None]:
+        return fused_step(self._plan, fused, self._dtypes)
+
+    def _either_way(self, either: EitherWay) -> Callable[[DeviceForward], None]:
+        few = self._step(either.few)
+        many = [self._step(launch) for launch in with_kernels(self._plan, either.many)]
+
+        def launch(forward: DeviceForward) -> None:
+            for step in [few] if takes_few_rows(either, forward) else many:
+                step(forward)
+
+        return launch
+
+    def _linear(self, step: Linear) -> Callable[[DeviceForward], None]:
+        weight, bias = step.weight, step.bias
+
+        def launch(forward: DeviceForward) -> None:
+            wide = forward.vectors(step)
+            if weight.is_contiguous():
+                result = self._ops.linear(wide, weight, bias)
+            else:  # as the only expert: the op ``linear`` reads no transposed weights
+                only = torch.zeros(len(wide), 1, dtype=torch.int64, device=wide.device)
+                result = self._ops.grouped_linear(
+                    wide[:, None], only, weight[None], None if bias is None else bias[None]
+                )
+            forward.memory[step.out] = result.view(forward.count(step), step.num_vectors * weight.shape[0])
+
+        return launch
+
+    @staticmethod
+    def _joint_linear(joint: JointLinear) -> Callable[[DeviceForward], None]:
+        weights = [step.weight for step in joint.steps]
+        biases = [step.bias for step in joint.steps if step.bias is not None] or None  # all have one, or none
+
+        def launch(forward: DeviceForward) -> None:
+            results = linears(forward.vectors(joint.steps[0]), weights, biases)
+            for step, result in zip(joint.steps, results, strict=True):
+                forward.memory[step.out] = result.view(forward.count(step), step.num_vectors * step.weight.shape[0])
+
+        return launch
+
+    def _grouped_linear(self, step: GroupedLinear) -> Callable[[DeviceForward], None]:
+        in_features = step.weight.shape[2]
+
+        def launch(forward: DeviceForward) -> None:
+            rows, chosen = forward.memory[step.source], forward.memory[step.experts]
+            wide = rows[:, step.offset : step.offset + step.num_vectors * in_features].unflatten(1, (-1, in_features))
+            ids = chosen[:, step.experts_offset : step.experts_offset + step.choices].long()
+            forward.memory[step.out] = self._ops.grouped_linear(wide, ids, step.weight, step.bias).flatten(1)
+
+        return launch
+
+    def _attend(self, step: Attend) -> Callable[[DeviceForward], None]:
+        params = AttentionParams(step.scale, step.sliding_window, step.softcap, step.sinks)
+        heads, head_dim = step.query, self._plan.kv_shapes[step.layer].key_head_dim
+
+        def launch(forward: DeviceForward) -> None:
+            rows = forward.memory[heads.buffer]
+            shape, strides = (len(rows), step.num_heads, head_dim), (rows.stride(0), heads.stride, 1)
+            query = rows.as_strided(shape, strides, rows.storage_offset() + heads.offset)
+            kv = forward.pool.layers[step.layer]
+            if self._counters is None:
+                result = self._ops.paged_attention(query, kv, forward.batch, params)
+            else:
+                result = attend(query, kv, forward.batch, params, self._counters)
+            forward.memory[step.out] = result.flatten(1)
+
+        return launch
+
+    @staticmethod
+    def _gather(step: Gather) -> Callable[[DeviceForward], None]:
+        def launch(forward: DeviceForward) -> None:
+            rows, chosen = forward.memory[step.source], forward.logit_rows
+            forward.memory[step.out] = rows if chosen is None else rows[chosen]
+
+        return launch
+
+
+def dtypes_of(plan: Plan) -> dict[int, torch.dtype]:
+    """Return the dtype of every buffer that row operations store; other launches bring their own tensors."""
+    found: dict[int, torch.dtype] = {}
+    for step in plan.instructions:
+        if isinstance(step, RowOp):
+            found[step.writes[0]] = step.out.dtype
+        else:
+            found.update(dict.fromkeys(step.writes, plan.dtype))
+    return found
+
+
+def _reads(launch: Prepared) -> set[int]:
+    if isinstance(launch, tuple):
+        return {buffer for step in launch[0].steps for buffer in step.reads}
+    return set(launch.few.reads if isinstance(launch, EitherWay) else launch.reads)
