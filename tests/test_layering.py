@@ -137,7 +137,7 @@ def test_engine_names_no_concrete_drafter():
 
 @pytest.mark.parametrize(
     "source",
-    ["from specdec_fast.drafters.draft_model import ModelDrafter", "isinstance(d, NgramDrafter)", "d == 'ngram'"],
+    ["from specdec_fast.drafters.draft_model.drafter import D", "isinstance(d, NgramDrafter)", "d == 'ngram'"],
 )
 def test_drafter_check_rejects(source):
     assert concrete_drafters(ast.parse(source))

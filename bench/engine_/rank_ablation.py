@@ -13,7 +13,7 @@ from bench.exactness import bundled_prompts
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import format_table
-from specdec_fast.drafters import ranked
+from specdec_fast.drafters.shared import ranked
 
 TEMPERATURES = (1.25, 1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 NODES = (8, 16, 32)

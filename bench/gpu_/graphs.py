@@ -33,7 +33,7 @@ from specdec_fast import Engine, SamplingParams
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.capture import CAPTURES
-from specdec_fast.drafters.draft_model import ROWS_EACH
+from specdec_fast.drafters.draft_model.drafter import ROWS_EACH
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out, lay_out_on_host
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models import verification

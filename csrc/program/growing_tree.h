@@ -1,4 +1,4 @@
-// The tree of one sequence while it is drafted, level by level. specdec_fast/drafters/dynamic_tree.py states the rules; the
+// The tree of one sequence while it is drafted, level by level. specdec_fast/drafters/shared/dynamic_tree.py states the rules; the
 // names are the same.
 #pragma once
 

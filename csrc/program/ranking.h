@@ -1,5 +1,5 @@
 // The likeliest next tokens of a drafter's rows, with the probability that each is the target's.
-// specdec_fast/drafters/ranked.py states the rule.
+// specdec_fast/drafters/shared/ranked.py states the rule.
 #pragma once
 
 #include <cstddef>

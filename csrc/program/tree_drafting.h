@@ -1,4 +1,4 @@
-// All forwards of a drafter's layers that draft one tree per sequence, in one call. specdec_fast/drafters/eagle3_tree.py
+// All forwards of a drafter's layers that draft one tree per sequence, in one call. specdec_fast/drafters/eagle3/tree.py
 // states the rules.
 #pragma once
 

@@ -16,21 +16,21 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig
 from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResult, TreeDrafter
-from specdec_fast.drafters.clover import CloverDrafter
-from specdec_fast.drafters.clover_weights import is_clover
-from specdec_fast.drafters.dflash import DFlashDrafter
-from specdec_fast.drafters.dflash_config import is_dflash
-from specdec_fast.drafters.draft_model import ROWS_EACH, ModelDrafter
-from specdec_fast.drafters.eagle3 import Eagle3Drafter
-from specdec_fast.drafters.eagle3_config import is_eagle3
-from specdec_fast.drafters.medusa import MedusaDrafter
-from specdec_fast.drafters.medusa_weights import is_medusa
-from specdec_fast.drafters.mtp import MtpDrafter, holds_mtp
-from specdec_fast.drafters.ngram import NgramDrafter
-from specdec_fast.drafters.ngram_trie import NgramTrieDrafter
+from specdec_fast.drafters.clover.drafter import CloverDrafter
+from specdec_fast.drafters.clover.weights import is_clover
+from specdec_fast.drafters.dflash.config import is_dflash
+from specdec_fast.drafters.dflash.drafter import DFlashDrafter
+from specdec_fast.drafters.draft_model.drafter import ROWS_EACH, ModelDrafter
+from specdec_fast.drafters.eagle3.config import is_eagle3
+from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
+from specdec_fast.drafters.medusa.drafter import MedusaDrafter
+from specdec_fast.drafters.medusa.weights import is_medusa
+from specdec_fast.drafters.mtp.drafter import MtpDrafter, holds_mtp
+from specdec_fast.drafters.ngram.drafter import NgramDrafter
+from specdec_fast.drafters.ngram.trie_drafter import NgramTrieDrafter
 from specdec_fast.drafters.none import NoDrafter
-from specdec_fast.drafters.specblock import SpecBlockDrafter
-from specdec_fast.drafters.specblock_config import is_specblock
+from specdec_fast.drafters.specblock.config import is_specblock
+from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
 from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model

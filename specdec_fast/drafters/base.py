@@ -1,4 +1,4 @@
-"""The contract of a drafter. To add one, copy ``ngram.py`` and name it in ``DRAFTERS`` (``drafters/__init__.py``)."""
+"""The contract of a drafter. To add one, copy ``ngram/drafter.py`` and name it in ``DRAFTERS``."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Projection(NamedTuple):
 
 
 class TreeRules(NamedTuple):
-    """The trees that a drafting loop grows, one per sequence; see ``drafters/dynamic_tree.py``.
+    """The trees that a drafting loop grows, one per sequence; see ``drafters/shared/dynamic_tree.py``.
 
     Attributes:
         depths: the largest depth of each, at least 1.

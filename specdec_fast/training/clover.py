@@ -15,9 +15,9 @@ from torch.nn.functional import cosine_similarity
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from specdec_fast.drafters.clover_model import normalised, output_layer
-from specdec_fast.drafters.clover_weights import MODEL_TYPE, WEIGHTS_FILE
-from specdec_fast.drafters.eagle3_config import LAYER_SIZES
+from specdec_fast.drafters.clover.model import normalised, output_layer
+from specdec_fast.drafters.clover.weights import MODEL_TYPE, WEIGHTS_FILE
+from specdec_fast.drafters.eagle3.config import LAYER_SIZES
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import decoder_layers
 from specdec_fast.training.drafter_module import DrafterModule

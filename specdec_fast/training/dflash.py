@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec_fast.drafters.eagle3_config import LAYER_SIZES
+from specdec_fast.drafters.eagle3.config import LAYER_SIZES
 from specdec_fast.errors import ConfigError
 from specdec_fast.training.dflash_module import DFlashModule
 from specdec_fast.training.eagle3 import DrafterSize, layer_config

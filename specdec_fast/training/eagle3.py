@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from specdec_fast.drafters.eagle3_config import LAYER_SIZES
+from specdec_fast.drafters.eagle3.config import LAYER_SIZES
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import default_taps
 from specdec_fast.training.eagle3_module import Eagle3Module

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_fast.drafters.specblock import SpecBlockDrafter
+from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import ConfigError, EngineBusyError
 from specdec_fast.results import GenerationOutput

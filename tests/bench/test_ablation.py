@@ -12,7 +12,7 @@ from bench.ablation import InTurn, variants
 from bench.engine_ import length_ablation, rank_ablation, simulated_ablation
 from specdec_fast import SamplingParams
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import ranked
+from specdec_fast.drafters.shared import ranked
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.schedulers.exspec import ExspecScheduler
 from specdec_fast.speculation_length.adaptive import AdaptiveLength

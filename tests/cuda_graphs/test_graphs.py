@@ -18,7 +18,7 @@ from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.cuda_graphs import store
 from specdec_fast.cuda_graphs.capture import Captured
 from specdec_fast.device_copy import to_host
-from specdec_fast.drafters.draft_model import ModelDrafter
+from specdec_fast.drafters.draft_model.drafter import ModelDrafter
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out, lay_out_on_host
 from specdec_fast.models.draft_step import chosen_tokens
 from support.graphs import LIMITS, OWNERS, Everything, batches, eagerly, opened_pool

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import specdec_fast as sd
-from specdec_fast.drafters.checkpoints import check_whole, read_tensors
+from specdec_fast.drafters.shared.checkpoints import check_whole, read_tensors
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3)}
 

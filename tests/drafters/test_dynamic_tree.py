@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import specdec_fast as sd
 from specdec_fast.batch.trees import depths_of
-from specdec_fast.drafters.dynamic_tree import ROOT, DynamicTree, RankPaths, TreeNodes, draft_of
-from specdec_fast.drafters.ranked import GREEDY_TEMPERATURE, TokenRanker
+from specdec_fast.drafters.shared.dynamic_tree import ROOT, DynamicTree, RankPaths, TreeNodes, draft_of
+from specdec_fast.drafters.shared.ranked import GREEDY_TEMPERATURE, TokenRanker
 from specdec_fast.ops import all_ops, resolve
 from specdec_fast.oracle.sampling import gumbel, gumbel_noise
 from specdec_fast.request.sequence import Sequence

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import specdec_fast as sd
 from specdec_fast import oracle
 from specdec_fast.drafters import DRAFTERS
-from specdec_fast.drafters.ngram import NgramDrafter, NgramIndex
+from specdec_fast.drafters.ngram.drafter import NgramDrafter, NgramIndex
 from specdec_fast.oracle.prompt_lookup import prompt_lookup
 from support.demo import MAX_NEW_TOKENS
 

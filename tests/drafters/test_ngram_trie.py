@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec_fast as sd
-from specdec_fast.drafters.ngram_trie import CopyIndex, NgramTrieDrafter
-from specdec_fast.drafters.trie import trie
+from specdec_fast.drafters.ngram.trie import trie
+from specdec_fast.drafters.ngram.trie_drafter import CopyIndex, NgramTrieDrafter
 from specdec_fast.oracle.prompt_lookup import prompt_lookup
 from support.demo import MAX_NEW_TOKENS
 

@@ -9,7 +9,7 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.drafters import DRAFTERS, configs_for
-from specdec_fast.drafters.ngram_trie import NgramTrieDrafter
+from specdec_fast.drafters.ngram.trie_drafter import NgramTrieDrafter
 from support.medusa import named, random_heads, write_heads
 
 TREE = [[0], [1]]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from specdec_fast.drafters.tapped import MOST_QUEUED
+from specdec_fast.drafters.shared.tapped import MOST_QUEUED
 from specdec_fast.speculation_length.fixed import FixedLength
 from support.dflash import write_checkpoint
 from support.mixed_batch import outputs_of

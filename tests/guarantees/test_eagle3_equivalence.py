@@ -10,7 +10,7 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
-from specdec_fast.drafters.tapped import MOST_QUEUED
+from specdec_fast.drafters.shared.tapped import MOST_QUEUED
 from specdec_fast.speculation_length.fixed import FixedLength
 from support.eagle3 import write_checkpoint
 from support.grids import diagonal, grid

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import specdec_fast as sd
-from specdec_fast.drafters.draft_model import ModelDrafter
+from specdec_fast.drafters.draft_model.drafter import ModelDrafter
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models import verify_step
 from specdec_fast.request.sequence import Sequence

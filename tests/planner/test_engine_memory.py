@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
-from specdec_fast.drafters.draft_model import ModelDrafter
+from specdec_fast.drafters.draft_model.drafter import ModelDrafter
 from specdec_fast.engine import engine as engine_module
 from specdec_fast.engine.memory import plan_memory
 from specdec_fast.models.model_memory import forward_memory, storage_bytes, weights_of

@@ -7,7 +7,7 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.drafters import StepResult
-from specdec_fast.drafters.draft_model import ModelDrafter
+from specdec_fast.drafters.draft_model.drafter import ModelDrafter
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.request.sequence import Sequence

@@ -8,8 +8,8 @@ import torch
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
-from specdec_fast.drafters.dflash import DFlashDrafter
-from specdec_fast.drafters.eagle3 import Eagle3Drafter
+from specdec_fast.drafters.dflash.drafter import DFlashDrafter
+from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
 from specdec_fast.engine import core as engine_core
 from specdec_fast.engine import step as engine_step
 from specdec_fast.engine.input import RequestBuilder

@@ -10,7 +10,7 @@ import torch
 import specdec_fast as sd
 from bench.common.simulation import World
 from specdec_fast.batch.ragged_batch import RowPadding
-from specdec_fast.drafters import draft_model
+from specdec_fast.drafters.draft_model import drafter as draft_model
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.base import LengthPolicy
 from support.demo import MAX_NEW_TOKENS

@@ -48,7 +48,7 @@ def expect_pause_and_resumption(target, draft, most_queued, **config):
     plain, policy = sd.Engine(target, None).generate(_PROMPTS, _PARAMS), Pausing()
     engine = sd.Engine(target, draft, num_draft_tokens=policy, **config)
     policy.drafter = engine.core.drafter
-    with patch("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0):
+    with patch("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 0):
         found = engine.generate(_PROMPTS, _PARAMS)
     assert [(o.token_ids, o.logprobs) for o in found] == [(o.token_ids, o.logprobs) for o in plain]
     before, paused, after = policy.drafted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec_fast.drafters.dflash_model import load_dflash
+from specdec_fast.drafters.dflash.model import load_dflash
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve

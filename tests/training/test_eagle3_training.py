@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from specdec_fast.drafters.eagle3_model import load_eagle3
+from specdec_fast.drafters.eagle3.model import load_eagle3
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.training.drafter_loss import Teacher, loss_of, padded

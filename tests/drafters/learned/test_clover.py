@@ -12,8 +12,8 @@ from torch import nn
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, StepResult, make_drafter
-from specdec_fast.drafters.clover import CloverDrafter
-from specdec_fast.drafters.clover_model import output_layer
+from specdec_fast.drafters.clover.drafter import CloverDrafter
+from specdec_fast.drafters.clover.model import output_layer
 from specdec_fast.oracle.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from support.clover import HIDDEN, augmented, behind, logits_of, random_clover, write_clover
@@ -153,8 +153,8 @@ class Course:
 
 
 def test_features_wait_while_nothing_is_drafted(target, model, folder, monkeypatch):
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED", 8)
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED", 8)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 0)
     course = Course(target, model, folder)
     course.prefill((5, 2, 9))
     course.step(3)

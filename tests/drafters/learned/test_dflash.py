@@ -11,7 +11,7 @@ import torch
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
-from specdec_fast.drafters.dflash import DFlashDrafter
+from specdec_fast.drafters.dflash.drafter import DFlashDrafter
 from support.courses import Course, new_sequence
 from support.dflash import BLOCK, dense_block, write_checkpoint
 
@@ -88,8 +88,8 @@ def test_a_confidence_that_is_no_number_is_a_certain_rejection(tmp_path, target,
 
 
 def test_features_wait_while_nothing_is_drafted(tmp_path, target, model, monkeypatch):
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED", 6)
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED", 6)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 0)
     course = make(tmp_path, target, model, {})
     sequences = [new_sequence(i, 5, sd.SamplingParams(), course.rng) for i in range(2)]
     course.prefill(sequences)

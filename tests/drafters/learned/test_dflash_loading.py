@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, make_drafter
-from specdec_fast.drafters.dflash import DFlashDrafter
-from specdec_fast.drafters.dflash_config import is_dflash, read_config
-from specdec_fast.drafters.dflash_model import load_dflash
+from specdec_fast.drafters.dflash.config import is_dflash, read_config
+from specdec_fast.drafters.dflash.drafter import DFlashDrafter
+from specdec_fast.drafters.dflash.model import load_dflash
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.dflash import FORMATS, MASK, RANK, write_checkpoint
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, model, target
 @pytest.mark.parametrize("settings", [{}, {"output_multiplier": 2.0}, {"final_logit_softcapping": 5.0}], ids=str)
 def test_the_memory_of_logits_is_estimated(tmp_path, monkeypatch, settings):
     """A wide vocabulary, and few hidden states that wait, so that logits are most of it."""
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 0)
     model = LlamaForCausalLM(LlamaConfig(**TINY_GROUPED | {"vocab_size": 16_000})).eval()
     write_checkpoint(tmp_path, model, config=settings)
     target = RaggedModel(model, resolve(torch.device("cpu")))

@@ -11,10 +11,10 @@ import torch
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
-from specdec_fast.drafters.dynamic_tree import ROOT, DynamicTree, RankPaths
-from specdec_fast.drafters.eagle3 import Eagle3Drafter
-from specdec_fast.drafters.eagle3_tree import WIDTH
-from specdec_fast.drafters.ranked import TokenRanker
+from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
+from specdec_fast.drafters.eagle3.tree import WIDTH
+from specdec_fast.drafters.shared.dynamic_tree import ROOT, DynamicTree, RankPaths
+from specdec_fast.drafters.shared.ranked import TokenRanker
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.speculation_length.choice_tree import ChoiceTree
 from support.courses import Course, chosen_by_rule, features_of, new_sequence
@@ -145,7 +145,7 @@ def dense_tree(course, sequence, shape, depth, num_nodes):
 
 @eagerly_too
 def test_features_wait_while_nothing_is_drafted(tmp_path, target, model, monkeypatch, enforce_eager):
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 0)
     course = make(tmp_path, target, model, {}, enforce_eager=enforce_eager)
     sequences = [new_sequence(i, 5, sd.SamplingParams(), course.rng) for i in range(2)]
     course.prefill(sequences)
@@ -177,8 +177,8 @@ def test_small_hidden_states_wait_however_many(tmp_path, target, model, monkeypa
 
 def test_rejected_rows_count_while_they_are_kept(tmp_path, target, model, monkeypatch):
     """One sequence is drafted for, the other only keeps rows of the same forwards: it is caught up in time."""
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED", 8)
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED", 8)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 0)
     course = make(tmp_path, target, model, {})
     sequences = [new_sequence(i, 5, sd.SamplingParams(), course.rng) for i in range(2)]
     course.prefill(sequences)
@@ -215,7 +215,7 @@ def test_a_preempted_sequence_starts_again(tmp_path, target, model, enforce_eage
 
 
 def test_long_prompts_are_computed_in_portions(tmp_path, target, model, monkeypatch):
-    monkeypatch.setattr("specdec_fast.drafters.eagle3.MAX_PREFILL_ROWS", 7)
+    monkeypatch.setattr("specdec_fast.drafters.eagle3.drafter.MAX_PREFILL_ROWS", 7)
     course = make(tmp_path, target, model, {})
     sequences = [new_sequence(i, length, sd.SamplingParams(), course.rng) for i, length in enumerate((40, 3, 18))]
     course.prefill(sequences)
@@ -234,8 +234,8 @@ def test_a_sequence_without_all_its_features_gets_no_draft(tmp_path, target, mod
 
 
 def test_what_waits_of_a_long_prompt_keeps_no_memory_of_the_rest(tmp_path, target, model, monkeypatch):
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED", 19)
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED", 19)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 0)
     drafter = make(tmp_path, target, model, {}).drafter
     rng = random.Random(0)
     sequences = [new_sequence(i, length, sd.SamplingParams(), rng) for i, length in enumerate((2, 40))]

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import CHECKPOINT_DRAFTERS, DrafterContext, make_drafter
-from specdec_fast.drafters.eagle3 import Eagle3Drafter
-from specdec_fast.drafters.eagle3_config import is_eagle3, read_config
-from specdec_fast.drafters.eagle3_model import load_eagle3
+from specdec_fast.drafters.eagle3.config import is_eagle3, read_config
+from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
+from specdec_fast.drafters.eagle3.model import load_eagle3
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.eagle3 import FORMATS, HIDDEN, write_checkpoint

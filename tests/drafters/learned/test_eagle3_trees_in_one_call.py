@@ -7,7 +7,7 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
-from specdec_fast.drafters.eagle3 import Eagle3Drafter
+from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
 from support.eagle3 import write_checkpoint
 from support.programs import needs_programs
 

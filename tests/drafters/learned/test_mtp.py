@@ -10,7 +10,7 @@ import torch
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
-from specdec_fast.drafters.mtp import MtpDrafter
+from specdec_fast.drafters.mtp.drafter import MtpDrafter
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.courses import Course, new_sequence
@@ -68,8 +68,8 @@ def test_proposals_are_those_of_the_formulas(tmp_path, architecture, kind):
 
 
 def test_features_that_nobody_asked_for_are_computed_in_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED", 3)
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 1)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED", 3)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 1)
     case = Case("qwen3")
     case.write(tmp_path, "deepseek")
     course = FinalCourse(case.target, load(case, tmp_path, max_prefill_tokens=4), case.drafted)

@@ -13,7 +13,7 @@ from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
-from specdec_fast.drafters.specblock import SpecBlockDrafter
+from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.oracle.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence

@@ -11,9 +11,9 @@ import specdec_fast as sd
 from specdec_fast.commands.tap_offsets import agreements
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, make_drafter
-from specdec_fast.drafters.specblock import SpecBlockDrafter
-from specdec_fast.drafters.specblock_config import is_specblock
-from specdec_fast.drafters.specblock_model import load_specblock
+from specdec_fast.drafters.specblock.config import is_specblock
+from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
+from specdec_fast.drafters.specblock.model import load_specblock
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from support.eagle3 import write_checkpoint as write_eagle3
@@ -50,7 +50,7 @@ def test_weights_get_the_targets_dtype_and_memory_is_counted(tmp_path):
 @pytest.mark.parametrize("num_draft_tokens", [K, 2 * K])
 def test_the_memory_of_logits_is_estimated(tmp_path, monkeypatch, dtype, num_draft_tokens):
     """A wide vocabulary, and few hidden states that wait, so that logits are most of it."""
-    monkeypatch.setattr("specdec_fast.drafters.tapped.MOST_QUEUED_BYTES", 0)
+    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 0)
     model = LlamaForCausalLM(LlamaConfig(**TINY_GROUPED | {"vocab_size": 4_000})).to(dtype).eval()
     write_checkpoint(tmp_path, model)
     target = RaggedModel(model, resolve(torch.device("cpu")))

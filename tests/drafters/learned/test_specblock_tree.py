@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from specdec_fast.drafters.specblock_tree import ROOT, BlockTree, Slot
+from specdec_fast.drafters.specblock.tree import ROOT, BlockTree, Slot
 
 
 def test_the_best_nodes_are_kept_and_equal_ones_merged():

@@ -1,0 +1,1 @@
+"""The ``"clover"`` drafter: heads that know the tokens before theirs."""

@@ -1,0 +1,175 @@
+"""The draft model: a small causal model with a paged KV cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.cuda_graphs.graphs import described
+from specdec_fast.drafters.base import Draft, StepResult
+from specdec_fast.drafters.shared.pooled import PooledDrafter
+from specdec_fast.models.model_memory import forward_memory, logits_bytes, weights_of
+from specdec_fast.models.prefill import prefill
+from specdec_fast.models.profiling import PROPOSAL_LENGTHS, forward_seconds, proposal_seconds
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.sampling_params import SamplingParams
+
+ROWS_EACH = 2  # most rows of one sequence in a decoding forward: after a full acceptance its KV lacks two tokens
+
+
+class ModelDrafter(PooledDrafter):
+    """Proposes the draft model's own continuation, by the request's sampling parameters and the target's noise.
+
+    Its KV cache holds a prefix of every sequence's committed tokens (I3). After a step it lacks one token, two after a
+    full acceptance, or all tokens emitted since the last proposal. The next proposal computes these first. Rejection
+    only lowers ``draft_kv_length`` (I4), so the draft model computes a prompt once.
+    """
+
+    def __init__(self, model: RaggedModel, target_vocab_size: int, max_prefill_tokens: int | None = None) -> None:
+        super().__init__(model.layout, model.row_padding)
+        self.model = model
+        self._max_prefill_tokens = max_prefill_tokens  # per step; a sequence that lacks more gets its draft later
+        # Checkpoints of one family pad the same vocabulary to different widths; ids beyond the smaller are padding.
+        self._vocab_size = min(model.vocab_size, target_vocab_size)
+        self._is_narrower = model.vocab_size < target_vocab_size
+        self.draft_kv_length: dict[Sequence, int] = {}
+
+    @property
+    def name(self) -> str:
+        """The draft model's name."""
+        return self.model.name
+
+    def describe(self) -> dict[str, Any]:
+        """Return whether a forward program or graphs run its forwards."""
+        return {"forward_program": self.model.has_program, **described(self.model.graphs)}
+
+    def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
+        """Measure the draft model's forwards, and proposals of two lengths for the cost per forward and per call."""
+        seconds_by_count = forward_seconds(self.model, row_counts)
+        of_one, per_token = proposal_seconds(self._proposal_seconds)
+        # A measured forward includes a call from Python; the forwards of one proposal share a call.
+        call = max(0.0, seconds_by_count[1] - per_token)
+        seconds_by_count = {count: max(seconds - call, seconds / 10) for count, seconds in seconds_by_count.items()}
+        return seconds_by_count | {0: max(0.0, of_one - seconds_by_count[1])}
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the draft model's parameters and buffers."""
+        return weights_of(self.model.model)
+
+    @property
+    def estimates_memory(self) -> bool:
+        """Whether the draft model has no program."""
+        return self.model.program is None
+
+    def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
+        """Return what the draft model's forwards need, and the logits of one row per sequence."""
+        largest, decoding = self.model.row_padding.largest, num_sequences * ROWS_EACH
+        if prefill_rows is None:  # a draft may begin with all tokens that a sequence has got without one
+            row_counts = {(max(decoding, largest), num_sequences)}
+        else:
+            row_counts = {(decoding, num_sequences), (min(prefill_rows, largest), 1)}
+        memory = forward_memory(self.model, row_counts)
+        return memory.held + memory.working + num_sequences * logits_bytes(self.model)
+
+    def limit_prefill(self, max_prefill_tokens: int | None) -> None:
+        """Prefill at most so many tokens in a step."""
+        self._max_prefill_tokens = max_prefill_tokens
+
+    def _proposal_seconds(self, num_draft_tokens: int) -> float:
+        """Return the seconds of a proposal for one short sequence."""
+        sequence = Sequence(0, [0, 0], 2, 2 + max(PROPOSAL_LENGTHS) + 1, SamplingParams(), frozenset())
+        self.prepare(sequence.max_length, self.model.page_size)
+        self.admit([sequence])
+        started = perf_counter()
+        self.propose([sequence], [num_draft_tokens]).token_ids.tolist()  # tolist() waits for a GPU
+        seconds = perf_counter() - started
+        self.release(sequence)
+        return seconds
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        """Check that the draft model is unchanged, and allocate the pool or keep the present one."""
+        self.model.expect_same_weights()
+        self.draft_kv_length.clear()
+        super().prepare(num_tokens, page_size)
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Prefill every prompt except its last token; with ``max_prefill_tokens``, ``propose`` does so in chunks."""
+        pool = self._pool()
+        served = [sequence for sequence in sequences if self._max_draft_tokens(sequence) > 0]
+        for sequence in sequences:
+            pool.add(sequence)
+            self.draft_kv_length[sequence] = 0
+        if self._max_prefill_tokens is None:
+            self._prefill({sequence: sequence.length - 1 for sequence in served})
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
+        """Run the draft model ``max(limits)`` times, each time on one row per sequence still drafting."""
+        limits = [min(limit, self._max_draft_tokens(s)) for s, limit in zip(sequences, limits, strict=True)]
+        if self._max_prefill_tokens is not None:
+            self._prefill_chunk(sequences, limits, self._max_prefill_tokens)
+        drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
+        if not drafting:
+            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
+        token_ids = self.model.draft_step(
+            self._pool(), list(drafting), self._catch_up(list(drafting)), list(drafting.values()), self._vocab_size
+        )
+        for sequence, limit in drafting.items():
+            self.draft_kv_length[sequence] = sequence.length - 1 + limit
+        return Draft(token_ids, limits)
+
+    def commit(self, sequences: list[Sequence], result: StepResult) -> None:
+        """Keep the KV entries of accepted tokens, and drop those of rejected ones."""
+        for sequence in sequences:
+            self.draft_kv_length[sequence] = min(self.draft_kv_length[sequence], sequence.length - 1)
+
+    def release(self, sequence: Sequence) -> None:
+        """Return the sequence's pages."""
+        if self.draft_kv_length.pop(sequence, None) is not None:
+            self._pool().free(sequence)
+
+    def _max_draft_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens the draft model's positions allow; the target may have more positions."""
+        if self.model.max_positions is None:
+            return sequence.max_length
+        return max(0, self.model.max_positions - sequence.length + 1)
+
+    def _clamped(self, token_ids: list[int]) -> list[int]:
+        """Clamp ids to the draft model's embedding: a clamped id costs acceptance, never correctness."""
+        return [min(token, self.model.vocab_size - 1) for token in token_ids] if self._is_narrower else token_ids
+
+    def _prefill(self, stops: dict[Sequence, int]) -> None:
+        """Compute the missing KV entries of the first ``stops[sequence]`` tokens of each sequence."""
+        prompts = {s: self._clamped(s.token_ids[:stop]) for s, stop in stops.items()}
+        prefill(self.model, self._pool(), prompts, {s: self.draft_kv_length[s] for s in stops})
+        self.draft_kv_length.update(stops)
+
+    def _prefill_chunk(self, sequences: list[Sequence], limits: list[int], left: int) -> None:
+        """Compute missing KV entries of at most ``left`` tokens; set the limits of sequences that lack more to 0.
+
+        The first forward of a proposal may have ``ROWS_EACH`` rows per sequence: a sequence that lacks fewer entries
+        needs no prefill.
+        """
+        stops = {}
+        for i, sequence in enumerate(sequences):
+            start, stop = self.draft_kv_length.get(sequence, 0), sequence.length - 1
+            if limits[i] and stop - start >= ROWS_EACH:
+                stops[sequence] = min(stop, start + left)
+                left -= stops[sequence] - start
+                limits[i] = limits[i] if stops[sequence] == stop else 0
+        if stops:
+            self._prefill(stops)
+
+    def _catch_up(self, sequences: list[Sequence]) -> list[int]:
+        """Return how many positions of each sequence have KV entries.
+
+        If one forward cannot hold all positions without entries (nothing was drafted for some sequences for many
+        steps), this prefills all but the last committed token of each sequence first.
+        """
+        if sum(s.length - self.draft_kv_length[s] for s in sequences) > self.model.row_padding.largest:
+            self._prefill({sequence: sequence.length - 1 for sequence in sequences})
+        return [self.draft_kv_length[s] for s in sequences]

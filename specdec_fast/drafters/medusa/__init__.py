@@ -1,0 +1,1 @@
+"""The ``"medusa"`` drafter: heads that predict several tokens from one hidden state."""

@@ -1,0 +1,209 @@
+"""The ``"medusa"`` drafter: heads that predict several tokens from one hidden state (Cai et al., arXiv 2401.10774).
+
+Head i reads the input of the target's output layer at the row that chose a sequence's newest token, and predicts the
+token i + 1 positions behind the newest one. All heads read the same row, so the drafter keeps one hidden state per
+sequence and no KV entries. The likeliest tokens of every head are the nodes of a static tree (``choice_tree.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from specdec_fast.batch.sampling_batch import sampling_of
+from specdec_fast.device_copy import to_device
+from specdec_fast.drafters.base import Draft, DrafterContext, StepResult, TreeDrafter
+from specdec_fast.drafters.medusa.weights import Head, MedusaWeights, read_config, read_heads
+from specdec_fast.drafters.shared.checkpoints import check_whole
+from specdec_fast.drafters.shared.static_trees import (
+    empty_draft,
+    num_nodes_of,
+    picked_draft,
+    ranked_tokens,
+    static_tree,
+)
+from specdec_fast.errors import VocabularyMismatchError
+from specdec_fast.models.hidden_states import FINAL
+from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.request.sequence import Sequence
+from specdec_fast.speculation_length.choice_tree import checked_choices, fit_tree
+
+_DEFAULT_NODES = 16
+# Hit rates by depth and rank of three heads for the bundled target (`train-drafter --kind medusa`, docs/drafters.md).
+_RECORDED: tuple[tuple[float, ...], ...] = (
+    (0.565, 0.079, 0.043, 0.031, 0.024, 0.02, 0.017, 0.013, 0.01, 0.011),
+    (0.593, 0.085, 0.047, 0.032, 0.026, 0.021, 0.017, 0.016, 0.015, 0.013),
+    (0.617, 0.087, 0.051, 0.036, 0.027, 0.02, 0.02, 0.016, 0.012, 0.012),
+)
+
+
+class MedusaDrafter(TreeDrafter):
+    """Proposes a tree of the tokens that several heads find likeliest, or a chain.
+
+    For a request that samples, a head's tokens are ranked by the target's own rule, with the noise with which the
+    target will choose the token of that position. The first one is what the target would choose with the head's logits,
+    and each further one is what it would choose without those before it.
+
+    Args:
+        context: the target, the settings (``draft_tree``) and the device.
+        folder: the checkpoint; see ``medusa_weights.py`` for the formats.
+
+    Attributes:
+        tree: what is proposed; cut to the limits of a step.
+
+    Raises:
+        ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
+
+    """
+
+    settings = ("draft_tree",)
+
+    taps = (FINAL,)
+
+    def __init__(self, context: DrafterContext, folder: str) -> None:
+        self._folder, target = folder, context.target
+        check_whole(target)
+        weights = read_heads(Path(folder), target.hf.config.hidden_size)
+        self._target_ids = _checked_ids(weights, target, folder)
+        self._heads = tuple(_placed(head, target) for head in weights.heads)
+        self._draft_vocab_size = len(weights.heads[0].output)
+        self._ops, self._unchecked = target.ops, target.ops.unchecked or target.ops
+        self._vocab_size, self._hidden_size = target.vocab_size, target.hf.config.hidden_size
+        self._device, self._itemsize = context.device, target.layout.dtype.itemsize
+        wanted = context.config.draft_tree
+        choices = self._choices(wanted if isinstance(wanted, int) else _DEFAULT_NODES)
+        self.tree = static_tree(context, choices, len(self._heads), self._draft_vocab_size)
+        self.max_nodes = num_nodes_of(self.tree)
+        self._hidden: dict[Sequence, tuple[int, Tensor]] = {}  # the newest hidden state [H], and its position
+
+    @property
+    def name(self) -> str:
+        """The kind and the checkpoint."""
+        return f"medusa:{self._folder}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the number of heads and the tree."""
+        return {"num_heads": len(self._heads), "draft_tree": [list(choice) for choice in self.tree.choices]}
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the weights of all heads."""
+        for head in self._heads:
+            yield head.output
+            yield from (part for block in head.blocks for part in block if part is not None)
+
+    @property
+    def estimates_memory(self) -> bool:
+        """PyTorch runs its heads."""
+        return True
+
+    def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
+        """Estimate its hidden states and the logits of one head, in several copies where tokens are ranked by noise."""
+        return num_sequences * (4 * self._hidden_size + 3 * self._vocab_size) * self._itemsize
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        """Forget what an interrupted run left."""
+        self._hidden.clear()
+
+    def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
+        """Keep the hidden state of each prompt's last row."""
+        end = 0
+        for sequence, own in zip(sequences, positions, strict=True):
+            end += len(own)
+            self._hidden[sequence] = (own[-1], features[end - 1, 0].clone())
+
+    def commit(self, sequences: list[Sequence], result: StepResult) -> None:
+        """Keep the hidden states that chose the newest tokens."""
+        if sequences and result.hidden_states is not None:
+            rows = to_device([own[-1] for own in result.accepted_rows], self._device)
+            newest = result.hidden_states[rows, 0]  # a copy
+            for sequence, hidden in zip(sequences, newest, strict=True):
+                self._hidden[sequence] = (sequence.length - 2, hidden)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget the sequence's hidden state."""
+        self._hidden.pop(sequence, None)
+
+    @torch.inference_mode()
+    def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
+        """Run as many heads as the deepest tree has levels, once for all sequences, and pick each tree's tokens."""
+        chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_ready(s)]
+        if not chosen:
+            return empty_draft(len(sequences))
+        depth = min(max(limits[i] for i in chosen), len(self.tree.num_ranks))
+        tokens = self._ranked([sequences[i] for i in chosen], depth)
+        firsts = [sum(self.tree.num_ranks[:d]) for d in range(depth)]
+        picked: dict[int, tuple[list[int], list[int]]] = {}
+        for i in chosen:
+            shape = self.tree.within(min(limits[i], depth), node_limits[i])
+            places = [firsts[d] + rank for d, rank in zip(shape.depths, shape.ranks, strict=True)]
+            picked[i] = (places, shape.parents)
+        return picked_draft(tokens, picked, len(sequences), self._device)
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Return whether the hidden state that chose the newest token is known."""
+        return sequence in self._hidden and self._hidden[sequence][0] == sequence.length - 2
+
+    def _ranked(self, sequences: list[Sequence], depth: int) -> Tensor:
+        """Return ``[B, sum of num_ranks]`` int64: each head's likeliest tokens, of depth 1 first."""
+        hidden = torch.stack([self._hidden[sequence][1] for sequence in sequences]).to(self._heads[0].output.dtype)
+        sampling = sampling_of(sequences, self._device)
+        fed = None if sampling is None else to_device([s.token_ids[-1] for s in sequences], self._device)
+        columns, ids = [], None if self._target_ids is None else (self._target_ids, self._vocab_size)
+        for ahead, head in enumerate(self._heads[:depth]):
+            later = sampling and replace(sampling, positions=sampling.positions + ahead)
+            logits, num_ranks = self._logits(head, hidden), self.tree.num_ranks[ahead]
+            columns.append(ranked_tokens(self._ops, logits, num_ranks, fed, later, ids))
+        return torch.cat(columns, dim=1)
+
+    def _logits(self, head: Head, rows: Tensor) -> Tensor:
+        """Return ``[N, draft_vocab_size]`` for hidden states ``[N, H]``."""
+        linear = self._unchecked.linear
+        for weight, bias in head.blocks:
+            rows = rows + silu(linear(rows, weight, bias))
+        logits: Tensor = linear(rows, head.output, None)
+        return logits
+
+    def _choices(self, num_nodes: int) -> tuple[tuple[int, ...], ...]:
+        """Return the tree of the checkpoint, or else one for the recorded hit rates."""
+        named = read_config(Path(self._folder)).get("medusa_choices")
+        if named is not None:
+            return checked_choices(named, f"medusa_choices of {self._folder!r}")
+        rates = [_RECORDED[min(depth, len(_RECORDED) - 1)] for depth in range(len(self._heads))]
+        return tuple(fit_tree(rates, num_nodes))
+
+
+def _placed(head: Head, target: RaggedModel) -> Head:
+    device, dtype = target.layout.device, target.layout.dtype
+
+    def placed(weight: Tensor) -> Tensor:
+        return weight.to(device, dtype).contiguous()
+
+    blocks = tuple((placed(weight), None if bias is None else placed(bias)) for weight, bias in head.blocks)
+    return Head(blocks, placed(head.output))
+
+
+def _checked_ids(weights: MedusaWeights, target: RaggedModel, folder: str) -> Tensor | None:
+    """Return the target's id of each draft id, on its device; None if they are the same.
+
+    Raises:
+        VocabularyMismatchError: the heads were trained for another number of ids.
+
+    """
+    ids, size = weights.target_ids, len(weights.heads[0].output)
+    if ids is None and size != target.vocab_size:
+        raise VocabularyMismatchError(
+            f"the heads in {folder!r} know {size} ids, target {target.name} has {target.vocab_size}; pass heads that "
+            "were trained for this target."
+        )
+    if ids is not None and (int(ids.max()) >= target.vocab_size or int(ids.min()) < 0 or len(ids.unique()) < len(ids)):
+        raise VocabularyMismatchError(
+            f"token_map in {folder!r} names {len(ids.unique())} different ids up to {int(ids.max())} for {len(ids)} "
+            f"rows; expected different ids below the {target.vocab_size} of {target.name}."
+        )
+    return None if ids is None else ids.to(target.layout.device)

@@ -1,0 +1,1 @@
+"""The ``"mtp"`` drafter: the multi-token prediction layer that the target's own checkpoint carries."""

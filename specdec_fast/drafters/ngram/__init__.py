@@ -1,0 +1,1 @@
+"""The ``"ngram"`` and ``"ngram-trie"`` drafters: prompt lookup, no second model."""

@@ -1,0 +1,1 @@
+"""What learned drafters share: KV entries, features of hidden states, layers, trees, and the reading of checkpoints."""

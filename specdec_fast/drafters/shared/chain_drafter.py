@@ -1,0 +1,162 @@
+"""A drafter over hidden states that drafts chains row by row: each row takes the result for the row before.
+
+Row i of a sequence is made of the target's feature at position i and of the token at position i + 1, and its logits
+choose the token at i + 2. A sequence of n tokens has features of positions 0 to n - 2. So its first draft token comes
+from row n - 2, which is true. The rows behind it are provisional: they are made of the drafter's own hidden states.
+Features of accepted tokens arrive after the step, and the next proposal overwrites the provisional rows with true ones.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
+from specdec_fast.cuda_graphs.buckets import Limits
+from specdec_fast.cuda_graphs.capture import capture_for
+from specdec_fast.cuda_graphs.chains import ChainGraphs
+from specdec_fast.cuda_graphs.graphs import described
+from specdec_fast.cuda_graphs.sides import ChainParts
+from specdec_fast.device_copy import to_device
+from specdec_fast.drafters.base import Draft, DrafterContext
+from specdec_fast.drafters.shared.queued_features import tokens_after
+from specdec_fast.drafters.shared.tapped import TappedDrafter
+from specdec_fast.kv_cache.forward_layout import decode_batches
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.models.draft_step import by_sequence, first_tokens, laid_out_loop, stages
+from specdec_fast.request.sequence import Sequence
+
+
+class ChainDrafter(TappedDrafter):
+    """Drafts a chain of K tokens: one forward over the rows with new features, then one row per further token.
+
+    A subclass computes rows (``_forward``) and chooses tokens (``_next_tokens``), both without waiting for the device.
+    On a GPU the whole step is one graph if some sequence gets K tokens and none has a repetition penalty.
+
+    Attributes:
+        graphs: of its steps; None on a device without graphs.
+
+    """
+
+    def __init__(self, layout: KVLayout, context: DrafterContext) -> None:
+        super().__init__(layout, context)
+        config, capture = context.config, capture_for(context.device)
+        most = config.most_draft_tokens
+        limits = Limits(config.max_batch_size, most + 1, most)
+        self._addresses: list[int] = []  # of the weights that graphs read
+        self.graphs = None if capture is None or config.enforce_eager else ChainGraphs(capture, limits)
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        """Allocate the pool, or keep the present one; destroy the graphs if weights have moved."""
+        if self.graphs is not None:
+            addresses = [weight.data_ptr() for weight in self.weights()]
+            if addresses != self._addresses:
+                self.graphs.clear()
+            self._addresses = addresses
+        super().prepare(num_tokens, page_size)
+
+    def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
+        """Time proposals; on a device with graphs, which the first steps record, steps are measured as they come."""
+        return None if self.graphs is not None else super().forward_seconds(row_counts)
+
+    def describe(self) -> dict[str, Any]:
+        """Return whether graphs draft its chains."""
+        return described(self.graphs)
+
+    @abstractmethod
+    def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute ``T`` rows, and write their KV entries.
+
+        Args:
+            batch: the rows; the token of a row at position i is that of position i + 1.
+            inputs: ``[T, H]``, a feature, or the result for the row before.
+            wanted: ``[R]`` int64, the rows whose logits are wanted; None: all.
+
+        Returns:
+            Logits ``[R, ids]``, and what the next row takes, ``[T, H]``.
+
+        """
+
+    @abstractmethod
+    def _next_tokens(
+        self, logits: Tensor, fed: Tensor, sampling: Sampling | None, one_each: Tensor | None = None
+    ) -> Tensor:
+        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own.
+
+        ``one_each`` is that of ``chosen_tokens``.
+        """
+
+    @torch.inference_mode()
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
+        """Draft chains: one forward over the rows with new features, then one row per sequence and further token."""
+        limits = [limit if self._is_complete(s) else 0 for s, limit in zip(sequences, limits, strict=True)]
+        drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
+        if not drafting:
+            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
+        most = max(self._most_rows, sum(drafting.values()) + len(drafting))
+        if sum(map(self._num_queued, drafting)) > most:
+            self._catch_up(list(drafting))
+        return Draft(self._chains(drafting), limits)
+
+    def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
+        """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""
+        members, counts = list(drafting), list(drafting.values())
+        queued = self._queued_rows(members)
+        features = self._hidden_states(queued)
+        of_graph = self._by_graph(queued, features, counts)
+        if of_graph is not None:
+            return first_tokens(of_graph, counts)
+        hidden, tokens = self._projected(features), to_device(tokens_after(queued), self._device)
+        drafted: list[Tensor] = []
+        before: list[int] = []
+        for num_forwards, chosen in stages(counts):
+            own = [members[i] for i in chosen]
+            # A repetition penalty does not see what this step has drafted so far: it costs acceptance, no token.
+            sampling = sampling_of(own, self._device, ahead=len(drafted))
+            rows = queued
+            if drafted:
+                kept = to_device([before.index(i) for i in chosen], self._device)
+                rows, hidden, tokens = (
+                    [Rows(s, s.length - 2 + len(drafted), 1) for s in own],
+                    hidden[kept],
+                    tokens[kept],
+                )
+            for batch_of in decode_batches(self._pool(), rows, num_forwards):
+                batch = batch_of(token_ids=tokens)
+                last = batch.last_rows if batch.most_rows > 1 else None
+                logits, hidden = self._forward(batch, hidden, last)
+                if last is not None:
+                    hidden, tokens = hidden[last], tokens[last]
+                tokens = self._next_tokens(logits, tokens, sampling)
+                sampling = sampling and after(sampling, tokens)
+                drafted.append(tokens)
+            before = chosen
+        if len(drafted) == min(counts):  # every sequence gets as many
+            return torch.stack(drafted, dim=1).flatten()
+        return torch.cat(drafted)[to_device(by_sequence(counts), self._device)]
+
+    def _by_graph(self, queued: list[Rows], features: Tensor, counts: list[int]) -> Tensor | None:
+        """Return the tokens ``[B, K]`` that one graph chooses; None if there is none for these sequences.
+
+        A sequence that gets fewer tokens than others has as many forwards; see ``DraftLoop``.
+        """
+        if self.graphs is None or not self.graphs.has_loop(max(counts)):
+            return None
+        laid_out = laid_out_loop(self._pool(), queued, counts)
+        if laid_out is None:
+            return None
+        layout, columns = laid_out
+
+        def forward(batch: RaggedBatch, wanted: Tensor | None, inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+            assert inputs is not None
+            return self._forward(batch, inputs, wanted)
+
+        def choose(logits: Tensor, sampling: Sampling | None, fed: Tensor, one_each: Tensor) -> Tensor:
+            return self._next_tokens(logits, fed, sampling, one_each)
+
+        parts = ChainParts(self._projected, forward, choose)
+        return self.graphs.draft(parts, layout, tokens_after(queued), features, columns, self._pool())

@@ -1,0 +1,78 @@
+"""What the slots of SpecBlock's blocks draft: candidates, their log-probabilities, and how wide to branch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.sampling_batch import sampling_of
+from specdec_fast.device_copy import to_device
+from specdec_fast.drafters.shared.ranked import drawn_ranks
+from specdec_fast.drafters.specblock.model import SpecBlockModel
+from specdec_fast.drafters.specblock.tree import BEAM, Slot
+from specdec_fast.request.sequence import Sequence
+
+# For a request that samples, the score of a candidate by its rank: a guess of how often the target draws that token
+# (0.6, 0.1, 0.05, 0.03), not measured. Sums of these numbers are exact, so equal paths have equal scores.
+_SAMPLED_LOG_PROBS = (-0.5, -2.25, -3.0, -3.5)
+
+
+class Candidates:
+    """Names the candidates of slots.
+
+    Args:
+        model: computes logits and classes.
+        device: the target's.
+
+    """
+
+    def __init__(self, model: SpecBlockModel, device: torch.device) -> None:
+        self._model, self._device = model, device
+
+    def of(
+        self, hidden: Tensor, logits: Tensor, owners: list[Sequence], depths: list[int], fed: list[int]
+    ) -> list[list[Slot]]:
+        """Return what each slot of blocks drafts.
+
+        Args:
+            hidden: ``[N, K, H]``.
+            logits: ``[K * N, draft_vocab_size]``.
+            owners: of each block.
+            depths: of the node that each block follows; 0 for the last committed token.
+            fed: the token of that node.
+
+        """
+        k = self._model.num_slots
+        ids, log_probs, classes = self._model.ranked(hidden.flatten(0, 1), logits)
+        ids, log_probs = ids[:, :BEAM], log_probs[:, :BEAM]
+        ids = ids if self._model.target_ids is None else self._model.target_ids[ids]
+        found = [Slot(*own) for own in zip(ids.tolist(), log_probs.tolist(), classes.tolist(), strict=True)]
+        sampled = [n for n, owner in enumerate(owners) if owner.samples]
+        if sampled:
+            rows = [(owners[n], depths[n] + slot, fed[n]) for n in sampled for slot in range(k)]
+            places = [k * n + slot for n in sampled for slot in range(k)]
+            for place, tokens in zip(places, self._drawn(logits[to_device(places, self._device)], rows), strict=True):
+                found[place] = Slot(tokens, _SAMPLED_LOG_PROBS, found[place].rank_class)
+        return [found[start : start + k] for start in range(0, len(found), k)]
+
+    def _drawn(self, logits: Tensor, rows: list[tuple[Sequence, int, int]]) -> list[list[int]]:
+        """Rank tokens by the rule and with the noise by which the target will choose its own.
+
+        Args:
+            logits: ``[N, draft_vocab_size]``.
+            rows: of each, the sequence, how many positions after its next token, and the token that was fed.
+
+        Returns:
+            The first tokens of each row, different ones.
+
+        """
+        sampling = sampling_of([s for s, _, _ in rows], self._device)
+        assert sampling is not None
+        ahead, fed = to_device([a for _, a, _ in rows], self._device), to_device([t for _, _, t in rows], self._device)
+        sampling = replace(sampling, positions=sampling.positions + ahead)
+        ids = self._model.target_ids
+        own_ids = None if ids is None else (ids, self._model.vocab_size)
+        found, _ = drawn_ranks(self._model.ops, logits, len(_SAMPLED_LOG_PROBS), sampling, fed, own_ids)
+        return found.tolist()

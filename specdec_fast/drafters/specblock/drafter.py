@@ -1,0 +1,261 @@
+"""The ``"specblock"`` drafter: blocks of several tokens, one or two calls a step (Shi et al., arXiv 2605.07243).
+
+The block of position i is made of the target's feature at position i and of the token at i + 1. A sequence of n tokens
+has features of positions 0 to n - 2, so the block of position n - 2 drafts the first K tokens behind it. If deeper
+trees are wanted, one block each follows the best nodes of that tree in a second call, for all sequences at once.
+
+A position has K KV entries, one per slot. Slot k of position i stands at place ``K * i + k`` of the sequence's pages,
+so "all slots of earlier positions, and the own ones so far" is what a chain sees. The second call computes the last
+true block again, as the root of a tree whose branches are the new blocks: a block that follows a token of slot k sees
+slots 0 to k of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.batch.trees import rows_of_trees
+from specdec_fast.device_copy import to_device
+from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
+from specdec_fast.drafters.shared.queued_features import tokens_after
+from specdec_fast.drafters.shared.tapped import TappedDrafter
+from specdec_fast.drafters.specblock.candidates import Candidates
+from specdec_fast.drafters.specblock.model import SpecBlockModel, load_specblock
+from specdec_fast.drafters.specblock.rows import BlockRows
+from specdec_fast.drafters.specblock.tree import BEAM, ROOT, BlockTree, Node
+from specdec_fast.drafters.specblock.weights import check_weights
+from specdec_fast.errors import ConfigError, DrafterError
+from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.models.verify_step import expect_trees, why_no_trees
+from specdec_fast.request.sequence import Sequence
+
+
+class SpecBlockDrafter(TappedDrafter, TreeDrafter):
+    """Proposes a tree of what blocks over the target's hidden states predict, or a chain.
+
+    For a request that samples, candidates are ranked by the target's own rule, with the noise with which the target
+    will choose the token of that position; see ``MedusaDrafter``.
+
+    Args:
+        context: the target, the settings (``tap_layers``, ``draft_tree``) and the device.
+        folder: the checkpoint; see ``specblock_config.py``.
+
+    Raises:
+        ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
+        NotYetSupportedError: ``draft_tree`` is a number of nodes, and the target verifies chains only.
+
+    """
+
+    settings = ("tap_layers", "draft_tree")
+
+    def __init__(self, context: DrafterContext, folder: str) -> None:
+        self._folder, self._target, wanted = folder, context.target, context.config.draft_tree
+        if isinstance(wanted, tuple):
+            raise ConfigError(
+                "a SpecBlock drafter makes a tree of its own in each step; pass draft_tree='chain', a number of nodes, "
+                "or None."
+            )
+        with torch.inference_mode():
+            self.model: SpecBlockModel = load_specblock(Path(folder), context.target, context.config.tap_layers)
+        self.taps, self._num_slots = self.model.taps, self.model.num_slots
+        super().__init__(self.model.layout, context)
+        if isinstance(wanted, int):
+            expect_trees(context.target)
+        self._is_chain = wanted == "chain" or why_no_trees(context.target) is not None
+        # The second call is a forward over a tree, whatever is drafted, so it needs attention that serves trees.
+        self._most_depth = None if context.target.ops.has_trees("paged_attention") else self._num_slots
+        num_nodes = wanted if isinstance(wanted, int) else self.model.config.tree_nodes
+        self.max_nodes = 0 if self._is_chain else num_nodes
+        self._candidates = Candidates(self.model, self._device)
+        self.rows = BlockRows(self.model, context.config.page_size, context.config.enforce_eager)
+
+    def replace_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take other weights, of the same shapes. They change drafts, and no output.
+
+        Args:
+            weights: with the names of checkpoints, all of them.
+
+        Raises:
+            ConfigError: a weight is missing or has another shape.
+            DrafterError: a sequence is admitted; its KV entries are of the present weights.
+
+        """
+        if self._states:
+            raise DrafterError(
+                f"{len(self._states)} sequences are admitted; replace the weights when no call of the engine is open."
+            )
+        config, taps = self.model.config, self.model.taps
+        check_weights(config, len(taps), weights)
+        with torch.inference_mode():
+            self.model.assign(SpecBlockModel(config, taps, weights, self._target))
+
+    @property
+    def name(self) -> str:
+        """The kind and the checkpoint."""
+        return f"specblock:{self._folder}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the taps, the tokens of a block, the tree, the number of ids, and whether programs run its layers."""
+        return {
+            "tap_layers": self.taps,
+            "num_slots": self._num_slots,
+            "draft_tree": "chain" if self._is_chain else f"up to {self.max_nodes} nodes",
+            "draft_vocab_size": self.model.config.draft_vocab_size,
+            "forward_program": self.rows.why_no_program is None,
+            "why_no_program": self.rows.why_no_program,
+        }
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the checkpoint's weights, and the target's embedding if the checkpoint has none."""
+        return self.model.weights()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of its KV entries of one position, one per slot."""
+        return self._num_slots * super().bytes_per_token
+
+    def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
+        """Estimate what its forwards need, its logits, and the features that wait."""
+        model, itemsize = self.model, self.model.layout.dtype.itemsize
+        # Blocks with logits. Where memory is counted, a tree has as many nodes as a chain, so the second call expands
+        # no more.
+        ends = num_sequences * (min(BEAM, num_draft_tokens) if num_draft_tokens > self._num_slots else 1)
+        verified = num_sequences * num_draft_tokens
+        blocks = max((prefill_rows or MAX_PREFILL_ROWS) // self._num_slots, verified, num_sequences + ends)
+        ranked = model.ranked_bytes + (0 if model.target_ids is None else model.vocab_size * itemsize)
+        forward = self.rows.step_bytes(self._num_slots * blocks, self._num_slots * ends)
+        return forward + self._num_slots * ends * ranked + self._kept_bytes(num_sequences, blocks)
+
+    def limit_prefill(self, max_prefill_tokens: int | None) -> None:
+        """Bound its forwards over queued features, as ``step_bytes`` counts them."""
+        super().limit_prefill(max_prefill_tokens)
+        self._most_rows = max(1, self._most_rows // self._num_slots)  # blocks, each of a feature
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        """Allocate the pool, or keep the present one; forget what an interrupted run left."""
+        super().prepare(self._num_slots * num_tokens, self._num_slots * page_size)
+
+    def grow(self, num_tokens: int) -> None:
+        """Replace the pool by a larger one that holds the same pages."""
+        super().grow(self._num_slots * num_tokens)
+
+    @torch.inference_mode()
+    def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
+        """Draft in one call for all sequences, and in a second one behind the nodes that these have found."""
+        chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
+        counts, tokens, parents = [0] * len(sequences), [], []
+        if chosen:
+            drafting = [sequences[i] for i in chosen]
+            trees = [self._new_tree(limits[i], node_limits[i]) for i in chosen]
+            self._first_call(drafting, trees)
+            for i, tree in zip(chosen, trees, strict=True):
+                own = tree.nodes()
+                tokens += own[0]
+                parents += own[1]
+                counts[i] = len(own[0])
+        above = torch.tensor(parents, dtype=torch.int32, device="cpu")
+        return Draft(torch.tensor(tokens, dtype=torch.int64, device="cpu"), counts, above)
+
+    def _new_tree(self, limit: int, node_limit: int) -> BlockTree:
+        """Return an empty tree; one that is no deeper than a block is not expanded."""
+        limit = limit if self._most_depth is None else min(limit, self._most_depth)
+        return BlockTree(node_limit, limit, self._is_chain, continues=limit <= self._num_slots)
+
+    def _projected(self, hidden_states: Tensor) -> Tensor:
+        return self.model.project(hidden_states)
+
+    def _compute(self, rows: list[Rows]) -> None:
+        """Compute the blocks of queued features, one each."""
+        self._computed(rows, None)
+
+    def _computed(self, rows: list[Rows], wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the blocks of ``N`` queued features.
+
+        Args:
+            rows: positions of the features.
+            wanted: the slots whose logits are wanted; None: no slots.
+
+        Returns:
+            Conditions ``[N, H]``, hidden states ``[N, K, H]``, and logits.
+
+        """
+        conditions, k = self._taken(rows), self._num_slots
+        bases = [start + i for _, start, count in rows for i in range(count)]
+        blocks = [Rows(owner, k * start, k * count) for owner, start, count in rows]
+        return conditions, *self.rows(self._pool(), blocks, conditions, bases, tokens_after(rows), wanted)
+
+    def _slots_of(self, blocks: list[int]) -> Tensor:
+        """Return the rows of the slots of some blocks of a forward."""
+        k = self._num_slots
+        return to_device([k * block + slot for block in blocks for slot in range(k)], self._device)
+
+    def _first_call(self, drafting: list[Sequence], trees: list[BlockTree]) -> None:
+        """Compute the blocks with new features, and draft from the last of each sequence."""
+        if sum(map(self._num_queued, drafting)) > max(self._most_rows, 2 * len(drafting)):
+            self._catch_up(drafting)
+        queued = self._queued_rows(drafting)
+        ends = [end - 1 for end in accumulate(own.count for own in queued)]
+        conditions, hidden, logits = self._computed(queued, self._slots_of(ends))
+        if len(hidden) > len(drafting):
+            last = to_device(ends, self._device)
+            conditions, hidden = conditions[last], hidden[last]
+        slots = self._candidates.of(hidden, logits, drafting, [0] * len(drafting), [s.token_ids[-1] for s in drafting])
+        for tree, own in zip(trees, slots, strict=True):
+            tree.add_block(ROOT, own)
+        expanded = [tree.to_expand(BEAM) if tree.max_depth > self._num_slots else [] for tree in trees]
+        if any(expanded):
+            self._second_call(drafting, trees, expanded, conditions, hidden)
+
+    def _second_call(
+        self,
+        drafting: list[Sequence],
+        trees: list[BlockTree],
+        expanded: list[list[Node]],
+        conditions: Tensor,
+        hidden: Tensor,
+    ) -> None:
+        """Draft a block behind each node of ``expanded``.
+
+        Args:
+            drafting: ``B`` sequences.
+            trees: of each, after the first call.
+            expanded: of each, nodes of its first block.
+            conditions: ``[B, H]``, those of the last true blocks.
+            hidden: ``[B, K, H]``, their results.
+
+        """
+        k, new = self._num_slots, []
+        spans: list[Rows] = []
+        bases: list[int] = []
+        tokens: list[int] = []
+        sources: list[int] = []  # of each block, the row of ``states`` that it is made of
+        parents: list[int] = []
+        states = torch.cat([conditions, hidden.flatten(0, 1)])
+        for i, (sequence, nodes) in enumerate(zip(drafting, expanded, strict=True)):
+            if not nodes:
+                continue
+            spans.append(Rows(sequence, k * (sequence.length - 2), k * (1 + len(nodes))))
+            bases += [sequence.length - 2] * (1 + len(nodes))
+            tokens += [sequence.token_ids[-1], *(node.token_id for node in nodes)]
+            sources += [i, *(len(drafting) + k * i + node.depth - 1 for node in nodes)]
+            # Node j of a tree is its row j + 1: the last true block is the chain of rows 0 to K - 1.
+            parents += range(-1, k - 2)
+            for place, node in enumerate(nodes, start=1):
+                parents += [node.depth - 2, *range(k * place - 1, k * place + k - 2)]
+                new.append((i, node, len(bases) - 1 - len(nodes) + place))
+        counts = [span.count - 1 for span in spans]
+        inputs, ends = states[to_device(sources, self._device)], [block for _, _, block in new]
+        wanted, above = self._slots_of(ends), rows_of_trees(parents, counts)
+        found, logits = self.rows(self._pool(), spans, inputs, bases, tokens, wanted, above)
+        behind = found[to_device(ends, self._device)]
+        owners, depths = [drafting[i] for i, _, _ in new], [node.depth for _, node, _ in new]
+        slots = self._candidates.of(behind, logits, owners, depths, [node.token_id for _, node, _ in new])
+        for (i, node, _), own in zip(new, slots, strict=True):
+            trees[i].add_block(node.place, own)
