@@ -83,7 +83,7 @@ class InvalidPromptError(RequestError, ValueError):
 
 
 class ChatTemplateError(RequestError, ValueError):
-    """The prompt is messages, but the tokenizer has no chat template, or the template fails."""
+    """The prompt is messages, but the tokenizer has no chat template, or the template fails or takes too long."""
 
 
 class MissingTokenizerError(RequestError, ValueError):

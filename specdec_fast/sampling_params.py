@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from copy import copy
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,11 @@ import numpy as np
 from specdec_fast.errors import InvalidParamsError, NotYetSupportedError
 
 CHAT_ANSWER_TOKENS = 1024  # of an answer in a chat whose request sets no limit
+# Limits of one request. They bound the time and the memory that its search for stop strings needs.
+MOST_STOP_STRINGS = 1024
+MOST_STOP_CHARACTERS = 16_384  # of all its stop strings together
+MOST_STOP_TOKEN_IDS = 16_384
+_LONGEST_SHOWN = 500  # characters of a wrong value that a message repeats
 
 # GenerationConfig fields with a counterpart here. Any other field that is set raises an error; none is dropped.
 _FROM_GENERATION_CONFIG = (
@@ -86,8 +92,9 @@ class SamplingParams:
             seed.
         stop: strings that end the request, with the reason ``"stop"``. They are searched in the emitted text, across
             tokens, and not in the prompt. ``text`` ends before the first stop string, ``token_ids`` with the token that
-            completes it. Special tokens have no text; use ``stop_token_ids`` for them. Needs a tokenizer.
-        stop_token_ids: ids that end the request like EOS.
+            completes it. Special tokens have no text; use ``stop_token_ids`` for them. Needs a tokenizer. At most 1,024
+            strings, of 16,384 characters together.
+        stop_token_ids: ids that end the request like EOS, at most 16,384.
         ignore_eos: continue after the target's EOS (``stop_token_ids`` still end the request).
         logprobs: also return the log-probability of every emitted token: the float32 ``log_softmax`` of the target's
             own logits over its whole vocabulary, before temperature, penalties and filters.
@@ -124,6 +131,7 @@ class SamplingParams:
                 raise InvalidParamsError(f"{name}={value!r}: expected a list, {hint}.")
             object.__setattr__(self, name, tuple(map(as_plain, value)))
         self._check_ranges()
+        self._check_sizes()
 
     def _check_ranges(self) -> None:
         checks = (
@@ -154,14 +162,29 @@ class SamplingParams:
         )
         for name, ok, expected in checks:
             if not ok:
-                raise InvalidParamsError(f"{name}={getattr(self, name)!r}: expected {expected}.")
+                raise InvalidParamsError(f"{name}={getattr(self, name)!r:.{_LONGEST_SHOWN}}: expected {expected}.")
+
+    def _check_sizes(self) -> None:
+        sizes = (
+            ("stop", len(self.stop), MOST_STOP_STRINGS, "strings"),
+            ("stop", sum(map(len, self.stop)), MOST_STOP_CHARACTERS, "characters together"),
+            ("stop_token_ids", len(self.stop_token_ids), MOST_STOP_TOKEN_IDS, "token ids"),
+        )
+        for name, size, most, of_what in sizes:
+            if size > most:
+                shown = f"{getattr(self, name)!r:.{_LONGEST_SHOWN}}"
+                raise InvalidParamsError(f"{name}={shown}...: {size} {of_what}; expected at most {most}.")
 
     def with_seed_offset(self, offset: int) -> SamplingParams:
         """Return the parameters of another request of a series: those with ``seed + offset``.
 
         After the last seed, 2**63 - 1, comes the first one, -2**63. Without a seed, nothing changes.
         """
-        return self if self.seed is None else replace(self, seed=(self.seed + offset + 2**63) % 2**64 - 2**63)
+        if self.seed is None:
+            return self
+        other = copy(self)  # `replace` would check every field again
+        object.__setattr__(other, "seed", (self.seed + offset + 2**63) % 2**64 - 2**63)
+        return other
 
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingParams:

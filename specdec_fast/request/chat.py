@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from specdec_fast.errors import ChatTemplateError, InvalidPromptError, MissingTokenizerError
 from specdec_fast.request.detokenizer import is_failure, lone_surrogate
 from specdec_fast.request.prompt_options import PromptOptions
+from specdec_fast.request.time_limit import run_within
 
+TEMPLATE_SECONDS = 10.0  # that a chat template may take; usual ones take milliseconds
 _EXPECTED = 'expected {"role": "user", "content": "..."}'
 
 
@@ -30,22 +33,47 @@ def is_one_chat(prompts: Any) -> bool:
     return is_list and all(isinstance(item, Mapping) and not is_tokenized(item) for item in prompts)
 
 
-def apply_chat_template(tokenizer: Any, messages: Any, options: PromptOptions, *, tokenize: bool) -> Any:
+def checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return copies of messages whose contents are strings, or None for an assistant's.
+
+    Args:
+        messages: mappings with ``role`` and ``content`` (a string, or text parts, which are joined by newlines).
+
+    Raises:
+        InvalidPromptError: a message is wrong.
+
+    """
+    return [_message(index, message) for index, message in enumerate(messages)]
+
+
+def renders_apart(tokenizer: Any, options: PromptOptions) -> bool:
+    """Return whether ``apply_chat_template`` can make a text whose token ids, without special tokens, are the prompt.
+
+    Tokenizers with a ``apply_chat_template`` of their own need not make ids this way. Nor does transformers if it
+    tells special tokens in messages from those of the template (``sanitize_control_tokens``).
+    """
+    is_known = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
+    is_own = "apply_chat_template" in vars(tokenizer) if is_known else True
+    return not is_own and not options.chat_template_kwargs.get("sanitize_control_tokens")
+
+
+def apply_chat_template(
+    tokenizer: Any, messages: list[dict[str, Any]], options: PromptOptions, *, tokenize: bool
+) -> Any:
     """Return what the tokenizer's ``apply_chat_template`` makes of messages: a text, or token ids.
 
     Args:
         tokenizer: the target's, if known.
-        messages: mappings with ``role`` and ``content`` (a string, or text parts, which are joined by newlines).
+        messages: as ``checked_messages`` returns them.
         options: the template, its variables, and how the prompt ends.
         tokenize: whether to return token ids.
 
     Raises:
-        InvalidPromptError: a message is wrong, or holds a character that the tokenizer cannot encode.
+        InvalidPromptError: a message holds a character that the tokenizer cannot encode.
         MissingTokenizerError: no tokenizer is known.
-        ChatTemplateError: the tokenizer has no chat template, or the template fails.
+        ChatTemplateError: the tokenizer has no chat template, or the template fails or takes too long.
 
     """
-    checked = [_message(index, message) for index, message in enumerate(messages)]
     if tokenizer is None:
         raise MissingTokenizerError(
             "the prompt is a list of messages, but no tokenizer is known for this target; pass tokenizer=..., or token "
@@ -60,12 +88,13 @@ def apply_chat_template(tokenizer: Any, messages: Any, options: PromptOptions, *
             "the prompt is a list of messages, but the tokenizer has no chat template; pass chat_template=..., set "
             "tokenizer.chat_template, or pass the prompt as a string."
         )
+    apply = partial(tokenizer.apply_chat_template, messages, **keywords, **options.chat_template_kwargs)
     try:
-        return tokenizer.apply_chat_template(checked, **keywords, **options.chat_template_kwargs)
+        return run_within(TEMPLATE_SECONDS, apply)
     except BaseException as error:  # a template raises errors of Jinja, and whatever its expressions raise
         if not is_failure(error):
             raise
-        if tokenize and (hint := _surrogate_in(checked)) is not None:
+        if tokenize and (hint := surrogate_in(messages)) is not None:
             apply_chat_template(tokenizer, messages, options, tokenize=False)  # raises if the template is what failed
             raise InvalidPromptError(f"the tokenizer cannot encode {hint}: {type(error).__name__}: {error}") from error
         raise ChatTemplateError(
@@ -74,7 +103,7 @@ def apply_chat_template(tokenizer: Any, messages: Any, options: PromptOptions, *
         ) from error
 
 
-def _surrogate_in(messages: list[dict[str, Any]]) -> str | None:
+def surrogate_in(messages: list[dict[str, Any]]) -> str | None:
     """Name the first message whose role or content has half of a surrogate pair; None if there is none."""
     for index, message in enumerate(messages):
         for name in ("role", "content"):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 from specdec_fast.errors import ConfigError, InvalidPromptError
-from specdec_fast.request.chat import apply_chat_template, is_chat, is_one_chat, is_tokenized
+from specdec_fast.request.chat import (
+    apply_chat_template,
+    checked_messages,
+    is_chat,
+    is_one_chat,
+    is_tokenized,
+    renders_apart,
+    surrogate_in,
+)
 from specdec_fast.request.detokenizer import lone_surrogate, tokenizer_failures
 from specdec_fast.request.prompt_options import PromptOptions
 
@@ -96,40 +104,54 @@ def as_list(value: Any) -> Any:
         raise ConfigError(f"a {type(value).__name__} among the prompts cannot be read: {error}") from error
 
 
-def encode_prompt(tokenizer: Any | None, prompt: Any, options: PromptOptions) -> list[int]:
+def encode_prompt(
+    tokenizer: Any | None,
+    prompt: Any,
+    options: PromptOptions,
+    expect_text: Callable[[str], None] = lambda text: None,
+) -> list[int]:
     """Return the token ids of one prompt.
 
     Args:
         tokenizer: the target's, if known.
         prompt: a string, token ids, a list of messages, or a tokenizer's result for one prompt.
         options: of the call; token ids ignore them.
+        expect_text: called with a text before it is encoded, which may take seconds; may raise.
 
     Raises:
         RequestError: a subclass says why the prompt has no token ids.
 
     """
     if isinstance(prompt, str):
+        expect_text(prompt)
         return _encode_text(tokenizer, prompt, options.add_special_tokens)
     if isinstance(prompt, Mapping):
         return _as_ids(_only_row(prompt))
     if not is_chat(prompt):
         return _as_ids(prompt)
-    if options.add_special_tokens:
-        text = apply_chat_template(tokenizer, prompt, options, tokenize=False)
-        return _encode_text(tokenizer, text, True)
-    encoded = apply_chat_template(tokenizer, prompt, options, tokenize=True)
+    messages = checked_messages(prompt)
+    if options.add_special_tokens or renders_apart(tokenizer, options):
+        text = apply_chat_template(tokenizer, messages, options, tokenize=False)
+        if not text:
+            return []
+        expect_text(text)
+        return _encode_text(tokenizer, text, bool(options.add_special_tokens), surrogate_in(messages))
+    encoded = apply_chat_template(tokenizer, messages, options, tokenize=True)
     return _as_ids(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)
 
 
-def _encode_text(tokenizer: Any | None, text: str, add_special_tokens: bool | None) -> list[int]:
+def _encode_text(
+    tokenizer: Any | None, text: str, add_special_tokens: bool | None, wrong_part: str | None = None
+) -> list[int]:
+    """Encode a text; ``wrong_part`` names what of it cannot be encoded, if that is known."""
     if not text:
         raise InvalidPromptError("the prompt is an empty string; pass at least one character.")
     if tokenizer is None:
         raise InvalidPromptError(
             "the prompt is a string, but no tokenizer is known for this target; pass tokenizer=..., or token ids."
         )
-    failure = "the tokenizer cannot encode the prompt"
-    if (hint := lone_surrogate(text)) is not None:
+    failure = f"the tokenizer cannot encode {wrong_part or 'the prompt'}"
+    if wrong_part is None and (hint := lone_surrogate(text)) is not None:
         failure += f", {hint}"
     with tokenizer_failures(InvalidPromptError, failure):
         if add_special_tokens is not None:

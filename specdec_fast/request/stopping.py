@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from specdec_fast.errors import DetokenizationError
 from specdec_fast.request.detokenizer import INCOMPLETE, Detokenizer
+from specdec_fast.request.string_search import search_for
 from specdec_fast.results import FinishReason
 
 
@@ -37,7 +38,7 @@ class StopStrings:
     """The emitted text of one request that has stop strings, and the search for them.
 
     The longest end of the text that begins a stop string is held back; the text before it is released. So a match can
-    only begin in the text that is held back, and only that is searched.
+    only begin in the text that is held back. Every character is read once, whatever the number of stop strings.
 
     Tokens are added one at a time even if a step emits several. So the token that completes a stop string depends on
     the tokens alone, not on how many a step emitted. It is the first token with which the text, if it ended there,
@@ -51,8 +52,8 @@ class StopStrings:
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
         self._detokenizer = detokenizer
-        self._stop = stop
-        self._longest = max(map(len, stop))
+        self._search = search_for(stop)
+        self._state = 0  # of the search, after the text that is held back
         # Released, but not returned by `take` yet; a stream may be read in another thread than the one that steps.
         self._released: deque[str] = deque()
         self._held = ""
@@ -92,20 +93,17 @@ class StopStrings:
 
     def _add(self, token: int, last: bool) -> bool:
         """Add one token; return whether the text now contains a stop string."""
-        self._held += self._detokenizer.add([token])
+        certain = self._detokenizer.add([token])
         rest = self._detokenizer.rest()
-        text = self._held + (rest if last else rest.rstrip(INCOMPLETE))
-        begins = [begin for begin in (text.find(stop) for stop in self._stop) if begin >= 0]
+        text = self._held + certain
+        self._state, in_certain = self._search.advance(self._state, certain)
+        # The rest may change with the next token, so the state after it is not kept.
+        _, in_rest = self._search.advance(self._state, rest if last else rest.rstrip(INCOMPLETE))
+        places = ((len(self._held), in_certain), (len(text), in_rest))
+        begins = [start + begin for start, begin in places if begin is not None]
         self._found = bool(begins)
         # If several stop strings are complete with this token, the text ends before the one that begins first.
-        keep = min(begins) if begins else self._num_certain(self._held)
-        self._released.append(text[:keep])
-        self._held = "" if begins else self._held[keep:]
+        keep = min(begins) if begins else len(text) - self._search.depths[self._state]
+        self._released.append((text + rest)[:keep])
+        self._held = "" if begins else text[keep:]
         return self._found
-
-    def _num_certain(self, text: str) -> int:
-        """Count the characters of ``text`` that are part of no stop string, whatever follows."""
-        for begin in range(max(0, len(text) - self._longest + 1), len(text)):
-            if any(stop.startswith(text[begin:]) for stop in self._stop):
-                return begin
-        return len(text)

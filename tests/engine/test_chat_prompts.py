@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from support.chats import HELLO, TEMPLATE, chat_tokenizer
+from specdec_fast.request import chat
+from support.chats import HELLO, LOOP, TEMPLATE, chat_tokenizer
 from support.scripted import ByteTokenizer
 
 PARAMS = sd.SamplingParams(max_new_tokens=3)
@@ -239,6 +240,16 @@ class TestErrors:
             engine.encode(HELLO, chat_template=template)
         with pytest.raises(sd.InvalidPromptError, match="has no tokens"):
             engine.encode(HELLO, chat_template="{{ nothing }}")
+
+    def test_a_template_that_does_not_end_is_ended(self, engine, templated, monkeypatch):
+        options = {"chat_template_kwargs": {"n": 10**5}, "chat_template": LOOP + TEMPLATE}
+        with monkeypatch.context() as patch:
+            patch.setattr(chat, "TEMPLATE_SECONDS", 0.01)
+            bad, good = engine.generate([HELLO, [5, 6]], PARAMS, **options)
+        with pytest.raises(sd.ChatTemplateError, match=r"longer than 0.01 s; correct the messages or chat_template_kw"):
+            bad.raise_for_error()
+        assert good.error is None
+        assert engine.encode(HELLO, chat_template=LOOP + TEMPLATE, chat_template_kwargs={"n": 1}) == templated
 
     @pytest.mark.parametrize("tokenizer", [chat_tokenizer(None), ByteTokenizer([b"a"] * 1024)], ids=["None", "own"])
     def test_tokenizers_without_a_template(self, target, tokenizer):

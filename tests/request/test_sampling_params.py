@@ -50,6 +50,28 @@ def test_what_must_be_a_list_is_not_one_element(name):
         sd.SamplingParams(**{name: None})
 
 
+@pytest.mark.parametrize(
+    ("name", "most", "message"),
+    [
+        ("stop", [f"s{i}" for i in range(1024)], "1025 strings; expected at most 1024"),
+        ("stop", ["a" * 16_000, "b" * 384], "16385 characters together; expected at most 16384"),
+        ("stop_token_ids", list(range(16_384)), "16385 token ids; expected at most 16384"),
+    ],
+    ids=["strings", "characters", "token ids"],
+)
+def test_stops_have_a_limit_and_its_message_is_short(name, most, message):
+    assert len(getattr(sd.SamplingParams(**{name: most}), name)) == len(most)
+    with pytest.raises(InvalidParamsError, match=rf"{name}=\(.*{message}") as caught:
+        sd.SamplingParams(**{name: [*most, most[0][:1] if name == "stop" else 0]})
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_wrong_stop_among_many_has_a_short_message():
+    with pytest.raises(InvalidParamsError, match="expected non-empty strings") as caught:
+        sd.SamplingParams(stop=[*["END"] * 100_000, ""])
+    assert len(str(caught.value)) < 1000
+
+
 # The ends of every range, which are inside.
 @pytest.mark.parametrize(
     "values",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from specdec_fast.request.detokenizer import Detokenizer
 from specdec_fast.request.stopping import StopStrings
+from specdec_fast.request.string_search import StringSearch
 from support.fuzzing import fuzz
 from support.scripted import INCOMPLETE, ByteTokenizer
 
@@ -71,6 +72,44 @@ class TestAgainstTheDefinition:
     @given(**arguments_of_check("aü€🚀", most_characters=12, most_cuts=40, longest_stop=3))
     def test_characters_of_many_bytes(self, text, cuts, stop, blocks):
         self.check(text, cuts, stop, blocks)
+
+
+class TestManyStringsAtOnce:
+    """The automaton against a search for every string by itself, over a text in several parts."""
+
+    @fuzz(300)
+    @given(
+        strings=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=12).map(tuple),
+        parts=st.lists(st.text("abc", max_size=8), max_size=6),
+    )
+    def test_against_the_definition(self, strings, parts):
+        search, state, text = StringSearch(strings), 0, ""
+        for part in parts:
+            state, found = search.advance(state, part)
+            start, text = len(text), text + part
+            begins = [
+                end - len(string) - start
+                for string in strings
+                for end in range(start + 1, len(text) + 1)
+                if text[:end].endswith(string)
+            ]
+            assert found == min(begins, default=None)
+            assert search.depths[state] == max(n for s in strings for n in range(len(s) + 1) if text.endswith(s[:n]))
+
+    def test_a_character_costs_the_same_whatever_the_number_of_strings(self):
+        class Counted(dict):
+            num_reads = 0
+
+            def get(self, key):
+                self.num_reads += 1
+                return super().get(key)
+
+        text = "0000abcd" * 20
+        for strings in (("0000",), tuple(f"{i:04}" for i in range(1024)), ("0" * 9000 + "1",)):
+            search = StringSearch(strings)
+            search._edges = Counted(search._edges)
+            search.advance(0, text)
+            assert search._edges.num_reads <= 2 * len(text)
 
 
 class CountingTokenizer(ByteTokenizer):

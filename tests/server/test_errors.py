@@ -27,6 +27,7 @@ HI = {"prompt": "Hi"}
         ({"prompt": "Hi", "temperature": -1}, 400, "temperature", "expected 0"),
         ({"prompt": "Hi", "top_p": 0}, 400, "top_p", "expected"),
         ({"prompt": "Hi", "stop": [""]}, 400, "stop", "non-empty"),
+        ({"prompt": "Hi", "stop": ["a"] * 1025}, 400, "stop", "1025 strings; expected at most 1024"),
         ({"prompt": "Hi", "seed": 2**63}, 400, "seed", "expected an integer"),
         ({"prompt": "Hi", "num_draft_tokens": 50}, 400, None, "drafts at most 5"),
         ({"prompt": [10**9]}, 400, None, "outside the target's vocabulary"),
