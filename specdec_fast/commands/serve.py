@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 _KEY_VARIABLE = "SPECDEC_API_KEY"
 _LARGEST_PORT = 65535
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_NO_CHATS = (
+    "warning: the tokenizer has no chat template, so requests to /v1/chat/completions will be refused; pass "
+    "--chat-template FILE."
+)
 _FLUSH_SECONDS = 2  # for clients that have not read the end of their answers when all requests have ended
 
 
@@ -87,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"serve needs FastAPI, uvicorn and prometheus-client ({error}); pip install '.[serve]'."
         ) from None
+    from specdec_fast.request.chat import lacks_chat_template
     from specdec_fast.service import AsyncEngine
 
     chat_template = read_chat_template(args)
@@ -100,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
         engine = AsyncEngine(args.target, args.draft, config, **limits)
         if chat_template is not None and engine.engine.tokenizer is not None:
             engine.engine.tokenizer.chat_template = chat_template
+        if lacks_chat_template(engine.engine.tokenizer):
+            print(_NO_CHATS, file=sys.stderr)
         app = create_app(
             engine,
             model_names=args.served_model_name or [args.target],

@@ -1,8 +1,8 @@
 """Fields of a request that are refused, because whoever ignores one answers another request.
 
-They are those by which OpenAI's API, vLLM, SGLang, TGI, llama.cpp and transformers constrain an answer, change its text,
-or ask for something that the engine does not compute. A field that only qualifies another one, such as
-``mirostat_tau``, is none of them.
+With them OpenAI's API, vLLM, SGLang, TGI, llama.cpp and transformers constrain an answer, change its text, or ask for
+something that the engine does not compute. A field that only qualifies another one, such as ``mirostat_tau``, is none
+of them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
 }
 
-# Fields that a request may have with this choice: the model is to call none of the functions, which are not shown to it.
+# The fields that say whether the model may call these functions. With "none" the functions change nothing, because they
+# are not shown to the model.
 _CHOICES = {"tools": "tool_choice", "functions": "function_call"}
 
 _ADVICE = {
