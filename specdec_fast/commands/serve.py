@@ -87,10 +87,11 @@ def run(args: argparse.Namespace) -> int:
     if args.shutdown_timeout < 0:
         raise ConfigError(f"--shutdown-timeout {args.shutdown_timeout}: expected seconds >= 0.")
     try:
+        import specdec_fast.server.connections  # noqa: F401 - used by _serve
         from specdec_fast.server.app import create_app
     except ImportError as error:
         raise ConfigError(
-            f"serve needs FastAPI, uvicorn and prometheus-client ({error}); pip install '.[serve]'."
+            f"serve needs FastAPI, uvicorn, httptools and prometheus-client ({error}); pip install '.[serve]'."
         ) from None
     from specdec_fast.request.chat import lacks_chat_template
     from specdec_fast.service import AsyncEngine
@@ -174,6 +175,8 @@ async def _serve(app: FastAPI, engine: AsyncEngine, listener: socket.socket, arg
     """Serve until a signal; then refuse requests with 503, finish the others for a while, and close the engine."""
     import uvicorn
 
+    from specdec_fast.server.connections import BoundedConnection
+
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -181,7 +184,12 @@ async def _serve(app: FastAPI, engine: AsyncEngine, listener: socket.socket, arg
             yield
 
     config = uvicorn.Config(
-        app, lifespan="on", timeout_graceful_shutdown=_FLUSH_SECONDS, access_log=not args.no_access_log
+        app,
+        lifespan="on",
+        http=BoundedConnection,
+        ws="none",
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        access_log=not args.no_access_log,
     )
     server, loop, closing = Server(config), asyncio.get_running_loop(), [args.shutdown_timeout, 0.0]
     tasks: list[asyncio.Task[None]] = []
