@@ -83,7 +83,11 @@ class InvalidPromptError(RequestError, ValueError):
 
 
 class ChatTemplateError(RequestError, ValueError):
-    """The prompt is messages, but the tokenizer has no chat template, or the template fails or takes too long."""
+    """The prompt is messages, which the chat template cannot write, or not within its limit of time."""
+
+
+class MissingChatTemplateError(ChatTemplateError):
+    """The prompt is messages, but the tokenizer has no chat template."""
 
 
 class MissingTokenizerError(RequestError, ValueError):

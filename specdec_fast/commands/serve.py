@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 _KEY_VARIABLE = "SPECDEC_API_KEY"
 _LARGEST_PORT = 65535
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_NO_CHATS = (
+    "warning: the tokenizer has no chat template, so requests to /v1/chat/completions will be refused; pass "
+    "--chat-template FILE."
+)
 _FLUSH_SECONDS = 2  # for clients that have not read the end of their answers when all requests have ended
 
 
@@ -82,11 +87,13 @@ def run(args: argparse.Namespace) -> int:
     if args.shutdown_timeout < 0:
         raise ConfigError(f"--shutdown-timeout {args.shutdown_timeout}: expected seconds >= 0.")
     try:
+        import specdec_fast.server.connections  # noqa: F401 - used by _serve
         from specdec_fast.server.app import create_app
     except ImportError as error:
         raise ConfigError(
-            f"serve needs FastAPI, uvicorn and prometheus-client ({error}); pip install '.[serve]'."
+            f"serve needs FastAPI, uvicorn, httptools and prometheus-client ({error}); pip install '.[serve]'."
         ) from None
+    from specdec_fast.request.chat import lacks_chat_template
     from specdec_fast.service import AsyncEngine
 
     chat_template = read_chat_template(args)
@@ -100,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
         engine = AsyncEngine(args.target, args.draft, config, **limits)
         if chat_template is not None and engine.engine.tokenizer is not None:
             engine.engine.tokenizer.chat_template = chat_template
+        if lacks_chat_template(engine.engine.tokenizer):
+            print(_NO_CHATS, file=sys.stderr)
         app = create_app(
             engine,
             model_names=args.served_model_name or [args.target],
@@ -166,6 +175,8 @@ async def _serve(app: FastAPI, engine: AsyncEngine, listener: socket.socket, arg
     """Serve until a signal; then refuse requests with 503, finish the others for a while, and close the engine."""
     import uvicorn
 
+    from specdec_fast.server.connections import BoundedConnection
+
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -173,7 +184,12 @@ async def _serve(app: FastAPI, engine: AsyncEngine, listener: socket.socket, arg
             yield
 
     config = uvicorn.Config(
-        app, lifespan="on", timeout_graceful_shutdown=_FLUSH_SECONDS, access_log=not args.no_access_log
+        app,
+        lifespan="on",
+        http=BoundedConnection,
+        ws="none",
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        access_log=not args.no_access_log,
     )
     server, loop, closing = Server(config), asyncio.get_running_loop(), [args.shutdown_timeout, 0.0]
     tasks: list[asyncio.Task[None]] = []

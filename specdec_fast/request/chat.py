@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
+from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec_fast.errors import ChatTemplateError, InvalidPromptError, MissingTokenizerError
+from specdec_fast.errors import (
+    ChatTemplateError,
+    InvalidPromptError,
+    MissingChatTemplateError,
+    MissingTokenizerError,
+)
 from specdec_fast.request.detokenizer import is_failure, lone_surrogate
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.time_limit import run_within
@@ -71,7 +78,8 @@ def apply_chat_template(
     Raises:
         InvalidPromptError: a message holds a character that the tokenizer cannot encode.
         MissingTokenizerError: no tokenizer is known.
-        ChatTemplateError: the tokenizer has no chat template, or the template fails or takes too long.
+        MissingChatTemplateError: the tokenizer has no chat template.
+        ChatTemplateError: the template fails or takes too long.
 
     """
     if tokenizer is None:
@@ -83,14 +91,14 @@ def apply_chat_template(
     keywords |= {"continue_final_message": True} if options.continue_final_message else {}
     keywords |= {"chat_template": options.chat_template} if options.chat_template is not None else {}
     keywords |= {"tools": list(options.tools)} if options.tools else {}
-    if _lacks_template(tokenizer, options):
-        raise ChatTemplateError(
+    if lacks_chat_template(tokenizer, options.chat_template):
+        raise MissingChatTemplateError(
             "the prompt is a list of messages, but the tokenizer has no chat template; pass chat_template=..., set "
             "tokenizer.chat_template, or pass the prompt as a string."
         )
-    apply = partial(tokenizer.apply_chat_template, messages, **keywords, **options.chat_template_kwargs)
+    written = partial(_written, tokenizer, messages, keywords | dict(options.chat_template_kwargs))
     try:
-        return run_within(TEMPLATE_SECONDS, apply)
+        return run_within(TEMPLATE_SECONDS, written)
     except BaseException as error:  # a template raises errors of Jinja, and whatever its expressions raise
         if not is_failure(error):
             raise
@@ -98,30 +106,65 @@ def apply_chat_template(
             apply_chat_template(tokenizer, messages, options, tokenize=False)  # raises if the template is what failed
             raise InvalidPromptError(f"the tokenizer cannot encode {hint}: {type(error).__name__}: {error}") from error
         raise ChatTemplateError(
-            f"the chat template cannot write the messages: {type(error).__name__}: {error}; correct the messages or "
-            "chat_template_kwargs, or pass another chat_template=..."
+            f"the chat template cannot write the messages: {type(error).__name__}: {error}; correct the messages, "
+            "chat_template_kwargs or the template."
         ) from error
+
+
+def _written(tokenizer: Any, messages: list[dict[str, Any]], keywords: dict[str, Any]) -> Any:
+    """Return what the template makes of messages; the arguments of their tool calls are mappings, as most expect.
+
+    OpenAI's API has them as JSON in a string. The templates of DeepSeek-V3 join that to a text, which a mapping fails.
+    """
+    with_mappings = [_with_mappings(message) for message in messages]
+    try:
+        return tokenizer.apply_chat_template(with_mappings, **keywords)
+    except Exception:
+        if with_mappings != messages:
+            with suppress(Exception):
+                return tokenizer.apply_chat_template(messages, **keywords)
+        raise
+
+
+def _with_mappings(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_parsed_call(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _parsed_call(call: Any) -> Any:
+    """Return a tool call whose arguments are a mapping, or the call itself if they are no JSON of an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        parsed = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):  # a model may have written anything
+        return call
+    return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
 
 
 def surrogate_in(messages: list[dict[str, Any]]) -> str | None:
     """Name the first message whose role or content has half of a surrogate pair; None if there is none."""
     for index, message in enumerate(messages):
         for name in ("role", "content"):
-            if (hint := lone_surrogate(message[name] or "")) is not None:
+            if (hint := lone_surrogate(message.get(name, ""))) is not None:
                 return f"the {name} of message {index}, {hint}"
     return None
 
 
-def _lacks_template(tokenizer: Any, options: PromptOptions) -> bool:
+def lacks_chat_template(tokenizer: Any, chat_template: str | None = None) -> bool:
+    """Return whether a tokenizer, with a template if one is given, cannot write messages."""
     if not callable(getattr(tokenizer, "apply_chat_template", None)):
         return True
     # Tokenizers with a format of their own (mistral-common) apply it without a template.
     takes_template = getattr(type(tokenizer), "get_chat_template", None) is PreTrainedTokenizerBase.get_chat_template
-    return takes_template and not (options.chat_template or tokenizer.chat_template)
+    return takes_template and not (chat_template or tokenizer.chat_template)
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
-    """Return a copy of a message whose content is a string.
+    """Return a copy of a message whose content is a string, without fields that are None.
+
+    Recent versions of transformers leave these fields out themselves.
 
     Raises:
         InvalidPromptError: the message has no role, or no content that a template of texts can write.
@@ -137,7 +180,8 @@ def _message(index: int, message: Any) -> dict[str, Any]:
     # An answer may consist of tool calls alone.
     if not isinstance(content, str) and not (content is None and role == "assistant"):
         raise InvalidPromptError(f"message {index} has the content {content!r:.80}; {_EXPECTED}.")
-    return {**message, "content": content}
+    fields = {**message, "content": content}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _hint(message: Mapping[str, Any]) -> str:

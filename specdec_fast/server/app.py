@@ -98,6 +98,8 @@ def create_app(
     )
     for method, path, function in routes:
         app.add_api_route(path, function, methods=[method], response_model=None)
+        if method == "GET":
+            app.add_api_route(path, function, methods=["HEAD"], response_model=None, include_in_schema=False)
     return app
 
 

@@ -15,6 +15,7 @@ from specdec_fast.errors import (
     EngineOverloadedError,
     InvalidLogitsError,
     InvalidParamsError,
+    MissingChatTemplateError,
     NotYetSupportedError,
     PromptTooLongError,
     RequestCancelledError,
@@ -35,6 +36,13 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], int, str, str | None], ...] = (
     ((PromptTooLongError,), 400, INVALID, "context_length_exceeded"),
     ((StepError, RequestMemoryError, InvalidLogitsError, DetokenizationError), 500, "server_error", None),
     ((RequestError, ConfigError, InvalidParamsError, NotYetSupportedError), 400, INVALID, None),
+)
+
+
+# What a client can do differs from what a caller of the library can do.
+_NO_CHAT_TEMPLATE = (
+    "the tokenizer has no chat template, so the model cannot be sent messages; start specdec-fast with --chat-template "
+    "FILE, or send a prompt to /v1/completions."
 )
 
 
@@ -69,6 +77,8 @@ def problem_of(error: Exception) -> Problem:
         if isinstance(error, kinds):
             if isinstance(error, (StepError, RequestMemoryError)):  # the message repeats one of the model's code
                 return Problem(status, "the step that served this request failed; see the server's log.", type_)
+            if isinstance(error, MissingChatTemplateError):
+                return Problem(status, _NO_CHAT_TEMPLATE, type_, "messages", code)
             name = re.match(r"(\w+)=", str(error)) if isinstance(error, InvalidParamsError) else None
             param = name and _NAMES.get(name[1], name[1])
             return Problem(status, str(error), type_, param, code)

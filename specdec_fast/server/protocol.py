@@ -1,8 +1,8 @@
 """The request bodies of OpenAI's API, as prompts and parameters of the engine; without HTTP.
 
-Pydantic checks a body as it is, without conversions (the string "5" is not a number). A field that OpenAI or vLLM
-define, and that this library does not serve, is refused unless its value changes nothing. Any other unknown field is
-ignored, as in vLLM.
+Pydantic checks a body as it is, without conversions (the string "5" is not a number). A field that would change the
+answer, and that this library does not serve, is refused (``unsupported``). Any other unknown field is ignored, as in
+vLLM.
 """
 
 from __future__ import annotations
@@ -17,58 +17,12 @@ from pydantic.types import FailFast
 from pydantic_core import PydanticCustomError
 
 from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.server.unsupported import UNSUPPORTED, first_unsupported
 
 _logger = logging.getLogger("specdec_fast.server")
 _MOST_CHOICES = 128  # of one prompt, as in OpenAI's API
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _ONLY_EMITTED = "the engine returns the log-probability of the emitted tokens only"
-
-# Fields that are refused, with the values that change nothing; None is always one.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "documents": ([],),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "moderation": (),
-    "presence_penalty": (0,),
-    "priority": (0,),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "repetition_detection": (),
-    "response_format": ({"type": "text"},),
-    "return_prompt_text": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "structural_tag": (),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "thinking_token_budget": (-1,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": (),
-    "watermarking": (False,),
-    "web_search_options": (),
-}
 
 
 class _FirstError(FailFast):
@@ -125,10 +79,9 @@ class RequestBody(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> RequestBody:
         unknown = self.model_extra or {}
-        for name, value in unknown.items():
-            if name in _UNSUPPORTED and value is not None and value not in _UNSUPPORTED[name]:
-                raise _refuse(name, "this field is not supported; leave it out")
-        if ignored := unknown.keys() - _UNSUPPORTED.keys():
+        if (refused := first_unsupported(unknown)) is not None:
+            raise _refuse(*refused)
+        if ignored := unknown.keys() - UNSUPPORTED.keys():
             _logger.debug("fields of a request that are ignored: %s", ", ".join(sorted(ignored)))
         if self.stream_options is not None and not self.stream:
             raise _refuse("stream_options", "only for requests with stream=true")

@@ -94,6 +94,22 @@ def test_a_stream_interval_makes_fewer_events_of_the_same_tokens(make_engine):
     assert len([size for size in sizes if size < 20]) <= 4, "the first and the last of each choice"
 
 
+def test_a_conversation_with_tool_calls_is_answered(app, engine, chat_tokens):
+    """As clients send it back: without content, with arguments as JSON, and with fields that are null."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        HELLO[1],
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
+    ]
+    written = [HELLO[1], {"role": "assistant", "content": ""}, {"role": "tool", "content": "sunny"}]
+    ids = chat_tokens.apply_chat_template(written, add_generation_prompt=True, return_dict=False)
+    body = {"messages": messages, "tools": [{"name": "f"}], "tool_choice": "none", "temperature": 0}
+    (exchange,) = served(app, ("/v1/chat/completions", body | {"return_token_ids": True}))
+    assert exchange.json["prompt_token_ids"] == ids, "the template has seen no tools"
+    assert exchange.json["choices"][0]["message"]["content"] == reference(engine, ids, max_new_tokens=12).text
+
+
 def test_many_requests_at_once_are_answered_as_if_alone(app, engine, prompts):
     bodies = [{"prompt": prompt, "temperature": 0, "stream": i % 2 == 0} for i, prompt in enumerate(prompts)]
     exchanges = served(app, *(("/v1/completions", body | {"return_token_ids": True}) for body in bodies))

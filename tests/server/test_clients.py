@@ -189,6 +189,20 @@ def test_bytes_that_no_client_should_send(server, body, length, status):
         assert connection.recv(100).startswith(b"HTTP/1.1 " + status)
 
 
+def test_headers_without_an_end_are_not_kept(server):
+    """With no key; ``test_connections.py`` has other ways to send too much."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX-Long: ".ljust((64 << 10) + 1, b"a"))
+        assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
+
+
+def test_head_has_no_body(server):
+    for path in ("/health", "/metrics"):
+        response = httpx.head(f"{server.url}{path}", timeout=None)
+        assert (response.status_code, response.content) == (200, b"")
+
+
 def test_a_client_that_does_not_read_delays_nobody(server, client, reference):
     body = FIELDS | {"max_tokens": 450, "ignore_eos": True, "stream": True, "logprobs": 0, "n": 8}
     with raw_request(server, json.dumps(body).encode()) as connection:

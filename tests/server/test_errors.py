@@ -54,6 +54,18 @@ def test_too_many_choices_are_refused_before_any_is_made(app, monkeypatch):
     assert "320000 choices in one request; the server takes" in exchange.json["error"]["message"]
 
 
+def test_a_chat_without_a_template_is_told_what_the_server_can_do(make_engine, chat_tokens, monkeypatch):
+    """Not to pass ``chat_template``, which the server refuses."""
+    monkeypatch.setattr(chat_tokens, "chat_template", None)
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    (exchange,) = served(create_app(make_engine()), ("/v1/chat/completions", body))
+    error = exchange.json["error"]
+    assert (exchange.status, error["type"]) == (400, "invalid_request_error")
+    assert "the tokenizer has no chat template" in error["message"]
+    assert "--chat-template FILE" in error["message"]
+    assert "chat_template=" not in error["message"]
+
+
 def test_wrong_messages_get_openais_errors(app):
     wrong = (
         [{"role": "user"}],

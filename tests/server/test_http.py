@@ -80,6 +80,21 @@ def test_the_api_key_guards_everything_but_health_and_metrics(engine):
     assert large.status == 401, "nothing of a body is read without the key"
 
 
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/demo", "/v1/models/x"])
+def test_head_is_answered_as_get(app, path):
+    """Load balancers look at /health with HEAD; whatever serves the application leaves the body out."""
+
+    async def main():
+        head = Exchange(app, path)
+        head.scope["method"] = "HEAD"
+        return await head(), await fetch(app, path), await fetch(app, "/openapi.json")
+
+    head, get, schema = asyncio.run(main())
+    assert head.headers["content-type"] == get.headers["content-type"]
+    assert head.status == get.status or {head.status, get.status} == {200, 503}, "the engine is warm by now"
+    assert schema.status == 200
+
+
 @pytest.mark.parametrize(
     ("length", "status"),
     [(b"\xb2", 200), (b"100", 200), (b"101", 413), (b"9" * 5000, 413), (b"0" * 5000 + b"7", 200)],

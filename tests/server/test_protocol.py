@@ -12,7 +12,8 @@ from pydantic import ValidationError
 import specdec_fast as sd
 from specdec_fast.sampling_params import OPENAI_DEFAULTS
 from specdec_fast.server.problems import problem_of, validation_problem
-from specdec_fast.server.protocol import _UNSUPPORTED, ChatBody, CompletionBody
+from specdec_fast.server.protocol import ChatBody, CompletionBody
+from specdec_fast.server.unsupported import UNSUPPORTED
 
 HELLO = [{"role": "user", "content": "Hello"}]
 DEFAULTS = replace(OPENAI_DEFAULTS, max_new_tokens=99)
@@ -87,9 +88,9 @@ def test_a_body_replaces_only_the_defaults_that_it_names():
 
 def test_null_is_the_default():
     fields = [name for name in CompletionBody.model_fields if name not in ("prompt",)]
-    assert completion(**dict.fromkeys([*fields, *_UNSUPPORTED])).requests(DEFAULTS) == completion().requests(DEFAULTS)
+    assert completion(**dict.fromkeys([*fields, *UNSUPPORTED])).requests(DEFAULTS) == completion().requests(DEFAULTS)
     fields = [name for name in ChatBody.model_fields if name != "messages"]
-    assert chat(**dict.fromkeys([*fields, *_UNSUPPORTED])).requests(DEFAULTS) == chat().requests(DEFAULTS)
+    assert chat(**dict.fromkeys([*fields, *UNSUPPORTED])).requests(DEFAULTS) == chat().requests(DEFAULTS)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +119,10 @@ def test_chat_fields():
 
 
 def test_unknown_fields_are_ignored_and_unsupported_ones_refused():
-    assert completion(some_new_field={"a": 1}, user="me").requests(DEFAULTS) == completion().requests(DEFAULTS)
-    for name, neutral in _UNSUPPORTED.items():
+    harmless = {"some_new_field": {"a": 1}, "user": "me", "metadata": {}, "store": True, "parallel_tool_calls": False}
+    harmless |= {"mirostat_tau": 3.0, "guided_decoding_backend": "xgrammar"}  # of fields that are not there
+    assert completion(**harmless).requests(DEFAULTS) == completion().requests(DEFAULTS)
+    for name, neutral in UNSUPPORTED.items():
         for value in neutral:
             completion(**{name: value})
         problem = refusal(CompletionBody, {"prompt": "Hi", name: {"another": "value"}})
@@ -178,12 +181,52 @@ def test_refusals_name_the_field(kind, body, param, message):
         ("structural_tag", "{}"),
         ("thinking_token_budget", 0),
         ("watermarking", True),
+        ("regex", "yes|no"),
+        ("ebnf", "root ::= 'yes'"),
+        ("json_schema", {}),
+        ("grammar", 'root ::= "yes"'),
+        ("lora_path", "adapter"),
+        ("lora_request", {"lora_name": "adapter"}),
+        ("mirostat", 2),
+        ("typical_p", 0.9),
+        ("min_new_tokens", 5),
+        ("n_predict", -1),
+        ("cache_salt", "abc"),
+        ("dry_multiplier", 0.8),
+        ("xtc_probability", 0.5),
+        ("custom_logit_processor", "{}"),
+        ("stop_regex", "a+"),
     ],
 )
 def test_fields_that_would_change_the_answer_are_not_ignored(name, value):
-    """Of the newer fields of OpenAI and vLLM; ignoring one would answer another request."""
+    """Of other servers, and newer ones of OpenAI; ignoring one would answer another request."""
     problem = refusal(ChatBody, {"messages": HELLO, name: value})
     assert (problem.status, problem.param) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"max_new_tokens": 5}, "max_new_tokens: this field is not supported; use max_tokens."),
+        ({"n_predict": 5}, "use max_tokens"),
+        ({"repeat_penalty": 1.1}, "use repetition_penalty"),
+        ({"enable_thinking": False}, "put it into chat_template_kwargs"),
+        ({"chat_template": "x"}, "--chat-template"),
+        ({"tools": [{}]}, 'send tool_choice="none"'),
+    ],
+)
+def test_a_refusal_names_the_field_that_is_served(fields, advice):
+    assert advice in refusal(ChatBody, {"messages": HELLO, **fields}).message
+
+
+def test_functions_that_are_not_to_be_called_change_nothing():
+    """They are not shown to the model, which could not be kept from calling them."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    body = chat(tools=tools, tool_choice="none", functions=tools, function_call="none")
+    assert body.requests(DEFAULTS) == chat().requests(DEFAULTS)
+    assert body.prompt_options() == {}
+    for choice in ({}, {"tool_choice": "auto"}, {"function_call": "none"}):
+        assert refusal(ChatBody, {"messages": HELLO, "tools": tools, **choice}).param == "tools"
 
 
 def test_continuous_usage_changes_nothing_without_usage():

@@ -6,6 +6,7 @@ import gc
 import re
 import socket
 
+import pytest
 import uvicorn
 
 from specdec_fast.assets import demo_pair
@@ -39,3 +40,17 @@ def test_the_garbage_collector_passes_over_the_models_while_they_are_served(monk
     before, during, after = *counts, gc.get_freeze_count()
     assert during > before, "a full collection looks at every object of torch and the models"
     assert after <= before
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_a_model_that_cannot_be_sent_messages_is_reported_at_the_start(monkeypatch, capsys, tmp_path, has_template):
+    async def served(app, engine, listener, args):
+        await engine.close()
+
+    monkeypatch.setattr(serve, "_serve", served)
+    (tmp_path / "template").write_text("{{ messages[0].content }}")
+    options = ["--chat-template", str(tmp_path / "template")] if has_template else []
+    assert main(["serve", "--target", str(demo_pair() / "target"), "--draft", "none", "--port", "0", *options]) == 0
+    printed = capsys.readouterr().err
+    assert ("no chat template" in printed) is not has_template
+    assert ("pass --chat-template FILE" in printed) is not has_template

@@ -1,0 +1,150 @@
+"""Fields of a request that are refused, because whoever ignores one answers another request.
+
+With them OpenAI's API, vLLM, SGLang, TGI, llama.cpp and transformers constrain an answer, change its text, or ask for
+something that the engine does not compute. A field that only qualifies another one, such as ``mirostat_tau``, is none
+of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# The values that change nothing; None is always one.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "adapter_id": (),
+    "adaptive_target": (-1,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "cache_salt": (),
+    "chat_template": (),
+    "custom_logit_processor": (),
+    "do_sample": (),
+    "documents": ([],),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "ebnf": (),
+    "enable_thinking": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "generation_config": (),
+    "grammar": ("",),  # llama.cpp's default
+    "guidance_scale": (1,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_json_object": (False,),
+    "guided_regex": (),
+    "guideline": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "input_ids": (),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logit_bias": ({}, []),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "lora": ([],),
+    "lora_path": (),
+    "lora_request": (),
+    "max_length": (),
+    "max_new_tokens": (),
+    "max_output_tokens": (),
+    "min_keep": (0, 1),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "n_cmpl": (1,),
+    "n_indent": (0,),
+    "n_predict": (),  # -1, no limit, would be another one than the server's
+    "n_probs": (0,),
+    "no_repeat_ngram_size": (0,),
+    "no_stop_trim": (False,),
+    "num_beams": (1,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning": (),
+    "reasoning_budget_tokens": (-1,),
+    "reasoning_effort": (),
+    "reasoning_format": ("none", "auto"),
+    "regex": (),
+    "repeat_penalty": (1,),
+    "repetition_detection": (),
+    "response_format": ({"type": "text"},),
+    "return_full_text": (False,),
+    "return_hidden_states": (False,),
+    "return_prompt_text": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "samplers": (),
+    "session_params": (),
+    "skip_special_tokens": (True,),
+    "smoothing_factor": (0,),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ("", []),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "t_max_predict_ms": (-1, 0),
+    "tfs_z": (1,),
+    "thinking": (),
+    "thinking_token_budget": (-1,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_a": (0,),
+    "top_n_sigma": (-1, 0),
+    "truncate": (),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "vllm_xargs": ({},),
+    "watermark": (False,),
+    "watermarking": (False,),
+    "web_search_options": (),
+    "xtc_probability": (0,),
+}
+
+# The fields that say whether the model may call these functions. With "none" the functions change nothing, because they
+# are not shown to the model.
+_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
+
+_ADVICE = {
+    "cache_salt": "the engine has no prefix cache; leave it out",
+    "chat_template": "the server's option --chat-template sets the template of all requests",
+    "do_sample": "use temperature; 0 decodes greedily",
+    "enable_thinking": "put it into chat_template_kwargs",
+    "functions": 'leave them out, or send function_call="none"',
+    "max_length": "use max_tokens",
+    "max_new_tokens": "use max_tokens",
+    "max_output_tokens": "use max_tokens",
+    "n_cmpl": "use n",
+    "n_predict": "use max_tokens",
+    "n_probs": "use logprobs",
+    "repeat_penalty": "use repetition_penalty",
+    "thinking": "use chat_template_kwargs",
+    "tools": 'leave them out, or send tool_choice="none"',
+}
+
+
+def first_unsupported(fields: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the name of the first field that must be refused, with the reason; None if there is none.
+
+    Args:
+        fields: the fields of a request that are not served.
+
+    """
+    for name, value in fields.items():
+        changes_nothing = value is None or value in UNSUPPORTED.get(name, (value,))
+        if not changes_nothing and fields.get(_CHOICES.get(name, "")) != "none":
+            return name, f"this field is not supported; {_ADVICE.get(name, 'leave it out')}"
+    return None
