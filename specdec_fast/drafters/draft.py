@@ -101,10 +101,8 @@ class Draft:
         if not isinstance(self.token_ids, Tensor) or self.token_ids.dtype != torch.int64:
             kind = getattr(self.token_ids, "dtype", type(self.token_ids).__name__)
             raise DrafterError(f"a drafter's token_ids are {kind}; expected a tensor of int64.")
-        if self.token_ids.is_meta or self.token_ids.is_nested or self.token_ids.layout is not torch.strided:
-            kind = "nested" if self.token_ids.is_nested else f"{self.token_ids.layout} on {self.token_ids.device}"
-            raise DrafterError(f"a drafter's token_ids are {kind}; expected a dense tensor on a device with memory.")
-        if not isinstance(counts, (list, tuple)) or not all(isinstance(n, int) for n in counts):
+        _expect_dense("token_ids", self.token_ids)
+        if not isinstance(counts, (list, tuple)) or not all(type(n) is int for n in counts):
             raise DrafterError(f"a drafter's num_draft_tokens are {counts!r}; expected a list of integers.")
         if len(counts) != len(limits) or any(not 0 <= n <= limit for n, limit in zip(counts, limits, strict=False)):
             raise DrafterError(f"a drafter proposed {counts} tokens per sequence; at most {limits} were asked for.")
@@ -149,7 +147,17 @@ class Draft:
     def _per_token(self, name: str, tensor: Any, dtype: torch.dtype) -> Tensor:
         """Return ``tensor`` if it has one value of ``dtype`` per token."""
         shape = self.token_ids.shape
-        if isinstance(tensor, Tensor) and tensor.dtype == dtype and tensor.shape == shape:
-            return tensor
-        kind = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        kind = type(tensor).__name__
+        if isinstance(tensor, Tensor):
+            _expect_dense(name, tensor)
+            if tensor.dtype == dtype and tensor.shape == shape:
+                return tensor
+            kind = f"{tensor.dtype} {list(tensor.shape)}"
         raise DrafterError(f"a drafter's {name} are {kind}; expected a tensor of {str(dtype)[6:]} {list(shape)}.")
+
+
+def _expect_dense(name: str, tensor: Tensor) -> None:
+    """Check that the values of a tensor can be read."""
+    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
+        raise DrafterError(f"a drafter's {name} are {kind}; expected a dense tensor on a device with memory.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from collections.abc import Sequence as Many
 from itertools import islice
 
 from torch import Tensor
 
 from specdec_fast.device_copy import to_device
+from specdec_fast.engine.step import Step
 from specdec_fast.errors import InvalidLogitsError
 from specdec_fast.ops import INVALID_TOKEN
 from specdec_fast.request.sequence import Sequence
@@ -60,6 +62,29 @@ def token_logprobs(logits: Tensor, rows: list[int], tokens: list[int]) -> list[f
     index = to_device([*rows, *tokens], logits.device).view(2, -1)
     logprobs = logits[index[0]].float().log_softmax(dim=-1)  # [R, vocab_size]
     return logprobs.gather(1, index[1, :, None])[:, 0].tolist()
+
+
+def commit_emissions(
+    step: Step, emissions: Many[list[int]], logprobs: Many[list[float] | None], live: Container[int]
+) -> list[tuple[Sequence, list[int]]]:
+    """Commit the emissions of a step.
+
+    Args:
+        step: of ``B`` sequences.
+        emissions: tokens of each sequence, from ``Verification.outcome``.
+        logprobs: of each sequence, from ``logprobs_of``.
+        live: ids of the requests that have not been cancelled; the others stay as they are.
+
+    Returns:
+        The sequences that have not been cancelled, with the tokens that each emitted.
+
+    """
+    drafted = zip(step.draft.num_draft_tokens, step.depths, strict=True)
+    return [
+        (sequence, commit_emission(sequence, *counts, emission, values))
+        for sequence, counts, emission, values in zip(step.batch, drafted, emissions, logprobs, strict=True)
+        if sequence.request_id in live
+    ]
 
 
 def commit_emission(

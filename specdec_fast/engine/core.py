@@ -6,17 +6,17 @@ sequence. The target's own choice at each row decides how many are accepted. Rej
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from time import perf_counter
 
 import torch
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import Drafter, StepResult
+from specdec_fast.drafters import Drafter
 from specdec_fast.engine import drafting
-from specdec_fast.engine.commit import commit_emission, logprobs_of
+from specdec_fast.engine.commit import commit_emissions, logprobs_of
 from specdec_fast.engine.pools import Pools
 from specdec_fast.engine.prefilling import Prefilling
+from specdec_fast.engine.reentry import outermost
 from specdec_fast.engine.residents import Residents
 from specdec_fast.engine.row_limit import RowLimit, memory_error
 from specdec_fast.engine.step import Step, StepOutput, draft_limits, step_error
@@ -32,7 +32,8 @@ from specdec_fast.speculation_length import LengthPolicy
 class EngineCore:
     """Waiting sequences, resident sequences, and the KV pool that they share.
 
-    Only one thread at a time may use it. ``Engine`` guards its own calls; any other caller must do the same.
+    Only one thread at a time may use it (``Engine`` guards its own calls), and no code that it calls (``outermost``,
+    which sets ``is_called``).
 
     Args:
         target: the model that decides every token.
@@ -62,6 +63,7 @@ class EngineCore:
         self.target, self.drafter = target, drafter
         self.scheduler, self.length_policy = scheduler, length_policy
         self.stats = RunStats()
+        self.is_called = False
         self._pools = Pools(target, drafter, config)
         self._row_limit = RowLimit()
         self._prefilling = Prefilling(target, drafter, config.max_prefill_tokens, self._row_limit)
@@ -89,6 +91,7 @@ class EngineCore:
         """Whether a request has not ended, or no step has returned its end yet."""
         return bool(self.waiting or self.resident or self.failed)
 
+    @outermost
     def add(self, request: Sequence) -> int:
         """Put a request into the queue.
 
@@ -110,6 +113,7 @@ class EngineCore:
         self._pools.is_sized, self._finished = False, 0.0
         return self._num_added
 
+    @outermost
     def cancel(self, request_id: int) -> bool:
         """Drop a request. No later step returns it.
 
@@ -126,6 +130,7 @@ class EngineCore:
             self._leave([request])
         return True  # step() releases a request of the launched step when it finishes that step
 
+    @outermost
     def cancel_all(self) -> None:
         """Drop every request, and the launched step."""
         self._requests.clear()
@@ -133,6 +138,7 @@ class EngineCore:
         self._launched = self._launch_error = None
         self._leave([*self.resident, *self.waiting])
 
+    @outermost
     def step(self) -> list[StepOutput]:
         """Run one step: plan, draft, verify, accept, commit.
 
@@ -150,7 +156,7 @@ class EngineCore:
         Raises:
             UnsupportedModelError: the target's weights or modules have changed since it was loaded.
             KVCacheAllocationError: there is no memory for a KV pool of ``kv_cache_tokens``.
-            DrafterError, LengthPolicyError: the drafter, or the policy of K, broke its contract.
+            DrafterError, LengthPolicyError, SchedulerError: the one that the error names broke its contract.
 
         """
         if self._launch_error is not None:  # from launching early: the previous call still returned its outputs
@@ -175,6 +181,7 @@ class EngineCore:
         """Raise the error with which ``add`` would refuse the request; any thread may call this."""
         self._pools.expect_room(request)
 
+    @outermost
     def drop_failed(self, error: BaseException) -> None:
         """Drop the sequences of a step that raised; the other sequences go on.
 
@@ -219,7 +226,7 @@ class EngineCore:
         if not ready:
             self._prefilling.passed()
             return None
-        self._in_step = self.scheduler.plan(ready)
+        self._in_step = self.scheduler.checked_plan(ready)
         fitting = self._row_limit.fit(self._in_step, draft_limits(self.length_policy, self._in_step))
         room = self._residents.make_room(*fitting, self._row_limit.most is None and self.length_policy.may_branch)
         self._in_step = room.batch
@@ -269,19 +276,15 @@ class EngineCore:
         try:
             with timer("accept"):
                 outcome = verification.outcome()
-                emissions, rows = outcome.emissions, outcome.accepted_rows(verification.counts)
-                logprobs = logprobs_of(batch, rows, emissions, verification.logits)
+                rows = outcome.accepted_rows(verification.counts)
+                logprobs = logprobs_of(batch, rows, outcome.emissions, verification.logits)
                 self.target.keep_paths(self._pools.pool(), batch, outcome.paths)
         except Exception as error:
             self._prepare_retry(error)
             return []
         with timer("commit"):
-            drafted, emitted = zip(step.draft.num_draft_tokens, step.depths, strict=True), []
-            for sequence, counts, emission, values in zip(batch, drafted, emissions, logprobs, strict=True):
-                if sequence.request_id in self._requests:  # a request that is cancelled stays as it is
-                    emitted.append((sequence, commit_emission(sequence, *counts, emission, values)))
-            result = StepResult(rows, verification.hidden_states)
-            lost = drafting.commit_to_drafter(self.drafter, batch, result, self._requests, self._row_limit)
+            emitted = commit_emissions(step, outcome.emissions, logprobs, self._requests)
+            lost = drafting.commit_to_drafter(self.drafter, step, rows, self._requests, self._row_limit)
             self._prefilling.restart(lost)
         self.length_policy.observe(step.observation(outcome, self._finished))
         self._finished = perf_counter()
@@ -292,9 +295,6 @@ class EngineCore:
         """Remove sequences that wait or are resident, and release what they hold."""
         for sequence in sequences:
             self._requests.pop(sequence.request_id, None)
+            self.stats.decoding.add(sequence.stats)
         self._residents.remove(sequences)  # all pages first, because what follows may raise
-        with ExitStack() as stack:  # an error for one sequence leaves nothing of the others behind
-            for sequence in sequences:
-                self.stats.decoding.add(sequence.stats)
-                stack.callback(self.drafter.release, sequence)
-                stack.callback(self.length_policy.forget, sequence)
+        drafting.release(self.drafter, self.length_policy, sequences)

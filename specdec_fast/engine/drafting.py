@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from collections.abc import Sequence as Many
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 
 from specdec_fast.drafters import Draft, Drafter, StepResult
 from specdec_fast.engine.row_limit import RowLimit
+from specdec_fast.engine.step import Step
 from specdec_fast.errors import DrafterError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import StageTimer
@@ -23,7 +26,7 @@ def expect_max_nodes(drafter: Drafter) -> None:
 
     """
     most = drafter.max_nodes
-    if not isinstance(most, int) or most < 0:
+    if not isinstance(most, int) or not 0 <= most < 2**31:
         raise DrafterError(f"a drafter's max_nodes is {most!r}; expected an integer from 0 on, 0 if it drafts chains.")
 
 
@@ -40,9 +43,17 @@ def admit_new(drafter: Drafter, batch: list[Sequence], limits: list[int], timer:
 
 def admit(drafter: Drafter, new: list[Sequence]) -> None:
     """Admit sequences that are not admitted."""
-    drafter.admit(new)
+    drafter.admit(list(new))
     for sequence in new:
         sequence.is_admitted = True
+
+
+def release(drafter: Drafter, policy: LengthPolicy, sequences: list[Sequence]) -> None:
+    """Let a drafter and a policy forget sequences; an error for one of them leaves nothing of the others behind."""
+    with ExitStack() as stack:
+        for sequence in sequences:
+            stack.callback(drafter.release, sequence)
+            stack.callback(policy.forget, sequence)
 
 
 def propose(
@@ -68,7 +79,7 @@ def propose(
     if not any(limits):
         return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(batch)), limits
     ends = [(s.length, s.token_ids[-1]) for s in batch]  # comparing all tokens would take longer than a step
-    draft = drafter.propose_trees(batch, list(limits), list(node_limits))
+    draft = drafter.propose_trees(list(batch), list(limits), list(node_limits))
     if [(s.length, *s.token_ids[-1:]) for s in batch] != ends:
         raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")
     if not isinstance(draft, Draft):
@@ -85,7 +96,7 @@ def propose(
 
 
 def commit_to_drafter(
-    drafter: Drafter, batch: list[Sequence], result: StepResult, live: Container[int], row_limit: RowLimit
+    drafter: Drafter, step: Step, rows: list[Many[int]], live: Container[int], row_limit: RowLimit
 ) -> list[Sequence]:
     """Pass the accepted rows of the unfinished sequences, and the hidden states of all rows, to the drafter.
 
@@ -93,8 +104,8 @@ def commit_to_drafter(
 
     Args:
         drafter: the drafter; it receives the sequences that are admitted to it.
-        batch: the sequences of a step.
-        result: of all sequences of the step.
+        step: of ``B`` sequences.
+        rows: the accepted rows of each sequence, from ``Outcome.accepted_rows``.
         live: ids of the requests that have not been cancelled.
         row_limit: counts the step, as passed or as one without enough memory.
 
@@ -102,13 +113,14 @@ def commit_to_drafter(
         The sequences that the drafter has to admit again.
 
     """
-    unfinished, rows = [], []
-    for sequence, own in zip(batch, result.accepted_rows, strict=True):
+    unfinished: list[Sequence] = []
+    accepted_rows: list[Many[int]] = []
+    for sequence, own in zip(step.batch, rows, strict=True):
         if sequence.is_admitted and sequence.finish_reason is None and sequence.request_id in live:
             unfinished.append(sequence)
-            rows.append(own)
+            accepted_rows.append(own)
     try:
-        drafter.commit(unfinished, StepResult(rows, result.hidden_states))
+        drafter.commit(list(unfinished), StepResult(accepted_rows, step.verification.hidden_states))
     except Exception as error:
         row_limit.recover(error, unfinished, drafter)  # raises it, if it says something else
         return unfinished

@@ -114,6 +114,8 @@ class Engine:
                 draft, drafter = None, make_drafter(None, self.target, self.config, self._ops, self.tokenizer)
                 self.target.use_taps(())
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
+        # What a request may name: ``memory_bytes`` may have lowered K, which no request can know.
+        self._most_draft_tokens = most if length_policy.max_draft_tokens else 0
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
         is_asynchronous = self.target.layout.device.type != "cpu"
         max_nodes = drafter.max_nodes if self.memory_plan is None else self.memory_plan.max_nodes
@@ -183,7 +185,8 @@ class Engine:
         neither delay the first output nor need the memory of all token ids. To stop early, close the iterator.
         """
         sequences = self._build(prompts, params, prompt_options)
-        call, most_open = self.shared.call(returns=False, ends_only=True), _AHEAD * self.core.scheduler.max_resident
+        call = self.shared.call(returns=False, ends_only=True)
+        most_open = _AHEAD * self.core.scheduler.checked_max_resident()
         return outputs_of(self.tokenizer, self._decode(sequences, call, most_open))
 
     def stream(self, prompts: Any, params: Any = None, **prompt_options: Any) -> Generator[StreamChunk, None, None]:
@@ -208,7 +211,7 @@ class Engine:
             ConfigError: a keyword is unknown, or an option is invalid.
 
         """
-        return self._builder().encode(prompt, PromptOptions.from_keywords(prompt_options))
+        return self.request_builder().encode(prompt, PromptOptions.from_keywords(prompt_options))
 
     def describe(self) -> dict[str, Any]:
         """Return the names of this engine's models, method and backends, and how its forwards run."""
@@ -244,14 +247,15 @@ class Engine:
                 "which would choose K by its own measurements; pass an integer."
             )
 
-    def _builder(self) -> RequestBuilder:
-        return RequestBuilder(self.target, self.tokenizer, self.core.length_policy.max_draft_tokens)
+    def request_builder(self) -> RequestBuilder:
+        """Return what makes sequences of prompts for this engine."""
+        return RequestBuilder(self.target, self.tokenizer, self._most_draft_tokens)
 
     def _build(self, prompts: Any, params: Any, keywords: dict[str, Any]) -> Iterator[Sequence]:
         """Check the arguments and draw the seeds; return the sequences, whose prompts are encoded as they are read."""
         self.process.expect_this()
         options, items = PromptOptions.from_keywords(keywords), as_prompt_list(prompts)
-        builder, each = self._builder(), as_params_list(params, len(items))
+        builder, each = self.request_builder(), as_params_list(params, len(items))
         seeds = [builder.seed(own) for own in each]
 
         def sequences() -> Iterator[Sequence]:

@@ -42,7 +42,7 @@ class RequestBuilder:
     Args:
         target: the model that decodes them.
         tokenizer: the target's, if known.
-        most_draft_tokens: the largest K of a step; 0 if the engine decodes plainly.
+        most_draft_tokens: the largest K that a request may name; 0 if the engine decodes plainly, which takes any.
 
     """
 

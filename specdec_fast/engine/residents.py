@@ -81,8 +81,8 @@ class Residents:
 
     def admit(self) -> None:
         """Admit the first waiting sequences: as many as the scheduler allows and as there is room for."""
-        self._pools.size(self.resident, self.waiting, self._scheduler.max_resident)
-        pool, places = self._pools.pool(), self._scheduler.num_to_admit(len(self.resident))
+        self._pools.size(self.resident, self.waiting, self._scheduler.checked_max_resident())
+        pool, places = self._pools.pool(), self._scheduler.checked_num_to_admit(len(self.resident))
         while self.waiting and places > 0 and self._has_room(self.waiting[0]):
             sequence = self.waiting.popleft()
             pool.add(sequence)

@@ -66,12 +66,13 @@ class Step:
         other_seconds = perf_counter() - (last_finished or self.started) - draft_seconds - verify_seconds
         num_accepted = [len(emission) - 1 for emission in outcome.emissions]
         counts, seconds = (self.limits, self.depths, num_accepted), (draft_seconds, verify_seconds, other_seconds)
+        batch = list(self.batch)  # the policy may change it
         scores = self.draft.scores_by_sequence()
         if scores is None:
-            return StepObservation(self.batch, *counts, *seconds, self.may_branch)
+            return StepObservation(batch, *counts, *seconds, self.may_branch)
         paths = outcome.paths or [list(range(1, count + 1)) for count in num_accepted]
         accepted = [[row - 1 for row in path] for path in paths]
-        return StepObservation(self.batch, *counts, *seconds, self.may_branch, scores, accepted)
+        return StepObservation(batch, *counts, *seconds, self.may_branch, scores, accepted)
 
 
 def step_error(error: BaseException) -> StepError:
@@ -82,9 +83,15 @@ def step_error(error: BaseException) -> StepError:
 
 
 def raise_cause(error: RequestError | None) -> None:
-    """Raise what failed a request's step, as it was raised there; an interrupt of another thread as a StepError."""
-    if isinstance(error, StepError):
-        raise error.__cause__ if isinstance(error.__cause__, Exception) else error
+    """Raise what failed a request's step, as it was raised there.
+
+    An interrupt of another thread is raised as the StepError. So is a StopIteration: outputs are made by generators,
+    out of which Python lets no StopIteration.
+    """
+    if not isinstance(error, StepError):
+        return
+    cause = error.__cause__
+    raise cause if isinstance(cause, Exception) and not isinstance(cause, StopIteration) else error
 
 
 def draft_limits(policy: LengthPolicy, batch: list[Sequence]) -> list[int]:

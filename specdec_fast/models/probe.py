@@ -15,7 +15,16 @@ PROBE_LENGTH = 8  # tokens
 
 
 def probe_of(vocab_size: int, device: torch.device) -> Tensor:
-    """Return the token ids of the probe, ``[PROBE_LENGTH]`` int64."""
+    """Return the token ids of the probe, ``[PROBE_LENGTH]`` int64.
+
+    Raises:
+        UnsupportedModelError: the vocabulary has fewer than two ids.
+
+    """
+    if vocab_size < 2:
+        raise UnsupportedModelError(
+            f"a vocabulary of size {vocab_size} leaves the model nothing to choose; expected at least two ids."
+        )
     return torch.arange(PROBE_LENGTH, device=device) % vocab_size
 
 

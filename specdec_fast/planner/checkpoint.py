@@ -15,11 +15,10 @@ from specdec_fast.errors import ConfigError, SpecDecError
 from specdec_fast.models.hf_model import HFModel
 from specdec_fast.models.model_checks import max_positions
 from specdec_fast.models.model_memory import bytes_of, estimated_row_bytes, weights_of
+from specdec_fast.models.probe import probe_of
 from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
-
-_PROBE_TOKENS = 8
 
 
 class CheckpointSizes(NamedTuple):
@@ -57,7 +56,7 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
     config = model.config.get_text_config(decoder=True)
     try:
-        hf = HFModel(model, _ops_of(model.device), torch.arange(_PROBE_TOKENS, device=model.device))
+        hf = HFModel(model, _ops_of(model.device), probe_of(config.vocab_size, model.device))
         layout = hf.layout
     except SpecDecError as error:
         raise ConfigError(f"the KV entries of {type(model).__name__} cannot be laid out: {error}") from error

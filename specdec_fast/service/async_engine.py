@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig, expect_at_least, expect_seconds
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.engine import Engine
-from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.errors import ConfigError, EngineClosedError, RequestCancelledError
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import as_prompt_list
@@ -85,7 +84,7 @@ class AsyncEngine:
                 "times; use Engine, and make the same calls in every process."
             )
         core = self.engine.core
-        self._builder = RequestBuilder(self.engine.target, self.engine.tokenizer, core.length_policy.max_draft_tokens)
+        self._builder = self.engine.request_builder()
         self._live = LiveRequests(core.scheduler.max_resident + max_waiting, kv_token_budget)
         self._worker = Worker(self.engine, self._live)
         # A loop must not wait until a long prompt is encoded.

@@ -91,7 +91,8 @@ class LengthPolicy(ABC):
     def limits(self, batch: list[Sequence]) -> list[int]:
         """Return K of each sequence of the next step, from 0 to ``max_draft_tokens``.
 
-        K is 0 or less than ``num_remaining`` of the sequence, because one token of a step is the target's own.
+        K is 0 or less than ``num_remaining`` of the sequence, because one token of a step is the target's own. The
+        sequences must not be changed.
         """
 
     # The hooks below do nothing for a policy that learns nothing.
@@ -125,7 +126,8 @@ class LengthPolicy(ABC):
             LengthPolicyError: ``limits`` is not a list of one int per sequence, or an int is out of range.
 
         """
-        limits, most = self.limits(batch), self.max_draft_tokens
+        most = self.max_draft_tokens
+        limits = self.limits(list(batch))
         if not isinstance(limits, list) or len(limits) != len(batch):
             raise LengthPolicyError(
                 f"limits of {type(self).__name__}: {limits!r}; expected a list of {len(batch)} ints."
@@ -145,7 +147,7 @@ class LengthPolicy(ABC):
             LengthPolicyError: ``least_score`` is not a number.
 
         """
-        least = self.least_score(scores)
+        least = self.least_score([list(own) for own in scores])
         if not isinstance(least, (int, float)) or isnan(least):
             raise LengthPolicyError(
                 f"least_score of {type(self).__name__}: {least!r}; expected a number, such as -inf to verify all."

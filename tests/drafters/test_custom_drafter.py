@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,6 +54,7 @@ def test_perfect_drafts_are_all_accepted(target, prompt_ids, expected):
         (sd.Draft(torch.zeros(2, dtype=torch.int64, device="meta"), [2]), "strided on meta; expected a dense tensor"),
         (sd.Draft(torch.zeros(2, dtype=torch.int64).to_sparse(), [2]), "sparse_coo on cpu; expected a dense tensor"),
         (sd.Draft(torch.zeros(2, dtype=torch.int64), [2.0]), r"num_draft_tokens are \[2.0\]"),
+        (sd.Draft(torch.zeros(1, dtype=torch.int64), [True]), r"num_draft_tokens are \[True\]"),
         (sd.Draft(torch.zeros(2, dtype=torch.int64), None), "num_draft_tokens are None"),
         (None, "proposed a NoneType; expected a Draft"),
         ((torch.zeros(2, dtype=torch.int64), [2]), "proposed a tuple; expected a Draft"),
@@ -65,6 +68,7 @@ def test_perfect_drafts_are_all_accepted(target, prompt_ids, expected):
         "no memory",
         "sparse",
         "float counts",
+        "a flag as count",
         "no counts",
         "nothing",
         "a tuple",
@@ -77,6 +81,26 @@ def test_broken_contract_is_an_error(target, prompt_ids, expected, draft, messag
     with pytest.raises(sd.DrafterError, match=message):
         engine.generate(prompt_ids[:1], PARAMS)
     assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("parents", torch.int32), ("scores", torch.float32)])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: tensor.to("meta"), "strided on meta; expected a dense tensor"),
+        (lambda tensor: tensor.to_sparse(), "sparse_coo on cpu; expected a dense tensor"),
+        (lambda tensor: tensor.double(), r"torch.float64 \[2\]; expected a tensor of"),
+        (lambda tensor: tensor[:1], r"\[1\]; expected a tensor of"),
+        (lambda tensor: tensor.tolist(), "list; expected a tensor of"),
+    ],
+    ids=["no memory", "sparse", "dtype", "too few", "a list"],
+)
+def test_parents_and_scores_that_cannot_be_read(name, dtype, change, message):
+    tensor = torch.full((2,), -1, dtype=dtype)
+    draft = sd.Draft(torch.arange(2), [2], **{name: tensor})
+    assert draft.check([5]) == [1 if name == "parents" else 2]
+    with pytest.raises(sd.DrafterError, match=f"a drafter's {name} are .*{message}"):
+        replace(draft, **{name: change(tensor)}).check([5])
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -99,6 +123,52 @@ def test_engine_survives_an_exception_of_its_drafter(target, prompt_ids, expecte
     assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
     engine.drafter.script = lambda s, limit: []
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "as_completed"])
+def test_a_stop_iteration_of_a_drafter_does_not_end_a_generator(target, call):
+    engine = sd.Engine(target, Scripted(lambda s, limit: next(iter([]))))
+    with pytest.raises(sd.StepError, match="the step that served this request failed: StopIteration") as raised:
+        list(getattr(engine, call)([[5, 6]], PARAMS))
+    assert isinstance(raised.value.__cause__, StopIteration)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_ends_a_program_passes(target, prompt_ids, expected, error):
+    def interrupt(sequence, limit):
+        raise error
+
+    engine = sd.Engine(target, Scripted(interrupt), max_batch_size=2)
+    with pytest.raises(error):
+        engine.generate(prompt_ids, PARAMS)
+    engine.drafter.script = lambda s, limit: []
+    assert [o.token_ids for o in engine.generate(prompt_ids[:3], PARAMS)] == expected[:3]
+
+
+def test_a_drafter_may_change_its_lists(target, prompt_ids, expected):
+    """The lists of sequences that it receives are its own, and so is the list of counts that it returns."""
+
+    class Clearing(Scripted):
+        num_admitted = 0
+        draft = None
+
+        def admit(self, sequences):
+            self.num_admitted += len(sequences)
+            sequences.clear()
+
+        def propose(self, sequences, limits):
+            self.draft = super().propose(sequences, limits)
+            sequences.clear()
+            return self.draft
+
+        def commit(self, sequences, result):
+            sequences.clear()
+            result.accepted_rows.clear()
+
+    drafter = Clearing(lambda s, limit: [3] * limit)
+    outputs = sd.Engine(target, drafter, max_batch_size=4).generate(prompt_ids, PARAMS)
+    assert [o.token_ids for o in outputs] == expected
+    assert drafter.num_admitted == len(prompt_ids)
 
 
 def test_a_drafter_cannot_change_limits_or_tokens(target, prompt_ids, expected):

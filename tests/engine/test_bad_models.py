@@ -234,6 +234,16 @@ def test_whatever_a_model_raises_is_typed_and_names_the_layer(rows, fails):
         sd.Engine(model, None, enforce_eager=True)
 
 
+@pytest.mark.parametrize("settings", [{}, {"memory_bytes": 10**8}], ids=["no budget", "budget"])
+def test_a_vocabulary_smaller_than_the_text_of_the_checks(settings):
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**TINY, "vocab_size": 3})).eval()
+    (output,) = sd.Engine(model, "ngram", **settings).generate([[2, 0]], sd.SamplingParams(max_new_tokens=4))
+    assert len(output.raise_for_error().token_ids) == 4
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**TINY, "vocab_size": 1})).eval()
+    with pytest.raises(sd.UnsupportedModelError, match=r"a vocabulary of size 1 .*expected at least two ids"):
+        sd.Engine(model, "ngram", **settings)
+
+
 def test_model_without_a_head():
     with pytest.raises(sd.UnsupportedModelError, match="LlamaModel cannot run"):
         sd.Engine(AutoModel.from_config(LlamaConfig(**TINY)).eval(), None)

@@ -229,7 +229,7 @@ def test_trees_have_k_nodes_where_a_memory_budget_has_no_room_for_more(target, e
     assert all(limit == nodes for limit, nodes in limits_of(drafter))
 
 
-@pytest.mark.parametrize("max_nodes", [None, -20, 2.5])
+@pytest.mark.parametrize("max_nodes", [None, -20, 2.5, 10**30])
 def test_a_wrong_number_of_nodes_is_refused_when_the_engine_is_made(target, max_nodes):
     with pytest.raises(sd.DrafterError, match=r"max_nodes is .*expected an integer from 0 on"):
         sd.Engine(target, Fixed([3], None, max_nodes))

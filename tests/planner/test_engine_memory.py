@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -225,9 +226,11 @@ def test_k_is_lowered_before_the_batch(made, target, draft, num_draft_tokens):
     engine = sd.Engine(target, draft, memory_bytes=whole - 20_000, **keywords)
     assert engine.config.max_batch_size == 8
     assert 1 <= engine.config.most_draft_tokens < 8
-    outputs = engine.generate(prompts_of([20] * 8), PARAMS)
-    plain = sd.Engine(target, None).generate(prompts_of([20] * 8), PARAMS)
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    own = [replace(PARAMS, num_draft_tokens=k) for k in (None, 8, 1, 8, None, 0, 8, 9)]  # bounds of the requests
+    *outputs, refused = engine.generate(prompts_of([20] * 8), own)
+    assert isinstance(refused.error, sd.TooManyDraftTokensError), "more than K as it was asked for"
+    plain = sd.Engine(target, None).generate(prompts_of([20] * 7), PARAMS)
+    assert [output.raise_for_error().token_ids for output in outputs] == [output.token_ids for output in plain]
     assert max(len(output.stats.accepted_per_position) for output in outputs) <= engine.config.most_draft_tokens
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import pytest
+import torch
 
 import specdec_fast as sd
 from specdec_fast.commands.common import num_draft_tokens
+from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.speculation_length import LENGTH_POLICIES
 from support.demo import MAX_NEW_TOKENS
+from support.scripted_drafter import Scripted
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
@@ -100,3 +104,57 @@ def test_limits_are_held_to_the_contract(target, prompt_ids, limits, monkeypatch
     with pytest.raises(sd.LengthPolicyError, match=r"limits of InTurn: .*expected"):
         engine.generate(prompt_ids, sd.SamplingParams(max_new_tokens=3, ignore_eos=True))
     assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
+
+
+def test_a_policy_that_clears_its_batch_gives_too_few_limits(target, prompt_ids, monkeypatch):
+    policy, calls = InTurn(), []
+
+    def clear(batch):
+        calls.append(len(batch))
+        assert len(calls) < 20, "the engine asks again and again"
+        batch.clear()
+        return []
+
+    monkeypatch.setattr(policy, "limits", clear)
+    with pytest.raises(sd.LengthPolicyError, match=r"limits of InTurn: \[\]; expected a list of 4 ints"):
+        sd.Engine(target, "ngram", num_draft_tokens=policy, max_batch_size=4).generate(prompt_ids, PARAMS)
+
+
+def test_a_policy_that_clears_what_it_observes_harms_no_other_request(target, prompt_ids, monkeypatch):
+    policy = InTurn()
+
+    def clear(step):
+        step.batch.clear()
+        raise ZeroDivisionError("by chance")
+
+    monkeypatch.setattr(policy, "observe", clear)
+    engine = sd.Engine(target, "ngram", num_draft_tokens=policy, max_batch_size=2)
+    builder = RequestBuilder(engine.target, None)
+    requests = [builder.build(i, ids, PARAMS) for i, ids in enumerate(prompt_ids[:6])]
+    for request in requests:
+        engine.core.add(request)
+    with pytest.raises(ZeroDivisionError) as raised:
+        engine.core.step()
+    engine.core.drop_failed(raised.value)
+    assert sum(request.error is not None for request in requests) == 2, "those of the step"
+
+
+def test_a_policy_that_clears_the_scores_still_decides_what_is_verified(target, prompt_ids, monkeypatch):
+    class Scored(Scripted):
+        has_scores = True
+
+        def propose(self, sequences, limits):
+            draft = super().propose(sequences, limits)
+            return replace(draft, scores=torch.full((len(draft.token_ids),), -5.0))
+
+    def clear(scores):
+        for own in scores:
+            own.clear()
+        scores.clear()
+        return -1.0
+
+    policy = InTurn()
+    monkeypatch.setattr(policy, "least_score", clear)
+    engine = sd.Engine(target, Scored(lambda sequence, limit: [3] * limit), num_draft_tokens=policy)
+    outputs = engine.generate(prompt_ids[:2], PARAMS)
+    assert [output.stats.num_draft_tokens for output in outputs] == [0, 0]
