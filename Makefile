@@ -11,7 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/pip install --no-compile --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-rest test-all test-oldest lint report docs sanitize bench soak exactness sweep gpu-check clean
+.PHONY: demo test test-rest test-all test-oldest test-newest lint report docs sanitize bench soak exactness sweep \
+  gpu-check clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
@@ -75,6 +76,10 @@ gpu-check:
 # The suite with the oldest versions that pyproject.toml admits of what can be had in more than one: their own venv.
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+# The suite with the newest of everything but torch: what `pip install .` takes today. Python >= 3.11.
+test-newest:
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
 
 # One stamp per set of extras: a second run installs nothing, a changed C++ file compiles again, alone (setup.py).
 $(VENV)/.installed: $(BUILD_INPUTS)

@@ -29,6 +29,7 @@ from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.commands.common import format_table
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.model_arguments import cache_argument
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 
@@ -90,20 +91,21 @@ class Forwards:
     def _unmodified(self, token_ids: Tensor, before: int, wanted: Tensor | None) -> Callable[[], Tensor]:
         """Return the call of ``transformers``; its cache has ``before`` entries at the beginning of every call."""
         cache = DynamicCache(config=self.unmodified.config)
+        argument = cache_argument(self.unmodified)
         new = token_ids[:, before:]
         keep = {} if wanted is None else {"logits_to_keep": 1}
 
         @torch.inference_mode()
         def forward() -> Tensor:
             past = cache if before else DynamicCache(config=self.unmodified.config)
-            logits = self.unmodified(input_ids=new, past_key_values=past, use_cache=True, **keep).logits
+            logits = self.unmodified(input_ids=new, use_cache=True, **{argument: past}, **keep).logits
             if before:
                 past.crop(-new.shape[1])
             return logits.flatten(0, 1)
 
         if before:
             with torch.inference_mode():
-                self.unmodified(input_ids=token_ids[:, :before], past_key_values=cache, use_cache=True)
+                self.unmodified(input_ids=token_ids[:, :before], use_cache=True, **{argument: cache})
         return forward
 
 

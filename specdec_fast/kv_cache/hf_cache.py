@@ -16,7 +16,7 @@ from specdec_fast.torch_threads import invariant_call
 
 
 class PagedCache(Cache):
-    """The ``past_key_values`` of a Hugging Face model during one forward over a ragged batch.
+    """The KV cache of a Hugging Face model during one forward over a ragged batch.
 
     ``update`` returns the new states unchanged. The attention function writes the keys and values that it receives
     into pages, and reads pages. The model may compute padding rows after the rows of the batch: they are not written,

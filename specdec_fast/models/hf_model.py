@@ -21,6 +21,7 @@ from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.model_arguments import cache_argument
 from specdec_fast.models.experts import expert_configs
 from specdec_fast.models.hidden_states import Taps
 from specdec_fast.models.kv_probe import KVProbe
@@ -62,6 +63,7 @@ class HFModel:
         self._lock = lock_of(self.config)
         self.taps: Taps | None = None
         self._attached_by: int | None = None  # id of the thread inside `attached`
+        self._cache_argument = cache_argument(model)
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = KVProbe(ops)
         with torch.inference_mode(), self.hooked():
@@ -99,10 +101,9 @@ class HFModel:
 
         """
         given = {} if positions is None else {"position_ids": positions[None]}
+        given |= {self._cache_argument: DynamicCache()}
         with self._lock:
-            return self.model(
-                input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True, **given
-            ).logits[0]
+            return self.model(input_ids=token_ids[None], use_cache=True, **given).logits[0]
 
     def forward(
         self,
@@ -158,19 +159,19 @@ class HFModel:
         return logits[:num_wanted] if self._has_logits_to_keep else logits[logit_rows]
 
     def make_cache(self, pool: PagePool, batch: RaggedBatch, num_logit_rows: int | None = None) -> PagedCache:
-        """Return the model's ``past_key_values`` for one forward."""
+        """Return the model's KV cache for one forward."""
         return PagedCache(pool, batch, self._ops, self.sliding_layers, num_logit_rows)
 
     def call(
         self, token_ids: Tensor, positions: Tensor, cache: PagedCache | KVProbe, logit_rows: Tensor | None
     ) -> Tensor:
         """Call the Hugging Face model: ``[1, T]`` ids and positions to logits ``[1, R, vocab_size]``."""
-        keep = {"logits_to_keep": logit_rows} if logit_rows is not None and self._has_logits_to_keep else {}
+        given = {self._cache_argument: cache}
+        if logit_rows is not None and self._has_logits_to_keep:
+            given["logits_to_keep"] = logit_rows
         token = active_cache.set(cache)
         try:
-            return self.model(
-                input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, **keep
-            ).logits
+            return self.model(input_ids=token_ids, position_ids=positions, use_cache=True, **given).logits
         finally:
             active_cache.reset(token)
 

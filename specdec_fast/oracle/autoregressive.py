@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
+from specdec_fast.model_arguments import cache_argument
 from specdec_fast.request.stopping import cut_emission
 
 if TYPE_CHECKING:
@@ -30,15 +31,15 @@ def autoregressive(
 
     """
     device = next(target.parameters()).device
-    cache = transformers.DynamicCache()
+    given = {cache_argument(target): transformers.DynamicCache()}
     emitted: list[int] = []
     fed, position = prompt_ids, 0
     while True:
         logits = target(
             input_ids=torch.tensor([fed], device=device),
             position_ids=torch.arange(position, position + len(fed), device=device)[None],
-            past_key_values=cache,
             use_cache=True,
+            **given,
         ).logits
         position += len(fed)
         tokens, reason = cut_emission([int(logits[0, -1].argmax())], stop_ids, max_new_tokens - len(emitted))

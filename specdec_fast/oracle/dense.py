@@ -20,6 +20,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from specdec_fast.model_arguments import cache_argument
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -112,6 +114,7 @@ class DenseModel:
     def __init__(self, model: PreTrainedModel, lag: int) -> None:
         self.model, self.lag = model, lag
         self._cache = transformers.DynamicCache()
+        self._cache_argument = cache_argument(model)
         self._max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
@@ -156,8 +159,8 @@ class DenseModel:
             input_ids=token_ids,
             attention_mask=(columns >= padding[:, None]).long(),
             position_ids=positions,
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_argument: self._cache},
         ).logits
 
     def crop(self, num_columns: int) -> None:

@@ -8,6 +8,7 @@ from transformers import DynamicCache, GenerationConfig
 
 import specdec_fast as sd
 from specdec_fast.batch.sampling_batch import Sampling, after
+from specdec_fast.model_arguments import cache_argument
 from support.demo import MAX_NEW_TOKENS
 from support.models import tiny_model, truncated_copy
 from support.sampling_by_hand import token_by_hand
@@ -33,9 +34,9 @@ def sampled_by_hand(model, prompt, params, stop_ids):
     """Token by token from the logits of ``transformers``' dense cache, chosen in plain Python."""
     rule = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     rule["penalty"] = params.repetition_penalty
-    cache, token_ids, fed = DynamicCache(), list(prompt), list(prompt)
+    cache, token_ids, fed = {cache_argument(model): DynamicCache()}, list(prompt), list(prompt)
     while len(token_ids) < len(prompt) + params.max_new_tokens and token_ids[-1] not in stop_ids:
-        logits = model(torch.tensor([fed]), past_key_values=cache, use_cache=True).logits[0, -1].tolist()
+        logits = model(torch.tensor([fed]), use_cache=True, **cache).logits[0, -1].tolist()
         fed = [token_by_hand(logits, set(token_ids), rule, params.seed, len(token_ids))]
         token_ids += fed
     return token_ids[len(prompt) :]

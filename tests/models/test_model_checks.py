@@ -13,6 +13,7 @@ import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.model_arguments import cache_argument
 from specdec_fast.models import ragged_model
 from specdec_fast.models.model_checks import RaggedForward, check_reproduces
 from specdec_fast.models.ragged_model import RaggedModel
@@ -51,13 +52,13 @@ def test_the_same_model_without_tuning_is_served(eager):
 def asking(question: str, is_used: bool) -> torch.nn.Module:
     """Make a Llama that calls a method of its cache in every forward, and may change a logit by its result."""
     model = tiny_model("llama")
-    original = model.forward
+    original, cache = model.forward, cache_argument(model)
 
-    def forward(input_ids, past_key_values=None, logits_to_keep=0, **kwargs):
+    def forward(input_ids, logits_to_keep=0, **kwargs):
         args = {"get_seq_length": (), "get_query_offset": (0,), "get_mask_sizes": (input_ids.shape[1], 0)}[question]
-        answer = getattr(past_key_values, question)(*args)
+        answer = getattr(kwargs[cache], question)(*args)
         length = answer[0] if isinstance(answer, tuple) else answer
-        out = original(input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **kwargs)
+        out = original(input_ids, logits_to_keep=logits_to_keep, **kwargs)
         if is_used and length > 1000:
             out.logits[..., 3] += 1e-3
         return out
@@ -77,11 +78,11 @@ def test_asking_is_allowed_and_using_is_not(question):
 def test_what_pages_cannot_answer_is_refused_by_name(name):
     assert hasattr(Cache, name) or name == "layers"
     model = tiny_model("llama")
-    original = model.forward
+    original, cache = model.forward, cache_argument(model)
 
-    def forward(*args, past_key_values=None, **kwargs):
-        getattr(past_key_values, name)
-        return original(*args, past_key_values=past_key_values, **kwargs)
+    def forward(*args, **kwargs):
+        getattr(kwargs[cache], name)
+        return original(*args, **kwargs)
 
     model.forward = forward
     with pytest.raises(sd.UnsupportedModelError, match=f"`{name}`"):

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, BertConfig, DynamicCache
 import specdec_fast as sd
 from bench.common.tiny_models import tiny_model as tiny_default_model
 from specdec_fast.kv_cache.hf_cache import PagedCache
+from specdec_fast.model_arguments import cache_argument
 from support.models import TINY, tiny_model
 
 
@@ -58,12 +59,12 @@ def test_a_decoder_of_the_same_architecture_is_served():
 
 def test_a_model_that_fails_while_the_reason_is_sought_is_refused_for_the_last_one():
     model = mixing_rows()
-    original = model.forward
+    original, cache = model.forward, cache_argument(model)
 
-    def forward(*args, past_key_values=None, **kwargs):
-        if isinstance(past_key_values, DynamicCache) and kwargs.get("position_ids") is not None:
+    def forward(*args, **kwargs):
+        if isinstance(kwargs.get(cache), DynamicCache) and kwargs.get("position_ids") is not None:
             raise ValueError("positions are not taken")
-        return original(*args, past_key_values=past_key_values, **kwargs)
+        return original(*args, **kwargs)
 
     model.forward = forward
     with pytest.raises(sd.UnsupportedModelError, match="it attends by other means"):
@@ -75,10 +76,10 @@ def test_a_layer_that_attends_in_some_forwards_only_is_refused():
     attention = model.model.layers[1].self_attn
     original = attention.forward
 
-    def forward(hidden_states, past_key_values=None, **kwargs):
-        if isinstance(past_key_values, PagedCache):
+    def forward(hidden_states, **kwargs):
+        if any(isinstance(value, PagedCache) for value in kwargs.values()):
             return torch.zeros_like(hidden_states), None
-        return original(hidden_states, past_key_values=past_key_values, **kwargs)
+        return original(hidden_states, **kwargs)
 
     attention.forward = forward
     with pytest.raises(sd.UnsupportedModelError, match="attended 2 times in a forward, and 3 times in another"):
