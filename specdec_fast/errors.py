@@ -2,7 +2,8 @@
 
 Every message says what was received, what was expected and what to do. An error that concerns one request derives from
 :class:`RequestError`: the engine sets it on that request's output and goes on with the others. All other errors concern
-the whole call. They are raised before any token is decoded, except for DrafterError and LengthPolicyError.
+the whole call. They are raised before any token is decoded, except for DrafterError and LengthPolicyError, and for
+OutputError and TrainingError, which commands and training raise.
 """
 
 
@@ -40,6 +41,10 @@ class DrafterError(SpecDecError, ValueError):
 
 class LengthPolicyError(SpecDecError, ValueError):
     """A policy for K broke its contract: wrong counts, or more draft tokens than it may ask for."""
+
+
+class OutputError(SpecDecError, OSError):
+    """A file that a command writes cannot be written, because the disk is full, for example."""
 
 
 class TrainingError(SpecDecError, ArithmeticError):
