@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from specdec_fast.commands.common import expect_writable
+from specdec_fast.commands.only_writer import only_writer
 from specdec_fast.commands.prompt_files import BadLineError, parse_json
 from specdec_fast.errors import ConfigError, OutputError
 
@@ -27,22 +27,24 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
     existing.add_argument("--overwrite", action="store_true", help="replace the content of --output")
 
 
-def expect_output(args: argparse.Namespace, source: Path) -> None:
-    """Check --output before the models are loaded.
+@contextmanager
+def reserved_output(args: argparse.Namespace, source: Path) -> Iterator[None]:
+    """Check --output before the models are loaded, and keep other commands from writing it while the block runs.
 
     Raises:
-        ConfigError: it is the input file, by whatever name; it has content, and neither --resume nor --overwrite says
-            what to do with it; or it cannot be written.
+        ConfigError: it is the input file, by whatever name; another command writes it; it has content, and neither
+            --resume nor --overwrite says what to do with it; or it cannot be written.
 
     """
     output: Path = args.output
     if output.is_file() and output.samefile(source):
         raise ConfigError(f"--output {output} is the input file {source}; choose another file.")
-    if output.is_file() and output.stat().st_size and not (args.resume or args.overwrite):
-        raise ConfigError(
-            f"--output {output} has content; pass --resume to keep its results and add the others, or --overwrite."
-        )
-    expect_writable(output)
+    with only_writer(output):
+        if output.is_file() and output.stat().st_size and not (args.resume or args.overwrite):
+            raise ConfigError(
+                f"--output {output} has content; pass --resume to keep its results and add the others, or --overwrite."
+            )
+        yield
 
 
 def report_interrupt(command: str, output: Path, num_done: int, num_lines: int) -> int:
