@@ -3,7 +3,7 @@
 Every message says what was received, what was expected and what to do. An error that concerns one request derives from
 :class:`RequestError`: the engine sets it on that request's output and goes on with the others. All other errors concern
 the whole call. They are raised before any token is decoded, except for those of broken contracts (DrafterError,
-LengthPolicyError, SchedulerError).
+LengthPolicyError, SchedulerError), and for OutputError and TrainingError, which commands and training raise.
 """
 
 
@@ -45,6 +45,10 @@ class LengthPolicyError(SpecDecError, ValueError):
 
 class SchedulerError(SpecDecError, ValueError):
     """A scheduler broke its contract: it chose no sequence, one that is not resident, or too many."""
+
+
+class OutputError(SpecDecError, OSError):
+    """A file that a command writes cannot be written, because the disk is full, for example."""
 
 
 class TrainingError(SpecDecError, ArithmeticError):

@@ -22,7 +22,8 @@ from specdec_fast.commands.request_options import (
     chat_options,
     default_params,
 )
-from specdec_fast.commands.result_files import ResultFile, add_result_options, expect_output, report_interrupt
+from specdec_fast.commands.result_files import ResultFile, add_result_options, report_interrupt, reserved_output
+from specdec_fast.config import EngineConfig
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.progress import Progress
 from specdec_fast.errors import SpecDecError
@@ -92,7 +93,11 @@ def run(args: argparse.Namespace) -> int:
     lines = read_batch(args.input, args.served_model_name or [args.target])
     options, config = chat_options(args), engine_config(args, args.dtype)
     SamplingParams(max_new_tokens=args.max_new_tokens)
-    expect_output(args, args.input)
+    with reserved_output(args, args.input):
+        return _answer(args, lines, options, config)
+
+
+def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str, Any], config: EngineConfig) -> int:
     numbers = {line.custom_id: line.number for line in reversed(lines) if line.custom_id is not None}
     beginning = f'{{"id": "{_ID_PREFIX}'.encode()
     results = ResultFile(args.output, args.resume, lambda record: _number_of(record, numbers), beginning)

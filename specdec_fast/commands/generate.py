@@ -15,10 +15,12 @@ from specdec_fast.commands.request_options import (
     chat_options,
     sampling_params,
 )
-from specdec_fast.commands.result_files import ResultFile, add_result_options, expect_output, report_interrupt
+from specdec_fast.commands.result_files import ResultFile, add_result_options, report_interrupt, reserved_output
+from specdec_fast.config import EngineConfig
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.progress import Progress
 from specdec_fast.results import GenerationOutput
+from specdec_fast.sampling_params import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +39,17 @@ def run(args: argparse.Namespace) -> int:
     lines, options = read_prompts(args.prompts), chat_options(args)
     config = engine_config(args, args.dtype)
     common = sampling_params(args, logprobs=args.logprobs)  # refuses wrong values before the models are loaded
-    expect_output(args, args.prompts)
+    with reserved_output(args, args.prompts):
+        return _decode(args, lines, options, config, common)
+
+
+def _decode(
+    args: argparse.Namespace,
+    lines: list[PromptLine],
+    options: dict[str, Any],
+    config: EngineConfig,
+    common: SamplingParams,
+) -> int:
     results = ResultFile(args.output, args.resume, lambda record: _number_of(record, lines), b'{"line": ')
     rest = [line for line in lines if line.number not in results.done]
     good = [line for line in rest if line.problem is None]

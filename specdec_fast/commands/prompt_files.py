@@ -63,7 +63,7 @@ def parse_json(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise BadLineError(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
-        raise BadLineError(f"not JSON ({error.msg} at column {error.colno})") from None
+        raise BadLineError(f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:  # a number of too many digits, or too many brackets
         raise BadLineError(f"not JSON that can be read ({error})") from None
 

@@ -8,14 +8,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from specdec_fast.commands.common import expect_writable
+from specdec_fast.commands.only_writer import only_writer
 from specdec_fast.commands.prompt_files import BadLineError, parse_json
-from specdec_fast.errors import ConfigError
+from specdec_fast.errors import ConfigError, OutputError
 
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:
@@ -26,22 +27,24 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
     existing.add_argument("--overwrite", action="store_true", help="replace the content of --output")
 
 
-def expect_output(args: argparse.Namespace, source: Path) -> None:
-    """Check --output before the models are loaded.
+@contextmanager
+def reserved_output(args: argparse.Namespace, source: Path) -> Iterator[None]:
+    """Check --output before the models are loaded, and keep other commands from writing it while the block runs.
 
     Raises:
-        ConfigError: it is the input file, by whatever name; it has content, and neither --resume nor --overwrite says
-            what to do with it; or it cannot be written.
+        ConfigError: it is the input file, by whatever name; another command writes it; it has content, and neither
+            --resume nor --overwrite says what to do with it; or it cannot be written.
 
     """
     output: Path = args.output
     if output.is_file() and output.samefile(source):
         raise ConfigError(f"--output {output} is the input file {source}; choose another file.")
-    if output.is_file() and output.stat().st_size and not (args.resume or args.overwrite):
-        raise ConfigError(
-            f"--output {output} has content; pass --resume to keep its results and add the others, or --overwrite."
-        )
-    expect_writable(output)
+    with only_writer(output):
+        if output.is_file() and output.stat().st_size and not (args.resume or args.overwrite):
+            raise ConfigError(
+                f"--output {output} has content; pass --resume to keep its results and add the others, or --overwrite."
+            )
+        yield
 
 
 def report_interrupt(command: str, output: Path, num_done: int, num_lines: int) -> int:
@@ -83,10 +86,16 @@ class ResultFile:
         return set(self._places)
 
     def add(self, number: int, record: dict[str, Any]) -> None:
-        """Write the result of an input line."""
+        """Write the result of an input line.
+
+        Raises:
+            OutputError: it cannot be written, because the disk is full, for example.
+
+        """
         line = _as_line(record)
-        self._file.write(line)
-        self._file.flush()
+        with self._named_failures():
+            self._file.write(line)
+            self._file.flush()
         self._places[number] = self._end, len(line)
         self._end += len(line)
 
@@ -98,16 +107,41 @@ class ResultFile:
             self._file.truncate(self._end)
             self._file.seek(self._end)
             if self._lacks_newline:
-                self._end += self._file.write(b"\n")
+                with self._named_failures():
+                    self._end += self._file.write(b"\n")
+                    self._file.flush()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file; put it in order if all is well."""
-        self._file.close()
-        if kind is None and self._path.is_file():
-            self._put_in_order()
+        """Close the file; put it in order if all is well.
+
+        Raises:
+            OutputError: it cannot be put in order, because the disk is full, for example; it has all results.
+
+        """
+        if kind is not None:
+            with suppress(OSError):  # close() writes again what could not be written before
+                self._file.close()
+            return
+        with self._named_failures():
+            self._file.close()
+            if self._path.is_file():
+                self._put_in_order()
+
+    @contextmanager
+    def _named_failures(self) -> Iterator[None]:
+        """Let an error of the operating system say which file it concerns and what to do."""
+        try:
+            yield
+        except BrokenPipeError:  # what reads the results has left
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"cannot write {str(self._path)!r}: {error.strerror or error}. If its disk is full, free space; then "
+                f"run the command again with --resume, which adds the others to the {len(self.done)} results in it."
+            ) from error
 
     def _read(self, number_of: Callable[[Any], int | None]) -> None:
         with self._path.open("rb") as lines:

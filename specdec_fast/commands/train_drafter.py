@@ -17,11 +17,14 @@ import transformers
 
 from specdec_fast.commands.common import add_backend_options, add_tap_layers, backend_settings, expect_writable
 from specdec_fast.commands.drafter_kinds import KINDS
-from specdec_fast.commands.prompt_files import read_prompts
+from specdec_fast.commands.prompt_files import PromptLine, read_prompts
 from specdec_fast.config import EngineConfig
 from specdec_fast.engine.engine import Engine
+from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.loading import load_model
+from specdec_fast.models.model_checks import max_positions
+from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.training.texts import Texts, write_texts
 from specdec_fast.training.trainer import Recipe, Trainer
 
@@ -158,16 +161,28 @@ def _texts(args: argparse.Namespace, target: Any, config: EngineConfig) -> Texts
     path, settings = args.output / _TEXTS, _text_settings(args, target)
     if args.resume and path.exists():
         _expect_settings(args.output / _TEXT_SETTINGS, settings)
-        return Texts.load(path)
+        texts = Texts.load(path)
+        sizes = target.config.get_text_config(decoder=True)
+        texts.expect_fit(sizes.vocab_size, max_positions(sizes))
+        return texts
     lines = [] if args.prompts is None else read_prompts(args.prompts)
     if wrong := next((line for line in lines if line.problem is not None), None):
         raise ConfigError(f"{args.prompts.name}, line {wrong.number}: {wrong.problem}")
     engine = Engine(target, None, config)
+    _expect_prompts(args.prompts, lines, engine)
     prompts = [line.prompt for line in lines]
     texts = write_texts(engine, prompts, args.text_tokens, args.max_new_tokens, args.seed)
     (args.output / _TEXT_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     texts.save(path)
     return texts
+
+
+def _expect_prompts(path: Path | None, lines: list[PromptLine], engine: Engine) -> None:
+    """Refuse a prompt that the target cannot continue now, not when its turn comes, which would lose all texts."""
+    builder, params = RequestBuilder(engine.target, engine.tokenizer), SamplingParams()
+    for line in lines:
+        if (error := builder.build(line.number, line.prompt, params).error) is not None:
+            raise ConfigError(f"{path and path.name}, line {line.number}: {error}") from error
 
 
 def _text_settings(args: argparse.Namespace, target: Any) -> dict[str, Any]:

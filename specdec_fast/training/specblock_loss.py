@@ -33,7 +33,8 @@ def block_loss(module: SpecBlockModule, token_ids: Tensor, lesson: Lesson, num_s
     loss = _slots_loss(module, hidden[:, :, :num_steps], token_ids, lesson, positions + 1)
     generator = torch.Generator(device="cpu").manual_seed(int(token_ids.sum()))
     slot, first = (int(torch.randint(most, (), generator=generator, device="cpu")) for most in (num_steps, _STRIDE))
-    positions = torch.arange(first, token_ids.shape[1] - 2 - slot, _STRIDE, device=token_ids.device)
+    end = max(first, token_ids.shape[1] - 2 - slot)  # of short texts no position may have a second block
+    positions = torch.arange(first, end, _STRIDE, device=token_ids.device)
     if num_steps < module.num_slots or not len(positions):
         return loss
     behind = module.blocks_behind(hidden, key_values, token_ids, positions, slot)

@@ -21,6 +21,7 @@ from specdec_fast.sampling_params import SamplingParams
 _CALL = 512  # requests per call of the engine, fewer for few tokens: the bar moves after each
 _TYPICAL = 32  # tokens of a short text
 _SHORTEST = 4  # tokens; a shorter text has no position to learn from
+_INTEGERS = (torch.int32, torch.int64)
 _LONGEST_PROMPT = 48  # tokens of a text that are kept as the prompt of a greedy one
 
 
@@ -63,7 +64,7 @@ class Texts:
         """Read the file of ``save``.
 
         Raises:
-            ConfigError: it is damaged, or another kind of file.
+            ConfigError: it is damaged, or another kind of file, or has a text that is too short to learn from.
 
         """
         try:
@@ -73,9 +74,38 @@ class Texts:
             raise ConfigError(
                 f"{str(path)!r} is no file of training texts ({error}); delete it, or correct the path."
             ) from None
-        if int(texts.lengths.sum()) != len(texts.token_ids):
-            raise ConfigError(f"{str(path)!r} is damaged: its lengths do not add up; delete it.")
+        are_lists = all(ids.ndim == 1 and ids.dtype in _INTEGERS for ids in (texts.token_ids, texts.lengths))
+        if not are_lists or int(texts.lengths.sum()) != len(texts.token_ids):
+            raise ConfigError(
+                f"{str(path)!r} is damaged: it should have lists of token ids and of lengths that add up; delete it."
+            )
+        if len(texts.lengths) and (shortest := int(texts.lengths.min())) < _SHORTEST:
+            raise ConfigError(
+                f"{str(path)!r} has a text of {shortest} tokens; expected at least {_SHORTEST}, because a shorter one "
+                "has no position to learn from; remove it, or delete the file."
+            )
         return texts
+
+    def expect_fit(self, vocab_size: int, max_positions: int | None) -> None:
+        """Check that a target could have written the texts.
+
+        Args:
+            vocab_size: number of the target's ids.
+            max_positions: number of positions that it has; None: no limit.
+
+        Raises:
+            ConfigError: there is an id that the target does not have, or a text that is too long for it.
+
+        """
+        remedy = "they are another target's; delete them, or copy those of this target."
+        foreign = self.token_ids[(self.token_ids < 0) | (self.token_ids >= vocab_size)]
+        if len(foreign):
+            raise ConfigError(f"the texts have the id {int(foreign[0])}, but the target has {vocab_size} ids; {remedy}")
+        longest = int(self.lengths.max()) if len(self.lengths) else 0
+        if max_positions is not None and longest > max_positions + 1:  # the last token needs no position
+            raise ConfigError(
+                f"the texts have one of {longest} tokens, but the target has {max_positions} positions; {remedy}"
+            )
 
 
 def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest: int, seed: int) -> Texts:

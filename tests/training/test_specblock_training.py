@@ -51,6 +51,18 @@ def test_what_is_trained_is_what_drafts(target, texts):
     torch.testing.assert_close(logits[2], module.lm_head(module.norm(hidden[:, :-2, 2])))
 
 
+@pytest.mark.parametrize("length", range(4, 8))
+def test_texts_too_short_for_a_second_block_are_learnt_from(target, length):
+    """The slot and the first position with a second block depend on the sum of the ids, so many sums are tried."""
+    module = new_blocks(target, SIZE, VOCAB_SIZE, None)
+    teacher = Teacher(target, TAPS, None)
+    for total in range(32):
+        token_ids, lengths = padded([torch.tensor([total, *[0] * (length - 1)])], CPU)
+        loss = block_loss(module, token_ids, teacher.lesson(token_ids, lengths), min(K, length - 2))
+        assert loss.isfinite()
+        assert loss.requires_grad
+
+
 class Fixed(torch.nn.Module):
     """A drafter of three slots whose logits and classes are given."""
 
