@@ -1,4 +1,4 @@
-"""The sampled path of ``verify_chain``: it chooses the token of each row by the rule of ``oracle/sampling.py``.
+"""The sampled path of ``verify_chain``: it chooses the token of each row by the rule of ``ops/sampling.py``.
 
 Bytes: logits are read once to find the best token; in rows with ``top_k`` or ``top_p`` a few times more, mostly from
 the L2 cache; and once more to draw, except in tiles where no token could win. 32 bytes are written per row and tile,

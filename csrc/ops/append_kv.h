@@ -1,4 +1,4 @@
-// append_kv_: write new K/V rows into pages. specdec_fast/oracle/ops/append_kv.py states the contract.
+// append_kv_: write new K/V rows into pages. specdec_fast/ops/append_kv.py states the contract.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // compact_kv_: move kept KV entries inside each sequence, in place, in all layers.
-// specdec_fast/oracle/ops/compact_kv.py states the contract, and why the order of moves is safe.
+// specdec_fast/ops/compact_kv.py states the contract, and why the order of moves is safe.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // grouped_linear: every row times the weights of the experts chosen for it.
-// specdec_fast/oracle/ops/grouped_linear.py states the contract.
+// specdec_fast/ops/grouped_linear.py states the contract.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // linear: rows times a weight matrix. Every sum has one order, whatever the number of rows.
-// specdec_fast/oracle/ops/linear.py states the contract.
+// specdec_fast/ops/linear.py states the contract.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // noise_words: the random words from which the noise of a few tokens is computed.
-// specdec_fast/oracle/ops/noise_words.py states the contract.
+// specdec_fast/ops/noise_words.py states the contract.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // paged_attention: causal attention of ragged query rows over a paged KV cache.
-// specdec_fast/oracle/ops/paged_attention.py states the contract.
+// specdec_fast/ops/paged_attention.py states the contract.
 //
 // A query row is reduced over absolute tiles of kTile positions in ascending order, from the first position that it sees
 // to its own. So its bits depend on its own context alone: not on the number of rows beside it, the batch, the thread, or

@@ -1,5 +1,5 @@
 // realign_kv_: shift every row of a dense, right-aligned KV cache by its own amount, in place, in all layers.
-// specdec_fast/oracle/ops/realign_kv.py states the contract.
+// specdec_fast/ops/realign_kv.py states the contract.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Sampling of one row: the token with the largest sum of score and keyed noise. specdec_fast/oracle/ops/verify_chain.py and
-// specdec_fast/oracle/sampling.py state the rule.
+// Sampling of one row: the token with the largest sum of score and keyed noise. specdec_fast/ops/verify_chain.py and
+// specdec_fast/ops/sampling.py state the rule.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // verify_chain: which draft tokens, of a chain or a tree, the target itself would have emitted.
-// specdec_fast/oracle/ops/verify_chain.py states the contract, and what a NaN means.
+// specdec_fast/ops/verify_chain.py states the contract, and what a NaN means.
 #pragma once
 
 #include <cstdint>

@@ -16,7 +16,7 @@ from specdec_fast.request.sequence import Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How each of ``B`` sequences chooses its tokens; see ``oracle/ops/verify_chain.py`` for the rule.
+    """How each of ``B`` sequences chooses its tokens; see ``ops/verify_chain.py`` for the rule.
 
     Attributes:
         temperatures: ``[B]`` float64; 0 is greedy, and the filters then have no effect.

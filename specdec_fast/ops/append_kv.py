@@ -1,4 +1,4 @@
-"""Declaration of ``append_kv_``."""
+"""The op ``append_kv_``: write new K/V rows into pages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,23 @@ from torch import Tensor
 
 from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
 from specdec_fast.ops.registry import Case, Op
+
+
+def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    """Write row t of ``key`` and ``value`` to slot ``slot_mapping[t]``, in place.
+
+    Args:
+        key_cache: ``[num_pages, page_size, num_kv_heads, head_dim]``, contiguous.
+        value_cache: ``[num_pages, page_size, num_kv_heads, value_head_dim]``, contiguous.
+        key: ``[T, num_kv_heads, head_dim]``, the rows of one forward, any strides.
+        value: ``[T, num_kv_heads, value_head_dim]``, any strides.
+        slot_mapping: ``[T]`` int32, ``page * page_size + offset`` of each row. Slots of page 0 are scratch; every
+            other slot appears at most once.
+
+    """
+    slots = slot_mapping.long()
+    key_cache.flatten(0, 1).index_copy_(0, slots, key)
+    value_cache.flatten(0, 1).index_copy_(0, slots, value)
 
 
 def _check(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -90,7 +107,7 @@ def _bytes_moved(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Ten
 OP = Op(
     name="append_kv_",
     implementations={
-        "torch": "specdec_fast.oracle.ops.append_kv:append_kv_",
+        "torch": "specdec_fast.ops.append_kv:append_kv_",
         "cpp": "specdec_fast.ops.cpp:append_kv_",
         "triton": "specdec_fast.triton_kernels.append_kv:append_kv_",
     },

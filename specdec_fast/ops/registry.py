@@ -138,7 +138,7 @@ class Ops:
 
     Attributes:
         chosen: op name to backend name, for every op that has an implementation here.
-        functions: op name to the chosen implementation; ``oracle/ops/`` defines the result of each. For an op without
+        functions: op name to the chosen implementation; ``ops/`` defines the result of each. For an op without
             an implementation, a function that raises a BackendError.
         unchecked: the same ops without the argument check, for a caller that has checked tensors of the same shapes
             before (the layers of one forward).

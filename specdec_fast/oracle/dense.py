@@ -83,7 +83,7 @@ def repad_in_place(realign_kv_: RealignKV) -> Repad:
     mask hides these columns, so they affect no output.
 
     Args:
-        realign_kv_: the op, of any backend; see ``oracle/ops/realign_kv.py``.
+        realign_kv_: the op, of any backend; see ``ops/realign_kv.py``.
 
     Returns:
         A repad that returns views of the given layers, cropped to ``num_columns``. The layers must have at least so

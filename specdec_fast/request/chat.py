@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase

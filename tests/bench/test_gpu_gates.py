@@ -19,9 +19,9 @@ from specdec_fast import Engine
 from specdec_fast.cuda_graphs.capture import Captured
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import all_ops
+from specdec_fast.ops.paged_attention import paged_attention
 from specdec_fast.ops.registry import INTERPRETING
-from specdec_fast.oracle.ops.paged_attention import paged_attention
-from specdec_fast.oracle.ops.verify_chain import verify_chain
+from specdec_fast.ops.verify_chain import verify_chain
 from support import repeated
 from support.gpu_check import METHODS, SMOKE, TASKS, main, result_of
 

@@ -13,8 +13,8 @@ from bench import ops
 from bench.common import correctness_gate as agreement
 from bench.common.references import argmax_and_compare, sdpa_dense
 from specdec_fast.ops import all_ops
-from specdec_fast.oracle.ops.paged_attention import paged_attention
-from specdec_fast.oracle.ops.verify_chain import verify_chain
+from specdec_fast.ops.paged_attention import paged_attention
+from specdec_fast.ops.verify_chain import verify_chain
 
 CPU = torch.device("cpu")
 

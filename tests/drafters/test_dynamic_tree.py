@@ -15,7 +15,7 @@ from specdec_fast.batch.trees import depths_of
 from specdec_fast.drafters.shared.dynamic_tree import ROOT, DynamicTree, RankPaths, TreeNodes, draft_of
 from specdec_fast.drafters.shared.ranked import GREEDY_TEMPERATURE, TokenRanker
 from specdec_fast.ops import all_ops, resolve
-from specdec_fast.oracle.sampling import gumbel, gumbel_noise
+from specdec_fast.ops.sampling import gumbel, gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.choice_tree import ChoiceTree, fit_tree
 

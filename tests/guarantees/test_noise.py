@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec_fast.ops import all_ops
-from specdec_fast.oracle import sampling as oracle_sampling
+from specdec_fast.ops import sampling as oracle_sampling
 from support.op_checks import device_for
 from support.sampling_by_hand import noise_by_hand, philox_by_hand
 

@@ -8,7 +8,7 @@ import torch
 
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.drafters import StepResult
-from specdec_fast.oracle.ops.verify_chain import verify_chain
+from specdec_fast.ops.verify_chain import verify_chain
 from specdec_fast.request.sequence import Sequence
 from support.models import VOCAB_SIZE
 

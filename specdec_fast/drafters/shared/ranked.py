@@ -11,7 +11,7 @@ from specdec_fast.batch.sampling_batch import Sampling, sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.models.draft_step import chosen_tokens, widened
 from specdec_fast.ops import Ops
-from specdec_fast.oracle.sampling import gumbel
+from specdec_fast.ops.sampling import gumbel
 from specdec_fast.request.sequence import Sequence
 
 # A drafter learns how often the target draws a token at temperature 1. A likely token has the largest logit more often

@@ -135,7 +135,7 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class GroupedLinear:
-    """``choices`` products per row, each with the weights of another expert; see ``oracle/ops/grouped_linear.py``.
+    """``choices`` products per row, each with the weights of another expert; see ``ops/grouped_linear.py``.
 
     Attributes:
         source, offset: buffer and offset of ``num_vectors`` inputs of ``in_features`` numbers: one for all choices, or

@@ -14,7 +14,7 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, StepResult, make_drafter
 from specdec_fast.drafters.clover.drafter import CloverDrafter
 from specdec_fast.drafters.clover.model import output_layer
-from specdec_fast.oracle.sampling import gumbel_noise
+from specdec_fast.ops.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from support.clover import HIDDEN, augmented, behind, logits_of, random_clover, write_clover
 from support.models import VOCAB_SIZE

@@ -11,7 +11,7 @@ import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, make_drafter
 from specdec_fast.drafters.medusa.drafter import MedusaDrafter
-from specdec_fast.oracle.sampling import gumbel_noise
+from specdec_fast.ops.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from support.medusa import FORMATS, logits_by_formula, named, random_heads, write_heads
 from support.models import VOCAB_SIZE

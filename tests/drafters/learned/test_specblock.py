@@ -15,7 +15,7 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.ops.registry import all_ops
-from specdec_fast.oracle.sampling import gumbel_noise
+from specdec_fast.ops.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from support.courses import features_of
 from support.models import VOCAB_SIZE

@@ -1,1 +1,0 @@
-"""The ops in plain PyTorch: the reference of every kernel, and a backend that runs anywhere."""
