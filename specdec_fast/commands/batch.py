@@ -25,7 +25,7 @@ from specdec_fast.commands.request_options import (
 from specdec_fast.commands.result_files import ResultFile, add_result_options, report_interrupt, reserved_output
 from specdec_fast.config import EngineConfig
 from specdec_fast.engine.engine import Engine
-from specdec_fast.engine.progress import Progress
+from specdec_fast.engine.output import Progress
 from specdec_fast.errors import SpecDecError
 from specdec_fast.results import GenerationOutput
 from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS, OPENAI_DEFAULTS, SamplingParams

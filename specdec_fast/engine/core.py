@@ -6,27 +6,64 @@ sequence. The target's own choice at each row decides how many are accepted. Rej
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from time import perf_counter
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
-from specdec_fast.engine import drafting
-from specdec_fast.engine.commit import commit_emissions, logprobs_of
-from specdec_fast.engine.pools import Pools
 from specdec_fast.engine.prefilling import Prefilling
-from specdec_fast.engine.reentry import outermost
-from specdec_fast.engine.residents import Residents
+from specdec_fast.engine.residents import Pools, Residents
 from specdec_fast.engine.row_limit import RowLimit, memory_error
-from specdec_fast.engine.step import Step, StepOutput, draft_limits, step_error
-from specdec_fast.errors import KVCacheAllocationError
+from specdec_fast.engine.step import (
+    Step,
+    StepOutput,
+    admit_new,
+    commit_emissions,
+    commit_to_drafter,
+    draft_limits,
+    logprobs_of,
+    propose,
+    release,
+    step_error,
+)
+from specdec_fast.errors import EngineBusyError, KVCacheAllocationError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import RunStats
 from specdec_fast.schedulers import Scheduler
 from specdec_fast.speculation_length import LengthPolicy
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outermost(
+    method: Callable[Concatenate[EngineCore, _P], _R],
+) -> Callable[Concatenate[EngineCore, _P], _R]:
+    """Let a method of the core raise an EngineBusyError if a drafter, a policy, a scheduler or a hook calls it.
+
+    Such a call would change the sequences that the core is working on.
+    """
+
+    @wraps(method)
+    def guarded(core: EngineCore, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if core.is_called:
+            raise EngineBusyError(
+                f"core.{method.__name__} was called by code that the engine's core was calling: a drafter, a policy "
+                "for K, a scheduler or a hook may not call the engine; call it when the step has ended."
+            )
+        core.is_called = True
+        try:
+            return method(core, *args, **kwargs)
+        finally:
+            core.is_called = False
+
+    return guarded
 
 
 class EngineCore:
@@ -238,9 +275,9 @@ class EngineCore:
         """Draft and verify for one batch; on a GPU this only queues the work."""
         timer = self.stats.timer
         started, self._row_limit.num_rows = perf_counter(), len(batch) + sum(node_limits)
-        drafting.admit_new(self.drafter, batch, limits, timer, self._prefilling.is_tapped)
+        admit_new(self.drafter, batch, limits, timer, self._prefilling.is_tapped)
         with timer("draft"):
-            draft, depths = drafting.propose(self.drafter, self.length_policy, batch, limits, node_limits)
+            draft, depths = propose(self.drafter, self.length_policy, batch, limits, node_limits)
         drafted, drafts = perf_counter(), (draft.token_ids, draft.num_draft_tokens, draft.parents)
         with timer("verify"):
             verification = self.target.verify_step(self._pools.pool(), batch, *drafts)
@@ -284,7 +321,7 @@ class EngineCore:
             return []
         with timer("commit"):
             emitted = commit_emissions(step, outcome.emissions, logprobs, self._requests)
-            lost = drafting.commit_to_drafter(self.drafter, step, rows, self._requests, self._row_limit)
+            lost = commit_to_drafter(self.drafter, step, rows, self._requests, self._row_limit)
             self._prefilling.restart(lost)
         self.length_policy.observe(step.observation(outcome, self._finished))
         self._finished = perf_counter()
@@ -297,4 +334,4 @@ class EngineCore:
             self._requests.pop(sequence.request_id, None)
             self.stats.decoding.add(sequence.stats)
         self._residents.remove(sequences)  # all pages first, because what follows may raise
-        drafting.release(self.drafter, self.length_policy, sequences)
+        release(self.drafter, self.length_policy, sequences)

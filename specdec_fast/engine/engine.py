@@ -16,14 +16,12 @@ from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters import Drafter, checked_draft, expect_settings_read, make_drafter
 from specdec_fast.engine.core import EngineCore
-from specdec_fast.engine.drafting import expect_max_nodes
 from specdec_fast.engine.input import RequestBuilder, as_params_list
 from specdec_fast.engine.memory import affordable_draft, plan_memory, return_freed_memory
-from specdec_fast.engine.output import Outputs, chunks_of, output_of, outputs_of
+from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, outputs_of
 from specdec_fast.engine.processes import OwnProcess
-from specdec_fast.engine.progress import Progress
 from specdec_fast.engine.shared_core import Call, SharedCore
-from specdec_fast.engine.step import StepOutput, raise_cause
+from specdec_fast.engine.step import StepOutput, expect_max_nodes, raise_cause
 from specdec_fast.errors import ConfigError, RequestError
 from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model

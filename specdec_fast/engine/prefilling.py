@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.drafters import Drafter
-from specdec_fast.engine import drafting
 from specdec_fast.engine.row_limit import RowLimit
+from specdec_fast.engine.step import admit
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.prefill import prefill
 from specdec_fast.models.ragged_model import RaggedModel
@@ -97,7 +97,7 @@ class Prefilling:
         prompts = {s: s.token_ids[:stop] for s, stop in chunk.items()}
         new = [sequence for sequence in chunk if not sequence.is_admitted]
         if self.is_tapped and new:
-            drafting.admit(self._drafter, new)
+            admit(self._drafter, new)
         prefill(self._target, pool, prompts, starts, self._observe if self.is_tapped else None)
         for sequence, stop in chunk.items():
             sequence.target_kv_length = stop

@@ -1,16 +1,26 @@
-"""One step of the engine: its numbers of draft tokens, a launched step, and the output of a finished one."""
+"""One step of the engine: what it drafts, a launched step, and what a finished one commits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from collections.abc import Sequence as Many
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
 from time import perf_counter
 from typing import NamedTuple
 
-from specdec_fast.drafters import Draft
-from specdec_fast.errors import RequestError, StepError
+import torch
+from torch import Tensor
+
+from specdec_fast.device_copy import to_device
+from specdec_fast.drafters import Draft, Drafter, StepResult
+from specdec_fast.engine.row_limit import RowLimit
+from specdec_fast.errors import DrafterError, InvalidLogitsError, RequestError, StepError
 from specdec_fast.models.verification import Outcome, Verification
+from specdec_fast.ops import INVALID_TOKEN
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.results import FinishReason
+from specdec_fast.results import FinishReason, StageTimer
 from specdec_fast.speculation_length import LengthPolicy, StepObservation
 
 
@@ -75,6 +85,229 @@ class Step:
         return StepObservation(batch, *counts, *seconds, self.may_branch, scores, accepted)
 
 
+def draft_limits(policy: LengthPolicy, batch: list[Sequence]) -> list[int]:
+    """Return how many draft tokens each sequence may get: the policy's number, or the request's if that is smaller.
+
+    Raises:
+        LengthPolicyError: the policy broke its contract.
+
+    """
+    limits = policy.checked_limits(batch)
+    most = [sequence.params.num_draft_tokens for sequence in batch]
+    return [k if m is None else min(k, m) for k, m in zip(limits, most, strict=True)]
+
+
+def expect_max_nodes(drafter: Drafter) -> None:
+    """Check the largest number of nodes of a drafter's trees.
+
+    Raises:
+        DrafterError: it is not an integer from 0 on.
+
+    """
+    most = drafter.max_nodes
+    if not isinstance(most, int) or not 0 <= most < 2**31:
+        raise DrafterError(f"a drafter's max_nodes is {most!r}; expected an integer from 0 on, 0 if it drafts chains.")
+
+
+def admit_new(drafter: Drafter, batch: list[Sequence], limits: list[int], timer: StageTimer, is_tapped: bool) -> None:
+    """Admit sequences to the drafter before it first drafts for them: plain decoding needs no prefill by it.
+
+    A drafter with taps admits every sequence, because it receives the hidden states of all its rows.
+    """
+    new = [s for s, limit in zip(batch, limits, strict=True) if (limit or is_tapped) and not s.is_admitted]
+    if new:
+        with timer("prefill"):
+            admit(drafter, new)
+
+
+def admit(drafter: Drafter, new: list[Sequence]) -> None:
+    """Admit sequences that are not admitted."""
+    drafter.admit(list(new))
+    for sequence in new:
+        sequence.is_admitted = True
+
+
+def propose(
+    drafter: Drafter, policy: LengthPolicy, batch: list[Sequence], limits: list[int], node_limits: list[int]
+) -> tuple[Draft, list[int]]:
+    """Ask a drafter for at most ``limits[i]`` tokens of sequence i, and keep those that are worth their rows.
+
+    Args:
+        drafter: the drafter; not called if all limits are 0 (every sequence is at its last token, or K is 0).
+        policy: decides which of the tokens are kept, if they have scores.
+        batch: ``B`` sequences.
+        limits: per sequence, the largest number of draft tokens of a chain, and the largest depth of a tree.
+        node_limits: per sequence, the largest number of nodes of a tree.
+
+    Returns:
+        The draft, without ``parents`` if it consists of chains, and the depth of each sequence's draft.
+
+    Raises:
+        DrafterError: the drafter did not return a valid Draft, or it changed a sequence.
+        LengthPolicyError: the policy broke its contract.
+
+    """
+    if not any(limits):
+        return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(batch)), limits
+    ends = [(s.length, s.token_ids[-1]) for s in batch]  # comparing all tokens would take longer than a step
+    draft = drafter.propose_trees(list(batch), list(limits), list(node_limits))
+    if [(s.length, *s.token_ids[-1:]) for s in batch] != ends:
+        raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")
+    if not isinstance(draft, Draft):
+        raise DrafterError(f"a drafter proposed a {type(draft).__name__}; expected a Draft, empty if it has no tokens.")
+    depths = draft.check(limits, node_limits)
+    if (scores := draft.scores_by_sequence()) is not None:
+        least = policy.checked_least_score(scores)
+        if any(score < least for own in scores for score in own):
+            draft = draft.pruned(least)
+            depths = draft.depths()
+    if draft.parents is not None and depths == list(draft.num_draft_tokens):  # a tree as deep as it is large is a chain
+        draft = replace(draft, parents=None)
+    return draft, depths
+
+
+def logprobs_of(
+    batch: Many[Sequence], accepted_rows: Many[Many[int]], emissions: Many[list[int]], logits: Tensor
+) -> list[list[float] | None]:
+    """Return the log-probabilities of emitted tokens for the sequences that request them, in one transfer.
+
+    Args:
+        batch: ``B`` sequences.
+        accepted_rows: rows of ``logits`` of each sequence. Token i of an emission was chosen at its row i.
+        emissions: tokens of each sequence, from ``Verification.outcome``.
+        logits: ``[T, vocab_size]``, the target's.
+
+    Returns:
+        Per sequence one value per token of its emission except ``INVALID_TOKEN``; None for a sequence that does not
+        request them.
+
+    """
+    if all(sequence.logprobs is None for sequence in batch):
+        return [None] * len(batch)
+    rows: list[int] = []
+    tokens: list[int] = []
+    lengths: list[int | None] = []
+    for sequence, own, emission in zip(batch, accepted_rows, emissions, strict=True):
+        length = None
+        if sequence.logprobs is not None:
+            length = len(emission) - (emission[-1] == INVALID_TOKEN)
+            rows += own[:length]
+            tokens += emission[:length]
+        lengths.append(length)
+    values = iter(token_logprobs(logits, rows, tokens))
+    return [None if length is None else list(islice(values, length)) for length in lengths]
+
+
+def token_logprobs(logits: Tensor, rows: list[int], tokens: list[int]) -> list[float]:
+    """Return the log-probability of ``tokens[i]`` at row ``rows[i]``.
+
+    Args:
+        logits: ``[T, vocab_size]``, of any float dtype; the sum over the vocabulary is computed in float32.
+        rows: ``R`` rows of ``logits``.
+        tokens: ``R`` token ids.
+
+    Returns:
+        ``R`` values of float32.
+
+    """
+    index = to_device([*rows, *tokens], logits.device).view(2, -1)
+    logprobs = logits[index[0]].float().log_softmax(dim=-1)  # [R, vocab_size]
+    return logprobs.gather(1, index[1, :, None])[:, 0].tolist()
+
+
+def commit_emissions(
+    step: Step, emissions: Many[list[int]], logprobs: Many[list[float] | None], live: Container[int]
+) -> list[tuple[Sequence, list[int]]]:
+    """Commit the emissions of a step.
+
+    Args:
+        step: of ``B`` sequences.
+        emissions: tokens of each sequence, from ``Verification.outcome``.
+        logprobs: of each sequence, from ``logprobs_of``.
+        live: ids of the requests that have not been cancelled; the others stay as they are.
+
+    Returns:
+        The sequences that have not been cancelled, with the tokens that each emitted.
+
+    """
+    drafted = zip(step.draft.num_draft_tokens, step.depths, strict=True)
+    return [
+        (sequence, commit_emission(sequence, *counts, emission, values))
+        for sequence, counts, emission, values in zip(step.batch, drafted, emissions, logprobs, strict=True)
+        if sequence.request_id in live
+    ]
+
+
+def commit_emission(
+    sequence: Sequence, num_draft_tokens: int, depth: int, emission: list[int], logprobs: list[float] | None
+) -> list[int]:
+    """Commit the emission of one sequence; a row of NaN logits ends the request after the tokens before it.
+
+    Args:
+        sequence: the sequence that emits.
+        num_draft_tokens: number of its draft tokens verified in this step.
+        depth: of its draft; of a chain, the number of its tokens.
+        emission: its tokens, from ``Verification.outcome``.
+        logprobs: its log-probabilities, from ``logprobs_of``.
+
+    Returns:
+        The committed tokens.
+
+    """
+    num_accepted, valid = len(emission) - 1, emission[-1] != INVALID_TOKEN
+    emission = emission if valid else emission[:-1]
+    tokens = sequence.append_emission(num_draft_tokens, num_accepted, emission, logprobs, depth) if emission else []
+    if not valid and sequence.finish_reason is None:
+        sequence.fail(
+            InvalidLogitsError(
+                f"the target's logits after {sequence.length} tokens hold a NaN, so no token can be chosen; check "
+                "its weights, or load it in a wider dtype."
+            )
+        )
+    return tokens
+
+
+def commit_to_drafter(
+    drafter: Drafter, step: Step, rows: list[Many[int]], live: Container[int], row_limit: RowLimit
+) -> list[Sequence]:
+    """Pass the accepted rows of the unfinished sequences, and the hidden states of all rows, to the drafter.
+
+    If it runs out of memory, the tokens stand, it admits the sequences again, and the next forwards are smaller.
+
+    Args:
+        drafter: the drafter; it receives the sequences that are admitted to it.
+        step: of ``B`` sequences.
+        rows: the accepted rows of each sequence, from ``Outcome.accepted_rows``.
+        live: ids of the requests that have not been cancelled.
+        row_limit: counts the step, as passed or as one without enough memory.
+
+    Returns:
+        The sequences that the drafter has to admit again.
+
+    """
+    unfinished: list[Sequence] = []
+    accepted_rows: list[Many[int]] = []
+    for sequence, own in zip(step.batch, rows, strict=True):
+        if sequence.is_admitted and sequence.finish_reason is None and sequence.request_id in live:
+            unfinished.append(sequence)
+            accepted_rows.append(own)
+    try:
+        drafter.commit(list(unfinished), StepResult(accepted_rows, step.verification.hidden_states))
+    except Exception as error:
+        row_limit.recover(error, unfinished, drafter)  # raises it, if it says something else
+        return unfinished
+    row_limit.passed()
+    return []
+
+
+def release(drafter: Drafter, policy: LengthPolicy, sequences: list[Sequence]) -> None:
+    """Let a drafter and a policy forget sequences; an error for one of them leaves nothing of the others behind."""
+    with ExitStack() as stack:
+        for sequence in sequences:
+            stack.callback(drafter.release, sequence)
+            stack.callback(policy.forget, sequence)
+
+
 def step_error(error: BaseException) -> StepError:
     """Return the error of a request whose step raised ``error``."""
     reason = StepError(f"the step that served this request failed: {type(error).__name__}: {error}")
@@ -92,15 +325,3 @@ def raise_cause(error: RequestError | None) -> None:
         return
     cause = error.__cause__
     raise cause if isinstance(cause, Exception) and not isinstance(cause, StopIteration) else error
-
-
-def draft_limits(policy: LengthPolicy, batch: list[Sequence]) -> list[int]:
-    """Return how many draft tokens each sequence may get: the policy's number, or the request's if that is smaller.
-
-    Raises:
-        LengthPolicyError: the policy broke its contract.
-
-    """
-    limits = policy.checked_limits(batch)
-    most = [sequence.params.num_draft_tokens for sequence in batch]
-    return [k if m is None else min(k, m) for k, m in zip(limits, most, strict=True)]

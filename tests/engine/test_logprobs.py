@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from specdec_fast.engine import commit
-from specdec_fast.engine.commit import token_logprobs
+from specdec_fast.engine import step as commit
+from specdec_fast.engine.step import token_logprobs
 from support.demo import MAX_NEW_TOKENS
 from support.grids import each_value_once
 from support.scripted import ByteTokenizer, scripted_model
