@@ -30,8 +30,8 @@ from specdec_fast.commands.common import format_table
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_arguments import cache_argument
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 
 _PAGE_SIZE = 16
 PROGRAM, EAGER, UNMODIFIED = "program", "eager", "transformers"

@@ -20,10 +20,10 @@ from bench.common import report
 from specdec_fast import Engine, EngineConfig, SamplingParams
 from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import format_table
-from specdec_fast.cuda_graphs import capture
-from specdec_fast.cuda_graphs.capture import Captured, Run
-from specdec_fast.models.verification import Outcome, Verification
 from specdec_fast.program import executors
+from specdec_fast.runner.graphs import capture
+from specdec_fast.runner.graphs.capture import Captured, Run
+from specdec_fast.runner.verification import Outcome, Verification
 
 PARAMS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.9, "seed": 1}}
 _NEW_TOKENS = 200  # the bundled pair has 512 positions

@@ -67,7 +67,7 @@ class EngineConfig:
         enforce_eager: run every forward as the model's own PyTorch code, operation by operation: for debugging, or for
             hooks that must see every forward. By default the engine compiles the forward to a program
             (``specdec_fast/program/``), with the weights that the model has then, and on a GPU records forwards of few
-            rows as CUDA graphs (``specdec_fast/cuda_graphs/graphs.py``).
+            rows as CUDA graphs (``specdec_fast/runner/graphs/graphs.py``).
 
     Raises:
         ConfigError: a value is out of range; the message names it.

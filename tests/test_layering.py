@@ -32,7 +32,7 @@ def floors() -> tuple[dict[str, int], dict[str, set[str]]]:
 
 
 RANK, NARROW = floors()
-LARGEST = {"lines of the file": 300, "lines of a function": 60, "parameters": 8}
+LARGEST = {"lines of the file": 500, "lines of a function": 80, "parameters": 8}
 
 
 def unit_of(path: Path) -> str:
@@ -172,7 +172,7 @@ def test_nothing_is_too_large():
 
 @pytest.mark.parametrize(
     "source",
-    ["x = 1\n" * 301, "def f():\n" + " x = 1\n" * 60, "def f(a, b, c, d, e, f, g, h, i): pass",
+    ["x = 1\n" * 501, "def f():\n" + " x = 1\n" * 80, "def f(a, b, c, d, e, f, g, h, i): pass",
      "class C:\n def f(self, a, b, c, d, e, f, g, h, *, i): pass"],
     ids=["file", "function", "parameters", "method"],
 )  # fmt: skip
@@ -181,7 +181,7 @@ def test_size_check_rejects(source):
 
 
 def test_size_check_takes_the_limits_themselves():
-    fits = ("x = 1\n" * 300, "def f():\n" + " x = 1\n" * 59, "def f(self, a, b, c, d, e, f, g, h, **k): pass")
+    fits = ("x = 1\n" * 500, "def f():\n" + " x = 1\n" * 79, "def f(self, a, b, c, d, e, f, g, h, **k): pass")
     assert not any(size_faults(source) for source in fits)
 
 
@@ -192,7 +192,8 @@ def undocumented(tree: ast.Module) -> list[str]:
     while scopes:
         for node in scopes.pop().body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                missing += [] if ast.get_docstring(node) else [node.name]
+                is_setter = any(ast.unparse(decorator).endswith(".setter") for decorator in node.decorator_list)
+                missing += [] if ast.get_docstring(node) or is_setter else [node.name]
                 scopes += [node] if isinstance(node, ast.ClassDef) else []
     return missing
 

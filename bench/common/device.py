@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from bench.common.timing import Call, Clock
-from specdec_fast.cuda_graphs.capture import Capture, CudaCapture
-from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.runner.graphs.capture import Capture, CudaCapture
+from specdec_fast.runner.ragged_model import RaggedModel
 
 WARM_UP_MS, MEASURE_MS = 10, 60  # milliseconds of triton's do_bench
 CPU_SAMPLES = 3

@@ -19,7 +19,7 @@ from bench.engine_.methods import Bench, EngineRunner
 from specdec_fast import Engine, LengthPolicy
 from specdec_fast.commands.common import format_table
 from specdec_fast.drafters import Drafter
-from specdec_fast.models.profiling import forward_seconds
+from specdec_fast.runner.profiling import forward_seconds
 from specdec_fast.speculation_length import Profiler
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.fixed import FixedLength

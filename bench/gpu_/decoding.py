@@ -36,13 +36,13 @@ from bench.common.replay import ReplayDrafter
 from bench.gpu_.isolated_tasks import Progress, Settings
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.drafters.draft_model.drafter import ROWS_EACH, ModelDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.prefill import prefill
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.prefill import prefill
+from specdec_fast.runner.ragged_model import RaggedModel
 
 PLAIN = "plain"
 PAGE_SIZE = 16

@@ -22,11 +22,11 @@ from bench.gpu_.isolated_tasks import Progress, Settings
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.hf_model import HFModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.program import compile_forward
 from specdec_fast.program.triton.executor import TritonProgram
+from specdec_fast.runner.hf_model import HFModel
 
 _SEPARATE = "separate"
 _WAYS = {  # what is asked of ``TritonProgram``

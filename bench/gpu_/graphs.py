@@ -31,16 +31,16 @@ from bench.gpu_.timings import SMOKE as FEW_TIMINGS
 from bench.gpu_.timings import copy_bandwidth
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.cuda_graphs.buckets import Limits
-from specdec_fast.cuda_graphs.capture import CAPTURES
 from specdec_fast.drafters.draft_model.drafter import ROWS_EACH
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out, lay_out_on_host
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models import verification
-from specdec_fast.models.draft_step import greedy_tokens
-from specdec_fast.models.prefill import prefill
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner import verification
+from specdec_fast.runner.drafting import greedy_tokens
+from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.capture import CAPTURES
+from specdec_fast.runner.prefill import prefill
+from specdec_fast.runner.ragged_model import RaggedModel
 
 BATCH_SIZE, NUM_DRAFT_TOKENS, SAMPLES, CALLS = 4, 3, 5, 8
 
@@ -98,7 +98,8 @@ def _engine(pair: Pair, method: str, has_graphs: bool) -> Engine:
         num_draft_tokens=NUM_DRAFT_TOKENS,
     )
     if not has_graphs:
-        engine.target.graphs = engine.drafter.model.graphs = None  # type: ignore[attr-defined]
+        for model in (engine.target, engine.drafter.model):  # type: ignore[attr-defined]
+            model.use_these_graphs(None)
     return engine
 
 

@@ -25,7 +25,6 @@ from bench.model_step_.attention_pieces import PARTIAL_BYTES, Batch, num_pieces
 from bench.model_step_.recording import Recorded, layer_of
 from specdec_fast.errors import NotYetSupportedError
 from specdec_fast.kv_cache.layer_layout import KVShape
-from specdec_fast.models.batch_invariance import ROW_MULTIPLE
 from specdec_fast.planner.costs import Device
 from specdec_fast.program.plan.ir import (
     Append,
@@ -41,6 +40,7 @@ from specdec_fast.program.plan.ir import (
 from specdec_fast.program.triton.fused_launches import fused_launches_of
 from specdec_fast.program.triton.fused_linear import MOST_ROWS, EitherWay, FusedLinear
 from specdec_fast.program.triton.launches import JointLinear, Launch, RowRun, launches_of
+from specdec_fast.runner.batch_invariance import ROW_MULTIPLE
 from specdec_fast.triton_kernels.linear import tiles_of
 
 LAUNCH_SECONDS = 2e-6  # of one kernel in a graph, besides what it reads and computes

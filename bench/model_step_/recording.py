@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from bench.common.pairs import ModelShape, config_of
-from specdec_fast.models.hf_model import HFModel
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
 from specdec_fast.program.plan.ir import Attend, Instruction, Plan
+from specdec_fast.runner.hf_model import HFModel
 
 _RECORDED_LAYERS = 2
 _PROBE_TOKENS = 8

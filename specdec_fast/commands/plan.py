@@ -21,7 +21,6 @@ from specdec_fast.drafters import checked_draft, is_draft_model
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.memory import affordable_draft
 from specdec_fast.errors import ConfigError
-from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.planner.budget import EngineMemory, budget_error, shown
 from specdec_fast.planner.checkpoint import checkpoint_sizes, estimated_memory, least_memory
 from specdec_fast.planner.choice import (
@@ -36,6 +35,7 @@ from specdec_fast.planner.choice import (
 from specdec_fast.planner.costs import ComputedTimes, Device, MeasuredTimes, StepTimes
 from specdec_fast.planner.loaded import loaded_memory
 from specdec_fast.planner.scylla import best_draft_tokens, fit_batch_sizes, fits_of
+from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.speculation_length.step_costs import StepCosts
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}

@@ -28,9 +28,9 @@ from specdec_fast.equivalence.report import GREEDY, PLAIN, Matrix, Report
 from specdec_fast.equivalence.report import run as run_matrix
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.loading import load_model
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.request.detokenizer import load_tokenizer
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.schedulers import SCHEDULERS
 from specdec_fast.speculation_length import LENGTH_POLICIES

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResult, TreeDrafter
 from specdec_fast.drafters.clover.drafter import CloverDrafter
 from specdec_fast.drafters.clover.weights import is_clover
@@ -32,12 +31,13 @@ from specdec_fast.drafters.none import NoDrafter
 from specdec_fast.drafters.specblock.config import is_specblock
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
-from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import Ops
 from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
+from specdec_fast.runner.batch_invariance import make_deterministic
+from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.ragged_model import RaggedModel
 
 NO_DRAFT = "none"  # the same as None; the command line needs a string
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters.draft import Draft
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.ragged_model import RaggedModel
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from specdec_fast.engine.step import (
 )
 from specdec_fast.errors import EngineBusyError, KVCacheAllocationError
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import RunStats
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.schedulers import Scheduler
 from specdec_fast.speculation_length import LengthPolicy
 

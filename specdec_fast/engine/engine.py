@@ -12,8 +12,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig, as_config
-from specdec_fast.cuda_graphs.buckets import Limits
-from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters import Drafter, checked_draft, expect_settings_read, make_drafter
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list
@@ -23,18 +21,19 @@ from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.shared_core import Call, SharedCore
 from specdec_fast.engine.step import StepOutput, expect_max_nodes, raise_cause
 from specdec_fast.errors import ConfigError, RequestError
-from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
-from specdec_fast.models.profiling import forward_seconds
-from specdec_fast.models.ragged_model import RaggedModel
-from specdec_fast.models.verify_step import expect_trees
 from specdec_fast.ops import resolve
 from specdec_fast.request.detokenizer import expect_tokenizer, load_tokenizer
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import as_prompt_list
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, RunStats, StreamChunk
+from specdec_fast.runner.batch_invariance import make_deterministic
+from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.graphs import described
+from specdec_fast.runner.profiling import forward_seconds
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.speculation_length import Profiler, make_length_policy
 
@@ -100,7 +99,7 @@ class Engine:
         self.target.use_taps(drafter.taps)
         expect_max_nodes(drafter)
         if drafter.max_nodes:
-            expect_trees(self.target)
+            self.target.expect_trees()
         most = self.config.most_draft_tokens
         tree_rows = max(most, drafter.max_nodes) + 1 if drafter.max_nodes else 0
         self.target.use_graphs(Limits(self.config.max_batch_size, most + 1, tree_rows=tree_rows))

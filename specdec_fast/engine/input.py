@@ -16,12 +16,12 @@ from specdec_fast.errors import (
     TooManyDraftTokensError,
 )
 from specdec_fast.models.model_checks import why_fewer_positions
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.detokenizer import Detokenizer
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import encode_prompt
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.stopping import StopStrings
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams, as_sampling_params
 
 _DEFAULTS = PromptOptions()

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter, is_draft_model
 from specdec_fast.errors import ConfigError
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.planner.budget import Ask, EngineMemory, EngineSetting, budget_error, halved, largest_within
 from specdec_fast.planner.checkpoint import least_memory
 from specdec_fast.planner.loaded import loaded_memory
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.speculation_length import LENGTH_POLICIES, LengthPolicy
 

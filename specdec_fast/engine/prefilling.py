@@ -12,9 +12,9 @@ from specdec_fast.drafters import Drafter
 from specdec_fast.engine.row_limit import RowLimit
 from specdec_fast.engine.step import admit
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.prefill import prefill
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.prefill import prefill
+from specdec_fast.runner.ragged_model import RaggedModel
 
 
 class Prefilling:

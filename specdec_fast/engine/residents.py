@@ -13,9 +13,9 @@ from specdec_fast.drafters import Drafter
 from specdec_fast.engine.prefilling import Prefilling
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.planner.budget import longest_prompt
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.schedulers import Scheduler
 
 _HEADROOM_PAGES = 2  # by which every resident sequence can grow when another one is admitted

@@ -17,10 +17,10 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.drafters import Draft, Drafter, StepResult
 from specdec_fast.engine.row_limit import RowLimit
 from specdec_fast.errors import DrafterError, InvalidLogitsError, RequestError, StepError
-from specdec_fast.models.verification import Outcome, Verification
 from specdec_fast.ops import INVALID_TOKEN
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import FinishReason, StageTimer
+from specdec_fast.runner.verification import Outcome, Verification
 from specdec_fast.speculation_length import LengthPolicy, StepObservation
 
 

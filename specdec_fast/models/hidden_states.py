@@ -12,19 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.errors import ConfigError, DrafterError, UnsupportedModelError
-from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.model_checks import check_reproduces, compares_every_row
-from specdec_fast.models.probe import probe_of
-
-if TYPE_CHECKING:
-    from specdec_fast.models.ragged_model import RaggedModel
 
 FINAL = "final"
 # Receives the index of a tap and its tensor, ``[1, T, H]``. The model may change it in place afterwards.
@@ -209,22 +202,6 @@ def _decoder(model: Any) -> nn.Module:
     if not isinstance(decoder, nn.Module) or decoder is model:
         raise UnsupportedModelError(f"{type(model).__name__} has no decoder apart from its output layer (get_decoder).")
     return decoder
-
-
-def check_hidden_states(model: RaggedModel, taps: tuple[int | str, ...]) -> None:
-    """Compare the ragged taps of a model with its own dense ones; see ``check_reproduces``."""
-    probe = probe_of(model.vocab_size, model.layout.device)
-
-    def computed_by(forward: Callable[..., Tensor], batch: RaggedBatch, pool: PagePool) -> Tensor:
-        hidden_states = model.empty_hidden_states(len(batch.token_ids))
-        assert hidden_states is not None
-        forward(batch, pool, batch.last_rows, hidden_states)
-        return hidden_states
-
-    ragged, results = partial(computed_by, model.forward), f"hidden states (taps {taps})"
-    reference = partial(computed_by, model.hf.forward) if compares_every_row(model) else None
-    expected = model.hf.dense_hidden_states(probe)
-    check_reproduces(model.hf, ragged, model.page_size, probe, expected, results, reference)
 
 
 def _output_layer(model: Any) -> nn.Module:

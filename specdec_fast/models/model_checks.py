@@ -9,7 +9,7 @@ another length.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,6 @@ from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.probe import PROBE_LENGTH
-from specdec_fast.models.refusal_reasons import why_not_reproduced
-
-if TYPE_CHECKING:
-    from specdec_fast.models.hf_model import HFModel
-    from specdec_fast.models.ragged_model import RaggedModel
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -35,7 +30,6 @@ _OTHER_LENGTH = 2**20 + 3
 # Two sequences at once, then one row of one of them, because models may treat decoding differently.
 _FORWARDS = ([Rows("a", 0, 5), Rows("b", 0, 3)], [Rows("a", 5, 1)])
 
-RaggedForward = Callable[[RaggedBatch, PagePool], Tensor]
 MakeCache = Callable[[PagePool, RaggedBatch], PagedCache]
 Forward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
 
@@ -177,7 +171,7 @@ def _logits(
     forward: Forward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
 ) -> tuple[list[Tensor], set[str]]:
     """Return the logits of every forward, and the questions that the model asked its cache."""
-    pool = _pool_of_two(layout, page_size)
+    pool = pool_of_two(layout, page_size)
     found, questions = [], set()
     for rows in _FORWARDS:
         token_ids = torch.arange(sum(each.count for each in rows), device=layout.device) % 2  # any tokens will do
@@ -189,93 +183,9 @@ def _logits(
     return found, questions
 
 
-def _pool_of_two(layout: KVLayout, page_size: int) -> PagePool:
+def pool_of_two(layout: KVLayout, page_size: int) -> PagePool:
     """Return a pool for two sequences, ``a`` and ``b``, of up to ``PROBE_LENGTH`` tokens each."""
     pool = PagePool(layout, 2 * (PROBE_LENGTH + page_size), page_size)
     for owner in "ab":
         pool.add(owner)
     return pool
-
-
-def check_logits(model: RaggedModel, token_ids: Tensor, expected: Tensor) -> None:
-    """Compare the ragged logits of a model with its own dense ones; see ``check_reproduces``."""
-    reference = model.hf.forward if compares_every_row(model) else None
-    check_reproduces(model.hf, model.forward, model.page_size, token_ids, expected, reference=reference)
-
-
-def compares_every_row(model: RaggedModel) -> bool:
-    """Return whether a model has a program whose every row must be that of PyTorch's operations, in 16 bits as well.
-
-    On a GPU it takes the first of equal scores of a router, where PyTorch may take another one.
-    """
-    return model.program is not None or (model.device_program is not None and not model.hf.has_experts)
-
-
-def check_reproduces(
-    hf: HFModel,
-    forward: RaggedForward,
-    page_size: int,
-    token_ids: Tensor,
-    expected: Tensor,
-    results: str = "logits",
-    reference: RaggedForward | None = None,
-) -> None:
-    """Compare ragged logits (two sequences, two forwards) with the model's own dense ones; or its hidden states.
-
-    The bound is the square root of the dtype's rounding unit, on the relative L2 distance: far above rounding, far
-    below what a wrong position, mask or cache entry does. In 16 bits it is the median of the rows' distances, because
-    rounding may let a mixture of experts choose other experts for single rows; what a page, position or mask does wrong
-    changes most rows of one of the two forwards. A fault of a program may change one row only. So in 16 bits every row
-    is compared with ``reference`` as well, which rounds where the program does.
-
-    Args:
-        hf: the model.
-        forward: computes a batch on a pool's pages: logits ``[T, vocab_size]``, or ``[T, taps, H]``, tap by tap.
-        page_size: of the pages.
-        token_ids: ``[PROBE_LENGTH]`` int64.
-        expected: ``[PROBE_LENGTH, vocab_size]`` or ``[PROBE_LENGTH, taps, H]``, what the model computes of them.
-        results: what they are, for the message.
-        reference: computes what ``forward`` does, operation by operation; None if ``forward`` itself does so.
-
-    Raises:
-        UnsupportedModelError: they are further apart than that; the message says why, as far as that can be found.
-
-    """
-    name, bound = type(hf.model).__name__, torch.finfo(hf.layout.dtype).eps ** 0.5
-    is_short = torch.finfo(hf.layout.dtype).bits == 16
-    pool = _pool_of_two(hf.layout, page_size)
-    reference_pool = _pool_of_two(hf.layout, page_size) if is_short and reference is not None else None
-    pieces = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, PROBE_LENGTH - 3), Rows("b", 6, PROBE_LENGTH - 6)]]
-    for rows in pieces:
-        positions = torch.cat([torch.arange(r.start, r.start + r.count, device=token_ids.device) for r in rows])
-        ragged = forward(lay_out(pool, rows, token_ids[positions]), pool).float()
-        dense = expected[positions].float()
-        if is_short:
-            distances = _distances(ragged, dense).median(dim=0).values
-        else:
-            distances = _distances(ragged, dense, dim=(0, -1))
-        distance = float(distances.max())
-        if not distance <= bound:
-            raise UnsupportedModelError(
-                f"{name} does not reproduce its own {results} on a paged KV cache (relative "
-                f"distance {distance:.1e}, bound {bound:.1e}): {why_not_reproduced(hf.dense_logits, token_ids, bound)}."
-            )
-        if reference is not None and reference_pool is not None:
-            own = reference(lay_out(reference_pool, rows, token_ids[positions]), reference_pool).float()
-            distance = float(_distances(ragged, own).max())
-            if not distance <= bound:
-                raise UnsupportedModelError(
-                    f"the program of {name} computes other {results} of a row than PyTorch (relative distance "
-                    f"{distance:.1e}, bound {bound:.1e})."
-                )
-
-
-def _distances(found: Tensor, expected: Tensor, dim: int | tuple[int, int] = -1) -> Tensor:
-    """Return the relative L2 distance of every row, ``[T]`` or ``[T, taps]``; or over the rows too.
-
-    An infinity is at no distance from itself: some models give tokens that they exclude a logit of -inf. A row may be
-    all zeros.
-    """
-    is_same = found.isinf() & (found == expected)
-    found, expected = found.masked_fill(is_same, 0), expected.masked_fill(is_same, 0)
-    return (found - expected).norm(dim=dim) / expected.norm(dim=dim).clamp(min=torch.finfo(torch.float32).tiny)

@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError, SpecDecError
-from specdec_fast.models.hf_model import HFModel
 from specdec_fast.models.model_checks import max_positions
-from specdec_fast.models.model_memory import bytes_of, estimated_row_bytes, weights_of
 from specdec_fast.models.probe import probe_of
-from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
+from specdec_fast.runner.hf_model import HFModel
+from specdec_fast.runner.model_memory import bytes_of, estimated_row_bytes, weights_of
+from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 
 
 class CheckpointSizes(NamedTuple):

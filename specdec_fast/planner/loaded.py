@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdec_fast.models.model_memory import forward_memory, logits_bytes, storage_bytes, weights_of
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
+from specdec_fast.runner.model_memory import forward_memory, logits_bytes, storage_bytes, weights_of
+from specdec_fast.runner.ragged_model import RaggedModel
 
 _SAMPLING_BYTES = 8  # a float64 score per id, in each thread that samples
 

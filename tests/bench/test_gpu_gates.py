@@ -16,12 +16,12 @@ from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import timings as gpu_timings
 from bench.gpu_.isolated_tasks import inline
 from specdec_fast import Engine
-from specdec_fast.cuda_graphs.capture import Captured
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import all_ops
 from specdec_fast.ops.paged_attention import paged_attention
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.ops.verify_chain import verify_chain
+from specdec_fast.runner.graphs.capture import Captured
 from support import repeated
 from support.gpu_check import METHODS, SMOKE, TASKS, main, result_of
 
@@ -198,7 +198,7 @@ def test_programs_that_change_tokens_or_are_missing_are_red(monkeypatch):
     methods = [failure["what"].split(" at batch 2")[0] for failure in result_of("programs")["failures"]]
     assert methods == ["plain", *METHODS, *METHODS]
     monkeypatch.setattr(Engine, "generate", generate)
-    monkeypatch.setattr("specdec_fast.models.ragged_model.executor_for", lambda *_: (None, "no program here"))
+    monkeypatch.setattr("specdec_fast.runner.ragged_model.executor_for", lambda *_: (None, "no program here"))
     whys = {failure["why"] for failure in result_of("programs")["failures"]}
     assert whys == {"RuntimeError: the target has no program: no program here"}
 

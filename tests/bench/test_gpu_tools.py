@@ -18,9 +18,9 @@ from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_.flash_references import FLASH_REFERENCES
 from specdec_fast import Engine, SamplingParams
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import all_ops
 from specdec_fast.ops.paged_attention import paged_attention
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.op_cases import attention_by_hand
 
 CPU = torch.device("cpu")

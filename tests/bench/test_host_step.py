@@ -7,8 +7,8 @@ import json
 import torch
 
 from bench import host_step
-from specdec_fast.cuda_graphs import capture
 from specdec_fast.program import executors
+from specdec_fast.runner.graphs import capture
 
 
 def test_rows_and_table(capsys):

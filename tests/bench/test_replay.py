@@ -9,9 +9,9 @@ from pair_report import walk_rounds
 from bench.common.replay import ReplayDrafter
 from specdec_fast import Draft, Drafter, Engine, SamplingParams
 from specdec_fast.drafters.draft_model.drafter import ModelDrafter
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
 from support.recording_drafter import Recording
 

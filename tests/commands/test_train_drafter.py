@@ -16,8 +16,8 @@ from specdec_fast.drafters.eagle3.config import is_eagle3
 from specdec_fast.drafters.eagle3.model import load_eagle3
 from specdec_fast.drafters.medusa.weights import is_medusa
 from specdec_fast.drafters.specblock.config import is_specblock, read_config
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 
 TARGET = str(demo_pair() / "target")
 SMALL = ["--hidden-size", "32", "--tap-layers", "1,2,3", "--text-tokens", "200", "--max-new-tokens", "16"]

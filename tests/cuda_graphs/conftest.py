@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.graphs import CPU, LIMITS, RULE, Everything
 from support.models import tiny_model
 from support.repeated import graphs_for_cpu

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec_fast.batch.ragged_batch import RowPadding, Rows
-from specdec_fast.cuda_graphs.buckets import Bucket, Limits, size_of
-from specdec_fast.cuda_graphs.inputs import Inputs
 from specdec_fast.kv_cache.forward_layout import lay_out, lay_out_on_host
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.runner.graphs.buckets import Bucket, Limits, size_of
+from specdec_fast.runner.graphs.inputs import Inputs
 from support.graphs import CPU, LIMITS, OWNERS, ROOM, RULE, batches, opened_pool
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec_fast.cuda_graphs.capture import CudaCapture
+from specdec_fast.runner.graphs.capture import CudaCapture
 
 
 @pytest.fixture

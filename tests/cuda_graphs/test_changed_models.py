@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from specdec_fast.cuda_graphs.graphs import described
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.graphs.graphs import described
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.graphs import CPU, LIMITS, Everything, batches, eagerly, opened_pool
 from support.models import tiny_model
 

@@ -13,11 +13,11 @@ import specdec_fast as sd
 from specdec_fast import device_copy
 from specdec_fast.batch import sampling_batch
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.cuda_graphs import inputs
 from specdec_fast.kv_cache import accepted_paths, forward_layout
 from specdec_fast.kv_cache.forward_layout import lay_out
-from specdec_fast.models.draft_step import DraftLoop
 from specdec_fast.ops.registry import all_ops
+from specdec_fast.runner.eager import EagerRunner
+from specdec_fast.runner.graphs import inputs
 from support.graphs import opened_pool
 from support.grids import diagonal, grid
 from support.models import truncated_copy
@@ -114,17 +114,19 @@ def test_preemption_changes_no_token(pair, graphs_on_cpu):
 @pytest.mark.parametrize("max_positions", [512, 12], ids=["all", "some"])
 def test_sequences_at_their_end_draft_in_the_graph_of_the_others(pair, max_positions, graphs_on_cpu, monkeypatch):
     """Otherwise a batch would leave the graph whenever one of its texts ends; past a model's positions it must."""
-    without_graph, drafts = [], DraftLoop._draft
+    without_graph = []
+    draft = EagerRunner.draft
 
-    def note(self, rows, token_ids, num_draft_tokens):
+    def note(self, pool, rows, token_ids, num_draft_tokens, vocab_size):
         without_graph.append(num_draft_tokens)
-        return drafts(self, rows, token_ids, num_draft_tokens)
+        return draft(self, pool, rows, token_ids, num_draft_tokens, vocab_size)
 
-    monkeypatch.setattr(DraftLoop, "_draft", note)
+    monkeypatch.setattr(EagerRunner, "draft", note)
     outputs = []
     for eager in (True, False):
         engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=3, enforce_eager=eager)
         engine.drafter.model.max_positions = max_positions
+        engine.drafter.model.use_these_graphs(engine.drafter.model.graphs)
         for _ in range(2):
             without_graph.clear()
             params = [replace(p, repetition_penalty=1.0) for p in PARAMS]

@@ -9,7 +9,7 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
-from specdec_fast.models import prefill
+from specdec_fast.runner import prefill
 from support.grids import each_value_once
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
 

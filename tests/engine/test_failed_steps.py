@@ -8,7 +8,7 @@ import specdec_fast as sd
 from specdec_fast.engine import core as core_module
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
-from specdec_fast.models.verification import Verification
+from specdec_fast.runner.verification import Verification
 from support.grids import each_value_once
 
 PARAMS = sd.SamplingParams(max_new_tokens=15, ignore_eos=True, logprobs=True)

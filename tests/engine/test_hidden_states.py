@@ -8,7 +8,7 @@ import torch
 import specdec_fast as sd
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
-from specdec_fast.models import batch_invariance
+from specdec_fast.runner import batch_invariance
 from support.models import VOCAB_SIZE, tiny_model
 from support.programs import needs_programs
 from support.recording_drafter import Recording, hidden_states_of_text

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfi
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import transformers_greedy
-from specdec_fast.models.model_checks import check_logits
 from support.demo import MAX_NEW_TOKENS
 from support.models import TINY, TINY_GROUPED, VOCAB_SIZE, tiny_model
 
@@ -128,4 +127,4 @@ def test_a_program_that_forgets_an_infinity_is_refused(monkeypatch):
     monkeypatch.setattr(replaced, "forward", lambda *args: forward(*args).nan_to_num(neginf=-9.0))
     token_ids = torch.arange(8)
     with pytest.raises(sd.UnsupportedModelError, match=r"relative distance (inf|nan)"):
-        check_logits(replaced, token_ids, replaced.hf.dense_logits(token_ids))
+        replaced.check_logits(token_ids, replaced.hf.dense_logits(token_ids))

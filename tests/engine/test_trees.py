@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.models import VOCAB_SIZE
 from support.scripted_trees import RandomTrees
 

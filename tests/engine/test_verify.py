@@ -11,14 +11,14 @@ from specdec_fast.drafters import Draft, Drafter
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.prefill import prefill
-from specdec_fast.models.ragged_model import RaggedModel
-from specdec_fast.models.verification import Outcome
 from specdec_fast.ops import INVALID_TOKEN, resolve
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.program.executors import TokenChoice
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import StageTimer
+from specdec_fast.runner.prefill import prefill
+from specdec_fast.runner.ragged_model import RaggedModel
+from specdec_fast.runner.verification import Outcome
 from support.grids import each_value_once
 from support.models import VOCAB_SIZE, tiny_model
 

@@ -59,7 +59,7 @@ def test_outputs_are_the_same_where_no_program_drafts(tmp_path, monkeypatch):
     target = model_in(torch.float32)
     write_checkpoint(tmp_path, target, draft_vocab_size=60)
     expected, plain = outputs_of(target, None)
-    monkeypatch.setattr("specdec_fast.models.row_module.executor_for", lambda *_: (None, "no program here"))
+    monkeypatch.setattr("specdec_fast.runner.row_module.executor_for", lambda *_: (None, "no program here"))
     found, engine = outputs_of(target, f"eagle3:{tmp_path}", kv_cache_tokens=64, page_size=4)
     assert found == expected
     assert engine.last_run.num_preemptions > 0

@@ -16,9 +16,9 @@ import specdec_fast as sd
 from bench.common.tiny_models import tiny_model as tiny_default_model
 from specdec_fast.errors import DeterminismError
 from specdec_fast.models import row_counts
-from specdec_fast.models.batch_invariance import make_deterministic
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.batch_invariance import make_deterministic
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.grids import grid
 from support.models import CONFIGS, tiny_model
 from support.row_bits import SPECULATIONS, Alone, RecordedEngine, assert_same_bits, assert_same_bits_of_pair
@@ -171,7 +171,9 @@ def test_a_model_that_fails_in_batches_is_computed_one_by_one():
 def test_a_program_of_launches_that_fails_in_batches_gives_way_to_pytorch():
     model = RaggedModel(tiny_model("llama"), resolve(CPU, "torch"))
     model.why_no_program = None
-    model.device_program = lambda batch, *rest: model.hf.forward(batch, *rest) * (1 + 1e-5 * len(batch.token_ids))
+    model.use_programs(
+        None, lambda batch, *rest: model.hf.forward(batch, *rest) * (1 + 1e-5 * len(batch.token_ids))
+    )
     make_deterministic(model)
     assert (model.has_program, model.why_no_program) == (False, "rows had other bits in another batch")
     assert (model.row_padding.multiple, model.row_padding.largest) == (64, 2048), "as without a program"

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import specdec_fast as sd
 from specdec_fast.drafters.draft_model.drafter import ModelDrafter
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models import verify_step
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner import cpp as cpp_runner
+from specdec_fast.runner import eager as eager_runner
 from support.invariants import CheckedEngine, patched
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
 
@@ -168,17 +169,17 @@ def neighbours_place(original, pool, rows, ahead=None):
 @pytest.mark.parametrize(
     ("owner", "method", "mutation", "invariant"),
     [
-        (verify_step, "lay_out", stale_position, "I1"),
-        (verify_step, "lay_out", unrejected_entry, "I2"),
+        (eager_runner, "lay_out", stale_position, "I1"),
+        (eager_runner, "lay_out", unrejected_entry, "I2"),
         (ModelDrafter, "commit", uncomputed_entry, "I2"),
         (Sequence, "append_emission", no_lag, "I3"),
         (ModelDrafter, "commit", no_rollback, "I3"),
         (PagePool, "free", shared_page, "I4"),
         (Sequence, "append_emission", lost_bonus, "I5"),
         (Sequence, "append_emission", draft_bonus_token, "I5"),
-        (verify_step, "lay_out", neighbours_pages, "I6"),
-        (verify_step, "spans_of", earlier_span, "I1"),
-        (verify_step, "spans_of", neighbours_place, "I6"),
+        (eager_runner, "lay_out", neighbours_pages, "I6"),
+        (cpp_runner, "spans_of", earlier_span, "I1"),
+        (cpp_runner, "spans_of", neighbours_place, "I6"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -14,10 +14,10 @@ from specdec_fast.assets import demo_pair
 from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.batch_invariance import make_deterministic
 from specdec_fast.models.loading import load_model
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.batch_invariance import make_deterministic
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.grids import diagonal, grid
 from support.models import CONFIGS, tiny_model, truncated_copy
 from support.row_bits import Alone, assert_same_bits

@@ -89,11 +89,11 @@ def test_engine_follows_the_law(pair, drafter):
 
 
 def test_engine_that_forgets_the_position_is_rejected(pair, monkeypatch):
-    from specdec_fast.models import verify_step
+    from specdec_fast.runner import cpp
 
-    right = verify_step.sampling_of
+    right = cpp.sampling_of
     monkeypatch.setattr(
-        verify_step,
+        cpp,
         "sampling_of",
         lambda *args: replace(right(*args), positions=torch.zeros_like(right(*args).positions)),
     )

@@ -10,8 +10,8 @@ import torch
 
 import specdec_fast as sd
 from bench.common.tiny_models import tiny_model as tiny_default_model
-from specdec_fast.models import verify_step
-from specdec_fast.models.verification import Outcome
+from specdec_fast.runner import eager as eager_runner
+from specdec_fast.runner.verification import Outcome, Verification
 from support.grids import diagonal, each_value_once, grid
 from support.invariants import CheckedEngine
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model
@@ -151,10 +151,12 @@ def small():
 
 
 def mutate_ops(monkeypatch, engine, **mistakes):
-    """Replace ops of the engine's target."""
+    """Replace ops of the engine's target, and of what runs its steps."""
     ops = engine.target.ops.unchecked
     wrong = {name: partial(mistake, getattr(ops, name)) for name, mistake in mistakes.items()}
-    monkeypatch.setattr(engine.target, "ops", replace(engine.target.ops, unchecked=ops.replaced(**wrong)))
+    target = engine.target
+    monkeypatch.setattr(target, "ops", replace(target.ops, unchecked=ops.replaced(**wrong)))
+    target.use_programs(target.program, target.device_program)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +177,11 @@ def test_mistakes_change_an_output(small, monkeypatch, where, mistake):
     engines = [sd.Engine(target, trees_for(expected, agreement=0.6), **settings) for _ in range(2)]
     assert decode(engines[0], 6) == expected
     if where == "outcome":
-        right = verify_step.Verification.outcome
-        monkeypatch.setattr(verify_step.Verification, "outcome", lambda self: mistake(right, self))
+        right = Verification.outcome
+        monkeypatch.setattr(Verification, "outcome", lambda self: mistake(right, self))
     elif where == "rows_of_trees":
-        right = verify_step.rows_of_trees
-        monkeypatch.setattr(verify_step, where, lambda *args: mistake(right, *args))
+        right = eager_runner.rows_of_trees
+        monkeypatch.setattr(eager_runner, where, lambda *args: mistake(right, *args))
     else:
         mutate_ops(monkeypatch, engines[1], **{where: mistake})
     assert decode(engines[1], 6) != expected

@@ -24,9 +24,9 @@ from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.layer_layout import KVLayout, KVShape
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.kv_probe import KVProbe
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.grids import grid
 from support.invariants import CheckedEngine
 from support.models import MAX_POSITIONS, VOCAB_SIZE

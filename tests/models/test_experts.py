@@ -11,10 +11,10 @@ import transformers
 import specdec_fast as sd
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.models.experts import expert_configs, mixture
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.planner.checkpoint import checkpoint_sizes
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.experts import CONFIGS, tiny_mixture
 from support.grids import grid
 

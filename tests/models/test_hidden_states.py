@@ -11,9 +11,9 @@ import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.batch_invariance import make_deterministic
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.batch_invariance import make_deterministic
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.grids import diagonal
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model
 from support.programs import CPU, DTYPES, needs_programs

@@ -14,10 +14,10 @@ from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_arguments import cache_argument
-from specdec_fast.models import ragged_model
-from specdec_fast.models.model_checks import RaggedForward, check_reproduces
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner import ragged_model
+from specdec_fast.runner.ragged_model import RaggedModel
+from specdec_fast.runner.reproduction import RaggedForward, check_reproduces
 from support.experts import tiny_mixture
 from support.models import CONFIGS, TINY, tiny_model
 from support.programs import needs_programs

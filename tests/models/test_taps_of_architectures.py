@@ -10,8 +10,8 @@ import torch
 
 import specdec_fast as sd
 from bench.common.tiny_models import tiny_model
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.grids import grid
 from support.programs import CPU
 from support.source_tree import ROOT

@@ -7,8 +7,8 @@ import torch
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.kv_cache.forward_layout import spans_of
-from specdec_fast.models.row_module import RowModule
 from specdec_fast.program.executors import TokenChoice, TreeRules
+from specdec_fast.runner.row_module import RowModule
 from support.programs import needs_programs
 from support.row_modules import OPS, VOCAB, WIDTH, function_of, pool_of
 

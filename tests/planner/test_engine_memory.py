@@ -16,8 +16,8 @@ from specdec_fast.assets import demo_pair
 from specdec_fast.drafters.draft_model.drafter import ModelDrafter
 from specdec_fast.engine import engine as engine_module
 from specdec_fast.engine.memory import plan_memory
-from specdec_fast.models.model_memory import forward_memory, storage_bytes, weights_of
 from specdec_fast.planner.checkpoint import checkpoint_sizes
+from specdec_fast.runner.model_memory import forward_memory, storage_bytes, weights_of
 from support.eagle3 import write_checkpoint
 from support.grids import each_value_once
 from support.models import TINY, tiny_model, truncated_copy

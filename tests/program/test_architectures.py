@@ -13,8 +13,8 @@ from bench.sweep import examine
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.grids import grid
 from support.models import TINY_GROUPED, VOCAB_SIZE
 from support.programs import CPU, DTYPES, IDS, dense_logits, eager, needs_programs, ragged_logits

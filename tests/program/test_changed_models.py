@@ -10,8 +10,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import specdec_fast as sd
 from specdec_fast.errors import UnsupportedModelError
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.models import tiny_model
 from support.programs import CPU, needs_programs, ragged_logits
 

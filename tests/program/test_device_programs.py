@@ -16,13 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.cuda_graphs.capture import CAPTURES
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.program import executors
 from specdec_fast.program.executors import Programs, executor_for
+from specdec_fast.runner.graphs.capture import CAPTURES
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.experts import CONFIGS as EXPERTS
 from support.experts import tiny_mixture
 from support.graphs import LIMITS, Everything

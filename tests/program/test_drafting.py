@@ -8,9 +8,9 @@ import torch
 import specdec_fast as sd
 from specdec_fast.drafters import StepResult
 from specdec_fast.drafters.draft_model.drafter import ModelDrafter
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.models import VOCAB_SIZE, tiny_model
 from support.programs import CPU, needs_programs
 
@@ -27,9 +27,9 @@ def test_drafting_in_one_call_drafts_the_same(temperature, vocab_size):
     for enforce_eager in (False, True):
         drafter = ModelDrafter(RaggedModel(tiny_model("llama"), resolve(CPU)), vocab_size)
         if enforce_eager:
-            program, drafter.model.program = drafter.model.program, None
-            drafter.model.forward = lambda batch, pool, rows=None, taps=None, p=program: p(
-                batch.token_ids, batch, pool.pages, rows
+            program = drafter.model.program
+            drafter.model.use_programs(
+                None, lambda batch, pool, rows, taps, p=program: p(batch.token_ids, batch, pool.pages, rows)
             )
         drafter.prepare(512, 16)
         sequences = [

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward, executors
 from specdec_fast.program.executors import Programs
 from specdec_fast.program.plan.ir import Attend
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.grids import grid
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model, truncated_copy
 from support.programs import CPU, NO_LAYERS, Function, needs_programs

@@ -8,11 +8,11 @@ from itertools import combinations
 import pytest
 import torch
 
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
 from specdec_fast.program.plan.ir import LOGIT_ROWS, ROWS, Gather, Linear, RowOp
 from specdec_fast.program.plan.memory import _lives, _steps, placed
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.models import tiny_model
 from support.programs import CPU, NO_LAYERS, WIDTH, Function, needs_programs
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.models import CONFIGS, tiny_model
 from support.programs import CPU, DTYPES, dense_logits, eager, needs_programs, ragged_logits
 
@@ -41,7 +41,7 @@ def test_a_recording_that_fails_leaves_the_model_to_pytorch(monkeypatch):
     def failing(*args):
         raise TypeError("an operation with arguments that nobody has seen")
 
-    monkeypatch.setattr("specdec_fast.models.ragged_model.compile_forward", failing)
+    monkeypatch.setattr("specdec_fast.runner.ragged_model.compile_forward", failing)
     model = RaggedModel(tiny_model("llama"), resolve(CPU))
     assert model.program is None
     assert model.why_no_program == "recording it failed: TypeError: an operation with arguments that nobody has seen"

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 import specdec_fast as sd
-from specdec_fast.models import profiling
+from specdec_fast.runner import profiling
 from specdec_fast.speculation_length.acceptance import Acceptance
 from specdec_fast.speculation_length.step_costs import StepCosts
 from support.models import tiny_model

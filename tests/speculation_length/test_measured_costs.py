@@ -13,9 +13,9 @@ from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
 from specdec_fast.engine import core as engine_core
 from specdec_fast.engine import step as engine_step
 from specdec_fast.engine.input import RequestBuilder
-from specdec_fast.models import verify_step
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner import eager
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.speculation_length import LengthPolicy, Profiler, StepObservation
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.step_costs import StepCosts
@@ -163,7 +163,7 @@ class Recorded(LengthPolicy):
 def test_the_callers_work_between_steps_is_a_step_s_own(monkeypatch):
     """It is counted from the end of the step before, but for the step that prefills."""
     now = [100.0]
-    for module in (engine_core, engine_step, verify_step):
+    for module in (engine_core, engine_step, eager):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     policy = Recorded()
     engine = sd.Engine(tiny_model("llama"), "ngram", max_batch_size=2)

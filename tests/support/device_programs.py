@@ -17,13 +17,13 @@ from bench.aot_.fused_linears import fused_variants
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
 from specdec_fast.program.plan.ir import Plan
 from specdec_fast.program.triton.executor import TritonProgram, dtypes_of, kernels_of, launch_of
 from specdec_fast.program.triton.generated import compiled
 from specdec_fast.program.triton.row_kernel import OF_BATCH, RowKernel
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Variant
 from support.experts import CONFIGS as EXPERTS
 from support.experts import mixture_of, tiny_mixture
@@ -53,7 +53,7 @@ def interpreted(model: torch.nn.Module, **options: bool) -> RaggedModel:
     ``options`` are those of ``TritonProgram``.
     """
     ragged = RaggedModel(model, resolve(CPU))
-    ragged.program, ragged.device_program = None, TritonProgram(plan_of(model), resolve(CPU, "triton"), **options)
+    ragged.use_programs(None, TritonProgram(plan_of(model), resolve(CPU, "triton"), **options))
     return ragged
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from specdec_fast.batch.ragged_batch import RowPadding, Rows
-from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.runner.graphs.buckets import Limits
 from support.models import VOCAB_SIZE
 
 CPU = torch.device("cpu")

@@ -49,7 +49,7 @@ def dense_logits(model, ids=IDS):
 def eager(model):
     """Return the same model without its program."""
     other = copy.copy(model)
-    other.program = None
+    other.use_programs(None, None)
     return other
 
 

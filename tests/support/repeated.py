@@ -11,9 +11,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_fast.cuda_graphs.capture import CAPTURES, Captured, Run
-from specdec_fast.models import verification
 from specdec_fast.program import executors
+from specdec_fast.runner import verification
+from specdec_fast.runner.graphs.capture import CAPTURES, Captured, Run
 
 
 class Repeated:

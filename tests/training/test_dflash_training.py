@@ -7,8 +7,8 @@ import torch
 
 from specdec_fast.drafters.dflash.model import load_dflash
 from specdec_fast.errors import ConfigError
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.training.dflash import BlockSize, new_dflash, rarest_id, save_dflash
 from specdec_fast.training.drafter_loss import Teacher, agreement, loss_of, padded
 from specdec_fast.training.dspark_loss import confidence_report, dspark_loss

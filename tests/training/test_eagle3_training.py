@@ -7,8 +7,8 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.drafters.eagle3.model import load_eagle3
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.training.drafter_loss import Teacher, loss_of, padded
 from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
 from specdec_fast.training.texts import Texts, write_texts

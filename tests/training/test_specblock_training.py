@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import make_drafter
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.training.drafter_loss import Lesson, Teacher, padded
 from specdec_fast.training.eagle3 import DrafterSize
 from specdec_fast.training.specblock import new_blocks, save_blocks

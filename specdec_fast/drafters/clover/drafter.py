@@ -32,9 +32,9 @@ from specdec_fast.drafters.shared.static_trees import (
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.kv_cache.forward_layout import batch_without_pages, lay_out
 from specdec_fast.models.hidden_states import FINAL
-from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
-from specdec_fast.models.row_module import RowModule
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.runner.row_module import RowModule
 from specdec_fast.speculation_length.choice_tree import ChoiceTree, Shape
 
 _DEFAULT_TREE = ((0,), (0, 0), (0, 0, 0), (1,))

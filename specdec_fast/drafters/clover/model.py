@@ -21,9 +21,9 @@ from specdec_fast.drafters.shared.layers import LayerWeights, RotaryTable, joine
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import Ops
 from specdec_fast.program import RowFunction
+from specdec_fast.runner.ragged_model import RaggedModel
 
 Linear = tuple[Tensor, Tensor | None]
 _Pair = tuple[Tensor, Tensor]

@@ -22,9 +22,9 @@ from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.dflash.model import DFlashModel, load_dflash
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
-from specdec_fast.models.draft_step import by_sequence, greedy_tokens, stages, widened
-from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.drafting import by_sequence, greedy_tokens, stages, widened
+from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 
 
 class DFlashDrafter(TappedDrafter):

@@ -24,7 +24,7 @@ from specdec_fast.drafters.shared.layers import LayerWeights, RotaryTable, rotat
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.runner.ragged_model import RaggedModel
 
 _UNPLACED = ("d2t", "t2d")  # maps of ids
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters.base import Draft, StepResult
 from specdec_fast.drafters.shared.pooled import PooledDrafter
-from specdec_fast.models.model_memory import forward_memory, logits_bytes, weights_of
-from specdec_fast.models.prefill import prefill
-from specdec_fast.models.profiling import PROPOSAL_LENGTHS, forward_seconds, proposal_seconds
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.graphs.graphs import described
+from specdec_fast.runner.model_memory import forward_memory, logits_bytes, weights_of
+from specdec_fast.runner.prefill import prefill
+from specdec_fast.runner.profiling import PROPOSAL_LENGTHS, forward_seconds, proposal_seconds
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams
 
 ROWS_EACH = 2  # most rows of one sequence in a decoding forward: after a full acceptance its KV lacks two tokens

@@ -23,11 +23,11 @@ from specdec_fast.drafters.shared.chain_drafter import ChainDrafter
 from specdec_fast.drafters.shared.dynamic_tree import draft_of
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.kv_cache.forward_layout import lay_out
-from specdec_fast.models.draft_step import chosen_tokens, widened
-from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
-from specdec_fast.models.row_module import RowModule
 from specdec_fast.program.executors import DraftedTrees, Projection, TokenChoice
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.drafting import chosen_tokens, widened
+from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.runner.row_module import RowModule
 
 
 class Eagle3Drafter(ChainDrafter):

@@ -23,8 +23,8 @@ from specdec_fast.errors import ConfigError, SpecDecError, VocabularyMismatchErr
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.hidden_states import checked_taps, default_taps
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import Ops
+from specdec_fast.runner.ragged_model import RaggedModel
 
 _MAPS = ("d2t", "t2d")  # between the ids of drafter and target
 

@@ -26,10 +26,9 @@ from specdec_fast.drafters.shared.ranked import TokenRanker
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.row_module import RowModule
-from specdec_fast.models.verify_step import expect_trees
 from specdec_fast.program.executors import TreeRules
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.row_module import RowModule
 from specdec_fast.speculation_length.choice_tree import ChoiceTree
 
 # Nodes of a frontier, and children named for each of them. With trees of 16 nodes, 8 had no more accepted tokens than 4
@@ -85,7 +84,7 @@ def trees_of(model: Eagle3Model, rows: RowModule, context: DrafterContext) -> Ea
         return None
     if isinstance(wanted, tuple) and (beyond := [choice for choice in wanted if max(choice) >= num_ids]):
         raise ConfigError(f"draft_tree has the node {list(beyond[0])}, but the checkpoint has {num_ids} ids.")
-    expect_trees(context.target)
+    context.target.expect_trees()
     return Eagle3Trees(model, rows, wanted)
 
 

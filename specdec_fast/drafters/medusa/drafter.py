@@ -30,8 +30,8 @@ from specdec_fast.drafters.shared.static_trees import (
 )
 from specdec_fast.errors import VocabularyMismatchError
 from specdec_fast.models.hidden_states import FINAL
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.speculation_length.choice_tree import checked_choices, fit_tree
 
 _DEFAULT_NODES = 16

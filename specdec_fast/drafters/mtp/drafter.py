@@ -18,10 +18,10 @@ from specdec_fast.drafters.shared.chain_drafter import ChainDrafter
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.forward_layout import lay_out
-from specdec_fast.models.draft_step import chosen_tokens
 from specdec_fast.models.hidden_states import FINAL
-from specdec_fast.models.model_memory import estimated_row_bytes
-from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.runner.drafting import chosen_tokens
+from specdec_fast.runner.model_memory import estimated_row_bytes
+from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 
 
 class MtpDrafter(ChainDrafter):

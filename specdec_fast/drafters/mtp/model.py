@@ -25,7 +25,7 @@ from specdec_fast.drafters.shared.checkpoints import check_whole
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.hidden_states import FINAL
-from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.runner.ragged_model import RaggedModel
 
 _FULL = "full_attention"
 _FEW_IDS = 8  # of the embedding with which the model is made, before it gets the target's

@@ -15,20 +15,19 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
-from specdec_fast.cuda_graphs.buckets import Limits
-from specdec_fast.cuda_graphs.capture import capture_for
-from specdec_fast.cuda_graphs.chains import ChainGraphs
-from specdec_fast.cuda_graphs.graphs import described
-from specdec_fast.cuda_graphs.sides import ChainParts
+from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.drafters.shared.tapped import TappedDrafter
-from specdec_fast.kv_cache.forward_layout import decode_batches
 from specdec_fast.kv_cache.layer_layout import KVLayout
-from specdec_fast.models.draft_step import by_sequence, first_tokens, laid_out_loop, stages
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.drafting import draft_chains, first_tokens, laid_out_loop
+from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.capture import capture_for
+from specdec_fast.runner.graphs.chains import ChainGraphs
+from specdec_fast.runner.graphs.graphs import described
+from specdec_fast.runner.graphs.sides import ChainParts
 
 
 class ChainDrafter(TappedDrafter):
@@ -110,39 +109,14 @@ class ChainDrafter(TappedDrafter):
         of_graph = self._by_graph(queued, features, counts)
         if of_graph is not None:
             return first_tokens(of_graph, counts)
-        hidden, tokens = self._projected(features), to_device(tokens_after(queued), self._device)
-        drafted: list[Tensor] = []
-        before: list[int] = []
-        for num_forwards, chosen in stages(counts):
-            own = [members[i] for i in chosen]
-            # A repetition penalty does not see what this step has drafted so far: it costs acceptance, no token.
-            sampling = sampling_of(own, self._device, ahead=len(drafted))
-            rows = queued
-            if drafted:
-                kept = to_device([before.index(i) for i in chosen], self._device)
-                rows, hidden, tokens = (
-                    [Rows(s, s.length - 2 + len(drafted), 1) for s in own],
-                    hidden[kept],
-                    tokens[kept],
-                )
-            for batch_of in decode_batches(self._pool(), rows, num_forwards):
-                batch = batch_of(token_ids=tokens)
-                last = batch.last_rows if batch.most_rows > 1 else None
-                logits, hidden = self._forward(batch, hidden, last)
-                if last is not None:
-                    hidden, tokens = hidden[last], tokens[last]
-                tokens = self._next_tokens(logits, tokens, sampling)
-                sampling = sampling and after(sampling, tokens)
-                drafted.append(tokens)
-            before = chosen
-        if len(drafted) == min(counts):  # every sequence gets as many
-            return torch.stack(drafted, dim=1).flatten()
-        return torch.cat(drafted)[to_device(by_sequence(counts), self._device)]
+        tokens = to_device(tokens_after(queued), self._device)
+        hidden = self._projected(features)
+        return draft_chains(self._pool(), queued, tokens, hidden, counts, self._forward, self._next_tokens)
 
     def _by_graph(self, queued: list[Rows], features: Tensor, counts: list[int]) -> Tensor | None:
         """Return the tokens ``[B, K]`` that one graph chooses; None if there is none for these sequences.
 
-        A sequence that gets fewer tokens than others has as many forwards; see ``DraftLoop``.
+        A sequence that gets fewer tokens than others has as many forwards; see ``GraphRunner.draft``.
         """
         if self.graphs is None or not self.graphs.has_loop(max(counts)):
             return None

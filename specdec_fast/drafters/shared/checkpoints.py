@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdec_fast.errors import ConfigError
-from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.runner.ragged_model import RaggedModel
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

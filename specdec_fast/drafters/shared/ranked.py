@@ -9,10 +9,10 @@ from torch import Tensor
 
 from specdec_fast.batch.sampling_batch import Sampling, sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.models.draft_step import chosen_tokens, widened
 from specdec_fast.ops import Ops
 from specdec_fast.ops.sampling import gumbel
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.drafting import chosen_tokens, widened
 
 # A drafter learns how often the target draws a token at temperature 1. A likely token has the largest logit more often
 # than it is drawn, and an unlikely one less often. Measured with the bundled EAGLE-3 drafter (docs/design.md).

@@ -12,9 +12,8 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.shared.ranked import drawn_ranks
 from specdec_fast.errors import ConfigError
-from specdec_fast.models.draft_step import chosen_tokens
-from specdec_fast.models.verify_step import why_no_trees
 from specdec_fast.ops import Ops
+from specdec_fast.runner.drafting import chosen_tokens
 from specdec_fast.speculation_length.choice_tree import ChoiceTree, chain
 
 
@@ -32,7 +31,7 @@ def static_tree(context: DrafterContext, choices: Many[tuple[int, ...]], num_hea
 
     """
     wanted = context.config.draft_tree
-    if wanted == "chain" or (wanted is None and why_no_trees(context.target) is not None):
+    if wanted == "chain" or (wanted is None and context.target.why_no_trees() is not None):
         return ChoiceTree(chain(num_heads))
     if isinstance(wanted, tuple):
         choices = wanted

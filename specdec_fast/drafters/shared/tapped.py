@@ -14,9 +14,9 @@ from specdec_fast.drafters.base import DrafterContext, StepResult
 from specdec_fast.drafters.shared.pooled import PooledDrafter
 from specdec_fast.drafters.shared.queued_features import KeptRows, KeptStates, QueuedFeatures, portions
 from specdec_fast.kv_cache.layer_layout import KVLayout
-from specdec_fast.models.profiling import PROPOSAL_LENGTHS, REPEATS, proposal_seconds
-from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.profiling import PROPOSAL_LENGTHS, REPEATS, proposal_seconds
+from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.sampling_params import SamplingParams
 
 # Of hidden states that are kept, per admitted sequence: so many rows, or so many bytes if these are more rows.

@@ -32,9 +32,8 @@ from specdec_fast.drafters.specblock.rows import BlockRows
 from specdec_fast.drafters.specblock.tree import BEAM, ROOT, BlockTree, Node
 from specdec_fast.drafters.specblock.weights import check_weights
 from specdec_fast.errors import ConfigError, DrafterError
-from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS
-from specdec_fast.models.verify_step import expect_trees, why_no_trees
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 
 
 class SpecBlockDrafter(TappedDrafter, TreeDrafter):
@@ -67,8 +66,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         self.taps, self._num_slots = self.model.taps, self.model.num_slots
         super().__init__(self.model.layout, context)
         if isinstance(wanted, int):
-            expect_trees(context.target)
-        self._is_chain = wanted == "chain" or why_no_trees(context.target) is not None
+            context.target.expect_trees()
+        self._is_chain = wanted == "chain" or context.target.why_no_trees() is not None
         # The second call is a forward over a tree, whatever is drafted, so it needs attention that serves trees.
         self._most_depth = None if context.target.ops.has_trees("paged_attention") else self._num_slots
         num_nodes = wanted if isinstance(wanted, int) else self.model.config.tree_nodes

@@ -25,9 +25,9 @@ from specdec_fast.drafters.specblock.config import NUM_FEATURES, SpecBlockConfig
 from specdec_fast.drafters.specblock.weights import check_weights
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import Ops
 from specdec_fast.program import RowFunction
+from specdec_fast.runner.ragged_model import RaggedModel
 
 _MAPS = ("d2t", "t2d")  # between the ids of drafter and target
 

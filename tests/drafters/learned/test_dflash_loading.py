@@ -13,8 +13,8 @@ from specdec_fast.drafters import DrafterContext, make_drafter
 from specdec_fast.drafters.dflash.config import is_dflash, read_config
 from specdec_fast.drafters.dflash.drafter import DFlashDrafter
 from specdec_fast.drafters.dflash.model import load_dflash
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.dflash import FORMATS, MASK, RANK, write_checkpoint
 from support.models import TINY_GROUPED, VOCAB_SIZE
 from support.peak_memory import peak_bytes

@@ -15,8 +15,8 @@ from specdec_fast.drafters import CHECKPOINT_DRAFTERS, DrafterContext, make_draf
 from specdec_fast.drafters.eagle3.config import is_eagle3, read_config
 from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
 from specdec_fast.drafters.eagle3.model import load_eagle3
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.eagle3 import FORMATS, HIDDEN, write_checkpoint
 from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model
 

@@ -11,8 +11,8 @@ import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.mtp.drafter import MtpDrafter
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.courses import Course, new_sequence
 from support.grids import each_value_once
 from support.models import VOCAB_SIZE

@@ -16,8 +16,8 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import CHECKPOINT_DRAFTERS, DrafterContext, checked_draft, make_drafter
 from specdec_fast.drafters.mtp.drafter import MtpDrafter
 from specdec_fast.drafters.mtp.weights import read_mtp
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.models import tiny_model
 from support.mtp import NAMES, NUM_LAYERS, PARTS, Case, write_mtp
 

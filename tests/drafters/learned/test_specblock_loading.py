@@ -14,8 +14,8 @@ from specdec_fast.drafters import DrafterContext, make_drafter
 from specdec_fast.drafters.specblock.config import is_specblock
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.drafters.specblock.model import load_specblock
-from specdec_fast.models.ragged_model import RaggedModel
 from specdec_fast.ops import resolve
+from specdec_fast.runner.ragged_model import RaggedModel
 from support.eagle3 import write_checkpoint as write_eagle3
 from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model
 from support.peak_memory import peak_bytes

@@ -11,7 +11,7 @@ from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.runner.ragged_model import RaggedModel
 
 
 def prefill(

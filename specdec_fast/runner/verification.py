@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from specdec_fast.device_copy import Joined, to_device, to_host
+from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.device_copy import Joined, to_host
+from specdec_fast.request.sequence import Sequence
 
 
 class Outcome(NamedTuple):
@@ -84,12 +85,6 @@ class Verification:
         return Outcome(emissions, paths)
 
 
-def interleaved(last: list[int], draft_tokens: Tensor, num_draft_tokens: list[int], vocab_size: int) -> Tensor:
-    """Return each sequence's last committed token followed by its draft tokens: ``[T]`` ids on the drafts' device."""
-    first = to_device(last, draft_tokens.device)
-    # Ids outside the vocabulary are clamped: they are rejected anyway, but would index past the embedding.
-    drafted = draft_tokens.clamp(0, vocab_size - 1)
-    if min(num_draft_tokens) == max(num_draft_tokens):
-        return torch.cat([first[:, None], drafted.view(len(last), -1)], dim=1).flatten()
-    pairs = zip(first.split(1), drafted.split(num_draft_tokens), strict=True)
-    return torch.cat([piece for pair in pairs for piece in pair])
+def owners(rows: list[Rows]) -> list[Sequence]:
+    """Return the sequences of a step's rows."""
+    return [row.owner for row in rows]  # type: ignore[misc]

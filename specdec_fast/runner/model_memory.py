@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.runner.ragged_model import RaggedModel
 
 # Of a forward that PyTorch runs: tensors that are alive at the same time, each as wide as the inputs and outputs of the
 # widest linear together. An estimate: PyTorch frees a tensor when the last reference is gone.

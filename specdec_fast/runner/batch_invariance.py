@@ -25,10 +25,9 @@ from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.errors import DeterminismError
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.model_checks import check_logits
 from specdec_fast.models.probe import PROBE_LENGTH
-from specdec_fast.models.ragged_model import MAX_PREFILL_ROWS, RaggedModel
 from specdec_fast.models.row_mixing import RowMixing, sizes_of_rows
+from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS, RaggedModel
 
 # PyTorch's loops on a CPU process so many elements at once: two vectors of the narrowest numbers in the widest
 # registers. On CUDA, a mean over features has another order at 1, 2, 4 and 8 rows.
@@ -76,10 +75,11 @@ def _candidates(model: RaggedModel) -> Iterator[RowPadding]:
 
 def _run_in_pytorch(model: RaggedModel) -> None:
     """Drop a program of launches whose rows have other bits in another batch; check PyTorch's forward in its place."""
-    model.device_program, model.why_no_program = None, _OTHER_BITS
+    model.use_programs(None, None)
+    model.why_no_program = _OTHER_BITS
     probe = _tokens(0, model.vocab_size)[:PROBE_LENGTH].to(model.layout.device)
     dense = model.hf.dense_logits(probe)
-    check_logits(model, probe, dense)
+    model.check_logits(probe, dense)
 
 
 def _why_mixing(model: RaggedModel) -> str | None:

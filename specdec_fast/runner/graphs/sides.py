@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling, after
-from specdec_fast.cuda_graphs.inputs import Inputs
+from specdec_fast.runner.graphs.inputs import Inputs
 
 # Four int32 are 16 bytes. Triton compiles another kernel for an address that is not a multiple of 16.
 _ALIGNED = 4

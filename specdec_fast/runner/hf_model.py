@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,7 +167,7 @@ class HFModel:
         self, token_ids: Tensor, positions: Tensor, cache: PagedCache | KVProbe, logit_rows: Tensor | None
     ) -> Tensor:
         """Call the Hugging Face model: ``[1, T]`` ids and positions to logits ``[1, R, vocab_size]``."""
-        given = {self._cache_argument: cache}
+        given: dict[str, Any] = {self._cache_argument: cache}
         if logit_rows is not None and self._has_logits_to_keep:
             given["logits_to_keep"] = logit_rows
         token = active_cache.set(cache)

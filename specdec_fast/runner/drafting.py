@@ -1,10 +1,10 @@
-"""A draft model's forwards of one step, one after the other, where no program runs them in one call."""
+"""Drafting chains forward by forward, and how a drafter's rows choose their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,15 +12,12 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling, after, sampling_columns, sampling_of
-from specdec_fast.cuda_graphs.sides import Choices
 from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import HostLayout, decode_batches, lay_out_on_host
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.request.sequence import Sequence
-
-if TYPE_CHECKING:
-    from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.runner.graphs.sides import Choices
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192
@@ -31,94 +28,57 @@ def greedy_tokens(ops: Ops, logits: Tensor, vocab_size: int) -> Tensor:
     return chosen_tokens(ops, logits, vocab_size, None)
 
 
-class DraftLoop:
-    """The forwards of one drafting step.
+def draft_chains(
+    pool: PagePool,
+    first: list[Rows],
+    tokens: Tensor,
+    carried: Tensor | None,
+    num_draft_tokens: list[int],
+    forward: Callable[[RaggedBatch, Any, Tensor | None], tuple[Tensor, Any]],
+    choose: Callable[[Tensor, Tensor, Sampling | None], Tensor],
+) -> Tensor:
+    """Draft chains: one forward over the first rows, then one more row per sequence and further token.
 
     Args:
-        model: computes them.
-        pool: its pages.
-        vocab_size: ids that may be chosen are below it.
+        pool: pages of the rows.
+        first: the rows of the first forward, one span per sequence.
+        tokens: ``[T]`` int64 on the device, the tokens of those rows.
+        carried: ``[T, ...]``, what those rows take besides their tokens; None: nothing.
+        num_draft_tokens: number of tokens to draft per sequence, at least 1.
+        forward: computes a batch with what its rows carry. Returns the logits of the rows whose indices are given
+            (None: all), and what the rows that follow carry.
+        choose: returns each row's token ``[N]`` of logits ``[N, V]``, the rows' own tokens, and how each is chosen.
+
+    Returns:
+        ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
 
     """
-
-    def __init__(self, model: RaggedModel, pool: PagePool, vocab_size: int) -> None:
-        self._model, self._pool, self._vocab_size = model, pool, vocab_size
-        self._device = model.layout.device
-
-    def run(self, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int]) -> Tensor:
-        """Draft for the sequences that own ``rows``.
-
-        Args:
-            rows: of the first forward, one span per sequence.
-            token_ids: of those rows.
-            num_draft_tokens: of each sequence, at least 1.
-
-        Returns:
-            ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
-
-        """
-        of_graph = self._by_graph(rows, token_ids, num_draft_tokens)
-        if of_graph is not None:
-            return of_graph
-        with self._model.attached():
-            drafted = self._draft(rows, token_ids, num_draft_tokens)
-        if len(drafted) == min(num_draft_tokens):  # every sequence gets as many
-            return torch.stack(drafted, dim=1).flatten()
-        return torch.cat(drafted)[to_device(by_sequence(num_draft_tokens), self._device)]
-
-    def _by_graph(self, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int]) -> Tensor | None:
-        """Return the tokens that a graph of the whole loop chooses; None if there is none for these sequences.
-
-        A sequence that gets fewer tokens than others, as at the end of its text, has as many forwards. Those that it
-        does not need write their KV entries into the scratch page.
-        """
-        graphs, num_forwards = self._model.graphs, max(num_draft_tokens)
-        if graphs is None or not graphs.has_loop(num_forwards):
-            return None
-        longest = max(row.start + row.count for row in rows) + num_forwards - 1
-        if self._model.max_positions is not None and longest > self._model.max_positions:
-            return None
-        laid_out = laid_out_loop(self._pool, rows, num_draft_tokens)
-        if laid_out is None:
-            return None
-        layout, columns = laid_out
-        chosen = graphs.draft(layout, token_ids, num_forwards, columns, self._pool, self._vocab_size)
-        return None if chosen is None else first_tokens(chosen, num_draft_tokens)
-
-    def _draft(self, first: list[Rows], token_ids: list[int], num_draft_tokens: list[int]) -> list[Tensor]:
-        """Return the tokens of each forward: one of every sequence that gets so many, in batch order."""
-        drafted: list[Tensor] = []
-        before: list[int] = []  # the sequences of the last forward
-        for num_forwards, members in stages(num_draft_tokens):
-            sequences: list[Sequence] = [first[i].owner for i in members]  # type: ignore[misc]
-            # A repetition penalty does not see what this step has drafted so far: it costs acceptance, no token.
-            sampling = sampling_of(sequences, self._device, ahead=len(drafted))
-            if drafted:
-                rows = [Rows(s, s.length - 1 + len(drafted), 1) for s in sequences]
-                tokens = drafted[-1][to_device([before.index(i) for i in members], self._device)]
-            else:
-                rows, tokens = first, to_device(token_ids, self._device)
-            drafted += self._forwards(rows, num_forwards, tokens, sampling)
-            before = members
-        return drafted
-
-    def _forwards(
-        self, rows: list[Rows], num_forwards: int, tokens: Tensor, sampling: Sampling | None
-    ) -> Iterable[Tensor]:
-        """Compute ``[T]`` tokens, then one row more each on the tokens chosen before; return each forward's ``[B]``."""
-        drafted: list[Tensor] = []
-        for batch_of in decode_batches(self._pool, rows, num_forwards):
-            tokens = self._next_tokens(batch_of(token_ids=tokens), sampling)
-            drafted.append(tokens)
+    device = tokens.device
+    drafted: list[Tensor] = []
+    before: list[int] = []  # the sequences of the last forward
+    for num_forwards, members in stages(num_draft_tokens):
+        # A repetition penalty does not see what this step has drafted so far: it costs acceptance, no token.
+        sampling = sampling_of([first[i].owner for i in members], device, ahead=len(drafted))  # type: ignore[misc]
+        rows = first
+        if drafted:
+            rows = [Rows(first[i].owner, first[i].start + first[i].count - 1 + len(drafted), 1) for i in members]
+            kept = to_device([before.index(i) for i in members], device)
+            tokens = tokens[kept]
+            carried = None if carried is None else carried[kept]
+        for batch_of in decode_batches(pool, rows, num_forwards):
+            batch = batch_of(token_ids=tokens)
+            last = batch.last_rows if batch.most_rows > 1 else None
+            logits, carried = forward(batch, carried, last)
+            if last is not None:
+                tokens = tokens[last]
+                carried = None if carried is None else carried[last]
+            tokens = choose(logits, tokens, sampling)
             sampling = sampling and after(sampling, tokens)
-        return drafted
-
-    def _next_tokens(self, batch: RaggedBatch, sampling: Sampling | None) -> Tensor:
-        """Compute the rows; return each sequence's next token ``[B]``, chosen as the target chooses its own."""
-        last = batch.last_rows if batch.most_rows > 1 else None
-        logits = self._model.forward(batch, self._pool, last)
-        fed = batch.token_ids if last is None else batch.token_ids[last]
-        return chosen_tokens(self._model.ops, logits, self._vocab_size, sampling, fed)
+            drafted.append(tokens)
+        before = members
+    if len(drafted) == min(num_draft_tokens):  # every sequence gets as many
+        return torch.stack(drafted, dim=1).flatten()
+    return torch.cat(drafted)[to_device(by_sequence(num_draft_tokens), device)]
 
 
 def chosen_tokens(

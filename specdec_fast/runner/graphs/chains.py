@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_fast.cuda_graphs.buckets import Bucket, size_of
-from specdec_fast.cuda_graphs.inputs import Inputs
-from specdec_fast.cuda_graphs.sides import ChainParts, chain_loop
-from specdec_fast.cuda_graphs.store import GraphStore, Recipe
 from specdec_fast.kv_cache.forward_layout import HostLayout
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.runner.graphs.buckets import Bucket, size_of
+from specdec_fast.runner.graphs.inputs import Inputs
+from specdec_fast.runner.graphs.sides import ChainParts, chain_loop
+from specdec_fast.runner.graphs.store import GraphStore, Recipe
 
 
 class _Kind(NamedTuple):

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from specdec_fast.cuda_graphs.buckets import Limits
-from specdec_fast.cuda_graphs.capture import Capture, Captured, Run
-from specdec_fast.cuda_graphs.inputs import Inputs
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.capture import Capture, Captured, Run
+from specdec_fast.runner.graphs.inputs import Inputs
 
 MOST_GRAPHS = 64  # per store; a graph of a large model holds some megabytes besides its logits
 

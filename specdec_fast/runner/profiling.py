@@ -10,7 +10,7 @@ import torch
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.runner.ragged_model import RaggedModel
 
 REPEATS = 3
 PROPOSAL_LENGTHS = 1, 4  # in tokens, of the proposals that are timed

@@ -1,11 +1,13 @@
 """A causal language model on ragged rows: one way to compute rows, one to draft, one to verify.
 
-``RaggedModel`` decides whether a program, a graph or PyTorch runs a forward. When a model is loaded, it compares the
-model's ragged logits with its dense ones, and refuses a model that it cannot serve.
+``RaggedModel`` chooses what runs them: a program in C++, graphs, or forwards one by one (``cpp.py``, ``graph.py``,
+``eager.py``). When a model is loaded, it compares the model's ragged logits with its dense ones, and refuses a model
+that it cannot serve.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Event
@@ -15,27 +17,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding, Rows
-from specdec_fast.batch.sampling_batch import sampling_of
-from specdec_fast.cuda_graphs.buckets import Limits
-from specdec_fast.cuda_graphs.capture import capture_for
-from specdec_fast.cuda_graphs.graphs import Graphs
-from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.errors import NotYetSupportedError, UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
-from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch, check_repeats
 from specdec_fast.models import model_checks
-from specdec_fast.models.draft_step import DraftLoop, choices_of
-from specdec_fast.models.hf_model import HFModel
-from specdec_fast.models.hidden_states import check_hidden_states, checked_taps
+from specdec_fast.models.hidden_states import checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
 from specdec_fast.models.probe import named_failures, probe_of
-from specdec_fast.models.verification import Verification
-from specdec_fast.models.verify_step import verify_step
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, compile_forward
-from specdec_fast.program.executors import DeviceProgram, ForwardProgram, TokenChoice, executor_for
+from specdec_fast.program.executors import DeviceProgram, ForwardProgram, executor_for
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.cpp import CppRunner
+from specdec_fast.runner.drafting import choices_of
+from specdec_fast.runner.eager import EagerRunner
+from specdec_fast.runner.graph import GraphRunner
+from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.capture import capture_for
+from specdec_fast.runner.graphs.graphs import Graphs
+from specdec_fast.runner.hf_model import HFModel
+from specdec_fast.runner.reproduction import check_reproduces
+from specdec_fast.runner.verification import Verification
 
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
 
@@ -54,8 +57,6 @@ class RaggedModel:
         program, device_program: runs its whole forward in one call, or as few launches; both None if PyTorch does.
         why_no_program: the reason why PyTorch runs it.
         graphs: graphs of its forwards of few rows; None before ``use_graphs``, and on a device without graphs.
-        row_padding: how rows are padded and cut, for its page pools. The default changes nothing;
-            ``make_deterministic`` sets it.
         why_one_by_one: the operation that mixes rows, if that is why it computes rows one by one.
         page_size: page size of its probes; it must be that of the engine, because an op may refuse another one.
         verifies: set when ``verify_step`` begins. The core's caller may clear it before a step (``SharedCore.step``).
@@ -65,7 +66,7 @@ class RaggedModel:
     def __init__(self, model: PreTrainedModel, ops: Ops, page_size: int = 16, enforce_eager: bool = False) -> None:
         model_checks.check_decoder(model)
         self.model, self.ops, self.page_size = model, ops, page_size
-        self.row_padding = RowPadding(largest=MAX_PREFILL_ROWS)
+        self._row_padding = RowPadding(largest=MAX_PREFILL_ROWS)
         self.verifies = Event()
         self.verifies.set()
         self.why_one_by_one: str | None = None
@@ -90,10 +91,12 @@ class RaggedModel:
             logits = self._probe_logits()
             model_checks.expect_numbers(model, logits)
             self._in_training = check_repeats(model, self._probe_logits, frozenset())
-            self.layout, self.vocab_size = self.hf.layout, logits.shape[-1]
+            self.layout = self.hf.layout
+            self.vocab_size = logits.shape[-1]
+            self._runner = self._chosen_runner()
             self._make_program(probe, logits)
             if not self.has_program:
-                model_checks.check_logits(self, probe, logits)
+                self.check_logits(probe, logits)
             with self.hf.hooked():
                 hf, name = self.hf, type(model).__name__
                 model_checks.check_ignores_answers(name, hf.call, self.layout, hf.make_cache, page_size)
@@ -118,6 +121,33 @@ class RaggedModel:
         """Whether its program's ``draft`` and ``verify`` run its steps: it has a program, and rows need no padding."""
         return self.program is not None and self.row_padding.multiple == 1
 
+    @property
+    def row_padding(self) -> RowPadding:
+        """How rows are padded and cut, for its page pools; ``make_deterministic`` sets it."""
+        return self._row_padding
+
+    @row_padding.setter
+    def row_padding(self, row_padding: RowPadding) -> None:
+        self._row_padding = row_padding
+        self._runner = self._chosen_runner()
+
+    def use_programs(self, program: ForwardProgram | None, device_program: DeviceProgram | None) -> None:
+        """From now on let one of two programs run the forwards; PyTorch if both are None."""
+        self.program = program
+        self.device_program = device_program
+        self._runner = self._chosen_runner()
+
+    def _chosen_runner(self) -> EagerRunner:
+        """Return what runs the steps, for the present program, graphs and row padding."""
+
+        def forward(*batch: Any) -> Tensor:  # looked up in every call: a caller may have replaced it
+            return self.forward(*batch)
+
+        eager = (self._compute, forward, self.attached, self.ops, self.vocab_size)
+        if self.program is not None and self.has_fused_step:
+            return CppRunner(self.program, *eager)
+        return EagerRunner(*eager) if self.graphs is None else GraphRunner(self.graphs, self.max_positions, *eager)
+
     def forward(
         self,
         batch: RaggedBatch,
@@ -139,13 +169,15 @@ class RaggedModel:
             before the model's next forward, because a graph always writes them to the same memory.
 
         """
+        return self._runner.compute(batch, pool, logit_rows, hidden_states)
+
+    def _compute(
+        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
+    ) -> Tensor:
         if self.program is not None:
             return self.program(batch.token_ids, batch, pool.pages, logit_rows, hidden_states)
-        logits = None if self.graphs is None else self.graphs.forward(batch, pool, logit_rows, hidden_states)
-        return self._launch(batch, pool, logit_rows, hidden_states) if logits is None else logits
-
-    def _launch(self, *forward: Any) -> Tensor:
-        return self.hf.forward(*forward) if self.device_program is None else self.device_program(*forward)
+        forward = self.hf.forward if self.device_program is None else self.device_program
+        return forward(batch, pool, logit_rows, hidden_states)
 
     def empty_hidden_states(self, num_rows: int) -> Tensor | None:
         """Return memory for the taps of ``num_rows`` rows, ``[num_rows, taps, H]``; None before ``use_taps``."""
@@ -172,7 +204,32 @@ class RaggedModel:
 
         """
         self.verifies.set()
-        return verify_step(self, pool, sequences, (draft_tokens, num_draft_tokens, parents))
+        if parents is not None:
+            self.expect_trees()
+            parents = parents.cpu().contiguous()
+        rows = [Rows(s, s.target_kv_length, count + 1) for s, count in zip(sequences, num_draft_tokens, strict=True)]
+        draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
+        hidden_states = self.empty_hidden_states(sum(num_draft_tokens) + len(rows))
+        return self._runner.verify(pool, rows, draft_tokens, num_draft_tokens, parents, hidden_states)
+
+    def why_no_trees(self) -> str | None:
+        """Return why a row of a tree could have other bits than in the chain of its path; None if it cannot."""
+        if not self.ops.has_trees("paged_attention"):
+            return f"attention by {self.ops.chosen.get('paged_attention')!r} computes them with other bits than chains"
+        return "it computes rows one by one" if self.row_padding.one_by_one else None
+
+    def expect_trees(self) -> None:
+        """Check that the model verifies trees.
+
+        Raises:
+            NotYetSupportedError: a row's bits could differ from those of the chain of its path.
+
+        """
+        if (reason := self.why_no_trees()) is not None:
+            raise NotYetSupportedError(
+                f"{self.name} verifies no trees of draft tokens: {reason}; use a drafter of chains "
+                "(Draft.parents=None), such as 'ngram'."
+            )
 
     def keep_paths(self, pool: PagePool, sequences: list[Sequence], paths: list[list[int]] | None) -> None:
         """Move the KV entries of accepted draft tokens to the slots of their positions, if trees were verified.
@@ -209,18 +266,18 @@ class RaggedModel:
         token_ids = [
             min(token, largest) for s, start in zip(sequences, kv_lengths, strict=True) for token in s.token_ids[start:]
         ]
-        if self.has_fused_step and all(s.params.repetition_penalty == 1 for s in sequences):
-            assert self.program is not None
-            spans = spans_of(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
-            sampling = sampling_of(sequences, self.layout.device)
-            return self.program.draft(spans, token_ids, num_draft_tokens, TokenChoice(vocab_size, sampling))
-        return DraftLoop(self, pool, vocab_size).run(rows, token_ids, num_draft_tokens)
+        return self._runner.draft(pool, rows, token_ids, num_draft_tokens, vocab_size)
 
     def use_graphs(self, limits: Limits) -> None:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""
         if self.program is None and self._capture is not None:
             choices = choices_of(self.ops, self.vocab_size)
-            self.graphs = Graphs(self.model, self._launch, self._capture, limits, choices)
+            self.use_these_graphs(Graphs(self.model, self._compute, self._capture, limits, choices))
+
+    def use_these_graphs(self, graphs: Graphs | None) -> None:
+        """From now on replay these graphs; None: none."""
+        self.graphs = graphs
+        self._runner = self._chosen_runner()
 
     def use_taps(self, taps: tuple[int | str, ...]) -> None:
         """From now on compute hidden states for a drafter: its program is made again; () computes none any more.
@@ -244,7 +301,7 @@ class RaggedModel:
                 except NotLowerableError as error:
                     raise UnsupportedModelError(f"the program of {self.name} has no taps {ids}: {error}") from error
             if ids:
-                check_hidden_states(self, ids)
+                self._check_hidden_states(ids)
         self.release_memory()
 
     def release_memory(self) -> None:
@@ -262,12 +319,13 @@ class RaggedModel:
             return
         try:
             self._compile()
-            return model_checks.check_logits(self, token_ids, dense_logits)
+            return self.check_logits(token_ids, dense_logits)
         except (NotLowerableError, UnsupportedModelError) as error:
             why = str(error)
         except Exception as error:  # a model's own code may raise anything here; PyTorch can still run it
             why = f"recording it failed: {type(error).__name__}: {error}"
-        self.program, self.device_program, self.why_no_program = None, None, why
+        self.use_programs(None, None)
+        self.why_no_program = why
 
     def _compile(self) -> None:
         assert self._executor is not None
@@ -276,8 +334,37 @@ class RaggedModel:
         forward = (self.model, hf.call, self.layout, self.ops, hf.sliding_layers, tapped, self.max_positions)
         with hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
             plan = compile_forward(*forward)
-        self.program, self.device_program = self._executor(plan)
+        self.use_programs(*self._executor(plan))
         self._watch = Watch(self.model, plan.baked)
+
+    def check_logits(self, token_ids: Tensor, expected: Tensor) -> None:
+        """Compare the model's ragged logits with its dense ones; see ``check_reproduces``."""
+        reference = self.hf.forward if self._compares_every_row else None
+        check_reproduces(self.hf, self.forward, self.page_size, token_ids, expected, reference=reference)
+
+    def _check_hidden_states(self, taps: tuple[int | str, ...]) -> None:
+        """Compare the model's ragged taps with its dense ones; see ``check_reproduces``."""
+        probe = probe_of(self.vocab_size, self.layout.device)
+
+        def computed_by(forward: Callable[..., Tensor], batch: RaggedBatch, pool: PagePool) -> Tensor:
+            hidden_states = self.empty_hidden_states(len(batch.token_ids))
+            assert hidden_states is not None
+            forward(batch, pool, batch.last_rows, hidden_states)
+            return hidden_states
+
+        ragged = partial(computed_by, self.forward)
+        reference = partial(computed_by, self.hf.forward) if self._compares_every_row else None
+        expected = self.hf.dense_hidden_states(probe)
+        results = f"hidden states (taps {taps})"
+        check_reproduces(self.hf, ragged, self.page_size, probe, expected, results, reference)
+
+    @property
+    def _compares_every_row(self) -> bool:
+        """Whether a program's every row must be that of PyTorch's operations, in 16 bits as well.
+
+        On a GPU it takes the first of equal scores of a router, where PyTorch may take another one.
+        """
+        return self.program is not None or (self.device_program is not None and not self.hf.has_experts)
 
     def expect_same_weights(self) -> None:
         """Check that the model is as it was when it was loaded. If it is not, its graphs are destroyed.

@@ -1,0 +1,129 @@
+"""Steps of a model forward by forward; the other runners do the same in fewer calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.sampling_batch import Sampling, sampling_of
+from specdec_fast.batch.trees import rows_of_trees
+from specdec_fast.device_copy import to_device
+from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.ops import Ops
+from specdec_fast.runner.drafting import chosen_tokens, draft_chains
+from specdec_fast.runner.verification import Verification, owners
+
+Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
+
+
+class EagerRunner:
+    """Runs a model's steps, one forward after the other.
+
+    Args:
+        compute: computes a batch, by PyTorch or by a program, with the arguments of ``RaggedModel.forward``.
+        forward: ``RaggedModel.forward``, through which the forwards of a step pass; it calls ``compute``.
+        attached: a context in which several forwards of PyTorch cost less.
+        ops: verify, and choose tokens.
+        vocab_size: width of the model's logits.
+
+    """
+
+    def __init__(
+        self,
+        compute: Forward,
+        forward: Forward,
+        attached: Callable[[], AbstractContextManager[None]],
+        ops: Ops,
+        vocab_size: int,
+    ) -> None:
+        self._compute = compute
+        self._forward = forward
+        self._attached = attached
+        self._ops = ops
+        self._vocab_size = vocab_size
+
+    def compute(
+        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
+    ) -> Tensor:
+        """Compute the batch's rows; see ``RaggedModel.forward``."""
+        return self._compute(batch, pool, logit_rows, hidden_states)
+
+    def verify(
+        self,
+        pool: PagePool,
+        rows: list[Rows],
+        draft_tokens: Tensor,
+        num_draft_tokens: list[int],
+        parents: Tensor | None,
+        hidden_states: Tensor | None,
+    ) -> Verification:
+        """Compute logits at every sequence's last committed token and its draft tokens, and verify the draft tokens.
+
+        Args:
+            pool: the model's pages.
+            rows: of ``B`` sequences, the last committed token and the draft tokens of each.
+            draft_tokens: ``[sum(num_draft_tokens)]`` int64 on the model's device.
+            num_draft_tokens: per sequence.
+            parents: see ``Draft.parents``, on the host; None for chains.
+            hidden_states: memory for the taps of every row; None: not wanted.
+
+        """
+        sequences = owners(rows)
+        device = draft_tokens.device
+        trees = None if parents is None else rows_of_trees(parents.tolist(), num_draft_tokens)
+        sampling = sampling_of(sequences, device)
+        last = [sequence.token_ids[-1] for sequence in sequences]
+        token_ids = _interleaved(last, draft_tokens, num_draft_tokens, self._vocab_size)
+        batch = lay_out(pool, rows, token_ids, trees=trees)
+        started = perf_counter()
+        logits = self._forward(batch, pool, None, hidden_states)
+        computed = perf_counter()
+        above = None if trees is None else to_device(trees.parents, device)
+        verify_chain = (self._ops.unchecked or self._ops).verify_chain
+        results = verify_chain(logits, token_ids, batch.cu_seqlens, sampling, above)
+        counts = [row.count for row in rows]
+        return Verification(counts, logits, results, computed - started, perf_counter() - computed, hidden_states)
+
+    def draft(
+        self, pool: PagePool, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int], vocab_size: int
+    ) -> Tensor:
+        """Draft a chain for each sequence by the model's own choice.
+
+        Args:
+            pool: the model's pages, with enough free ones for all positions of the step.
+            rows: of the first forward, one span per sequence.
+            token_ids: of those rows.
+            num_draft_tokens: number of tokens to draft per sequence, at least 1.
+            vocab_size: the model chooses ids below it.
+
+        Returns:
+            ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
+
+        """
+
+        def forward(batch: RaggedBatch, carried: None, wanted: Tensor | None) -> tuple[Tensor, None]:
+            return self._forward(batch, pool, wanted, None), None
+
+        def choose(logits: Tensor, tokens: Tensor, sampling: Sampling | None) -> Tensor:
+            return chosen_tokens(self._ops, logits, vocab_size, sampling, tokens)
+
+        first = to_device(token_ids, pool.layout.device)
+        with self._attached():
+            return draft_chains(pool, rows, first, None, num_draft_tokens, forward, choose)
+
+
+def _interleaved(last: list[int], draft_tokens: Tensor, num_draft_tokens: list[int], vocab_size: int) -> Tensor:
+    """Return each sequence's last committed token followed by its draft tokens: ``[T]`` ids on the drafts' device."""
+    first = to_device(last, draft_tokens.device)
+    # Ids outside the vocabulary are clamped: they are rejected anyway, but would index past the embedding.
+    drafted = draft_tokens.clamp(0, vocab_size - 1)
+    if min(num_draft_tokens) == max(num_draft_tokens):
+        return torch.cat([first[:, None], drafted.view(len(last), -1)], dim=1).flatten()
+    pairs = zip(first.split(1), drafted.split(num_draft_tokens), strict=True)
+    return torch.cat([piece for pair in pairs for piece in pair])
