@@ -51,6 +51,8 @@ def make_service(engine: sd.AsyncEngine) -> FastAPI:
     async def continue_text(body: Prompt) -> StreamingResponse:
         stream = engine.stream(body.prompt, sd.SamplingParams(max_new_tokens=body.max_new_tokens))
         first = await anext(stream)  # raises what is wrong with the request, while the response can have its status
+        if first.error is not None:
+            raise first.error
 
         async def texts() -> AsyncIterator[str]:
             yield first.text
@@ -58,9 +60,6 @@ def make_service(engine: sd.AsyncEngine) -> FastAPI:
                 if chunk.error is not None:
                     raise chunk.error  # breaks off the response, so that no client takes a part for the whole
                 yield chunk.text
-
-        if first.error is not None:
-            raise first.error
 
         return StreamingResponse(texts(), media_type="text/plain; charset=utf-8")
 
