@@ -88,6 +88,11 @@ def create_app(
     )
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
+    _add_routes(app, api)
+    return app
+
+
+def _add_routes(app: FastAPI, api: _Api) -> None:
     routes = (
         ("POST", "/v1/completions", api.completions),
         ("POST", "/v1/chat/completions", api.chat_completions),
@@ -100,7 +105,6 @@ def create_app(
         app.add_api_route(path, function, methods=[method], response_model=None)
         if method == "GET":
             app.add_api_route(path, function, methods=["HEAD"], response_model=None, include_in_schema=False)
-    return app
 
 
 def _checked_names(names: Sequence[str], engine: AsyncEngine) -> tuple[str, ...]:

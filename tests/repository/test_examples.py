@@ -85,13 +85,39 @@ def test_fastapi_service(plain):
     with testclient.TestClient(names["make_service"](engine)) as client:
         text = client.post("/continue", json={"prompt": PROMPT, "max_new_tokens": 20}).text
         best = client.post("/best", json={"prompt": PROMPT, "max_new_tokens": 8, "num_samples": 3}).json()
-        refused = client.post("/best", json={"prompt": "", "num_samples": 1})
         served = client.post("/openai/v1/completions", json={"prompt": PROMPT, "max_tokens": 20, "temperature": 0})
     assert engine.is_closed
     assert text == served.json()["choices"][0]["text"] == text_of(plain, PROMPT, max_new_tokens=20)
     assert best["text"] in [text_of(plain, PROMPT, max_new_tokens=8, temperature=0.8, seed=seed) for seed in range(3)]
     assert best["mean_logprob"] < 0
-    assert refused.status_code == 400
+
+
+def test_fastapi_service_shows_errors(monkeypatch, caplog):
+    """With the statuses of OpenAI's API; an error after the first text breaks off the response."""
+    testclient = pytest.importorskip("starlette.testclient")
+    names = load("fastapi_service.py")
+    engine = names["make_engine"]()
+    step, steps = engine.engine.core.step, []
+
+    def fail_later():
+        steps.append(len(steps))
+        return step() if len(steps) < 3 else 1 / 0
+
+    with testclient.TestClient(names["make_service"](engine)) as client:
+        for path in ("/continue", "/best"):
+            for prompt, message in (("", "empty string"), ("word " * 600, "can serve 512 positions")):
+                refused = client.post(path, json={"prompt": prompt, "num_samples": 1})
+                assert (refused.status_code, message in refused.json()["error"]["message"]) == (400, True)
+        monkeypatch.setattr(engine.engine.core, "step", fail_later)
+        with pytest.raises(RuntimeError, match="response already started") as caught:
+            client.post("/continue", json={"prompt": PROMPT, "max_new_tokens": 40})
+        failed = client.post("/continue", json={"prompt": PROMPT})
+        client.portal.call(engine.close)
+        closed = [client.post(path, json={"prompt": PROMPT}).status_code for path in ("/continue", "/best")]
+    assert isinstance(caught.value.__cause__, sd.StepError)
+    assert (failed.status_code, "the step" in failed.json()["error"]["message"]) == (500, True)
+    assert any(record.exc_info and record.exc_info[0] is sd.StepError for record in caplog.records)
+    assert closed == [503, 503]
 
 
 def test_notebook(monkeypatch, capsys):

@@ -251,25 +251,6 @@ def test_sigterm_under_load_finishes_the_requests(server, reference):
         httpx.get(f"{server.url}/health")
 
 
-def test_wrong_arguments_end_with_status_2(folder, capsys):
-    options = ["serve", "--target", str(folder), "--draft", "none"]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert main([*options, "--port", port]) == 2
-    assert f"cannot listen at --host 127.0.0.1 --port {port}" in capsys.readouterr().err
-    for more, message in (
-        (["--port", "99999"], "cannot listen"),
-        (["--port", "0", "--shutdown-timeout", "-1"], "--shutdown-timeout"),
-        (["--port", "0", "--max-waiting", "-1"], "max_waiting"),
-        (["--port", "0", "--max-request-bytes", "0"], "max_request_bytes"),
-        (["--port", "0", "--timeout", "0"], "timeout"),
-        (["--port", "0", "--api-key", ""], "the API key is empty"),
-    ):
-        assert main([*options, *more]) == 2
-        assert message in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
 def test_a_chat_template_of_its_own(folder, tmp_path, monkeypatch):
     """It is that of all requests, instead of the tokenizer's."""
     (tmp_path / "template").write_text("{{ messages[0].content }}")

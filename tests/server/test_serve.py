@@ -1,9 +1,10 @@
-"""The command within this process: what holds while it serves."""
+"""The command within this process: what it refuses and reports at its start, and what holds while it serves."""
 
 from __future__ import annotations
 
 import gc
 import re
+import signal
 import socket
 
 import pytest
@@ -54,3 +55,22 @@ def test_a_model_that_cannot_be_sent_messages_is_reported_at_the_start(monkeypat
     printed = capsys.readouterr().err
     assert ("no chat template" in printed) is not has_template
     assert ("pass --chat-template FILE" in printed) is not has_template
+
+
+def test_wrong_arguments_end_with_status_2(capsys):
+    options = ["serve", "--target", str(demo_pair() / "target"), "--draft", "none"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main([*options, "--port", port]) == 2
+    assert f"cannot listen at --host 127.0.0.1 --port {port}" in capsys.readouterr().err
+    for more, message in (
+        (["--port", "99999"], "cannot listen"),
+        (["--port", "0", "--shutdown-timeout", "-1"], "--shutdown-timeout"),
+        (["--port", "0", "--max-waiting", "-1"], "max_waiting"),
+        (["--port", "0", "--max-request-bytes", "0"], "max_request_bytes"),
+        (["--port", "0", "--timeout", "0"], "timeout"),
+        (["--port", "0", "--api-key", ""], "the API key is empty"),
+    ):
+        assert main([*options, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
