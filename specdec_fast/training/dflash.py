@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec_fast.drafters.eagle3.config import LAYER_SIZES
+from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE
+from specdec_fast.drafters.shared.checkpoint.writing import layer_settings, write_files
 from specdec_fast.errors import ConfigError
 from specdec_fast.training.dflash_module import DFlashModule
 from specdec_fast.training.eagle3 import DrafterSize, layer_config
 from specdec_fast.training.texts import Texts
-
-_STORED = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -79,19 +76,13 @@ def save_dflash(module: DFlashModule, folder: Path, target: PreTrainedModel, tap
         taps: ``DrafterSize.taps``.
 
     """
-    layer, path = module.config, folder / "model.safetensors"
-    weights = {name: weight.detach().to("cpu", _STORED).contiguous() for name, weight in module.named_parameters()}
-    save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes 0600
     head = module.markov_head
     markov = {} if head is None else {"markov_rank": head.markov_w1.embedding_dim, "markov_head_type": "vanilla"}
     markov |= {} if head is None else {"enable_confidence_head": True, "confidence_head_with_markov": True}
     config = {
         "architectures": ["DFlashDraftModel" if head is None else "DSparkDraftModel"],
         "model_type": "qwen3",
-        **{name: getattr(layer, name) for name in LAYER_SIZES},
-        "rope_parameters": layer.rope_parameters,
-        "rope_theta": layer.rope_parameters["rope_theta"],  # the name that transformers 4 looks for
+        **layer_settings(module.config),
         "attention_bias": False,
         "num_target_layers": target.config.get_text_config(decoder=True).num_hidden_layers,
         "block_size": module.block_size,
@@ -101,4 +92,4 @@ def save_dflash(module: DFlashModule, folder: Path, target: PreTrainedModel, tap
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_files(folder, WEIGHTS_FILE, dict(module.named_parameters()), config)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from specdec_fast.drafters.eagle3.config import LAYER_SIZES
+from specdec_fast.drafters.shared.checkpoint.writing import write_checkpoint
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import default_taps
 from specdec_fast.training.eagle3_module import Eagle3Module
 from specdec_fast.training.texts import Texts
-
-_STORED = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -159,48 +155,3 @@ def save_drafter(
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps], "use_aux_hidden_state": True},
     }
     write_checkpoint(module, module.config, config, folder, target, draft_ids)
-
-
-def write_checkpoint(
-    module: nn.Module,
-    layer: LlamaConfig,
-    config: dict[str, Any],
-    folder: Path,
-    target: PreTrainedModel,
-    draft_ids: Tensor | None,
-) -> None:
-    """Write ``config.json`` and ``model.safetensors``, weights in bf16; an embedding that is the target's is left out.
-
-    Args:
-        module: the trained drafter, whose parameters have the names of checkpoints.
-        layer: sizes of its layers.
-        config: further entries of ``config.json``.
-        folder: exists.
-        target: the model that it was trained for.
-        draft_ids: from ``frequent_ids``.
-
-    """
-    vocab_size = layer.vocab_size
-    weights = {
-        name: weight.detach().to("cpu", _STORED).contiguous()
-        for name, weight in module.named_parameters()
-        if weight.requires_grad or not name.endswith("embed_tokens.weight")
-    }
-    if draft_ids is not None:
-        ids = draft_ids.cpu()
-        weights["d2t"] = ids - torch.arange(len(ids), device="cpu")
-        weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool, device="cpu").index_fill_(0, ids, True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600
-    config = {
-        **config,
-        "model_type": "llama",
-        **{name: getattr(layer, name) for name in LAYER_SIZES},
-        "rope_parameters": layer.rope_parameters,
-        "rope_theta": layer.rope_parameters["rope_theta"],  # the name that transformers 4 looks for
-        "draft_vocab_size": vocab_size if draft_ids is None else len(draft_ids),
-        "target_hidden_size": target.config.get_text_config(decoder=True).hidden_size,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -6,19 +6,17 @@ instead of the one token that it drew, which has the same gradient on average, a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
+from specdec_fast.drafters.medusa.checkpoint import HEADS_FILE
+from specdec_fast.drafters.shared.checkpoint.writing import write_files
 from specdec_fast.errors import ConfigError
 from specdec_fast.training.drafter_module import DrafterModule
-
-_STORED = torch.bfloat16
 
 
 class ResidualBlock(nn.Module):
@@ -91,17 +89,13 @@ def save_heads(module: MedusaModule, folder: Path, choices: list[list[int]]) -> 
         choices: the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
 
     """
-    path = folder / "medusa_lm_head.safetensors"
-    weights = {name: w.detach().to("cpu", _STORED).contiguous() for name, w in module.heads.state_dict().items()}
-    save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes 0600
     config = {
         "model_type": "medusa",
         "medusa_num_heads": len(module.heads),
         "medusa_num_layers": len(module.heads[0]) - 1,  # type: ignore[arg-type]
         "medusa_choices": choices,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_files(folder, HEADS_FILE, module.heads.state_dict(), config)
 
 
 @torch.no_grad()

@@ -27,10 +27,10 @@ from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.drafters.specblock.candidates import Candidates
+from specdec_fast.drafters.specblock.checkpoint import check_weights
 from specdec_fast.drafters.specblock.model import SpecBlockModel, load_specblock
 from specdec_fast.drafters.specblock.rows import BlockRows
 from specdec_fast.drafters.specblock.tree import BEAM, ROOT, BlockTree, Node
-from specdec_fast.drafters.specblock.weights import check_weights
 from specdec_fast.errors import ConfigError, DrafterError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
@@ -44,7 +44,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
 
     Args:
         context: the target, the settings (``tap_layers``, ``draft_tree``) and the device.
-        folder: the checkpoint; see ``specblock_config.py``.
+        folder: the checkpoint; see ``checkpoint.py``.
 
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
