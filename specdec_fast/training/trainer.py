@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from specdec_fast.drafters.shared.trainable import DrafterModule
 from specdec_fast.errors import ConfigError, TrainingError
 from specdec_fast.training.drafter_loss import Lesson, Teacher, agreement, loss_of, padded
-from specdec_fast.training.drafter_module import DrafterModule
 
 Loss = Callable[[Any, Tensor, Lesson, int], Tensor]
 

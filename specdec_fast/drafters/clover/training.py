@@ -17,11 +17,10 @@ from specdec_fast.drafters.clover.checkpoint import MODEL_TYPE
 from specdec_fast.drafters.clover.model import normalised, output_layer
 from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE
 from specdec_fast.drafters.shared.checkpoint.writing import layer_settings, write_files
+from specdec_fast.drafters.shared.new_drafter import DrafterSize, layer_config
+from specdec_fast.drafters.shared.trainable import DrafterModule, ResidualBlock
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import decoder_layers
-from specdec_fast.training.drafter_module import DrafterModule
-from specdec_fast.training.eagle3 import DrafterSize, layer_config
-from specdec_fast.training.medusa import ResidualBlock
 
 _NOISE = 0.1  # length of the noise in a row of the projections, whose identity has length 1
 

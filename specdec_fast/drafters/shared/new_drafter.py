@@ -1,20 +1,16 @@
-"""A new EAGLE-3 drafter for a target, and the checkpoint that it becomes."""
+"""The sizes of a new drafter, and the weights that it takes from its target before it is trained."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from specdec_fast.drafters.shared.checkpoint.writing import write_checkpoint
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import default_taps
-from specdec_fast.training.eagle3_module import Eagle3Module
-from specdec_fast.training.texts import Texts
 
 
 @dataclass(frozen=True)
@@ -47,36 +43,14 @@ class DrafterSize:
         return taps
 
 
-def new_module(
-    target: PreTrainedModel, size: DrafterSize, num_draft_ids: int, draft_ids: Tensor | None
-) -> Eagle3Module:
-    """Return a drafter to be trained, on the target's device, in fp32.
-
-    Embedding and output layer begin as the target's. A narrower drafter gets their projections onto the directions in
-    which the target's embeddings differ most, and trains its embedding too; otherwise the embedding is the target's
-    and stays as it is.
-
-    Args:
-        target: the model that it will draft for.
-        size: its sizes.
-        num_draft_ids: number of ids that it can propose.
-        draft_ids: ``[num_draft_ids]`` int64, those ids; None: all.
-
-    Raises:
-        ConfigError: the sizes do not go together.
-
-    """
-    config = target.config.get_text_config(decoder=True)
-    layer = layer_config(config, size)
-    module = Eagle3Module(layer, len(size.taps(config.num_hidden_layers)) * config.hidden_size, num_draft_ids)
-    copy_ends(target, module.embed_tokens, module.lm_head, draft_ids)
-    return module.to(target.device)
-
-
 def copy_ends(
     target: PreTrainedModel, embed_tokens: nn.Embedding, lm_head: nn.Linear, draft_ids: Tensor | None
 ) -> None:
-    """Let a drafter's embedding and output layer begin as the target's, as ``new_module`` says."""
+    """Let a drafter's embedding and output layer begin as the target's.
+
+    A narrower drafter gets their projections onto the directions in which the target's embeddings differ most, and
+    trains its embedding too; otherwise the embedding is the target's and stays as it is.
+    """
     embedding = target.get_input_embeddings().weight.detach().float().cpu()
     output = target.get_output_embeddings().weight.detach().float().cpu()
     if embed_tokens.embedding_dim == embedding.shape[1]:
@@ -119,39 +93,3 @@ def layer_config(config: Any, size: DrafterSize, num_layers: int = 1) -> LlamaCo
         rope_parameters=rope,
         tie_word_embeddings=False,
     )
-
-
-def frequent_ids(texts: Texts, vocab_size: int, count: int | None) -> Tensor | None:
-    """Return the ``count`` most frequent ids of texts, ``[count]`` int64 in rising order; None if that is all ids.
-
-    Raises:
-        ConfigError: ``count`` is not from 1 to ``vocab_size``.
-
-    """
-    if count is None or count == vocab_size:
-        return None
-    if not 1 <= count <= vocab_size:
-        raise ConfigError(f"a draft vocabulary of {count} ids; expected 1 to {vocab_size}, the target's.")
-    frequencies = torch.bincount(texts.token_ids.long(), minlength=vocab_size)
-    return frequencies.argsort(descending=True, stable=True)[:count].sort().values
-
-
-def save_drafter(
-    module: Eagle3Module, folder: Path, target: PreTrainedModel, taps: tuple[int, ...], draft_ids: Tensor | None
-) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in the raw format, weights in bf16.
-
-    Args:
-        module: the trained drafter.
-        folder: exists.
-        target: the model that it was trained for.
-        taps: ``DrafterSize.taps``.
-        draft_ids: from ``frequent_ids``.
-
-    """
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        # SGLang's ids are those of the layers behind which the taps are read.
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps], "use_aux_hidden_state": True},
-    }
-    write_checkpoint(module, module.config, config, folder, target, draft_ids)

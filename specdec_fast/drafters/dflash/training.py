@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec_fast.drafters.dflash.module import DFlashModule
 from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE
 from specdec_fast.drafters.shared.checkpoint.writing import layer_settings, write_files
+from specdec_fast.drafters.shared.new_drafter import DrafterSize, layer_config
 from specdec_fast.errors import ConfigError
-from specdec_fast.training.dflash_module import DFlashModule
-from specdec_fast.training.eagle3 import DrafterSize, layer_config
-from specdec_fast.training.texts import Texts
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,6 @@ class BlockSize:
     num_layers: int = 2
     block_size: int = 8
     markov_rank: int = 0
-
-
-def rarest_id(texts: Texts, vocab_size: int) -> int:
-    """Return the id that texts use least, among equals the largest: it will stand for tokens to be drafted."""
-    frequencies = torch.bincount(texts.token_ids.long(), minlength=vocab_size)
-    return vocab_size - 1 - int(frequencies.flip(0).argmin())
 
 
 def new_dflash(target: PreTrainedModel, size: DrafterSize, block: BlockSize, mask_token_id: int) -> DFlashModule:
