@@ -185,26 +185,55 @@ def test_size_check_takes_the_limits_themselves():
     assert not any(size_faults(source) for source in fits)
 
 
-def undocumented(tree: ast.Module) -> list[str]:
-    """The module, public classes and functions without a docstring; what stands inside a function is not public."""
+@cache
+def classes_of_sources() -> dict[str, list[ast.ClassDef]]:
+    found: dict[str, list[ast.ClassDef]] = {}
+    for node in (node for path in SOURCES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)):
+        found.setdefault(node.name, []).append(node)
+    return found
+
+
+def inherited(node: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> set[str]:
+    """The methods of the classes of ours that a class derives from, found by their names."""
+    names = {base.id for base in node.bases if isinstance(base, ast.Name)} - {node.name}
+    above = [base for name in names for base in classes.get(name, ())]
+    own = {method.name for base in above for method in base.body if isinstance(method, ast.FunctionDef)}
+    return own.union(*(inherited(base, classes) for base in above))
+
+
+def undocumented(tree: ast.Module, classes: dict[str, list[ast.ClassDef]]) -> list[str]:
+    """The module, public classes and functions without a docstring; what stands inside a function is not public.
+
+    A method may have the docstring of the one that it overrides.
+    """
     missing = [] if ast.get_docstring(tree) else ["the module"]
     scopes: list[ast.Module | ast.ClassDef] = [tree]
     while scopes:
-        for node in scopes.pop().body:
+        scope = scopes.pop()
+        overridden = inherited(scope, classes) if isinstance(scope, ast.ClassDef) else set()
+        for node in scope.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
                 is_setter = any(ast.unparse(decorator).endswith(".setter") for decorator in node.decorator_list)
-                missing += [] if ast.get_docstring(node) or is_setter else [node.name]
+                missing += [] if ast.get_docstring(node) or is_setter or node.name in overridden else [node.name]
                 scopes += [node] if isinstance(node, ast.ClassDef) else []
     return missing
 
 
 def test_everything_public_has_a_docstring():
-    assert not faults_of(SOURCES, lambda path: undocumented(tree_of(path)))
+    assert not faults_of(SOURCES, lambda path: undocumented(tree_of(path), classes_of_sources()))
 
 
 def test_docstring_check_rejects():
     source = '"""A."""\nclass C:\n """B."""\n def f(self): pass\n def _g(self): pass\ndef h(): pass'
-    assert undocumented(ast.parse(source)) == ["h", "f"]
+    assert undocumented(ast.parse(source), {}) == ["h", "f"]
+
+
+def test_an_override_needs_no_docstring_of_its_own():
+    source = '"""A."""\nclass C:\n """B."""\n def f(self):\n  """F."""\n'
+    source += 'class D(C):\n """E."""\n def f(self): pass\n def g(self): pass'
+    tree = ast.parse(source)
+    classes = {node.name: [node] for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert undocumented(tree, classes) == ["g"]
 
 
 def tracked_files() -> list[Path]:

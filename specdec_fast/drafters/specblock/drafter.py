@@ -133,16 +133,13 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         return forward + self._num_slots * ends * ranked + self._kept_bytes(num_sequences, blocks)
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
-        """Bound its forwards over queued features, as ``step_bytes`` counts them."""
         super().limit_prefill(max_prefill_tokens)
         self._most_rows = max(1, self._most_rows // self._num_slots)  # blocks, each of a feature
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the present one; forget what an interrupted run left."""
         super().prepare(self._num_slots * num_tokens, self._num_slots * page_size)
 
     def grow(self, num_tokens: int) -> None:
-        """Replace the pool by a larger one that holds the same pages."""
         super().grow(self._num_slots * num_tokens)
 
     @torch.inference_mode()
