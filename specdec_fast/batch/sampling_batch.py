@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 import numpy as np
@@ -84,3 +84,8 @@ def after(sampling: Sampling, token_ids: Tensor) -> Sampling:
     seen_ids[places[:num_seen] + owner] = sampling.seen_ids
     seen_ids[cu_seen[1:].long() - 1] = token_ids
     return replace(sampling, positions=positions, seen_ids=seen_ids, cu_seen=cu_seen)
+
+
+def addresses_of(sampling: Sampling | None) -> list[int]:
+    """Return the addresses that ``sampling_at`` in csrc/bindings.h expects; none for greedy decoding."""
+    return [] if sampling is None else [getattr(sampling, field.name).data_ptr() for field in fields(sampling)]

@@ -18,25 +18,7 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.trees import TreeRows
 from specdec_fast.device_copy import all_to_device, to_device
-from specdec_fast.kv_cache.page_pool import KVPages, PagePool
-
-
-class Spans(NamedTuple):
-    """The rows of a forward as a program takes them; the program lays them out itself.
-
-    Attributes:
-        spans: (row of ``tables``, first position, number of positions) of each sequence.
-        tables: ``[places, max_pages]`` int32, the block table of every owner.
-        pages: the pages that the tables name.
-        parents: if the rows are trees, ``[rows - B]`` int32 on the host: of every row but a sequence's first, its
-            parent, counted as in ``Draft.parents``. None: chains.
-
-    """
-
-    spans: list[tuple[int, int, int]]
-    tables: Tensor
-    pages: KVPages
-    parents: Tensor | None = None
+from specdec_fast.kv_cache.page_pool import PagePool
 
 
 class RowCounts(NamedTuple):
@@ -182,25 +164,6 @@ def _without_pages(num_rows: int, device: torch.device) -> partial[RaggedBatch]:
     table = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
     positions, used = torch.zeros(num_rows, dtype=torch.int64, device=device), torch.ones_like(table[:, 0])
     return _forward(layout, table, 1, positions, table[:, 0].contiguous(), used)
-
-
-def spans_of(pool: PagePool, rows: Sequence[Rows], ahead: Sequence[int] | None = None) -> Spans:
-    """Allocate the pages that one forward's new positions need; a program will lay the rows out.
-
-    Args:
-        pool: the pool that has the owners of ``rows``.
-        rows: the span of each sequence, in batch order.
-        ahead: per span, the number of positions after it that get pages as well; None: 0 for all.
-
-    Raises:
-        KVCacheTooSmallError: too few pages are free.
-
-    """
-    spans = []
-    for i, (owner, start, count) in enumerate(rows):
-        pool.allocate(owner, start + count + (ahead[i] if ahead else 0))
-        spans.append((pool.place(owner), start, count))
-    return Spans(spans, torch.from_numpy(pool.tables), pool.pages)  # from_numpy shares the memory
 
 
 def _laid_out(

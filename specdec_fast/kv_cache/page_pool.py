@@ -7,14 +7,14 @@ falls, and later rows overwrite the stale entries (invariant I4).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import RowPadding
+from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 
@@ -34,6 +34,24 @@ class KVPages(NamedTuple):
     num_pages: int
     page_size: int
     memory: tuple[Tensor, ...]
+
+
+class Spans(NamedTuple):
+    """The rows of a forward as a program takes them; the program lays them out itself.
+
+    Attributes:
+        spans: (row of ``tables``, first position, number of positions) of each sequence.
+        tables: ``[places, max_pages]`` int32, the block table of every owner.
+        pages: the pages that the tables name.
+        parents: if the rows are trees, ``[rows - B]`` int32 on the host: of every row but a sequence's first, its
+            parent, counted as in ``Draft.parents``. None: chains.
+
+    """
+
+    spans: list[tuple[int, int, int]]
+    tables: Tensor
+    pages: KVPages
+    parents: Tensor | None = None
 
 
 class PagePool:
@@ -164,6 +182,23 @@ class PagePool:
             self.tables[place, len(pages)] = page
             self.slots[place, start : start + self.page_size] = page * self.page_size + self._in_page
             pages.append(page)
+
+    def spans(self, rows: Iterable[Rows], ahead: Sequence[int] | None = None) -> Spans:
+        """Allocate the pages that one forward's new positions need; a program will lay the rows out.
+
+        Args:
+            rows: the span of each sequence, in batch order; the pool has their owners.
+            ahead: per span, the number of positions after it that get pages as well; None: 0 for all.
+
+        Raises:
+            KVCacheTooSmallError: too few pages are free.
+
+        """
+        spans = []
+        for i, (owner, start, count) in enumerate(rows):
+            self.allocate(owner, start + count + (ahead[i] if ahead else 0))
+            spans.append((self._places[owner], start, count))
+        return Spans(spans, torch.from_numpy(self.tables), self.pages)  # from_numpy shares the memory
 
     def _add_places(self) -> None:
         """Double the number of places."""

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
-from specdec_fast.kv_cache.forward_layout import Spans
-from specdec_fast.kv_cache.page_pool import KVPages, PagePool
+from specdec_fast.kv_cache.page_pool import KVPages, PagePool, Spans
 from specdec_fast.ops import Ops
 from specdec_fast.ops.registry import BACKENDS
 from specdec_fast.program.plan.ir import Append, Attend, GroupedLinear, Linear, Plan

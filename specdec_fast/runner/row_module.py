@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.kv_cache.forward_layout import lay_out, spans_of
+from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, RowFunction, compile_rows
@@ -115,7 +115,7 @@ class RowModule:
 
         """
         assert self.program is not None
-        spans = spans_of(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
+        spans = pool.spans(rows, ahead=[count - 1 for count in num_draft_tokens])
         return self.program.draft(spans, token_ids, num_draft_tokens, choice, inputs)
 
     def draft_trees(
@@ -136,7 +136,7 @@ class RowModule:
 
         """
         assert self.program is not None
-        spans = spans_of(pool, rows, ahead=rules.num_nodes)
+        spans = pool.spans(rows, ahead=rules.num_nodes)
         return self.program.draft_trees(spans, token_ids, rules, choice, inputs)
 
     def step_bytes(self, num_rows: int, num_logit_rows: int) -> int | None:

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
 from specdec_fast.batch.ragged_batch import RaggedBatch
-from specdec_fast.batch.sampling_batch import Sampling
-from specdec_fast.kv_cache.forward_layout import Spans
-from specdec_fast.kv_cache.page_pool import KVPages
-from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
+from specdec_fast.batch.sampling_batch import Sampling, addresses_of
+from specdec_fast.kv_cache.page_pool import KVPages, Spans
+from specdec_fast.ops.cpp import DTYPE_CODES
 from specdec_fast.program.cpp.builder import built
 from specdec_fast.program.executors import DraftedTrees, Projection, TokenChoice, TreeRules
 from specdec_fast.program.plan.ir import Plan
