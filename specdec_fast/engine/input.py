@@ -139,8 +139,8 @@ class RequestBuilder:
             return None
         if self._tokenizer is None:
             raise MissingTokenizerError(
-                f"stop={params.stop!r:.80}, but no tokenizer is known for this target, so its tokens have no text; pass "
-                "tokenizer=..., or use stop_token_ids."
+                f"stop={params.stop!r:.80}, but no tokenizer is known for this target, so its tokens have no text; "
+                "pass tokenizer=..., or use stop_token_ids."
             )
         return StopStrings(Detokenizer(self._tokenizer), params.stop)
 
