@@ -27,9 +27,10 @@ class ServedRequest:
     Attributes:
         request_id: its name for the caller.
         sequence: None until its prompt is encoded.
+        is_served: whether steps serve it, or have served it.
         num_positions: KV positions that it may need.
-        is_dropped: whether it was cancelled and needs no last output.
-        error: with which it is to end, if that was decided before its prompt was encoded.
+        is_dropped: whether it needs no last output: it was cancelled, or refused before its prompt was encoded.
+        error: with which it is to end, if that has been decided.
         first_token_at: end of the step that emitted its first token, on the clock of ``time.monotonic``.
         is_recorded: whether it has been counted as ended.
 
@@ -39,6 +40,7 @@ class ServedRequest:
         self.receiver, self.is_stream, self.deadline = receiver, is_stream, deadline
         self.request_id = ""
         self.sequence: Sequence | None = None
+        self.is_served = False
         self.num_positions = 0
         self.is_dropped = False
         self.error: RequestError | None = None

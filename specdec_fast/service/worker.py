@@ -8,16 +8,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Lock
 from time import monotonic
+from weakref import ref
 
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.step import StepOutput, step_error
 from specdec_fast.errors import DeadlineExceededError, RequestError
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.service.receivers import Item, Mailbox, Receiver
+from specdec_fast.service.receivers import Item, Mailbox
 from specdec_fast.service.requests import LiveRequests, ServedRequest
 from specdec_fast.service.statistics import Observer, ServiceStats, Totals
 
 _logger = logging.getLogger("specdec_fast.service")
+NOT_ENCODED = "the request has not ended within its timeout: its prompt was not encoded in time."
 _MOST_SECONDS_HELD = 0.003  # by which texts may come later, so that they are made during the next verification
 
 
@@ -63,6 +65,7 @@ class Worker:
                 return
             request.begin(sequence, self._engine.tokenizer)
             self._call.add([sequence])
+            request.is_served = True
             self._served[sequence] = request
             self._next_deadline = min(self._next_deadline, request.deadline or float("inf"))
             if self._run is None:
@@ -89,17 +92,43 @@ class Worker:
         self._call.wake()
 
     def end(self, requests: Iterable[ServedRequest], error: RequestError) -> None:
-        """Let requests end with an error before the next step, unless they have ended; for any thread."""
+        """Let requests end with an error, unless they have ended; for any thread.
+
+        They end before the next step, and at once if their prompts are not encoded yet.
+        """
+        requests = list(requests)
         with self._lock:
             for request in requests:
                 request.error = error
-            sequences = [request.sequence for request in requests if request.sequence is not None]
-        self._call.end(sequences, error)
+            served = [request.sequence for request in requests if request.is_served and request.sequence is not None]
+        self._call.end(served, error)
         self._call.wake()
+        for request in requests:
+            self.refuse(request, error)
 
-    def post(self, receiver: Receiver, item: Item) -> None:
-        """Give an item to a receiver; for any thread."""
-        receiver.mailbox.post(receiver.loop, [(receiver, item)])
+    def refuse(self, request: ServedRequest, error: Exception) -> None:
+        """End a request at once, with an error, unless it is served or has ended; for any thread."""
+        with self._lock:
+            if request.is_served:
+                return
+            has_ended = request.is_dropped
+            request.is_dropped = True
+        self._live.leave(request)
+        if not has_ended:
+            receiver = request.receiver
+            receiver.mailbox.post(receiver.loop, [(receiver, error)])
+
+    def refuse_after(self, seconds: float, request: ServedRequest) -> None:
+        """End a request that is not served after so many seconds; for the thread of its event loop.
+
+        The steps look at the deadlines of those that are served.
+        """
+        request.receiver.loop.call_later(seconds, self._refuse_late, ref(request))
+
+    def _refuse_late(self, reference: ref[ServedRequest]) -> None:
+        request = reference()
+        if request is not None:
+            self.refuse(request, DeadlineExceededError(NOT_ENCODED))
 
     def stats(self) -> ServiceStats:
         """Return what is served now, and the counts of all requests so far; for any thread."""
