@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default=None, help="of the target (default: the checkpoint's)")
     texts = parser.add_argument_group("texts")
     texts.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="prompts to continue (default: none)")
-    texts.add_argument("--text-tokens", type=_positive, default=1_000_000, metavar="N", help="(default: %(default)s)")
+    texts.add_argument(
+        "--text-tokens", type=_positive, default=1_000_000, metavar="N", help="of all texts (default: %(default)s)"
+    )
     texts.add_argument(
         "--max-new-tokens", type=_positive, default=256, metavar="N", help="per text (default: %(default)s)"
     )

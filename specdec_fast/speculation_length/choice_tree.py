@@ -6,6 +6,7 @@ A choice is a path of ranks: ``(0, 2)`` is the third likeliest token at depth 2 
 from __future__ import annotations
 
 import heapq
+import reprlib
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from functools import cache
@@ -82,7 +83,8 @@ def checked_choices(value: Any, source: str) -> tuple[tuple[int, ...], ...]:
         or not all(isinstance(path, (list, tuple)) and path for path in value)
         or not all(type(rank) is int and rank >= 0 for path in value for rank in path)
     ):
-        raise ConfigError(f"{source} is {value!r}; expected a list of rank paths, such as [[0], [0, 0], [1]].")
+        shown = reprlib.repr(value)
+        raise ConfigError(f"{source} is {shown}; expected a list of rank paths, such as [[0], [0, 0], [1]].")
     choices = tuple(tuple(path) for path in value)
     if not 1 <= len(choices) <= MOST_NODES or len(set(choices)) < len(choices):
         raise ConfigError(
@@ -91,7 +93,8 @@ def checked_choices(value: Any, source: str) -> tuple[tuple[int, ...], ...]:
         )
     known = set(choices)
     if orphan := next((path for path in choices if len(path) > 1 and path[:-1] not in known), None):
-        raise ConfigError(f"{source} has the node {list(orphan)} without its parent {list(orphan[:-1])}; add it.")
+        node, parent = reprlib.repr(list(orphan)), reprlib.repr(list(orphan[:-1]))
+        raise ConfigError(f"{source} has the node {node} without its parent {parent}; add it.")
     return choices
 
 

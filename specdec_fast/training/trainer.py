@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from specdec_fast.errors import ConfigError, TrainingError
+from specdec_fast.models.loading import cause_shown, why_unreadable
 from specdec_fast.training.drafter_loss import Lesson, Teacher, agreement, loss_of, padded
 from specdec_fast.training.drafter_module import DrafterModule
 
@@ -153,8 +153,9 @@ class Trainer:
         remedy = "delete it, or leave --resume out"
         try:
             state = torch.load(self._state_file, map_location=self.device, weights_only=True)
-        except (RuntimeError, UnpicklingError, EOFError, OSError) as error:
-            raise ConfigError(f"{str(self._state_file)!r} cannot be read ({error}); {remedy}.") from error
+        except Exception as error:  # bytes that are damaged can raise nearly any
+            reason = why_unreadable(error)
+            raise ConfigError(f"{str(self._state_file)!r} cannot be read ({reason}); {remedy}.") from cause_shown(error)
         before = state.get("recipe") if isinstance(state, dict) else None
         if not isinstance(before, dict) or "optimizers" not in state:
             raise ConfigError(f"{str(self._state_file)!r} is no checkpoint of a training; {remedy}.")

@@ -15,15 +15,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec_fast.drafters.eagle3.config import (
-    LayerConfig,
-    expect_no_windows,
-    layer_config,
-    positive_integer,
-    read_json,
-)
+from specdec_fast.drafters.eagle3.config import LayerConfig, expect_no_windows, layer_config
 from specdec_fast.drafters.eagle3.weights import Shapes, expect_shapes, layer_shapes
 from specdec_fast.drafters.shared.checkpoints import read_tensors
+from specdec_fast.drafters.shared.config_values import MOST_PARTS, positive_integer, read_json
 from specdec_fast.errors import ConfigError
 from specdec_fast.speculation_length.choice_tree import checked_choices
 
@@ -79,8 +74,8 @@ def read_clover(folder: Path) -> tuple[CloverConfig, dict[str, Tensor]]:
         target_hidden_size=layer.hidden_size,
         tap_layers=None,
         verifiers=(),
-        num_heads=positive_integer(folder, found, "clover_num_heads", 3),
-        num_blocks=positive_integer(folder, found, "clover_num_layers", 1),
+        num_heads=positive_integer(folder, found, "clover_num_heads", 3, MOST_PARTS),
+        num_blocks=positive_integer(folder, found, "clover_num_layers", 1, MOST_PARTS),
         choices=None if choices is None else checked_choices(choices, f"clover_choices of {str(folder)!r}"),
     )
     weights = {

@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec_fast.drafters.eagle3.config import (
-    KIND,
-    LayerConfig,
-    layer_config,
+from specdec_fast.drafters.eagle3.config import KIND, LayerConfig, layer_config, sliding_windows, verifiers
+from specdec_fast.drafters.shared.config_values import (
+    MOST_PARTS,
+    flag,
     mapping,
     names,
     positive_integer,
     positive_number,
     read_json,
-    sliding_windows,
-    verifiers,
 )
 from specdec_fast.errors import ConfigError
 
@@ -101,8 +99,7 @@ def read_config(folder: Path) -> DFlashConfig:
     _refuse_others(folder, settings | sizes)
     layer = layer_config(folder, sizes)
     windows = _windows(folder, sizes, settings, layer.num_hidden_layers)
-    rank = positive_integer(folder, settings, "markov_rank", 1) if settings.get("markov_rank") else 0
-    from_anchor = settings.get("sample_from_anchor")
+    rank = 0 if settings.get("markov_rank") in (None, 0) else positive_integer(folder, settings, "markov_rank", 1)
     return DFlashConfig(
         folder=folder,
         layer=layer,
@@ -114,7 +111,7 @@ def read_config(folder: Path) -> DFlashConfig:
         block_size=_block_size(folder, settings),
         mask_token_id=_mask_token_id(folder, settings, layer.vocab_size),
         causal=_causal(folder, sizes, settings, windows),
-        sample_from_anchor=kind == "dspark" or rank > 0 if from_anchor is None else bool(from_anchor),
+        sample_from_anchor=flag(folder, settings, "sample_from_anchor", kind == "dspark" or rank > 0),
         markov_rank=rank,
         markov_head_type=_markov_head_type(folder, settings),
         confidence_with_markov=_confidence(folder, settings, rank),
@@ -145,7 +142,7 @@ def _refuse_others(folder: Path, settings: dict[str, Any]) -> None:
 def _windows(folder: Path, sizes: dict[str, Any], settings: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer; ``use_swa`` gives all layers one, unless ``layer_types`` names some."""
     windows = sliding_windows(folder, sizes, num_layers)
-    if settings.get("use_swa") and not any(windows):
+    if flag(folder, settings, "use_swa", False) and not any(windows):
         place, name = (settings, "swa_window_size") if "swa_window_size" in settings else (sizes, "sliding_window")
         windows = (positive_integer(folder, place, name, None),) * num_layers
     return windows
@@ -155,18 +152,19 @@ def _causal(
     folder: Path, sizes: dict[str, Any], settings: dict[str, Any], windows: tuple[int | None, ...]
 ) -> tuple[bool, ...]:
     """Return which layers are causal; without a setting those that ``layer_types`` gives a window."""
-    named = settings.get("is_causal", settings.get("causal"))
-    if named is None:
-        by_type = "sliding_attention" in (sizes.get("layer_types") or ())
-        named = None if by_type and not settings.get("sliding_window_non_causal") else False
-    causal = tuple(window is not None if named is None else bool(named) for window in windows)
+    name = "is_causal" if "is_causal" in settings else "causal"
+    by_type = "sliding_attention" in (sizes.get("layer_types") or ())
+    if settings.get(name) is None and by_type and not flag(folder, settings, "sliding_window_non_causal", False):
+        causal = tuple(window is not None for window in windows)
+    else:
+        causal = (flag(folder, settings, name, False),) * len(windows)
     if any(window is not None and not is_causal for window, is_causal in zip(windows, causal, strict=True)):
         raise ConfigError(f"{str(folder)!r} has layers with a sliding window that are not causal; none is served.")
     return causal
 
 
 def _block_size(folder: Path, settings: dict[str, Any]) -> int:
-    size = positive_integer(folder, settings, "block_size", 16)
+    size = positive_integer(folder, settings, "block_size", 16, MOST_PARTS)
     if size < 2:
         raise ConfigError(f"{str(folder)!r}: block_size is {size}; expected at least 2.")
     return size
@@ -187,8 +185,8 @@ def _markov_head_type(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def _confidence(folder: Path, settings: dict[str, Any], markov_rank: int) -> bool | None:
-    with_markov = bool(settings.get("confidence_head_with_markov"))
-    if not settings.get("enable_confidence_head"):
+    with_markov = flag(folder, settings, "confidence_head_with_markov", False)
+    if not flag(folder, settings, "enable_confidence_head", False):
         return None
     if with_markov and not markov_rank:
         raise ConfigError(

@@ -6,8 +6,6 @@ alike), and those of vLLM's ``speculators``.
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,16 @@ from typing import Any
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 
+from specdec_fast.drafters.shared.config_values import (
+    MOST_PARTS,
+    flag,
+    mapping,
+    names,
+    positive_integer,
+    positive_number,
+    read_json,
+    wrong_value,
+)
 from specdec_fast.errors import ConfigError
 
 KIND = "speculators_model_type"
@@ -37,6 +45,18 @@ LAYER_SIZES = (
 )
 _INTEGERS = {*LAYER_SIZES} - {"rms_norm_eps", "hidden_act"}
 _LAYER_KEYS = (*LAYER_SIZES, "rope_theta", "rope_scaling", "rope_parameters")
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Of a rotary embedding; which of them it reads depends on its type.
+_ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+)
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -118,9 +138,7 @@ def read_config(folder: Path) -> Eagle3Config:
     layer = layer_config(folder, sizes)
     nested = mapping(folder, found, "eagle_config")
 
-    def flag(name: str) -> bool:
-        return bool(found.get(name, nested.get(name, False)))
-
+    flags = {name: flag(folder, found if name in found else nested, name, False) for name in _FLAGS}
     if is_speculators and "norm_before_residual" not in found:
         warnings.warn(
             f"{str(folder)!r} does not say norm_before_residual. It is read as false, the default of speculators; vLLM "
@@ -134,24 +152,9 @@ def read_config(folder: Path) -> Eagle3Config:
         draft_vocab_size=positive_integer(folder, found, "draft_vocab_size", layer.vocab_size),
         target_hidden_size=positive_integer(folder, found, "target_hidden_size", layer.hidden_size),
         tap_layers=_tap_layers(folder, found, nested, is_speculators),
-        norm_before_residual=flag("norm_before_residual"),
-        norm_before_fc=flag("norm_before_fc"),
-        fc_norm=flag("fc_norm"),
-        norm_output=flag("norm_output"),
         verifiers=verifiers(folder, found),
+        **flags,
     )
-
-
-def read_json(folder: Path, kind: str) -> dict[str, Any]:
-    """Return what ``config.json`` says; else raise ``ConfigError``, which names the ``kind`` of drafter."""
-    path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {str(path)!r} ({error}); expected the folder of {kind}.") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{str(path)!r} holds a {type(found).__name__}; expected a JSON object.")
-    return found
 
 
 def layer_config(folder: Path, sizes: dict[str, Any]) -> LlamaConfig:
@@ -167,10 +170,16 @@ def layer_config(folder: Path, sizes: dict[str, Any]) -> LlamaConfig:
     settings.setdefault("num_hidden_layers", 1)
     for name in set(settings) & _INTEGERS:
         positive_integer(folder, settings, name, 1)
+    positive_integer(folder, settings, "num_hidden_layers", 1, MOST_PARTS)
     positive_number(folder, settings, "rms_norm_eps", 1.0)
+    for place in (settings, settings.get("rope_scaling"), settings.get("rope_parameters")):
+        for name in _ROPE_NUMBERS if isinstance(place, dict) else ():
+            positive_number(folder, place, name, 1.0)
     act = settings.get("hidden_act", "silu")
     if not isinstance(act, str) or act not in ACT2FN:
-        raise _wrong(folder, "hidden_act", act, "the name of an activation function of transformers, such as 'silu'")
+        raise wrong_value(
+            folder, "hidden_act", act, "the name of an activation function of transformers, such as 'silu'"
+        )
     try:
         layer = LlamaConfig.from_dict(settings)
         rope = layer.rope_parameters
@@ -223,45 +232,6 @@ def verifiers(folder: Path, found: dict[str, Any]) -> tuple[str, ...]:
     """Return ``LayerConfig.verifiers``, which the format of ``speculators`` names; else raise ``ConfigError``."""
     verifier = mapping(folder, mapping(folder, found, "speculators_config"), "verifier")
     return names(folder, verifier, "architectures")
-
-
-# Values of ``config.json`` by name, checked. A null is a missing value.
-
-
-def positive_integer(folder: Path, found: dict[str, Any], name: str, default: int | None) -> int:
-    """Return a positive integer, ``default`` where none is given; else raise ``ConfigError``."""
-    value = default if found.get(name) is None else found[name]
-    if type(value) is not int or value < 1:
-        raise _wrong(folder, name, value, "a positive integer")
-    return value
-
-
-def positive_number(folder: Path, found: dict[str, Any], name: str, default: float) -> float:
-    """Return a positive finite number, ``default`` where none is given; else raise ``ConfigError``."""
-    value = default if found.get(name) is None else found[name]
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise _wrong(folder, name, value, "a positive number")
-    return float(value)
-
-
-def mapping(folder: Path, found: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a JSON object, empty where none is given; else raise ``ConfigError``."""
-    value = {} if found.get(name) is None else found[name]
-    if not isinstance(value, dict):
-        raise _wrong(folder, name, value, "a JSON object")
-    return value
-
-
-def names(folder: Path, found: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Return a list of strings as a tuple, empty where none is given; else raise ``ConfigError``."""
-    value = [] if found.get(name) is None else found[name]
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise _wrong(folder, name, value, "a list of names")
-    return tuple(value)
-
-
-def _wrong(folder: Path, name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"{str(folder / 'config.json')!r}: {name} is {value!r}; expected {expected}.")
 
 
 def _tap_layers(

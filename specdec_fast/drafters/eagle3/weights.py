@@ -46,7 +46,7 @@ def _parts(index: Path) -> list[Path]:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return [index.parent / name for name in sorted(set(names))]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"cannot read the index of weights {str(index)!r}: {error}") from error
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec_fast.drafters.eagle3.config import names
 from specdec_fast.drafters.shared.checkpoints import read_tensors
+from specdec_fast.drafters.shared.config_values import names
 from specdec_fast.errors import ConfigError
 
 _OWN_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -74,7 +74,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return what ``config.json`` says; empty if there is none, because heads need none."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

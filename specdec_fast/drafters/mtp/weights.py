@@ -161,7 +161,7 @@ def _files_of(source: str) -> dict[str, Path]:
     try:
         names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {key: path.parent / name for key, name in names.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"cannot read the index of weights {str(path)!r}: {error}") from error
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.models.loading import cause_shown, why_unreadable
 from specdec_fast.runner.ragged_model import RaggedModel
 
 
@@ -23,11 +22,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except (OSError, ValueError, EOFError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        raise ConfigError(f"cannot read the weights in {str(path)!r}: {error}") from error
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+    except Exception as error:  # bytes that are damaged can raise nearly any
+        raise ConfigError(
+            f"cannot read the weights in {str(path)!r}: {why_unreadable(error)}; expected tensors by name, in "
+            "safetensors or PyTorch's format."
+        ) from cause_shown(error)
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise ConfigError(f"{str(path)!r} holds a {type(weights).__name__}; expected tensors by name.")
+    if wrong := [name for name, value in weights.items() if not _is_dense(value)]:
+        raise ConfigError(f"{str(path)!r}: {wrong[0]} is no dense tensor with memory; expected dense tensors by name.")
     return weights
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta and not value.is_nested
 
 
 def check_whole(target: RaggedModel) -> None:

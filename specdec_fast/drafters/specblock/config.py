@@ -5,14 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec_fast.drafters.eagle3.config import (
-    Eagle3Config,
-    expect_no_windows,
-    layer_config,
-    names,
-    positive_integer,
-    read_json,
-)
+from specdec_fast.drafters.eagle3.config import Eagle3Config, expect_no_windows, layer_config
+from specdec_fast.drafters.shared.config_values import MOST_PARTS, names, positive_integer, read_json
 from specdec_fast.errors import ConfigError
 from specdec_fast.speculation_length.choice_tree import MOST_NODES
 
@@ -84,6 +78,6 @@ def read_config(folder: Path) -> SpecBlockConfig:
         fc_norm=False,
         norm_output=False,
         verifiers=(),
-        num_slots=positive_integer(folder, found, _SLOTS, _DEFAULT_SLOTS),
+        num_slots=positive_integer(folder, found, _SLOTS, _DEFAULT_SLOTS, MOST_PARTS),
         tree_nodes=tree_nodes,
     )
