@@ -136,8 +136,7 @@ def test_a_training_that_diverges_keeps_the_last_checkpoint(tmp_path, monkeypatc
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", SIGNALS)
-def test_a_process_ends_with_the_status_of_its_signal(tmp_path, name):
+def test_a_process_ends_with_the_status_of_sigterm(tmp_path):
     command = [sys.executable, "-c", RUN, *argv_of(tmp_path, "--epochs", "300", "--checkpoint-minutes", "0")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=ROOT)
     seen = b""
@@ -145,8 +144,8 @@ def test_a_process_ends_with_the_status_of_its_signal(tmp_path, name):
         part = os.read(process.stderr.fileno(), 1000)
         assert part, seen
         seen += part
-    process.send_signal(SIGNALS[name])
+    process.terminate()
     error = process.communicate()[1]
-    assert process.returncode == STATUS[name]
-    assert f"train-drafter: {name}; --resume goes on from here.".encode() in error
+    assert process.returncode == 143
+    assert b"train-drafter: terminated; --resume goes on from here." in error
     assert torch.load(tmp_path / "training_state.pt", weights_only=True)["step"] >= 1
