@@ -5,11 +5,9 @@ The loss is that of EAGLE-3: head i is trained as drafting step i. The output la
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from transformers import LlamaConfig, PreTrainedModel
@@ -22,6 +20,7 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import decoder_layers
 from specdec_fast.training.drafter_module import DrafterModule
 from specdec_fast.training.eagle3 import DrafterSize, layer_config
+from specdec_fast.training.files import write_drafter
 from specdec_fast.training.medusa import ResidualBlock
 
 _STORED = torch.bfloat16
@@ -125,10 +124,7 @@ def save_clover(module: CloverModule, folder: Path, choices: list[list[int]]) ->
         choices: the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
 
     """
-    path = folder / WEIGHTS_FILE
     weights = {name: w.detach().to("cpu", _STORED).contiguous() for name, w in module.state_dict().items()}
-    save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes 0600
     layer = module.config
     config = {
         "architectures": ["CloverModel"],
@@ -139,4 +135,4 @@ def save_clover(module: CloverModule, folder: Path, choices: list[list[int]]) ->
         **{name: getattr(layer, name) for name in LAYER_SIZES},
         "rope_parameters": layer.rope_parameters,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_drafter(folder, WEIGHTS_FILE, weights, config)

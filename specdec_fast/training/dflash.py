@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -15,6 +13,7 @@ from specdec_fast.drafters.eagle3.config import LAYER_SIZES
 from specdec_fast.errors import ConfigError
 from specdec_fast.training.dflash_module import DFlashModule
 from specdec_fast.training.eagle3 import DrafterSize, layer_config
+from specdec_fast.training.files import write_drafter
 from specdec_fast.training.texts import Texts
 
 _STORED = torch.bfloat16
@@ -79,10 +78,8 @@ def save_dflash(module: DFlashModule, folder: Path, target: PreTrainedModel, tap
         taps: ``DrafterSize.taps``.
 
     """
-    layer, path = module.config, folder / "model.safetensors"
+    layer = module.config
     weights = {name: weight.detach().to("cpu", _STORED).contiguous() for name, weight in module.named_parameters()}
-    save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes 0600
     head = module.markov_head
     markov = {} if head is None else {"markov_rank": head.markov_w1.embedding_dim, "markov_head_type": "vanilla"}
     markov |= {} if head is None else {"enable_confidence_head": True, "confidence_head_with_markov": True}
@@ -101,4 +98,4 @@ def save_dflash(module: DFlashModule, folder: Path, target: PreTrainedModel, tap
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_drafter(folder, "model.safetensors", weights, config)

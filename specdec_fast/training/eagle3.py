@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -16,6 +14,7 @@ from specdec_fast.drafters.eagle3.config import LAYER_SIZES
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import default_taps
 from specdec_fast.training.eagle3_module import Eagle3Module
+from specdec_fast.training.files import write_drafter
 from specdec_fast.training.texts import Texts
 
 _STORED = torch.bfloat16
@@ -190,8 +189,6 @@ def write_checkpoint(
         ids = draft_ids.cpu()
         weights["d2t"] = ids - torch.arange(len(ids), device="cpu")
         weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool, device="cpu").index_fill_(0, ids, True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600
     config = {
         **config,
         "model_type": "llama",
@@ -203,4 +200,4 @@ def write_checkpoint(
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_drafter(folder, "model.safetensors", weights, config)

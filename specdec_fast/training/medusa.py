@@ -6,17 +6,16 @@ instead of the one token that it drew, which has the same gradient on average, a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.training.drafter_module import DrafterModule
+from specdec_fast.training.files import write_drafter
 
 _STORED = torch.bfloat16
 
@@ -91,17 +90,14 @@ def save_heads(module: MedusaModule, folder: Path, choices: list[list[int]]) -> 
         choices: the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
 
     """
-    path = folder / "medusa_lm_head.safetensors"
     weights = {name: w.detach().to("cpu", _STORED).contiguous() for name, w in module.heads.state_dict().items()}
-    save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes 0600
     config = {
         "model_type": "medusa",
         "medusa_num_heads": len(module.heads),
         "medusa_num_layers": len(module.heads[0]) - 1,  # type: ignore[arg-type]
         "medusa_choices": choices,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_drafter(folder, "medusa_lm_head.safetensors", weights, config)
 
 
 @torch.no_grad()

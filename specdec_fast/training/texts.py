@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import ConfigError
 from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.training.files import replaced
 
 _CALL = 256  # largest number of pairs of texts per call of the engine: the bar moves after each
 _FIRST_CALL = 16  # of the first call, which shows how long texts are
@@ -56,10 +57,14 @@ class Texts:
         return texts[: first - 1 if num_held_out else first], texts[first:]
 
     def save(self, path: Path) -> None:
-        """Write one safetensors file; an interrupt leaves none."""
-        unfinished = path.with_suffix(".unfinished")
-        save_file({"token_ids": self.token_ids, "lengths": self.lengths}, unfinished)
-        unfinished.replace(path)
+        """Write one safetensors file; an interrupt leaves none.
+
+        Raises:
+            OutputError: it cannot be written.
+
+        """
+        with replaced(path) as unfinished:
+            save_file({"token_ids": self.token_ids, "lengths": self.lengths}, unfinished)
 
     @classmethod
     def load(cls, path: Path) -> Texts:

@@ -116,7 +116,8 @@ def test_an_interrupt_is_one_line(folder, tmp_path, capsys, monkeypatch, place):
 
     if place != "write_texts":
         (tmp_path / "texts.safetensors").write_bytes((folder / "texts.safetensors").read_bytes())
-    monkeypatch.setattr(f"specdec_fast.commands.train_drafter.{place}", interrupted)
+    module = "training_texts" if place == "write_texts" else "train_drafter"
+    monkeypatch.setattr(f"specdec_fast.commands.{module}.{place}", interrupted)
     assert train(tmp_path, "--resume") == 130
     error = capsys.readouterr().err
     assert ("no texts were kept" if place == "write_texts" else "--resume goes on from here") in error
