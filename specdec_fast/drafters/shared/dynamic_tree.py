@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.draft import Draft
+from specdec_fast.drafters.base import Draft
 from specdec_fast.speculation_length.choice_tree import ChoiceTree
 
 ROOT = -1  # the last committed token

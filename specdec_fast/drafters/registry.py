@@ -1,0 +1,219 @@
+"""The drafters by name: what ``draft=`` may be, and what is made of it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.drafters.base import Drafter, DrafterContext, NoDrafter
+from specdec_fast.drafters.clover.drafter import CloverDrafter
+from specdec_fast.drafters.clover.weights import is_clover
+from specdec_fast.drafters.dflash.config import is_dflash
+from specdec_fast.drafters.dflash.drafter import DFlashDrafter
+from specdec_fast.drafters.draft_model.drafter import ROWS_EACH, ModelDrafter
+from specdec_fast.drafters.eagle3.config import is_eagle3
+from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
+from specdec_fast.drafters.medusa.drafter import MedusaDrafter
+from specdec_fast.drafters.medusa.weights import is_medusa
+from specdec_fast.drafters.mtp.drafter import MtpDrafter, holds_mtp
+from specdec_fast.drafters.ngram.drafter import NgramDrafter
+from specdec_fast.drafters.ngram.trie_drafter import NgramTrieDrafter
+from specdec_fast.drafters.specblock.config import is_specblock
+from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
+from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
+from specdec_fast.models.loading import load_model
+from specdec_fast.models.probe import named_failures
+from specdec_fast.ops import Ops
+from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
+from specdec_fast.runner.batch_invariance import make_deterministic
+from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.ragged_model import RaggedModel
+
+NO_DRAFT = "none"  # the same as None; the command line needs a string
+
+# Every drafter that has a name, and the function that makes it. Any other string names a draft model or its folder.
+DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {
+    "mtp": MtpDrafter,
+    "ngram": NgramDrafter,
+    "ngram-trie": NgramTrieDrafter,
+    NO_DRAFT: NoDrafter,
+}
+
+# Drafters of checkpoints, asked for as "kind:FOLDER": what makes one, and whether a folder holds one.
+CHECKPOINT_DRAFTERS: dict[str, tuple[Callable[[DrafterContext, str], Drafter], Callable[[Path], bool]]] = {
+    "dflash": (DFlashDrafter, is_dflash),
+    "specblock": (SpecBlockDrafter, is_specblock),  # before EAGLE-3, which any draft_vocab_size is taken for
+    "clover": (CloverDrafter, is_clover),
+    "eagle3": (Eagle3Drafter, is_eagle3),
+    "medusa": (MedusaDrafter, is_medusa),
+    "mtp": (MtpDrafter, holds_mtp),
+}
+
+_SETTINGS = ("tap_layers", "draft_tree")  # those that are for some drafters only
+
+
+def checked_draft(draft: Any, config: EngineConfig) -> Any:
+    """Return ``draft``, or None for plain decoding. The engine calls this before it loads anything.
+
+    Raises:
+        ConfigError: ``draft`` has a type that ``make_drafter`` does not accept, or looks like a misspelt drafter.
+
+    """
+    if not isinstance(draft, (str, PathLike, nn.Module, Drafter)) and draft is not None:
+        raise ConfigError(
+            f"draft is a {type(draft).__name__}; expected a model, its name or folder, "
+            f"{', '.join(map(repr, DRAFTERS))}, a Drafter (an instance, not its class), or None."
+        )
+    if isinstance(draft, str) and draft not in DRAFTERS:
+        kind, _, folder = draft.partition(":")
+        if kind in CHECKPOINT_DRAFTERS and not folder:
+            raise ConfigError(f"draft={draft!r} needs a checkpoint: pass '{kind}:FOLDER'.")
+        if kind not in CHECKPOINT_DRAFTERS and (close := difflib.get_close_matches(draft, DRAFTERS)):
+            raise ConfigError(
+                f"draft={draft!r}: did you mean {close[0]!r}? For a folder of that name, pass './{draft}'."
+            )
+    is_plain = not config.most_draft_tokens or (isinstance(draft, str) and draft == NO_DRAFT)
+    return None if is_plain else draft
+
+
+def make_drafter(
+    draft: str | PathLike[str] | PreTrainedModel | Drafter | None,
+    target: RaggedModel,
+    config: EngineConfig,
+    ops: Ops,
+    tokenizer: Any | None,
+) -> Drafter:
+    """Make the drafter.
+
+    Args:
+        draft: from ``checked_draft``: a drafter's name, a model's name or folder, ``"kind:FOLDER"`` or the folder of a
+            drafter of ``CHECKPOINT_DRAFTERS``, a loaded model, a Drafter, or None for plain decoding.
+        target: the model that will verify its tokens.
+        config: the engine's settings; a model that this function loads gets their dtype.
+        ops: implementations for a draft model.
+        tokenizer: the target's, if known; the draft model's tokenizer must have the same vocabulary.
+
+    Raises:
+        VocabularyMismatchError: the draft model has another vocabulary than the target.
+        DrafterError: the function registered under the name did not return a Drafter.
+
+    """
+    if isinstance(draft, Drafter):
+        return draft
+    if draft is None:
+        draft = NO_DRAFT
+    if isinstance(draft, str) and draft in DRAFTERS:
+        return _expect_drafter(draft, DRAFTERS[draft](DrafterContext(target, config, tokenizer)))
+    if isinstance(draft, (str, PathLike)) and (found := _checkpoint(fspath(draft))) is not None:
+        kind, folder = found
+        return CHECKPOINT_DRAFTERS[kind][0](DrafterContext(target, config, tokenizer), folder)
+    loaded = isinstance(draft, nn.Module)
+    module = load_model(draft, None if loaded else config.dtype, target.layout.device, "draft")  # type: ignore[arg-type]
+    with named_failures(module):
+        model = RaggedModel(module, ops, config.page_size, config.enforce_eager)
+        if config.deterministic:
+            make_deterministic(model)
+        model.release_memory()
+    model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))
+    _check_vocabulary(model, target, tokenizer)
+    return ModelDrafter(model, target.vocab_size, config.max_prefill_tokens)
+
+
+def expect_settings_read(drafter: Drafter, config: EngineConfig) -> None:
+    """Check that the drafter reads every setting for drafters that was given.
+
+    ``draft_tree="chain"`` is also for drafters that propose chains anyway.
+
+    Raises:
+        ConfigError: ``tap_layers`` or ``draft_tree`` would have no effect.
+
+    """
+    is_chain_anyway = config.draft_tree == "chain" and not drafter.max_nodes
+    for name in _SETTINGS:
+        value = None if is_chain_anyway and name == "draft_tree" else getattr(config, name)
+        if value is not None and name not in drafter.settings:
+            reads = f"it reads {' and '.join(drafter.settings)} only" if drafter.settings else "it has no such setting"
+            raise ConfigError(
+                f"{name}={value!r} has no effect on the drafter {drafter.name!r}: {reads}; leave it out, or pass a "
+                "drafter that reads it (docs/drafters.md)."
+            )
+
+
+def configs_for(drafts: Many[Any], config: EngineConfig) -> list[EngineConfig]:
+    """Return the settings for each of several drafters that are given one set of settings.
+
+    A setting that one of them reads is left out for those that do not. One that none of them reads is left to be
+    refused by the engine.
+
+    Args:
+        drafts: each as ``Engine`` takes it.
+        config: the settings.
+
+    """
+    read = [set(_settings_of(draft)) for draft in drafts]
+    unread: list[dict[str, Any]] = [dict.fromkeys(set().union(*read) - own) for own in read]
+    return [replace(config, **names) for names in unread]
+
+
+def _settings_of(draft: Any) -> tuple[str, ...]:
+    """Return what ``Drafter.settings`` will be, before the drafter is made; all, if only the made one can tell."""
+    if draft is None or is_draft_model(draft):
+        return ()
+    made: Any = draft
+    if not isinstance(draft, Drafter):
+        found = None if draft in DRAFTERS else _checkpoint(fspath(draft))
+        made = DRAFTERS[draft] if found is None else CHECKPOINT_DRAFTERS[found[0]][0]
+    return getattr(made, "settings", _SETTINGS)
+
+
+def is_draft_model(draft: Any) -> bool:
+    """Return whether ``draft``, from ``checked_draft``, is a draft model or the name or folder of one."""
+    if isinstance(draft, nn.Module):
+        return True
+    return isinstance(draft, (str, PathLike)) and draft not in DRAFTERS and _checkpoint(fspath(draft)) is None
+
+
+def _checkpoint(draft: str) -> tuple[str, str] | None:
+    """Return kind and folder of a drafter that is a checkpoint; None if ``draft`` names something else."""
+    kind, _, folder = draft.partition(":")
+    if folder and kind in CHECKPOINT_DRAFTERS:
+        return kind, folder
+    kinds = (kind for kind, (_, is_kind) in CHECKPOINT_DRAFTERS.items() if is_kind(Path(draft)))
+    return next(((kind, draft) for kind in kinds), None)
+
+
+def _expect_drafter(name: str, made: Any) -> Drafter:
+    if not isinstance(made, Drafter):
+        raise DrafterError(f"DRAFTERS[{name!r}] made a {type(made).__name__}; expected a Drafter.")
+    return made
+
+
+def _check_vocabulary(draft: RaggedModel, target: RaggedModel, target_tokenizer: Any | None) -> None:
+    try:
+        draft_tokenizer = load_tokenizer(draft.path)
+    except ConfigError:  # the tokenizer needs code of its own; then only the sizes are compared
+        draft_tokenizer = None
+    is_same: bool | None = None
+    if draft_tokenizer is not None and target_tokenizer is not None:
+        is_same = same_vocabulary(draft_tokenizer, target_tokenizer)
+        if is_same:
+            return
+    if is_same is False:
+        reason = "and their tokenizers give different ids to the same words"
+    elif draft.vocab_size == target.vocab_size:
+        return
+    else:
+        reason = "and without both tokenizers nothing shows that the extra ids are padding"
+    raise VocabularyMismatchError(
+        f"draft {draft.name} has {draft.vocab_size} ids, target {target.name} has {target.vocab_size}, {reason}; "
+        f"pass a draft of the same family, or a drafter without a model: {', '.join(map(repr, DRAFTERS))}."
+    )
