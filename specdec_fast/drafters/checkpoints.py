@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.ragged_model import RaggedModel
+from specdec_fast.ops.checks import stored
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -27,7 +28,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"cannot read the weights in {str(path)!r}: {error}") from error
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ConfigError(f"{str(path)!r} holds a {type(weights).__name__}; expected tensors by name.")
-    return weights
+    return {name: stored(value) for name, value in weights.items()}  # PyTorch's format keeps lazy signs
 
 
 def check_whole(target: RaggedModel) -> None:
