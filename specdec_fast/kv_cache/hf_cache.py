@@ -12,6 +12,7 @@ from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
+from specdec_fast.ops.checks import stored
 from specdec_fast.torch_threads import invariant_call
 
 
@@ -91,7 +92,7 @@ class PagedCache(Cache):
 
     def _real_rows_of(self, states: Tensor) -> Tensor:
         """Drop padding and batch axis of ``[1, heads, T + padding, head size]``: return ``[T, heads, head size]``."""
-        return states[0].transpose(0, 1)[: self._num_rows]
+        return stored(states[0].transpose(0, 1)[: self._num_rows])
 
     def _check(self, name: str, layer_idx: int, states: Tensor, head_dim: int, heads_fit: bool) -> None:
         """Check the model's tensors against the pool's layout: with others a kernel would read and write past rows."""

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from specdec_fast.model_watch import OwnForward, replaced_forward
 from specdec_fast.models.row_counts import FUNCTIONS, chunks, is_aligned, kind_of, sizes_of
 from specdec_fast.ops import Ops
-from specdec_fast.ops.checks import FLOATS
+from specdec_fast.ops.checks import FLOATS, stored
 from specdec_fast.torch_threads import in_invariant_call, invariant_call
 
 # With fewer weights, the call of the op takes longer than the products, and the op is used for its bits alone. The
@@ -84,6 +84,8 @@ class Linears:
             ``[..., out_features]``; zeros in rows of padding.
 
         """
+        if rows.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):  # spares three calls of `stored`
+            rows, weight, bias = stored(rows), stored(weight), None if bias is None else stored(bias)
         flat = rows.reshape(-1, rows.shape[-1])
         num_rows, num_real = len(flat), len(flat)
         if self.real_rows is not None:
@@ -121,6 +123,8 @@ def _function_of(module: nn.Module) -> str | None:
 
 def _in_chunks(function: str, flat: Tensor, num_rows: int, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the first ``num_rows`` rows of ``flat``, and the rows after them that fill the last chunk."""
+    if 0 in weight.stride():  # expanded; numbers to try sizes with need memory of their own
+        weight = weight.contiguous()
     sizes = chunks(sizes_of(kind_of(function, weight, bias)), num_rows)
     flat = flat.contiguous()
     if (missing := sum(sizes) - len(flat)) > 0:

@@ -11,6 +11,7 @@ from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
+from specdec_fast.ops.checks import stored
 from specdec_fast.program import NotLowerableError, RowFunction, compile_rows
 from specdec_fast.program.executors import (
     DeviceProgram,
@@ -179,5 +180,5 @@ class RowModule:
         hidden = inputs.new_empty(len(inputs), size) if size else None
         if program is None:
             assert device_program is not None
-            return device_program(batch, pool, logit_rows, hidden, inputs), hidden
-        return program(batch.token_ids, batch, pool.pages, logit_rows, hidden, inputs.contiguous()), hidden
+            return device_program(batch, pool, logit_rows, hidden, stored(inputs)), hidden
+        return program(batch.token_ids, batch, pool.pages, logit_rows, hidden, stored(inputs).contiguous()), hidden

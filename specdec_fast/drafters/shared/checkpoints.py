@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.loading import cause_shown, why_unreadable
+from specdec_fast.ops.checks import stored
 from specdec_fast.runner.ragged_model import RaggedModel
 
 
@@ -31,7 +32,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{str(path)!r} holds a {type(weights).__name__}; expected tensors by name.")
     if wrong := [name for name, value in weights.items() if not _is_dense(value)]:
         raise ConfigError(f"{str(path)!r}: {wrong[0]} is no dense tensor with memory; expected dense tensors by name.")
-    return weights
+    return {name: stored(value) for name, value in weights.items()}  # PyTorch's format keeps lazy signs
 
 
 def _is_dense(value: object) -> bool:

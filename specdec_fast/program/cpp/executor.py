@@ -235,8 +235,8 @@ class Program:
             raise ValueError(f"{num_rows} rows take {self._plan.input_bytes} bytes each; got inputs of shape {shape}.")
         if inputs is None:
             return 0
-        if not inputs.is_contiguous():
-            raise ValueError("inputs are not contiguous.")
+        if not inputs.is_contiguous() or inputs.is_neg():
+            raise ValueError("inputs are not contiguous, or a lazy negative view, whose memory holds the other sign.")
         return inputs.data_ptr()
 
     def _carried(self, inputs: Tensor | Projection | None, num_rows: int) -> tuple[object, ...]:
