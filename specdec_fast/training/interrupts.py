@@ -35,17 +35,18 @@ def deferred() -> Iterator[None]:
     if current_thread() is not main_thread():
         yield
         return
-    handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+    found = {int(number): signal.getsignal(number) for number in _SIGNALS}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
     came: list[int] = []
     for number in handlers:
-        signal.signal(number, lambda number, frame: came.append(number))
+        signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     for number in came[:1]:
-        handlers[signal.Signals(number)](number, None)
+        handlers[number](number, None)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
