@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,7 @@ def chat_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.chat_template_kwargs is not None:
         try:
             options["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)
-        except ValueError as error:
-            raise ConfigError(f"--chat-template-kwargs {args.chat_template_kwargs!r}: not JSON: {error}.") from None
+        except (ValueError, RecursionError) as error:
+            shown = reprlib.repr(args.chat_template_kwargs)
+            raise ConfigError(f"--chat-template-kwargs {shown}: not JSON: {error}.") from None
     return options

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import platform
+import reprlib
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="of the batches, that train 2 draft tokens in a row instead of all: faster (default: %(default)s)",
     )
-    recipe.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (default: 0)")
+    recipe.add_argument("--seed", type=_seed, default=0, metavar="N", help="of everything random (default: 0)")
     recipe.add_argument(
         "--checkpoint-minutes", type=_minutes, default=5.0, metavar="X", help="between two (default: %(default)s)"
     )
@@ -208,9 +209,16 @@ def _processor() -> str:
 
 def _positive(text: str) -> int:
     with suppress(ValueError):
-        if (value := int(text)) >= 1:
+        if 1 <= (value := int(text)) < 2**31:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a positive integer below 2**31")
+
+
+def _seed(text: str) -> int:
+    with suppress(ValueError):
+        if 0 <= (value := int(text)) < 2**62:  # each text has a seed of its own, from this one on
+            return value
+    raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not an integer from 0 to 2**62 - 1")
 
 
 def _share(text: str) -> float:

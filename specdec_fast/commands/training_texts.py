@@ -81,7 +81,7 @@ def _expect_settings(path: Path, settings: dict[str, Any]) -> None:
         return
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         written = None
     if not isinstance(written, dict):
         raise ConfigError(f"{str(path)!r} is damaged; delete it and the texts beside it.")

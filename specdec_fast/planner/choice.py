@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
@@ -103,11 +104,11 @@ def read_acceptance(source: str, most: int = MOST_DRAFT_TOKENS) -> list[float]:
         return _probabilities(number, most)
     try:
         data = json.loads(Path(source).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"acceptance {source}: neither a probability nor a JSON file: {error}.") from None
     try:
         found = _acceptance_of(data)
-    except (TypeError, ValueError, KeyError, AttributeError):  # JSON of another shape
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError):  # JSON of another shape
         found = None
     if found is None:
         raise ConfigError(
@@ -149,8 +150,9 @@ def _conditional(reached: Sequence[float]) -> list[float]:
 
 def _probabilities(value: Any, most: int) -> list[float]:
     values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(p, (int, float)) and 0 <= p <= 1 for p in values):
-        raise ConfigError(f"acceptance {value!r}: expected a probability from 0 to 1, or one for each position.")
+    if not values or not all(type(p) in (int, float) and 0 <= p <= 1 for p in values):
+        shown = reprlib.repr(value)
+        raise ConfigError(f"acceptance {shown}: expected a probability from 0 to 1, or one for each position.")
     return [float(p) for p in (*values, *[values[-1]] * most)][:most]
 
 

@@ -67,7 +67,8 @@ def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray]
     """Fit ``y = slope * transform(x) + intercept`` by least squares.
 
     Raises:
-        ConfigError: there are fewer than two different x, an x is not positive, or a number is not finite.
+        ConfigError: there are fewer than two different x, an x is not positive, or a number is not finite, or so large
+            that the fit is not.
 
     """
     xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -77,7 +78,18 @@ def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray]
             f"a fit needs pairs of finite numbers with at least {_LEAST_POINTS} different positive x; got x={list(x)}, "
             f"y={list(y)}."
         )
-    matrix = np.stack([transform(xs), np.ones_like(xs)], axis=1)
+    with np.errstate(all="ignore"):
+        found = _least_squares(transform(xs), ys)
+    if found is None or not np.isfinite(found).all():
+        raise ConfigError(f"no line can be fitted to x={list(x)}, y={list(y)}; expected numbers of usual sizes.")
+    return found
+
+
+def _least_squares(xs: np.ndarray, ys: np.ndarray) -> Fit | None:
+    """Fit ``y = slope * x + intercept``; None if numbers overflow."""
+    if not np.isfinite(xs).all():
+        return None
+    matrix = np.stack([xs, np.ones_like(xs)], axis=1)
     (slope, intercept), *_ = np.linalg.lstsq(matrix, ys, rcond=None)
     residual = float(((ys - matrix @ np.array([slope, intercept])) ** 2).sum())
     variance = float(((ys - ys.mean()) ** 2).sum())
@@ -102,7 +114,7 @@ def fits_of(data: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Fit]:
     for name, pairs in data.items():
         try:
             x, y = zip(*((float(first), float(second)) for first, second in pairs), strict=True)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{name}: expected pairs of numbers, such as [[1e9, 2.1], [1e10, 2.6]].") from None
         found[name] = curves[name](x, y)
     return found
