@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec_fast.program.plan.ir import MAX_RANK, OF_ROW, GroupedLinear, Instruction, Linear, Operand, RowOp
 from specdec_fast.program.record.row_views import NotLowerableError, RowView
 from specdec_fast.program.record.tape import Tape
-from specdec_fast.program.record.tape_values import Overwritten
+from specdec_fast.program.record.tape_values import OfAllRows, Overwritten
 
 _MOST_GROUPS = 4
 
@@ -128,6 +128,31 @@ class ExpertLoop:
         is_own = replace(inside, sizes=sizes, strides=(*inside.strides, *[0] * (len(states.sizes) - 2)))
         tape.row_op("where", [is_own, states, 0.0], masked)
         return masked
+
+
+@dataclass(frozen=True, eq=False)
+class OfLoop(OfAllRows):
+    """A tensor by which a loop over experts finds the rows of each of them.
+
+    Attributes:
+        kind: "one_hot"; "counts" and "chosen", per expert; "mask" of an expert's rows; their "rows" and "choices"; or
+            the "sums" of the experts visited so far.
+        loop: the loop.
+        axes: what the axes of "one_hot" and "mask" are: "rows", "choices", "experts".
+        expert: that of a mask, rows and choices.
+        target: the value to which the sums are added.
+
+    """
+
+    kind: str
+    loop: ExpertLoop
+    axes: tuple[str, ...] = ()
+    expert: int = 0
+    target: RowView | None = None
+
+    def with_axes(self, axes: tuple[str, ...]) -> OfLoop:
+        """Return the same with axes in another order."""
+        return replace(self, axes=axes)
 
 
 class _Repeated:

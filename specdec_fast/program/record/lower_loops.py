@@ -11,11 +11,10 @@ from torch import Tensor
 
 from specdec_fast.program.plan.ir import RowOp
 from specdec_fast.program.record import lower_choices, lower_complex, lower_sums, lower_tables, lower_views
-from specdec_fast.program.record.expert_loops import ExpertLoop
+from specdec_fast.program.record.expert_loops import ExpertLoop, OfLoop
 from specdec_fast.program.record.lowering_table import Handler, Lowerings
 from specdec_fast.program.record.row_views import NotLowerableError, RowView
 from specdec_fast.program.record.tape import Tape
-from specdec_fast.program.record.tape_values import OfLoop
 
 LOWERED = Lowerings()
 

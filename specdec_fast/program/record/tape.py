@@ -28,7 +28,7 @@ from specdec_fast.program.plan.ir import (
 )
 from specdec_fast.program.record.operands import FLOATS, WHOLE, kept, lengths_of, operand_of, sizes_of, strides_of
 from specdec_fast.program.record.row_views import NotLowerableError, RowView, collapsed, dense, row_axis
-from specdec_fast.program.record.tape_values import Complex, Extent, Index, OfLoop, Overwritten, Value
+from specdec_fast.program.record.tape_values import Complex, Extent, Index, OfAllRows, Overwritten, Value
 
 
 class Tape:
@@ -103,7 +103,7 @@ class Tape:
             Index: "integers of the batch",
             Extent: "a number of the whole batch",
             Complex: "complex numbers",
-            OfLoop: "choices of all rows",
+            OfAllRows: "choices of all rows",
         }
         what = kinds.get(type(value), "a constant")
         raise NotLowerableError(f"an operation on {what} where numbers of rows are expected")

@@ -26,8 +26,8 @@ from specdec_fast.program.triton.fused_linear import EitherWay, FusedLaunch, Fus
 from specdec_fast.program.triton.fused_step import fused_step, takes_few_rows
 from specdec_fast.program.triton.generated import OPTIONS, compiled
 from specdec_fast.program.triton.launches import JointLinear, RowRun, Shared, halves, launches_of
+from specdec_fast.program.triton.row_code import NotEmittableError
 from specdec_fast.program.triton.row_kernel import RowKernel, row_kernel
-from specdec_fast.program.triton.row_values import NotEmittableError
 from specdec_fast.triton_kernels.linear import linears
 from specdec_fast.triton_kernels.overlap import overlaps
 from specdec_fast.triton_kernels.paged_attention import NUM_COUNTERS, attend

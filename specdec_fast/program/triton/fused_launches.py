@@ -25,7 +25,7 @@ from specdec_fast.program.triton.launches import (
     run_of,
 )
 from specdec_fast.program.triton.linear_kernel import linear_kernel
-from specdec_fast.program.triton.row_values import NotEmittableError
+from specdec_fast.program.triton.row_code import NotEmittableError
 
 _Readers = dict[int, set[int]]
 

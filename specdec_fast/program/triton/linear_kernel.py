@@ -14,9 +14,9 @@ from torch import Tensor
 from specdec_fast.program.plan.ir import Plan, RowOp
 from specdec_fast.program.triton.fused_linear import FusedLinear
 from specdec_fast.program.triton.launches import RowRun
+from specdec_fast.program.triton.row_code import TYPES, NotEmittableError, Pointers
 from specdec_fast.program.triton.row_index import Axis, CutError, Place, SplitError, of_axis, padded
 from specdec_fast.program.triton.row_kernel import row_kernel, row_sizes_of
-from specdec_fast.program.triton.row_values import TYPES, NotEmittableError, Pointers
 from specdec_fast.program.triton.tile_values import (
     OF_OUTPUTS,
     OF_TWO_OUTPUTS,

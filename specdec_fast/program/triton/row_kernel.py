@@ -16,8 +16,9 @@ from torch import Tensor
 
 from specdec_fast.program.plan.ir import LOGIT_ROWS, Append, Plan, RowOp
 from specdec_fast.program.triton.launches import RowRun
+from specdec_fast.program.triton.row_code import Pointers
 from specdec_fast.program.triton.row_index import Axis, CutError, Place, SplitError, of_axis, padded, place_of
-from specdec_fast.program.triton.row_values import Pointers, Values
+from specdec_fast.program.triton.row_values import Values
 
 _TILE = 1024  # numbers that a program computes of a unit without a sum over a whole row
 _PER_WARP = 512  # numbers of the widest tensor: 16 of each thread

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specdec_fast.program.plan.ir import REDUCTIONS, Append, RowOp
+from specdec_fast.program.triton.row_code import Expression, NotEmittableError, Pointers
 from specdec_fast.program.triton.row_index import Axis, Place, padded
-from specdec_fast.program.triton.row_values import FUNCTIONS, NotEmittableError, Pointers, Value, Values
+from specdec_fast.program.triton.row_values import FUNCTIONS, Values
 
 ELEMENTWISE = frozenset(FUNCTIONS)
 WITH_STATISTICS = ELEMENTWISE | {*REDUCTIONS, "softmax", "layer_norm"}
@@ -77,25 +78,25 @@ class TileValues(Values):
             raise NotEmittableError(-1, "a number depends on an axis that the tile does not have")
         return self.names.part
 
-    def load(self, source: int | Tensor, place: Place) -> Value:
+    def load(self, source: int | Tensor, place: Place) -> Expression:
         """Return numbers in memory, or those that the kernel has computed, as fp32."""
         if isinstance(source, int) and any(source == buffer for buffer, _ in self._registers):
             name = self._registers.get((source, place.constant))
             if name is None or place.terms != ((self.own, 1),):
                 raise NotEmittableError(-1, "a linear's outputs are read in another order")
-            return Value(name, (self.own,))
+            return Expression(name, (self.own,))
         if isinstance(source, int):
             self.loaded.add(source)
             return self.load_rows(source, place)
         return self.load_constant(source, place)
 
-    def load_constant(self, source: Tensor, place: Place) -> Value:
+    def load_constant(self, source: Tensor, place: Place) -> Expression:
         """Return numbers of a constant."""
         index = self.index(place)
         mask = self.names.part_mask if index.axes else ""
         return self.masked(f"{self.pointers.name(source)} + ({index.text})", mask, index.axes)
 
-    def load_rows(self, buffer: int, place: Place) -> Value:
+    def load_rows(self, buffer: int, place: Place) -> Expression:
         """Return numbers of a buffer's rows."""
         index = self.index(place)
         mask = self.names.row_mask
@@ -104,7 +105,7 @@ class TileValues(Values):
         base = f"{self.pointers.name(buffer)} + {self.names.row} * {self.row_sizes[buffer]}"
         return self.masked(f"{base} + ({index.text})", mask, index.axes)
 
-    def masked(self, address: str, mask: str, axes: tuple[Axis, ...]) -> Value:
+    def masked(self, address: str, mask: str, axes: tuple[Axis, ...]) -> Expression:
         """Add a line that loads numbers."""
         masked = f", mask={mask}, other=0.0" if mask else ""
         return self.line(f"tl.load({address}{masked}).to(tl.float32)", axes)
@@ -133,7 +134,7 @@ class WholeRows(TileValues):
         super().__init__(steps, pointers, row_sizes, axis, names)
         self._pieces = ", ".join(map(str, pieces))
 
-    def load_rows(self, buffer: int, place: Place) -> Value:
+    def load_rows(self, buffer: int, place: Place) -> Expression:
         """Return numbers of a buffer's rows, loaded as ``linear_parts.load_rows`` does."""
         if not place.axes:
             return super().load_rows(buffer, place)
@@ -145,7 +146,7 @@ class WholeRows(TileValues):
             f"load_rows({pointer}, {row_at}, {self.names.row_mask}, {self._pieces}, WARP_SIZE)", (self.own,)
         )
 
-    def over(self, axis: Axis, how: str, value: Value, axes: tuple[Axis, ...]) -> Value:
+    def over(self, axis: Axis, how: str, value: Expression, axes: tuple[Axis, ...]) -> Expression:
         """Add a line that reduces every row."""
         if value.axes != (self.own,):
             raise NotEmittableError(-1, "a sum over numbers that repeat")
@@ -174,7 +175,7 @@ class WithStatistics(TileValues):
         self._whole = whole
         self.collected: dict[str, str] = {}
 
-    def load_constant(self, source: Tensor, place: Place) -> Value:
+    def load_constant(self, source: Tensor, place: Place) -> Expression:
         """Return numbers of a constant, loaded for every row.
 
         Of a load of one row a thread would have two bytes at most, which the compiler does not load ahead in a loop.
@@ -185,7 +186,7 @@ class WithStatistics(TileValues):
         address = f"tl.broadcast_to({self.pointers.name(source)} + ({index.text}), [BLOCK_ROWS, BLOCK_IN])"
         return self.masked(address, f"{self.names.row_mask} & {self.names.part_mask}", index.axes)
 
-    def statistics(self, number: int, step: RowOp, outer: Sequence[Place]) -> list[Value]:
+    def statistics(self, number: int, step: RowOp, outer: Sequence[Place]) -> list[Expression]:
         """Return the names of a step's statistics."""
         if any(place.axes for place in outer):
             raise NotEmittableError(number, "statistics of a part of a row")
@@ -195,6 +196,6 @@ class WithStatistics(TileValues):
             if name is None:
                 name = f"s{len(self.collected)}"
                 self.collected[name] = value.text
-            found.append(Value(name))
+            found.append(Expression(name))
         self.loaded |= self._whole.loaded
         return found
