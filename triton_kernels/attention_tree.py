@@ -53,7 +53,6 @@ def paths_of(tree_mask: Tensor) -> Tensor:
     Returns:
         ``[T, 1 + 32 * num_words]`` int32: each row's depth, then its ancestors at depths 0, 1, ..., itself last, as
         rows of its sequence. What follows is not set.
-
     """
     num_rows, num_words = tree_mask.shape
     paths = torch.empty(num_rows, 1 + num_words * TREE_MASK_BITS, dtype=torch.int32, device=tree_mask.device)
@@ -81,7 +80,6 @@ def run_of(
     Returns:
         The positions of the pairs that take part, -1 for the others; the path of the run's last row; the end of its
         positions, 0 if no run ends here; the next ``begun``.
-
     """
     own = tl.maximum(phase - 1, 0)
     path, is_last = paths + own * path_width, first_row + own >= last_row

@@ -172,7 +172,6 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | 
 
     Returns:
         ``[T, out_features_i]`` for each matrix, contiguous.
-
     """
     (num_rows, in_features), sizes = rows.shape, [len(weight) for weight in weights]
     out = torch.empty(num_rows * sum(sizes), dtype=rows.dtype, device=rows.device)

@@ -84,7 +84,6 @@ def load_rows(
         SIZE, COUNT, LENGTH: see above.
         OF_THREADS: numbers of a piece that threads of the same place in all warps load.
         WARP_SIZE: threads of a warp.
-
     """
     PIECE: tl.constexpr = min(LENGTH, OF_THREADS * WARP_SIZE)
     place = tl.arange(0, LENGTH // PIECE)[:, None, None] * PIECE + tl.arange(0, PIECE)[None, None, :]

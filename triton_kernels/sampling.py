@@ -90,7 +90,6 @@ def choose_tokens(
         cu_seqlens: ``[B + 1]`` int32.
         sampling: how each sequence chooses.
         parents: ``[T]`` int32 of trees; None: chains.
-
     """
     (num_rows, vocab_size), device, batch = logits.shape, logits.device, sampling
     num_tiles = triton.cdiv(vocab_size, _TILE)

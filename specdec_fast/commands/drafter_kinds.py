@@ -39,7 +39,6 @@ class DrafterKind(ABC):
 
     Raises:
         ConfigError: the options do not fit the kind or the target.
-
     """
 
     options: tuple[str, ...] = ()

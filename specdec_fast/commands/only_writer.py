@@ -30,7 +30,6 @@ def only_writer(path: Path) -> Iterator[None]:
 
     Raises:
         ConfigError: another process writes the file, or it cannot be written.
-
     """
     existed = path.exists()
     if existed and not path.is_file():

@@ -157,7 +157,6 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     Raises:
         ConfigError: an argument is missing or out of range, or a request is longer than the target's positions.
         MemoryBudgetError: one request of the traffic does not fit.
-
     """
     for name in ("target", "draft", "memory"):
         if getattr(args, name) is None:

@@ -22,7 +22,6 @@ def add_sampling_options(parser: argparse.ArgumentParser, seeded: str) -> None:
     Args:
         parser: of the command.
         seeded: what samples with seed N + i, for the help of --seed.
-
     """
     parser.add_argument(
         "--stop", action="append", default=[], metavar="STRING", help="end a text before this string; repeatable"
@@ -77,7 +76,6 @@ def default_params(args: argparse.Namespace, engine: Engine) -> SamplingParams:
 
     Raises:
         ConfigError: the target's generation config has a value out of range.
-
     """
     params = replace(OPENAI_DEFAULTS, max_new_tokens=args.max_new_tokens)
     if args.generation_config == "openai":
@@ -121,7 +119,6 @@ def read_chat_template(args: argparse.Namespace) -> str | None:
     Raises:
         ConfigError: the file is not text.
         OSError: the file cannot be read.
-
     """
     if args.chat_template is None:
         return None
@@ -138,7 +135,6 @@ def chat_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not text, or the variables are no JSON object.
         OSError: the file cannot be read.
-
     """
     template = read_chat_template(args)
     options: dict[str, Any] = {} if template is None else {"chat_template": template}

@@ -22,20 +22,12 @@ _SURE = 3.0  # standard errors of a difference that is no accident
 
 
 class Agreement(NamedTuple):
-    """What was measured at one offset.
+    """What was measured at one offset."""
 
-    Attributes:
-        offset: added to every tap.
-        taps: the layers after that; ``"final"`` for a drafter of the output layer's input.
-        num_accepted: draft tokens that were the target's own.
-        num_drafts: draft tokens, one per step.
-
-    """
-
-    offset: int
-    taps: tuple[int | str, ...]
-    num_accepted: int
-    num_drafts: int
+    offset: int  # added to every tap
+    taps: tuple[int | str, ...]  # the layers after that; "final" for a drafter of the output layer's input
+    num_accepted: int  # draft tokens that were the target's own
+    num_drafts: int  # draft tokens, one per step
 
     @property
     def rate(self) -> float:
@@ -64,7 +56,6 @@ def agreements(
     Raises:
         ConfigError: the drafter reads no hidden states of the target.
         RequestError: a prompt cannot be served; a subclass says why.
-
     """
     config = replace(config, num_draft_tokens=1, draft_tree="chain")
     engine = Engine(target, drafter, config)

@@ -91,7 +91,6 @@ def matrix_of(args: argparse.Namespace) -> Matrix:
 
     Raises:
         ConfigError: one of the settings is out of range.
-
     """
     lists = {"dtype": args.dtypes, "max_batch_size": args.batch_sizes, "num_draft_tokens": args.num_draft_tokens}
     for name, values in lists.items():

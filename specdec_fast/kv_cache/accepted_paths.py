@@ -23,7 +23,6 @@ def keep_paths(pool: PagePool, ops: Ops, roots: Many[tuple[Hashable, int]], path
         ops: move the entries.
         roots: (owner, position of the root) of each tree.
         paths: the accepted rows of each tree without the root, counted from it.
-
     """
     places: list[int] = []
     sources: list[int] = []

@@ -22,20 +22,13 @@ from specdec_fast.kv_cache.page_pool import KVPages, PagePool
 
 
 class Spans(NamedTuple):
-    """The rows of a forward as a program takes them; the program lays them out itself.
+    """The rows of a forward as a program takes them; the program lays them out itself."""
 
-    Attributes:
-        spans: (row of ``tables``, first position, number of positions) of each sequence.
-        tables: ``[places, max_pages]`` int32, the block table of every owner.
-        pages: the pages that the tables name.
-        parents: if the rows are trees, ``[rows - B]`` int32 on the host: of every row but a sequence's first, its
-            parent, counted as in ``Draft.parents``. None: chains.
-
-    """
-
-    spans: list[tuple[int, int, int]]
-    tables: Tensor
-    pages: KVPages
+    spans: list[tuple[int, int, int]]  # (row of tables, first position, number of positions) of each sequence
+    tables: Tensor  # [places, max_pages] int32, the block table of every owner
+    pages: KVPages  # the pages that the tables name
+    # if the rows are trees, [rows - B] int32 on the host: of every row but a sequence's first, its parent, counted
+    # as in Draft.parents. None: chains.
     parents: Tensor | None = None
 
 
@@ -58,24 +51,14 @@ class RowLayout(NamedTuple):
 
 
 class HostLayout(NamedTuple):
-    """The layout of a forward before it is copied to a device.
+    """The layout of a forward before it is copied to a device."""
 
-    Attributes:
-        counts: what follows from the row counts.
-        place: ``[B]`` int64, each sequence's row in the pool's tables.
-        end: ``[B]`` int64, the number of each sequence's KV entries after the forward.
-        table: ``[B, max_pages]`` int32, block tables.
-        positions: ``[T]`` int64.
-        slots: ``[T]`` int32.
-
-    """
-
-    counts: RowCounts
-    place: np.ndarray
-    end: np.ndarray
-    table: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
+    counts: RowCounts  # what follows from the row counts
+    place: np.ndarray  # [B] int64, each sequence's row in the pool's tables
+    end: np.ndarray  # [B] int64, the number of each sequence's KV entries after the forward
+    table: np.ndarray  # [B, max_pages] int32, block tables
+    positions: np.ndarray  # [T] int64
+    slots: np.ndarray  # [T] int32
 
 
 @lru_cache(maxsize=256)
@@ -107,7 +90,6 @@ def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
-
     """
     places, ends = [], []
     each = [ahead] * len(rows) if isinstance(ahead, int) else ahead
@@ -139,7 +121,6 @@ def lay_out(
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
-
     """
     batch = _laid_out(pool, rows, ahead)[0](token_ids=token_ids)
     if trees is None:
@@ -164,7 +145,6 @@ def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> l
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
-
     """
     later = num_forwards - 1
     first, place, end, table = _laid_out(pool, rows, later)
@@ -194,7 +174,6 @@ def spans_of(pool: PagePool, rows: Sequence[Rows], ahead: Sequence[int] | None =
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
-
     """
     spans = []
     for i, (owner, start, count) in enumerate(rows):
@@ -210,7 +189,6 @@ def _laid_out(
 
     Returns:
         The forward, each span's place and end (``[B]`` each), and the block table of all forwards.
-
     """
     host, device = lay_out_on_host(pool, rows, later), pool.layout.device
     layout = row_layout(tuple([count for _, _, count in rows]), device)

@@ -32,7 +32,6 @@ class PagedCache(Cache):
     Attributes:
         real_rows: maps a padded number of rows to the number before padding, for every row count of the forward; if
             two counts are padded to the same number, it has the larger one.
-
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class PagedCache(Cache):
 
         Returns:
             ``[1, T, num_heads, value_head_dim]``.
-
         """
         self.num_attended += 1
         pages = self.pool.layers[layer_idx]

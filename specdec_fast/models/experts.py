@@ -34,7 +34,6 @@ def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Te
 
     Raises:
         UnsupportedModelError: the experts are spread over several devices.
-
     """
     if getattr(module, "_is_expert_parallel", False):  # an attribute since transformers 5.20
         raise UnsupportedModelError(f"the experts of {type(module).__name__} are spread over several devices.")

@@ -29,7 +29,6 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
     Raises:
         ConfigError: two of them are the same layer, or they are not in rising order: below 7 layers.
-
     """
     taps = (2, num_layers // 2, num_layers - 3)
     if not taps[0] < taps[1] < taps[2]:
@@ -45,7 +44,6 @@ def checked_taps(taps: Any, num_layers: int) -> tuple[int | str, ...]:
 
     Raises:
         DrafterError: they are not a tuple or list of different ids, each from 0 to ``num_layers`` or ``"final"``.
-
     """
     if not isinstance(taps, (tuple, list)):
         raise DrafterError(f"a drafter's taps are {taps!r}; expected a tuple of layer ids and {FINAL!r}.")
@@ -83,7 +81,6 @@ class Taps:
     Raises:
         UnsupportedModelError: its decoder layers are not found, or pass on something else than one tensor of hidden
             states.
-
     """
 
     def __init__(
@@ -189,7 +186,6 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
     Raises:
         UnsupportedModelError: they are not found.
-
     """
     return _decoder_layers(_decoder(model), num_layers)
 

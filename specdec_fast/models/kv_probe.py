@@ -63,7 +63,6 @@ class KVProbe(Cache):
         Raises:
             UnsupportedModelError: some layers do not attend through the hook, or several times, or their dtypes differ
                 or are not served.
-
         """
         num_layers = len(self._cached | set(self._attended))
         if not num_layers:

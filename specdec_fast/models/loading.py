@@ -31,7 +31,6 @@ def load_model(
         ConfigError: the source is none of these; there is no such model or device; files are damaged, weights are
             missing, or the model needs code of its own; or a loaded model has another dtype or device than asked for,
             has no weights, is in training mode, or is spread over devices; or a draft is sharded over processes.
-
     """
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
         _check_loaded(source, dtype, device, role)

@@ -39,7 +39,6 @@ def check_decoder(model: PreTrainedModel) -> None:
 
     Raises:
         UnsupportedModelError: the message says what the model is.
-
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -70,7 +69,6 @@ def expect_numbers(model: PreTrainedModel, logits: Tensor) -> None:
 
     Raises:
         UnsupportedModelError: a logit is NaN or +inf.
-
     """
     if num_rows := int((logits.isnan() | logits.isposinf()).any(dim=-1).sum()):
         weights = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
@@ -140,7 +138,6 @@ def check_ignores_answers(name: str, forward: Forward, layout: KVLayout, make_ca
 
     Raises:
         UnsupportedModelError: the logits depend on the length that the cache returns.
-
     """
     expected, questions = _logits(forward, layout, make_cache, 0, page_size)
     if not questions:

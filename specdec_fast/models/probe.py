@@ -19,7 +19,6 @@ def probe_of(vocab_size: int, device: torch.device) -> Tensor:
 
     Raises:
         UnsupportedModelError: the vocabulary has fewer than two ids.
-
     """
     if vocab_size < 2:
         raise UnsupportedModelError(
@@ -37,7 +36,6 @@ def named_failures(model: nn.Module) -> Iterator[None]:
 
     Raises:
         UnsupportedModelError: the block raised an exception.
-
     """
     try:
         yield

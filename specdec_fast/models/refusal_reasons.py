@@ -18,7 +18,6 @@ def why_not_reproduced(dense_logits: DenseLogits, token_ids: Tensor, bound: floa
         dense_logits: runs the unmodified model.
         token_ids: ``[n]`` int64, a text.
         bound: the relative distance from which logits differ by more than rounding.
-
     """
     positions = torch.arange(len(token_ids), device=token_ids.device)
     half = len(token_ids) // 2

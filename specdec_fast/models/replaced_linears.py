@@ -40,7 +40,6 @@ class Linears:
     Attributes:
         sees_all: whether calls outside of modules are intercepted.
         real_rows: ``real_rows`` of the current forward's ``PagedCache``; None computes all rows at once.
-
     """
 
     def __init__(self, model: nn.Module, ops: Ops) -> None:
@@ -82,7 +81,6 @@ class Linears:
 
         Returns:
             ``[..., out_features]``; zeros in rows of padding.
-
         """
         flat = rows.reshape(-1, rows.shape[-1])
         num_rows, num_real = len(flat), len(flat)

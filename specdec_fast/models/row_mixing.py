@@ -54,7 +54,6 @@ class RowMixing(TorchDispatchMode):
 
     Attributes:
         found: the first operation that may mix rows, and why; None if there is none.
-
     """
 
     def __init__(self, counts: Sequence[int]) -> None:

@@ -31,7 +31,6 @@ def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tenso
 
     Raises:
         IndexError: an expert id lies outside the experts.
-
     """
     num_choices = expert_ids.shape[1]
     out = rows.new_empty(*expert_ids.shape, weight.shape[1])

@@ -26,7 +26,6 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Returns:
         ``[T, out_features]`` in that dtype; sums are in fp32 and rounded once.
-
     """
     return torch.nn.functional.linear(rows, weight, bias)
 

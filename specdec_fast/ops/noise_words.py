@@ -23,7 +23,6 @@ def noise_words(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         token_ids: ``[N, M]`` int64, from 0 on.
         seeds: ``[N]`` int64, of the requests.
         positions: ``[N]`` int64, at which the tokens would stand.
-
     """
     seeds, positions, zero = seeds[:, None], positions[:, None], torch.zeros_like(token_ids)
     counter = (token_ids // 4, zero + (positions & WORD_MASK), zero + ((positions >> 32) & WORD_MASK), zero)

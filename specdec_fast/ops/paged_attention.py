@@ -34,7 +34,6 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     Returns:
         ``[T, num_heads, value_head_dim]`` in the dtype of ``query``. An entry that is not finite makes the rows that
         see it NaN, and no others.
-
     """
     out = query.new_empty(*query.shape[:2], kv[1].shape[3])
     page_size = kv[0].shape[1]
@@ -68,7 +67,6 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, params: AttentionPar
         key: ``[context, num_kv_heads, head_dim]``, in order of position; the last entries are those of the rows.
         value: ``[context, num_kv_heads, value_head_dim]``.
         params: scale, sliding window, soft cap and sinks.
-
     """
     if not len(query):
         return query.new_empty(0, query.shape[1], value.shape[2])

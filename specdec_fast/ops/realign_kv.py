@@ -26,7 +26,6 @@ def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths
         starts: ``[B]`` int32, the first column of row b.
         lengths: ``[B]`` int32, the number of columns of row b.
         shifts: ``[B]`` int32, the shift of row b.
-
     """
     moves = zip(starts.tolist(), lengths.tolist(), shifts.tolist(), strict=True)
     for row, (start, length, shift) in enumerate(moves):

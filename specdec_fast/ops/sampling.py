@@ -32,7 +32,6 @@ def philox4x32(counter: Words, key: tuple[int, int] | tuple[Tensor, Tensor]) -> 
 
     Returns:
         Four tensors of int64 that hold random 32-bit words.
-
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -60,7 +60,6 @@ def verify_chain(
         ``next_tokens [B]`` int64: the target's token after the accepted ones (correction or bonus; -1 if NaN);
         with ``parents`` also ``accepted_rows [T]`` int32: from each sequence's first row on, the rows that were
         accepted, counted from that row, in the order of their depth; then -1.
-
     """
     if sampling is None:
         best = logits.argmax(dim=-1)  # torch returns the first of equal maxima
@@ -251,7 +250,6 @@ def _make_trees(
         generator: of random numbers.
         dtype: of the logits.
         device: of all tensors.
-
     """
     if rules is None:
         args = _make(counts, vocab_size, None, generator, dtype, device)

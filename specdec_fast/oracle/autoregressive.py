@@ -28,7 +28,6 @@ def autoregressive(
 
     Returns:
         The emitted ids.
-
     """
     device = next(target.parameters()).device
     given = {cache_argument(target): transformers.DynamicCache()}

@@ -56,7 +56,6 @@ def repad_in_python(layers: list[LayerKV], moves: list[RowMove], num_columns: in
 
     Returns:
         New tensors of ``num_columns`` columns, with zeros in the padding.
-
     """
 
     def repad(tensor: Tensor) -> Tensor:
@@ -88,7 +87,6 @@ def repad_in_place(realign_kv_: RealignKV) -> Repad:
     Returns:
         A repad that returns views of the given layers, cropped to ``num_columns``. The layers must have at least so
         many columns.
-
     """
 
     @torch.inference_mode()  # a forward made the layers in this mode, and only in it may they be written
@@ -108,7 +106,6 @@ class DenseModel:
             the newest token together with the next draft tokens. It is 2 for a draft model: after a full acceptance it
             has computed neither the last draft token nor the bonus token, and all dense rows must compute the same
             columns.
-
     """
 
     def __init__(self, model: PreTrainedModel, lag: int) -> None:
@@ -147,7 +144,6 @@ class DenseModel:
         Args:
             token_ids: ``[B, n]``, columns ``num_columns`` to ``num_columns + n - 1``.
             padding: ``[B]``, columns of padding at the left.
-
         """
         first, stop = self.num_columns, self.num_columns + token_ids.shape[1]
         columns = torch.arange(stop, device=self.device)
@@ -178,7 +174,6 @@ class DenseModel:
 
         Returns:
             Bytes of KV that moved: those of rows with a shift other than 0.
-
         """
         kept = max(0, num_columns - self.lag)
         if not any(shifts):

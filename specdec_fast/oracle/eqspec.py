@@ -43,7 +43,6 @@ def eqspec(
 
     Returns:
         Outputs in input order, equal to ``autoregressive`` of every prompt, and per-step statistics.
-
     """
     run = OracleRun()
     rows = make_rows(prompts, limits)

@@ -56,7 +56,6 @@ def exspec(
 
     Returns:
         Outputs in input order, equal to ``autoregressive`` of every prompt, and per-step statistics.
-
     """
     run = OracleRun()
     rows = make_rows(prompts, limits)

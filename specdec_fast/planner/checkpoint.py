@@ -22,24 +22,14 @@ from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 
 
 class CheckpointSizes(NamedTuple):
-    """Sizes of a model.
+    """Sizes of a model."""
 
-    Attributes:
-        weights: bytes of parameters and buffers, each storage once; exact.
-        bytes_per_token: bytes of KV entries of one position; exact.
-        logits_bytes: bytes of the logits of one row; exact.
-        row_bytes: bytes per row that a forward needs besides; an estimate.
-        row_parameters: parameters with which a row is multiplied; of experts, those that it chooses.
-        max_positions: number of positions that the model has; None if its config has no limit.
-
-    """
-
-    weights: int
-    bytes_per_token: int
-    logits_bytes: int
-    row_bytes: int
-    row_parameters: int
-    max_positions: int | None
+    weights: int  # bytes of parameters and buffers, each storage once; exact
+    bytes_per_token: int  # bytes of KV entries of one position; exact
+    logits_bytes: int  # bytes of the logits of one row; exact
+    row_bytes: int  # bytes per row that a forward needs besides; an estimate
+    row_parameters: int  # parameters with which a row is multiplied; of experts, those that it chooses
+    max_positions: int | None  # number of positions that the model has; None if its config has no limit
 
 
 def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
@@ -51,7 +41,6 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
 
     Raises:
         ConfigError: the config cannot be read, names no dtype, or describes weights that are quantised.
-
     """
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
     config = model.config.get_text_config(decoder=True)
@@ -80,7 +69,6 @@ def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
 
     Raises:
         ConfigError: the sizes of a checkpoint are unknown.
-
     """
     dtype: Any = config.dtype
     sizes = checkpoint_sizes(target, dtype)
@@ -98,7 +86,6 @@ def estimated_memory(
         draft: sizes of a draft model; None without one.
         drafts: whether anything is drafted, by a drafter without a model if ``draft`` is None.
         page_size: KV positions per page.
-
     """
     part = Part(0, 0, lambda setting: {}) if draft is None else _draft_part(draft, draft.row_bytes)
     return EngineMemory(_target_part(target, target.row_bytes), part if drafts else None, page_size, is_estimate=True)

@@ -30,24 +30,14 @@ class Traffic(NamedTuple):
 
 
 class PlannedSetting(NamedTuple):
-    """A setting and what is expected of it.
+    """A setting and what is expected of it."""
 
-    Attributes:
-        setting: batch size, K, KV positions and the bound of prefill forwards.
-        tokens_per_second: expected, prefills not counted.
-        plain_tokens_per_second: of the same batch size without draft tokens.
-        expected_tokens: that a sequence emits in a step.
-        seconds: of a step.
-        terms: bytes by term.
-
-    """
-
-    setting: EngineSetting
-    tokens_per_second: float
-    plain_tokens_per_second: float
-    expected_tokens: float
-    seconds: float
-    terms: dict[str, int]
+    setting: EngineSetting  # batch size, K, KV positions and the bound of prefill forwards
+    tokens_per_second: float  # expected, prefills not counted
+    plain_tokens_per_second: float  # of the same batch size without draft tokens
+    expected_tokens: float  # that a sequence emits in a step
+    seconds: float  # of a step
+    terms: dict[str, int]  # bytes by term
 
     @property
     def total_bytes(self) -> int:
@@ -80,7 +70,6 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
     Args:
         acceptance: for each position of a draft, the probability that its token is accepted if those before it are
             (Leviathan et al., arXiv 2211.17192, section 3.1).
-
     """
     return list(accumulate(accumulate(acceptance, mul), initial=1.0))
 
@@ -96,7 +85,6 @@ def read_acceptance(source: str, most: int = MOST_DRAFT_TOKENS) -> list[float]:
 
     Raises:
         ConfigError: the file cannot be read, or is none of these.
-
     """
     number = _number(source)
     if number is not None:
@@ -176,7 +164,6 @@ def choose(
         acceptance: probability of each position of a draft.
         times: seconds of steps.
         most_prefill_rows: of a prefill forward without a bound.
-
     """
     emitted = expected_tokens(acceptance if memory.drafter is not None else [])
     found: list[PlannedSetting | None] = []

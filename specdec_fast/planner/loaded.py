@@ -41,7 +41,6 @@ def loaded_memory(target: RaggedModel, drafter: HoldsMemory | None, page_size: i
         target: the target, with the row padding with which it will run.
         drafter: the drafter; None decodes plainly.
         page_size: KV positions per page.
-
     """
     own = storage_bytes(weights_of(target.model))
     part = Part(sum(own.values()), target.layout.bytes_per_token, partial(_target_terms, target))

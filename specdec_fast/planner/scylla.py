@@ -16,18 +16,11 @@ _LEAST_POINTS = 2
 
 
 class Fit(NamedTuple):
-    """``y = slope * f(x) + intercept``, by least squares.
+    """``y = slope * f(x) + intercept``, by least squares."""
 
-    Attributes:
-        slope: factor of ``f(x)``.
-        intercept: the constant.
-        r_squared: share of the variance of y that the fit explains; 1 if y does not vary.
-
-    """
-
-    slope: float
-    intercept: float
-    r_squared: float
+    slope: float  # factor of f(x)
+    intercept: float  # the constant
+    r_squared: float  # share of the variance of y that the fit explains; 1 if y does not vary
 
 
 def rows_at_balance(weight_bytes: float, flops_per_row: float, bandwidth: float, peak: float) -> float:
@@ -38,7 +31,6 @@ def rows_at_balance(weight_bytes: float, flops_per_row: float, bandwidth: float,
         flops_per_row: of one row; two per parameter.
         bandwidth: bytes per second.
         peak: floating-point operations per second.
-
     """
     return (weight_bytes / bandwidth) / (flops_per_row / peak)
 
@@ -68,7 +60,6 @@ def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray]
 
     Raises:
         ConfigError: there are fewer than two different x, an x is not positive, or a number is not finite.
-
     """
     xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
     is_usable = xs.shape == ys.shape and xs.ndim == 1 and np.isfinite(xs).all() and np.isfinite(ys).all()
@@ -93,7 +84,6 @@ def fits_of(data: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Fit]:
 
     Raises:
         ConfigError: another name, or something that is not pairs of numbers.
-
     """
     curves = {"training_tokens": fit_training, "layers": fit_layers, "batch_sizes": fit_batch_sizes}
     if not isinstance(data, Mapping) or not data or not set(data) <= set(curves):

@@ -54,24 +54,17 @@ _Run = Callable[[Recorder, PagePool, RaggedBatch, Tensor], tuple[Tensor, list[in
 
 @dataclass(frozen=True)
 class RowFunction:
-    """A function of rows, such as the layers of a drafter, that a program can compute instead.
+    """A function of rows, such as the layers of a drafter, that a program can compute instead."""
 
-    Attributes:
-        run: from ops, a pool, a batch of ``T`` rows, what the rows take besides their tokens (``[T, input_size]``), and
-            the ``[R]`` rows whose logits are wanted (None: all), to the logits ``[R, vocab_size]`` and the hidden
-            states ``[T, hidden_size]`` or None. It calls ``append_kv_``, ``paged_attention``, ``linear`` and
-            ``grouped_linear`` of the ops that it receives, with the pages of the pool and the batch as they are. A row
-            may depend on no other row except through the pages.
-        layout: the layout of its KV entries.
-        input_size: numbers that a row takes besides its token, in the dtype of the layout.
-        hidden_size: numbers of its hidden state, in the same dtype; 0 if ``run`` returns none.
-
-    """
-
+    # from ops, a pool, a batch of T rows, what the rows take besides their tokens ([T, input_size]), and the
+    # [R] rows whose logits are wanted (None: all), to the logits [R, vocab_size] and the hidden states [T,
+    # hidden_size] or None. It calls append_kv_, paged_attention, linear and grouped_linear of the ops
+    # that it receives, with the pages of the pool and the batch as they are. A row may depend on no other row except
+    # through the pages.
     run: Callable[[Ops, PagePool, RaggedBatch, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-    layout: KVLayout
-    input_size: int
-    hidden_size: int = 0
+    layout: KVLayout  # the layout of its KV entries
+    input_size: int  # numbers that a row takes besides its token, in the dtype of the layout
+    hidden_size: int = 0  # numbers of its hidden state, in the same dtype; 0 if run returns none
 
 
 @torch.inference_mode()
@@ -101,7 +94,6 @@ def compile_forward(
 
     Raises:
         NotLowerableError: the model does something that a program cannot express.
-
     """
     hooked = hooked_class(model)
     if hooked is not None:
@@ -129,7 +121,6 @@ def compile_rows(function: RowFunction, ops: Ops) -> Plan:
 
     Raises:
         NotLowerableError: the function does something that a program cannot express.
-
     """
     layout = function.layout
 
@@ -202,7 +193,6 @@ def _tap(tape: Tape, hidden: Tensor) -> int:
 
     Returns:
         The buffer of the copy.
-
     """
     view = tape.row_view(hidden)
     if (view.domain, view.axis, prod(view.sizes[:-2])) != (ROWS, hidden.dim() - 2, 1) or hidden.dim() not in (2, 3):

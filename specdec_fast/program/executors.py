@@ -22,55 +22,34 @@ from specdec_fast.program.record.row_views import NotLowerableError
 
 
 class TokenChoice(NamedTuple):
-    """How a drafting loop chooses tokens.
+    """How a drafting loop chooses tokens."""
 
-    Attributes:
-        vocab_size: number of ids that may be chosen.
-        sampling: how the first forward chooses; None: greedily. There may be no penalties.
-        target_ids: of a drafter with a vocabulary of its own, ``[vocab_size]`` int64: the target's id of each. None:
-            they are the same.
-        num_target_ids: the target's number of ids, if there are ``target_ids``.
-
-    """
-
-    vocab_size: int
-    sampling: Sampling | None
+    vocab_size: int  # number of ids that may be chosen
+    sampling: Sampling | None  # how the first forward chooses; None: greedily. There may be no penalties.
+    # of a drafter with a vocabulary of its own, [vocab_size] int64: the target's id of each. None: they are the
+    # same.
     target_ids: Tensor | None = None
-    num_target_ids: int = 0
+    num_target_ids: int = 0  # the target's number of ids, if there are target_ids
 
 
 class Projection(NamedTuple):
-    """What rows take besides their tokens, if another program computes it from hidden states.
+    """What rows take besides their tokens, if another program computes it from hidden states."""
 
-    Attributes:
-        program: its logits are what the rows take. It has no KV entries, and reads neither tokens nor positions.
-        hidden_states: its inputs, piece by piece, each ``[n, ...]`` and contiguous.
-
-    """
-
+    # its logits are what the rows take. It has no KV entries, and reads neither tokens nor positions.
     program: ForwardProgram
-    hidden_states: list[Tensor]
+    hidden_states: list[Tensor]  # its inputs, piece by piece, each [n, ...] and contiguous
 
 
 class TreeRules(NamedTuple):
-    """The trees that a drafting loop grows, one per sequence; see ``drafters/shared/dynamic_tree.py``.
+    """The trees that a drafting loop grows, one per sequence; see ``drafters/shared/dynamic_tree.py``."""
 
-    Attributes:
-        depths: the largest depth of each, at least 1.
-        num_nodes: the largest number of nodes of each, at least 1.
-        width: nodes of a frontier, and children named for each.
-        parents: of the nodes of a static tree, the likeliest first: an earlier node, or -1. Empty: dynamic trees.
-        ranks: of these nodes' tokens.
-        greedy_temperature: of the probabilities by which the tokens of greedy requests are ranked.
-
-    """
-
-    depths: list[int]
-    num_nodes: list[int]
-    width: int
+    depths: list[int]  # the largest depth of each, at least 1
+    num_nodes: list[int]  # the largest number of nodes of each, at least 1
+    width: int  # nodes of a frontier, and children named for each
+    # of the nodes of a static tree, the likeliest first: an earlier node, or -1. Empty: dynamic trees.
     parents: list[int]
-    ranks: list[int]
-    greedy_temperature: float
+    ranks: list[int]  # of these nodes' tokens
+    greedy_temperature: float  # of the probabilities by which the tokens of greedy requests are ranked
 
 
 class DraftedTrees(NamedTuple):
@@ -79,7 +58,6 @@ class DraftedTrees(NamedTuple):
     Attributes:
         token_ids, parents, scores: ``[sum(counts)]``.
         counts: the number of nodes of each tree.
-
     """
 
     token_ids: Tensor
@@ -151,7 +129,6 @@ class DeviceProgram(Protocol):
             logit_rows: ``[R]`` int64, the rows whose logits are wanted; None: all.
             hidden_states: ``[T, taps, H]``, into which the program writes the taps of its plan; None: not wanted.
             inputs: ``[T, input_size]``, what the rows take besides their tokens; None if they take nothing.
-
         """
 
 
@@ -191,7 +168,6 @@ def executor_for(ops: Ops, device: torch.device) -> tuple[Executor | None, str |
 
     Returns:
         A function of a ``Plan``. It raises a NotLowerableError if an op of the plan has another backend.
-
     """
     backends = [backend for backend, (device_type, _) in EXECUTORS.items() if device_type == device.type]
     for backend in backends:

@@ -38,7 +38,6 @@ class Scheduler(ABC):
 
         Raises:
             SchedulerError: ``select`` broke its contract.
-
         """
         chosen = self.select(list(resident))
         self._expect_batch(chosen, resident)
@@ -53,7 +52,6 @@ class Scheduler(ABC):
 
         Raises:
             SchedulerError: the plan is not a list of 1 to ``max_batch_size`` different sequences of ``resident``.
-
         """
         chosen = self.plan(list(resident))
         self._expect_batch(chosen, resident)
@@ -64,7 +62,6 @@ class Scheduler(ABC):
 
         Raises:
             SchedulerError: it is not an integer from 1 on.
-
         """
         most = self.max_resident
         if not isinstance(most, int) or most < 1:
@@ -76,7 +73,6 @@ class Scheduler(ABC):
 
         Raises:
             SchedulerError: it is not an integer, or no sequence may join although none is resident.
-
         """
         places = self.num_to_admit(num_resident)
         if not isinstance(places, int) or (not num_resident and places < 1):

@@ -57,7 +57,6 @@ class AsyncEngine:
 
     Raises:
         ConfigError: a limit is out of range; and what ``Engine`` raises.
-
     """
 
     def __init__(
@@ -114,7 +113,6 @@ class AsyncEngine:
 
         Raises:
             ConfigError: it cannot be called.
-
         """
         if not callable(observer):
             raise ConfigError(f"observer is a {type(observer).__name__}; expected a function of one RequestRecord.")
@@ -147,7 +145,6 @@ class AsyncEngine:
             RequestError, InvalidParamsError, ConfigError: the prompt, the parameters or another argument are wrong.
             RequestCancelledError: the request was cancelled before its prompt was encoded.
             ForkedProcessError: the engine was made in the process that this one was forked from.
-
         """
         read = self._reader(prompt, params, prompt_options)
         request = self._accept(read, request_id, timeout, is_stream=False)
@@ -186,7 +183,6 @@ class AsyncEngine:
         Raises:
             KVCacheTooSmallError: they do not fit, so sending them again later would not help.
             EngineClosedError, RequestError, ConfigError: as ``generate``.
-
         """
         self.engine.process.expect_this()
         if self._live.most_positions is None:
@@ -204,7 +200,6 @@ class AsyncEngine:
 
         Returns:
             Whether there was such a request.
-
         """
         request = self._live.find(request_id)
         if request is not None:
@@ -222,7 +217,6 @@ class AsyncEngine:
 
         Raises:
             ConfigError: ``finish_within`` is no number from 0 on; the engine stays open.
-
         """
         finish_within = as_plain(finish_within)
         expect_seconds("finish_within", finish_within, or_zero=True)

@@ -27,7 +27,6 @@ class Mailbox:
 
         Returns:
             False if the loop has been closed.
-
         """
         self._items.extend(items)
         if self._is_scheduled:

@@ -32,7 +32,6 @@ class ServedRequest:
         error: with which it is to end, if that was decided before its prompt was encoded.
         first_token_at: end of the step that emitted its first token, on the clock of ``time.monotonic``.
         is_recorded: whether it has been counted as ended.
-
     """
 
     def __init__(self, receiver: Receiver, is_stream: bool, deadline: float | None) -> None:
@@ -90,7 +89,6 @@ class LiveRequests:
 
     Attributes:
         most_requests, most_positions: the arguments.
-
     """
 
     def __init__(self, most_requests: int, most_positions: int | None) -> None:
@@ -110,7 +108,6 @@ class LiveRequests:
         Raises:
             EngineOverloadedError: there are as many as there may be.
             ConfigError: another live request has its id.
-
         """
         with self._lock:
             if len(self._requests) >= self.most_requests:
@@ -135,7 +132,6 @@ class LiveRequests:
         Raises:
             EngineOverloadedError: together they would be more than there may be.
             KVCacheTooSmallError: they alone are more, so sending the request again would not help.
-
         """
         self.expect_budget(num_positions, "the request needs")
         with self._lock:
@@ -160,7 +156,6 @@ class LiveRequests:
 
         Raises:
             KVCacheTooSmallError: they are more.
-
         """
         if self.most_positions is not None and num_positions > self.most_positions:
             raise KVCacheTooSmallError(
@@ -189,7 +184,6 @@ def positions_of(sequence: Sequence) -> int:
 
     Raises:
         RequestError: what is wrong with its prompt.
-
     """
     if sequence.error is not None:
         raise sequence.error

@@ -15,7 +15,6 @@ class AsyncStream:
 
     Attributes:
         request_id: for ``AsyncEngine.cancel``.
-
     """
 
     def __init__(self, request: ServedRequest, worker: Worker) -> None:
@@ -41,7 +40,6 @@ class AsyncStream:
 
         Raises:
             RequestError, ConfigError: the request was refused.
-
         """
         if self._has_ended:
             raise StopAsyncIteration

@@ -32,7 +32,6 @@ class Worker:
 
     Attributes:
         observers: called with the record of every request that was served and has ended.
-
     """
 
     def __init__(self, engine: Engine, live: LiveRequests) -> None:
@@ -53,7 +52,6 @@ class Worker:
 
         Raises:
             RequestError: it was cancelled meanwhile.
-
         """
         with self._lock:
             if request.error is not None:

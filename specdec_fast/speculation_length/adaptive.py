@@ -42,7 +42,6 @@ class AdaptiveLength(LengthPolicy):
     Attributes:
         num_choices: made so far.
         may_branch: whether trees of the next step may have more nodes than a chain has tokens.
-
     """
 
     max_draft_tokens = 8
@@ -243,7 +242,6 @@ class AdaptiveLength(LengthPolicy):
         Args:
             batch: of the next step.
             tokens: that a sequence emits in a step, by K.
-
         """
         # Where anything is drafted, every token pays its share of the draft model's prefill of the prompts.
         prefill, seconds = self._prefill_seconds(batch), self._costs.seconds(len(batch))

@@ -17,18 +17,11 @@ MOST_NODES = 64
 
 
 class Shape(NamedTuple):
-    """A tree, depth first; each list has an entry per node.
+    """A tree, depth first; each list has an entry per node."""
 
-    Attributes:
-        depths: from 0, for children of the root.
-        ranks: of the node's token at its depth.
-        parents: as in ``Draft.parents``.
-
-    """
-
-    depths: list[int]
-    ranks: list[int]
-    parents: list[int]
+    depths: list[int]  # from 0, for children of the root
+    ranks: list[int]  # of the node's token at its depth
+    parents: list[int]  # as in Draft.parents
 
 
 class ChoiceTree:
@@ -39,7 +32,6 @@ class ChoiceTree:
 
     Attributes:
         num_ranks: per depth, the number of ranks that are used.
-
     """
 
     def __init__(self, choices: Iterable[tuple[int, ...]]) -> None:
@@ -75,7 +67,6 @@ def checked_choices(value: Any, source: str) -> tuple[tuple[int, ...], ...]:
 
     Raises:
         ConfigError: it is not a list of 1 to 64 different paths of ranks from 0 on, or a path's parent is missing.
-
     """
     if (
         not isinstance(value, (list, tuple))
@@ -107,7 +98,6 @@ def fit_tree(hit_rates: Many[Many[float]], max_nodes: int) -> list[tuple[int, ..
 
     Returns:
         Rank paths, the likeliest first.
-
     """
     choices: list[tuple[int, ...]] = []
     candidates: list[tuple[float, tuple[int, ...]]] = [

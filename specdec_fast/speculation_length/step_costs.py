@@ -40,7 +40,6 @@ class StepCosts:
 
     Attributes:
         catch_up: seconds in which the drafter computes one token that it has not seen, as profiled.
-
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class StepCosts:
             k: draft tokens of each.
             ratio: of the seconds of the forwards to those profiled.
             other: seconds besides forwards.
-
         """
         length, kinds, observed, is_new = size.bit_length(), self._kinds, self._observed, not self.is_observed(size, k)
         self._latest = factors = self._factors.setdefault(length, list(self._latest))

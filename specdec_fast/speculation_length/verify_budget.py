@@ -53,7 +53,6 @@ class VerifyBudget:
 
     Args:
         costs: of steps.
-
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -68,7 +67,6 @@ class VerifyBudget:
         Args:
             scores: of each sequence's nodes.
             k: number of the trees, see ``StepCosts``.
-
         """
         falling = sorted((score for own in scores for score in own), reverse=True)
         size = len(scores)
@@ -91,7 +89,6 @@ class VerifyBudget:
             scores: of each sequence's verified nodes.
             accepted: which of them were accepted.
             is_usual: whether ``StepCosts`` learns from the seconds of this step, too.
-
         """
         for own, hits in zip(scores, accepted, strict=True):
             self._rates.add(own, hits)

@@ -27,7 +27,6 @@ class Program:
     Args:
         plan: the plan of the program. The program keeps its constants alive, including the model's weights, and reads
             them in place.
-
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -61,7 +60,6 @@ class Program:
         Raises:
             IndexError: an index of the batch lies outside its rows or pages, or a token outside the vocabulary.
             ValueError: there are inputs and the program takes none, or the other way round; or they have another size.
-
         """
         if logit_rows is None:
             logit_rows = self._all_rows(token_ids.shape[0])
@@ -120,7 +118,6 @@ class Program:
 
         Raises:
             IndexError: for the reasons of ``__call__``.
-
         """
         chosen = torch.empty(sum(num_draft_tokens), dtype=torch.int64, device="cpu")
         self._program.draft(
@@ -155,7 +152,6 @@ class Program:
         Raises:
             IndexError: for the reasons of ``__call__``.
             ValueError: the arguments do not fit together.
-
         """
         depths, num_nodes, width, parents, ranks, temperature = rules
         tokens, above, scores = (
@@ -203,7 +199,6 @@ class Program:
         Raises:
             IndexError: for the reasons of ``__call__``.
             ValueError: the arguments do not fit together, or a parent does not come before its children.
-
         """
         width = self._plan.vocab_size
         draft_tokens, parents = draft_tokens.contiguous(), spans.parents

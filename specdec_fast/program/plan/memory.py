@@ -97,7 +97,6 @@ def placed(
     Returns:
         The memory of every buffer, by its index; bytes of shared memory per row of each domain; bytes of a thread's
         own memory.
-
     """
     steps = _steps(instructions, buffers)
     by_step, by_operation = _lives(instructions, steps.__getitem__), _lives(instructions, lambda i: i)

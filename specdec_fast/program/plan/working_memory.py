@@ -46,7 +46,6 @@ def working_bytes(
         num_threads: threads that compute it; each has working memory of its own.
         linear_bytes: from a linear's rows, inputs and outputs, whether its weight is transposed, and the threads, to
             what it allocates.
-
     """
 
     def of(step: Instruction) -> int:

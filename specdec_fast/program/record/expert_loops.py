@@ -42,7 +42,6 @@ class ExpertLoop:
         tape: the recording.
         ids: the places of the ids of experts, below ``num_experts``.
         num_experts: experts that the loop visits.
-
     """
 
     def __init__(self, tape: Tape, ids: RowView, num_experts: int) -> None:
@@ -132,23 +131,15 @@ class ExpertLoop:
 
 @dataclass(frozen=True, eq=False)
 class OfLoop(OfAllRows):
-    """A tensor by which a loop over experts finds the rows of each of them.
+    """A tensor by which a loop over experts finds the rows of each of them."""
 
-    Attributes:
-        kind: "one_hot"; "counts" and "chosen", per expert; "mask" of an expert's rows; their "rows" and "choices"; or
-            the "sums" of the experts visited so far.
-        loop: the loop.
-        axes: what the axes of "one_hot" and "mask" are: "rows", "choices", "experts".
-        expert: that of a mask, rows and choices.
-        target: the value to which the sums are added.
-
-    """
-
+    # "one_hot"; "counts" and "chosen", per expert; "mask" of an expert's rows; their "rows" and "choices"; or the
+    # "sums" of the experts visited so far
     kind: str
-    loop: ExpertLoop
-    axes: tuple[str, ...] = ()
-    expert: int = 0
-    target: RowView | None = None
+    loop: ExpertLoop  # the loop
+    axes: tuple[str, ...] = ()  # what the axes of "one_hot" and "mask" are: "rows", "choices", "experts"
+    expert: int = 0  # that of a mask, rows and choices
+    target: RowView | None = None  # the value to which the sums are added
 
     def with_axes(self, axes: tuple[str, ...]) -> OfLoop:
         """Return the same with axes in another order."""

@@ -20,7 +20,6 @@ def recording_ops(recorder: Recorder, ops: Ops, pool: PagePool, batch: RaggedBat
         ops: they compute.
         pool: the pages that the forward may write and read.
         batch: the rows of the forward; the program's caller will lay them out, so it may use no other layout.
-
     """
     calls = _RecordedCalls(recorder, ops.unchecked or ops, pool, batch)
     return calls.ops.replaced(

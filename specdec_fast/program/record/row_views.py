@@ -19,26 +19,15 @@ class NotLowerableError(Exception):
 
 @dataclass(frozen=True)
 class RowView:
-    """The places of a tensor's numbers in a buffer's row.
+    """The places of a tensor's numbers in a buffer's row."""
 
-    Attributes:
-        buffer: index of the buffer.
-        domain: which rows the buffer has.
-        axis: the axis of the tensor that counts the rows.
-        sizes: sizes of all axes, with 1 at ``axis``.
-        strides: strides of all axes in numbers, with 0 at ``axis``.
-        offset: offset of the first number from the beginning of the row.
-        dtype: type of the numbers.
-
-    """
-
-    buffer: int
-    domain: int
-    axis: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+    buffer: int  # index of the buffer
+    domain: int  # which rows the buffer has
+    axis: int  # the axis of the tensor that counts the rows
+    sizes: tuple[int, ...]  # sizes of all axes, with 1 at axis
+    strides: tuple[int, ...]  # strides of all axes in numbers, with 0 at axis
+    offset: int  # offset of the first number from the beginning of the row
+    dtype: torch.dtype  # type of the numbers
 
     @property
     def size(self) -> int:
@@ -108,7 +97,6 @@ def row_axis(shape: Sequence[int], before: int, after: int, num_rows: int) -> in
 
     Raises:
         NotLowerableError: no axis counts the rows, because they have been merged with another axis.
-
     """
     for axis, size in enumerate(shape):
         if size == num_rows and prod(shape[:axis]) == before and prod(shape[axis + 1 :]) == after:
@@ -150,7 +138,6 @@ def collapsed(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[t
 
     Returns:
         Shape and strides with as few axes as possible, at least one.
-
     """
     axes: list[tuple[int, tuple[int, ...]]] = []
     for d, size in enumerate(shape):

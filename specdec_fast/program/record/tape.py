@@ -44,7 +44,6 @@ class Tape:
         instructions: the instructions so far.
         buffers: the buffers that they read and write.
         inputs: the buffer of what the rows take besides their tokens; None: nothing.
-
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class Tape:
         Raises:
             NotLowerableError: the tensor is integers of the batch or a constant, or it was changed through another
                 tensor.
-
         """
         value = self.value(tensor)
         if isinstance(value, RowView):
@@ -105,7 +103,7 @@ class Tape:
             Complex: "complex numbers",
             OfAllRows: "choices of all rows",
         }
-        what = kinds.get(type(value), "a constant")
+        what = next((text for kind, text in kinds.items() if isinstance(value, kind)), "a constant")
         raise NotLowerableError(f"an operation on {what} where numbers of rows are expected")
 
     def numbers(self, tensor: Tensor, like: Tensor | None = None) -> RowView:
@@ -114,7 +112,6 @@ class Tape:
         Args:
             tensor: rows, or integers of the batch.
             like: a tensor of integers of the batch gets the shape and dtype of this one; None: its own.
-
         """
         value = self.value(tensor)
         if not isinstance(value, Index) or value.kind == "logit_rows":

@@ -41,7 +41,6 @@ def kernels_of(plan: Plan, fuses_linears: bool = False) -> list[Prepared]:
 
     Raises:
         NotLowerableError: an instruction has no counterpart in Triton.
-
     """
     return with_kernels(plan, fused_launches_of(plan) if fuses_linears else launches_of(plan))
 
@@ -51,7 +50,6 @@ def with_kernels(plan: Plan, launches: Sequence[FusedLaunch]) -> list[Prepared]:
 
     Raises:
         NotLowerableError: an instruction has no counterpart in Triton.
-
     """
     waiting: list[FusedLaunch] = [*launches][::-1]
     found: list[Prepared] = []
@@ -85,7 +83,6 @@ class TritonProgram:
             until ``make gpu-check`` shows on a GPU that it is faster: no GPU has run these kernels yet.
         merges_attention: whether attention over split contexts is one launch (``attention_merging.py``). Off for the
             same reason. No two forwards of such a program may run at once.
-
     """
 
     def __init__(self, plan: Plan, ops: Ops, fuses_linears: bool = False, merges_attention: bool = False) -> None:

@@ -13,24 +13,15 @@ from specdec_fast.program.triton.launches import JointLinear, Launch, RowRun, Sh
 
 @dataclass(frozen=True, eq=False)
 class FusedLinear:
-    """Linears of the same vectors, one vector per row, and the runs that their kernel computes.
+    """Linears of the same vectors, one vector per row, and the runs that their kernel computes."""
 
-    Attributes:
-        steps: the linears.
-        domain: of the rows that it computes.
-        before: computes the vectors; what it stores is not stored. None: the vectors are in memory.
-        gather: takes the rows between ``before`` and the linears; None: they are all rows.
-        after: computes numbers from the outputs, which then are not stored. None: the outputs are stored.
-        has_halves: whether ``after`` combines both halves of the outputs of one linear.
-
-    """
-
-    steps: tuple[Linear, ...]
-    domain: int
-    before: RowRun | None = None
-    gather: Gather | None = None
+    steps: tuple[Linear, ...]  # the linears
+    domain: int  # of the rows that it computes
+    before: RowRun | None = None  # computes the vectors; what it stores is not stored. None: the vectors are in memory.
+    gather: Gather | None = None  # takes the rows between before and the linears; None: they are all rows
+    # computes numbers from the outputs, which then are not stored. None: the outputs are stored.
     after: RowRun | None = None
-    has_halves: bool = False
+    has_halves: bool = False  # whether after combines both halves of the outputs of one linear
 
     @property
     def reads(self) -> list[int]:
@@ -62,16 +53,10 @@ class FusedLinear:
 
 @dataclass(frozen=True, eq=False)
 class EitherWay:
-    """The same numbers in one launch for few rows, and in several for more.
+    """The same numbers in one launch for few rows, and in several for more."""
 
-    Attributes:
-        few: the launch for at most ``MOST_ROWS`` rows.
-        many: the launches for more rows.
-
-    """
-
-    few: FusedLinear
-    many: tuple[Launch | FusedLinear, ...]
+    few: FusedLinear  # the launch for at most MOST_ROWS rows
+    many: tuple[Launch | FusedLinear, ...]  # the launches for more rows
 
 
 # Every program of a linear computes the statistics of all its rows again, which are loads of the whole row and a sum

@@ -34,7 +34,6 @@ def fused_step(plan: Plan, fused: FusedLinear, dtypes: dict[int, torch.dtype]) -
         plan: the plan.
         fused: the linears.
         dtypes: of every buffer that row operations store.
-
     """
     gathered, kernel_of_all = linear_kernel(plan, fused), linear_kernel(plan, fused, all_rows=True)
     matrices = fused.matrices()

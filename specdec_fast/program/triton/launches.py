@@ -30,30 +30,18 @@ from specdec_fast.triton_kernels.linear import MAX_WEIGHTS
 
 @dataclass(frozen=True, eq=False)
 class RowRun:
-    """Instructions that one kernel computes, row by row.
+    """Instructions that one kernel computes, row by row."""
 
-    Attributes:
-        domain: the rows that it computes.
-        steps: row operations and appends, in order.
-        stored: buffers that instructions outside of the run read, the logits and the taps.
-
-    """
-
-    domain: int
-    steps: tuple[RowOp | Append, ...]
-    stored: frozenset[int]
+    domain: int  # the rows that it computes
+    steps: tuple[RowOp | Append, ...]  # row operations and appends, in order
+    stored: frozenset[int]  # buffers that instructions outside of the run read, the logits and the taps
 
 
 @dataclass(frozen=True, eq=False)
 class JointLinear:
-    """Linears of the same vectors that one kernel computes: see ``triton_kernels.linear.linears``.
+    """Linears of the same vectors that one kernel computes: see ``triton_kernels.linear.linears``."""
 
-    Attributes:
-        steps: two to ``MAX_WEIGHTS`` of them, in order.
-
-    """
-
-    steps: tuple[Linear, ...]
+    steps: tuple[Linear, ...]  # two to MAX_WEIGHTS of them, in order
 
     @property
     def reads(self) -> list[int]:

@@ -35,18 +35,12 @@ _LOADED = 8192  # numbers of whole rows that a program has at once: 64 of each t
 
 @dataclass(frozen=True)
 class LinearKernel:
-    """The kernel of a ``FusedLinear``.
+    """The kernel of a ``FusedLinear``."""
 
-    Attributes:
-        source: a module with the function ``row_kernel``: of the vectors if they are in memory, the matrices, their
-            biases, the outputs and their sizes if they are stored, the tensors, the number of rows, and the stride of
-            the vectors.
-        tensors: as those of ``RowKernel``.
-
-    """
-
+    # a module with the function row_kernel: of the vectors if they are in memory, the matrices, their biases, the
+    # outputs and their sizes if they are stored, the tensors, the number of rows, and the stride of the vectors
     source: str
-    tensors: tuple[int | Tensor | str, ...]
+    tensors: tuple[int | Tensor | str, ...]  # as those of RowKernel
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,6 @@ def linear_kernel(plan: Plan, fused: FusedLinear, all_rows: bool = False) -> Lin
 
     Raises:
         NotEmittableError: a run is not elementwise where it must be, or a program would write what another one reads.
-
     """
     pointers = Pointers()
     try:

@@ -35,7 +35,6 @@ class Pointers:
 
     Attributes:
         tensors: what each pointer is: a buffer, a constant, or the name of a tensor of the batch.
-
     """
 
     def __init__(self) -> None:
@@ -64,7 +63,6 @@ class RowCode:
         reduced: the steps that reduce vectors, with the axes on which each result depends.
         widest: the largest number of elements of a tensor.
         prefix: of the names of its lines.
-
     """
 
     prefix = "x"
@@ -143,7 +141,6 @@ class RowCode:
             operand: what it reads.
             outer: the coordinates of the vectors.
             own_axis: whether no other step shares the axis.
-
         """
         outer_axes = tuple(sorted({a for p in outer for a in p.axes}, key=lambda a: a.number))
         length = operand.length

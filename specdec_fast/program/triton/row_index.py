@@ -118,7 +118,6 @@ def located(place: Place, offset: int, shape: Sequence[int], strides: Sequence[i
 
     Raises:
         SplitError, CutError: some are, or the coordinates are no sums over the axes.
-
     """
     if 0 in shape:
         return None

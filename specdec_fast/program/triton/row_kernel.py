@@ -28,21 +28,14 @@ OF_BATCH = ("token_ids", "positions", "slot_mapping", "logit_rows")  # tensors o
 
 @dataclass(frozen=True)
 class RowKernel:
-    """The kernel of a run.
+    """The kernel of a run."""
 
-    Attributes:
-        source: a module with the function ``row_kernel`` of as many pointers as there are tensors.
-        tensors: what each pointer is: a buffer's row 0, a constant, the name of a tensor of the batch, or ``"keys N"``
-            and ``"values N"``, the pages of a layer.
-        num_tiles: programs per row.
-        num_warps: warps per program.
-
-    """
-
-    source: str
+    source: str  # a module with the function row_kernel of as many pointers as there are tensors
+    # what each pointer is: a buffer's row 0, a constant, the name of a tensor of the batch, or "keys N" and
+    # "values N", the pages of a layer
     tensors: tuple[int | Tensor | str, ...]
-    num_tiles: int
-    num_warps: int
+    num_tiles: int  # programs per row
+    num_warps: int  # warps per program
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,6 @@ def row_kernel(plan: Plan, run: RowRun) -> RowKernel:
 
     Raises:
         NotEmittableError: a step of the run must read memory that the run has written; see ``launches.halves``.
-
     """
     row_sizes = row_sizes_of(plan, run)
     pointers, body, num_tiles, widest = Pointers(), "", 0, 1

@@ -26,20 +26,12 @@ OF_TWO_OUTPUTS = OF_OUTPUTS | {"tanh", "gelu_tanh"}
 
 @dataclass(frozen=True)
 class TileNames:
-    """What the kernel calls the numbers of a tile.
+    """What the kernel calls the numbers of a tile."""
 
-    Attributes:
-        row: the rows, ``[rows, 1]``.
-        row_mask: which of them there are.
-        part: the numbers of the axis, ``[1, part]``.
-        part_mask: which of them there are; empty: all.
-
-    """
-
-    row: str
-    row_mask: str
-    part: str
-    part_mask: str
+    row: str  # the rows, [rows, 1]
+    row_mask: str  # which of them there are
+    part: str  # the numbers of the axis, [1, part]
+    part_mask: str  # which of them there are; empty: all
 
 
 class TileValues(Values):
@@ -55,7 +47,6 @@ class TileValues(Values):
 
     Attributes:
         loaded: buffers that the code reads from memory.
-
     """
 
     def __init__(
@@ -117,7 +108,6 @@ class WholeRows(TileValues):
     Args:
         steps, pointers, row_sizes, axis, names: as those of ``TileValues``.
         pieces: the arguments ``SIZE`` to ``OF_THREADS`` of ``linear_parts.load_rows``.
-
     """
 
     prefix = "w"
@@ -165,7 +155,6 @@ class WithStatistics(TileValues):
 
     Attributes:
         collected: what ``whole`` calls each statistic, by the name that this code gives it.
-
     """
 
     prefix = "y"
