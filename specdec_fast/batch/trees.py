@@ -32,12 +32,7 @@ def depths_of(parents: Many[int]) -> list[int]:
 
 
 def rows_of_trees(parents: Many[int], num_draft_tokens: Many[int]) -> TreeRows:
-    """Return the rows of several trees.
-
-    Args:
-        parents: of all nodes, sequence after sequence.
-        num_draft_tokens: number of nodes per sequence.
-    """
+    """Return the rows of several trees, of which ``parents`` are those of all nodes, sequence after sequence."""
     depths: list[int] = []
     above: list[int] = []
     masks: list[int] = []  # bit i: the row descends from row i of its sequence

@@ -112,7 +112,7 @@ def lay_out(
     """Lay out one forward, and allocate the pages that its new positions need.
 
     Args:
-        pool: the pool that has the owners of ``rows``.
+        pool: has the owners of ``rows``.
         rows: the span of each sequence, in batch order.
         token_ids: ``[T]`` int64 on the pool's device, the spans' tokens one after the other.
         ahead: number of positions after each span that get pages, and entries in the block table, as well.
@@ -136,12 +136,8 @@ def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> l
     The positions of a forward are known before its tokens, so a drafting loop need not stop for the layout.
 
     Args:
-        pool: the pool that has the owners of ``rows``.
-        rows: the spans of the first forward, in batch order.
-        num_forwards: number of forwards; every one after the first has one row per span.
-
-    Returns:
-        One function per forward; called with the keyword ``token_ids``, ``[T]``, it returns the batch.
+        ``num_forwards`` counts the first one, of the spans ``rows`` in batch order; every later one has one row per
+        span. Returns one function per forward; called with the keyword ``token_ids``, ``[T]``, it returns the batch.
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
@@ -168,7 +164,7 @@ def spans_of(pool: PagePool, rows: Sequence[Rows], ahead: Sequence[int] | None =
     """Allocate the pages that one forward's new positions need; a program will lay the rows out.
 
     Args:
-        pool: the pool that has the owners of ``rows``.
+        pool: has the owners of ``rows``.
         rows: the span of each sequence, in batch order.
         ahead: per span, the number of positions after it that get pages as well; None: 0 for all.
 
@@ -187,8 +183,7 @@ def _laid_out(
 ) -> tuple[partial[RaggedBatch], np.ndarray, np.ndarray, Tensor]:
     """Lay out the first forward, with pages for ``later`` more.
 
-    Returns:
-        The forward, each span's place and end (``[B]`` each), and the block table of all forwards.
+    Returns it, each span's place and end (``[B]`` each), and the block table of all forwards.
     """
     host, device = lay_out_on_host(pool, rows, later), pool.layout.device
     layout = row_layout(tuple([count for _, _, count in rows]), device)

@@ -155,7 +155,6 @@ class PagePool:
             pages.append(page)
 
     def _add_places(self) -> None:
-        """Double the number of places."""
         places = len(self.tables)
         more = max(8, places)
         self.tables = np.pad(self.tables, ((0, more), (0, 0)))

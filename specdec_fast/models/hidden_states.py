@@ -70,13 +70,10 @@ class Taps:
     """Where a model's taps are read.
 
     Args:
-        model: a causal language model of ``num_layers`` layers that attend.
-        ids: from ``checked_taps``.
-        num_layers: the number of its layers.
+        model: a causal language model.
+        ids: from ``checked_taps``; kept in ``ids``, in the order of ``Drafter.taps``.
+        num_layers: number of its layers, which all attend.
         run: runs a short forward of the model over all its rows.
-
-    Attributes:
-        ids: the taps, in the order of ``Drafter.taps``.
 
     Raises:
         UnsupportedModelError: its decoder layers are not found, or pass on something else than one tensor of hidden
@@ -191,7 +188,6 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
 
 def _decoder(model: Any) -> nn.Module:
-    """Return the module that computes the input of the model's output layer."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     if isinstance(decoder, nn.Linear):  # ModernBERT calls its output layer "decoder"
         decoder = model.base_model

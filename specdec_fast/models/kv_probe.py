@@ -35,7 +35,6 @@ class KVProbe(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the states of one layer unchanged."""
         self._cached.add(layer_idx)
         return key_states, value_states
 

@@ -23,8 +23,8 @@ def load_model(
 
     Args:
         source: an argument of ``AutoModelForCausalLM.from_pretrained``, or a loaded model.
-        dtype: dtype of the weights; None: the checkpoint's.
-        device: device of the model; None: CUDA if there is a device, else the CPU.
+        dtype: of the weights; None: the checkpoint's.
+        device: None: CUDA if there is a device, else the CPU.
         role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
 
     Raises:

@@ -61,11 +61,7 @@ def check_decoder(model: PreTrainedModel) -> None:
 
 
 def expect_numbers(model: PreTrainedModel, logits: Tensor) -> None:
-    """Refuse a model whose own logits of a short text are NaN or infinite; -inf excludes an id.
-
-    Args:
-        model: the model.
-        logits: ``[n, vocab_size]``, what it computes of ``n`` tokens.
+    """Refuse a model whose own ``[n, vocab_size]`` logits of a short text are NaN or infinite; -inf excludes an id.
 
     Raises:
         UnsupportedModelError: a logit is NaN or +inf.
@@ -129,12 +125,12 @@ def check_ignores_answers(name: str, forward: Forward, layout: KVLayout, make_ca
     """Compute the same rows with caches that return different lengths.
 
     Args:
-        name: name of the model, for the message.
+        name: of the model, for the message.
         forward: runs the model: from ``[1, T]`` token ids and positions, a cache and no rows to logits
             ``[1, T, vocab_size]``.
-        layout: layout of its KV cache.
+        layout: of its KV cache.
         make_cache: makes a cache from a pool and a batch.
-        page_size: size of the pages with which the model will be served.
+        page_size: of the pages with which the model will be served.
 
     Raises:
         UnsupportedModelError: the logits depend on the length that the cache returns.

@@ -71,16 +71,13 @@ class Linears:
                         attributes["forward"] = before
 
     def compute(self, function: str, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute one linear.
+        """Compute one linear: ``[..., out_features]``, zeros in rows of padding.
 
         Args:
             function: a name in ``row_counts.FUNCTIONS``.
             rows: ``[..., in_features]``.
             weight: ``[out_features, in_features]`` for ``linear``, ``[in_features, out_features]`` for ``addmm``.
             bias: ``[out_features]``.
-
-        Returns:
-            ``[..., out_features]``; zeros in rows of padding.
         """
         flat = rows.reshape(-1, rows.shape[-1])
         num_rows, num_real = len(flat), len(flat)
@@ -164,7 +161,6 @@ class _Intercepted(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute a linear by ``Linears.compute``; call every other function unchanged."""
         kwargs = kwargs or {}
         call = _CALLS[func](*args, **kwargs) if func in _CALLS and not in_invariant_call() else None
         if call is None or not _is_linear(*call[1:3]):

@@ -64,7 +64,6 @@ class RowMixing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute one ATen operation and check it."""
         kwargs = kwargs or {}
         if self.found is None and not in_invariant_call() and any(map(self._has_rows, _tensors((args, kwargs)))):
             reason = self._reason(func, args, kwargs)

@@ -54,8 +54,7 @@ def _make(
 ) -> dict[str, Any]:
     """Make random caches and rows.
 
-    With ``fused``, values are a slice of one projection's output and keys are not. A value's head has ``value_dim``
-    numbers, by default as many as a key's.
+    With ``fused``, values are a slice of one projection's output and keys are not. ``value_dim`` is by default a key's.
     """
     page_size, heads, head_dim = shape
     num_pages = rows // page_size + 3

@@ -208,7 +208,7 @@ def resolve(device: torch.device, backend: str = AUTO, dtype: torch.dtype | None
     """Choose an implementation of every op for ``device``.
 
     Args:
-        device: the device of the tensors.
+        device: of the tensors.
         backend: ``"auto"`` chooses per op the best backend that runs here. A name chooses that backend for all ops
             that it has; the other ops raise a BackendError when they are called, because a model may need none.
         dtype: of the numbers, if ``"auto"`` should choose what is best for it.
@@ -241,7 +241,7 @@ def _load(chosen: Mapping[str, str], check: bool) -> dict[str, Callable[..., Any
 
 
 def _missing(op: Op, device: torch.device, backend: str) -> Callable[..., Any]:
-    """Return the function of an op that has no implementation: it raises a BackendError."""
+    """Return a function that raises a BackendError."""
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         there_are = f"there are: {', '.join(op.implementations)}"

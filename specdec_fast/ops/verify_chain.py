@@ -242,14 +242,8 @@ def _make_trees(
 ) -> dict[str, Any]:
     """Make trees in which half of the rows hold the token that their parent chooses; siblings may hold the same one.
 
-    Args:
-        counts: rows of each sequence.
-        vocab_size: tokens.
-        rules: by which sequences sample; None: all are greedy.
-        breadth: a row's parent is one of so many rows before it; 1 makes chains.
-        generator: of random numbers.
-        dtype: of the logits.
-        device: of all tensors.
+    ``counts`` are the rows of each sequence; ``rules``: by which sequences sample, None: all are greedy. A row's parent
+    is one of ``breadth`` rows before it; 1 makes chains.
     """
     if rules is None:
         args = _make(counts, vocab_size, None, generator, dtype, device)

@@ -129,9 +129,7 @@ def first_within(memory: EngineMemory, budget: int, settings: Sequence[EngineSet
 def halved(largest: int | None, most_rows: int) -> list[int | None]:
     """Return bounds for prefill forwards: the largest, then its halves down to one row.
 
-    Args:
-        largest: what the configuration asks for; None: no bound.
-        most_rows: largest number of rows of a prefill forward without a bound.
+    ``largest`` is what the configuration asks for; None: ``most_rows``, as many as a forward without a bound has.
     """
     bounds: list[int | None] = [largest]
     rows = min(most_rows, largest or most_rows)
@@ -146,11 +144,8 @@ def budget_error(
 ) -> MemoryBudgetError:
     """Return the error of a budget into which the least setting does not fit.
 
-    Args:
-        memory: of the engine.
-        budget: its bytes.
-        least: a plain step of one sequence, over the KV positions asked for.
-        new_tokens: of the planned sequence; None if no traffic is planned.
+    That is a plain step of one sequence, over the KV positions asked for. ``new_tokens`` are those of the planned
+    sequence; None if no traffic is planned.
     """
     terms = memory.terms(least)
     missing, largest = sum(terms.values()) - budget, max(terms, key=terms.__getitem__)

@@ -35,11 +35,8 @@ class CheckpointSizes(NamedTuple):
 def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
     """Return the sizes of a checkpoint from its config, or of a loaded model.
 
-    Args:
-        source: name or folder of a Hugging Face causal model, or a loaded one.
-        dtype: dtype in which the weights will be loaded; None: the checkpoint's.
-
-    Raises:
+    ``source`` is the name or folder of a Hugging Face causal model, or a loaded one. The weights will be loaded in
+    ``dtype``; None: the checkpoint's. Raises:
         ConfigError: the config cannot be read, names no dtype, or describes weights that are quantised.
     """
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
@@ -60,12 +57,7 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
 
 
 def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
-    """Return what an engine needs at least: weights, KV entries, and the logits of a step.
-
-    Args:
-        target: the engine's argument.
-        draft: a draft model of the engine; None: none.
-        config: its settings.
+    """Return what an engine of these arguments needs at least: weights, KV entries, and the logits of a step.
 
     Raises:
         ConfigError: the sizes of a checkpoint are unknown.
@@ -81,11 +73,7 @@ def estimated_memory(
 ) -> EngineMemory:
     """Return the memory of an engine of models that are not loaded: what their forwards need is estimated.
 
-    Args:
-        target: sizes of the target.
-        draft: sizes of a draft model; None without one.
-        drafts: whether anything is drafted, by a drafter without a model if ``draft`` is None.
-        page_size: KV positions per page.
+    ``drafts``: whether anything is drafted, by a drafter without a model if ``draft`` is None.
     """
     part = Part(0, 0, lambda setting: {}) if draft is None else _draft_part(draft, draft.row_bytes)
     return EngineMemory(_target_part(target, target.row_bytes), part if drafts else None, page_size, is_estimate=True)
@@ -114,7 +102,6 @@ def _most_rows(setting: EngineSetting, decoding: int) -> int:
 
 
 def _on_meta(source: Any, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Make a model of a checkpoint's config on the meta device."""
     try:
         config = AutoConfig.from_pretrained(os.fspath(source), trust_remote_code=False)
     except Exception as error:  # no such model, damaged files; every reader raises errors of its own

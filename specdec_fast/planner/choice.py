@@ -67,9 +67,8 @@ class PlannedSetting(NamedTuple):
 def expected_tokens(acceptance: Sequence[float]) -> list[float]:
     """Return the tokens that a sequence emits in a step, by K: ``1 + sum P`` with ``P`` the probability of each path.
 
-    Args:
-        acceptance: for each position of a draft, the probability that its token is accepted if those before it are
-            (Leviathan et al., arXiv 2211.17192, section 3.1).
+    ``acceptance`` is, for each position of a draft, the probability that its token is accepted if those before it are
+    (Leviathan et al., arXiv 2211.17192, section 3.1).
     """
     return list(accumulate(accumulate(acceptance, mul), initial=1.0))
 
@@ -156,14 +155,8 @@ def choose(
     It maximises ``B (1 + sum P) / (verify + draft)`` over K from 0 to the number of positions of ``acceptance``. The
     memory of K 0 is without the drafter. A window of twice the batch is taken if it fits.
 
-    Args:
-        memory: of the engine, with the drafter if there is one.
-        budget: bytes.
-        batch_sizes: the batch sizes to compare.
-        traffic: the requests.
-        acceptance: probability of each position of a draft.
-        times: seconds of steps.
-        most_prefill_rows: of a prefill forward without a bound.
+    ``memory`` is that of the engine, with the drafter if there is one; ``acceptance`` the probability of each position
+    of a draft; ``most_prefill_rows`` the rows of a prefill forward without a bound.
     """
     emitted = expected_tokens(acceptance if memory.drafter is not None else [])
     found: list[PlannedSetting | None] = []

@@ -26,12 +26,7 @@ class StepTimes(Protocol):
 
 
 class MeasuredTimes:
-    """The profile of an engine's models on this machine, over short contexts.
-
-    Args:
-        costs: the profile.
-        most_rows: the largest number of rows that it contains.
-    """
+    """The profile of an engine's models on this machine, over short contexts, for up to ``most_rows`` rows."""
 
     def __init__(self, costs: StepCosts, most_rows: int) -> None:
         self._costs, self._most_rows = costs, max(2, most_rows)

@@ -35,13 +35,7 @@ class HoldsMemory(Protocol):
 
 
 def loaded_memory(target: RaggedModel, drafter: HoldsMemory | None, page_size: int) -> EngineMemory:
-    """Return the memory of an engine of loaded models.
-
-    Args:
-        target: the target, with the row padding with which it will run.
-        drafter: the drafter; None decodes plainly.
-        page_size: KV positions per page.
-    """
+    """Return the memory of an engine of loaded models; the target has the row padding with which it will run."""
     own = storage_bytes(weights_of(target.model))
     part = Part(sum(own.values()), target.layout.bytes_per_token, partial(_target_terms, target))
     if drafter is None:

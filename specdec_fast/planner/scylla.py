@@ -24,13 +24,10 @@ class Fit(NamedTuple):
 
 
 def rows_at_balance(weight_bytes: float, flops_per_row: float, bandwidth: float, peak: float) -> float:
-    """Return R*, at which reading the weights takes as long as computing the rows.
+    """Return R*, at which reading ``weight_bytes`` takes as long as computing the rows.
 
-    Args:
-        weight_bytes: that a forward reads, whatever its rows.
-        flops_per_row: of one row; two per parameter.
-        bandwidth: bytes per second.
-        peak: floating-point operations per second.
+    A row takes two floating-point operations per parameter. ``bandwidth`` is in bytes per second, ``peak`` in
+    operations per second.
     """
     return (weight_bytes / bandwidth) / (flops_per_row / peak)
 
@@ -76,11 +73,10 @@ def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray]
 
 
 def fits_of(data: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Fit]:
-    """Fit the curves of a file.
+    """Fit the curves of a file, given as pairs.
 
-    Args:
-        data: pairs by curve: ``"training_tokens"`` and ``"layers"`` with accepted tokens, ``"batch_sizes"`` with the
-            best number of draft tokens.
+    They are ``"training_tokens"`` and ``"layers"`` with accepted tokens, and ``"batch_sizes"`` with the best number of
+    draft tokens.
 
     Raises:
         ConfigError: another name, or something that is not pairs of numbers.

@@ -80,17 +80,14 @@ def compile_forward(
     """Record a model's forward, and plan its program.
 
     Args:
-        model: the model, in eval mode.
+        model: in eval mode.
         forward: runs the model: from ``[T]`` token ids and positions, a cache and ``[R]`` rows to their logits.
-        layout: the layout of its KV cache.
-        ops: the ops that the recorded runs use.
+        layout: of the model's KV cache.
+        ops: the recorded runs use them.
         sliding: layers that must pass their window to attention.
         tapped: collects the hidden states that are further outputs of the program; None: it has none. Without taps
             the program is the same, except for the copies of the taps.
         max_positions: the program will compute positions below it only; None: any.
-
-    Returns:
-        The plan from which an executor builds the program.
 
     Raises:
         NotLowerableError: the model does something that a program cannot express.
@@ -189,11 +186,7 @@ def _record(run: _Run, layout: KVLayout, counts: tuple[int, int], max_positions:
 
 
 def _tap(tape: Tape, hidden: Tensor) -> int:
-    """Record a copy of hidden states ``[1, T, H]`` or ``[T, H]``, because the model may change them in place.
-
-    Returns:
-        The buffer of the copy.
-    """
+    """Record a copy of ``[1, T, H]`` or ``[T, H]``, which the model may change in place; return the buffer of the copy."""
     view = tape.row_view(hidden)
     if (view.domain, view.axis, prod(view.sizes[:-2])) != (ROWS, hidden.dim() - 2, 1) or hidden.dim() not in (2, 3):
         raise NotLowerableError(f"hidden states of shape {list(hidden.shape)} where [1, rows, size] is expected")
@@ -201,12 +194,10 @@ def _tap(tape: Tape, hidden: Tensor) -> int:
 
 
 def _addresses(instructions: list[Instruction]) -> set[int]:
-    """Return the addresses of the storages that instructions read in place."""
     return {each.untyped_storage().data_ptr() for instruction in instructions for each in _constants(instruction)}
 
 
 def _constants(instruction: Instruction) -> list[Tensor]:
-    """Return the constants that an instruction reads in place."""
     if isinstance(instruction, RowOp):
         return [operand.source for operand in instruction.inputs if isinstance(operand.source, Tensor)]
     return [value for value in vars(instruction).values() if isinstance(value, Tensor)]

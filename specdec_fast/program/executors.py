@@ -55,9 +55,7 @@ class TreeRules(NamedTuple):
 class DraftedTrees(NamedTuple):
     """The nodes of trees, tree after tree: token ids int64, parents int32 and scores fp32 as in ``Draft``.
 
-    Attributes:
-        token_ids, parents, scores: ``[sum(counts)]``.
-        counts: the number of nodes of each tree.
+    Each tensor is ``[sum(counts)]``.
     """
 
     token_ids: Tensor
@@ -125,7 +123,7 @@ class DeviceProgram(Protocol):
 
         Args:
             batch: ``T`` rows.
-            pool: pages of a pool that has the layout for which the program was made.
+            pool: of the layout for which the program was made.
             logit_rows: ``[R]`` int64, the rows whose logits are wanted; None: all.
             hidden_states: ``[T, taps, H]``, into which the program writes the taps of its plan; None: not wanted.
             inputs: ``[T, input_size]``, what the rows take besides their tokens; None if they take nothing.
@@ -164,10 +162,8 @@ def executor_for(ops: Ops, device: torch.device) -> tuple[Executor | None, str |
 
     An executor computes ops itself, or lets the engine's ops compute rows of any number, so the engine must have chosen
     the executor's backend for these ops: otherwise a program would have other bits than the chosen ops. Ops that a plan
-    does not use may have any backend, or none.
-
-    Returns:
-        A function of a ``Plan``. It raises a NotLowerableError if an op of the plan has another backend.
+    does not use may have any backend, or none. The function raises a NotLowerableError if an op of the plan has
+    another.
     """
     backends = [backend for backend, (device_type, _) in EXECUTORS.items() if device_type == device.type]
     for backend in backends:
@@ -185,7 +181,7 @@ def _build(ops: Ops, backend: str, plan: Plan) -> Programs:
 
 
 def _other_backends(ops: Ops, backend: str, used: Iterable[str]) -> str:
-    """Name the ops in use that have another backend, or none; empty if all have ``backend``."""
+    """Name the ops in use that have another backend; empty if there are none."""
     others: dict[str, list[str]] = {}
     for op in sorted(used):
         if (other := ops.chosen.get(op, "no backend")) != backend:

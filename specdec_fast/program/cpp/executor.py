@@ -44,18 +44,15 @@ class Program:
         hidden_states: Tensor | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Compute the batch's rows.
+        """Compute the logits ``[R, vocab_size]`` of a batch.
 
         Args:
             token_ids: ``[T]`` int64, padding included.
             batch: ``T`` rows, laid out by the pool that ``pages`` belong to.
-            pages: pages of a pool that has the layout for which the program was made.
+            pages: of a pool that has the layout for which the program was made.
             logit_rows: ``[R]`` int64 rows whose logits are wanted; None: all rows.
             hidden_states: ``[T, taps, H]``, into which the program writes the taps of its plan; None: not wanted.
             inputs: ``[T, input_size]``, contiguous, what the rows take besides their tokens; None if they take nothing.
-
-        Returns:
-            Logits ``[R, vocab_size]``.
 
         Raises:
             IndexError: an index of the batch lies outside its rows or pages, or a token outside the vocabulary.
@@ -107,7 +104,7 @@ class Program:
 
         Args:
             spans: the rows of the first forward, of ``B`` sequences; pages of later rows are allocated.
-            token_ids: tokens of the first forward's rows.
+            token_ids: of the first forward's rows.
             num_draft_tokens: number of draft tokens per sequence, at least 1. Forward i has one row for every sequence
                 that gets more than i.
             choice: how tokens are chosen. Logits with a NaN choose token 0.
@@ -141,7 +138,7 @@ class Program:
         Args:
             spans: the rows of the first forward, of ``B`` sequences, the last of which is the root of the sequence's
                 tree; pages of as many further positions as the tree may have nodes are allocated.
-            token_ids: tokens of these rows.
+            token_ids: of these rows.
             rules: how the trees grow.
             choice: how the target will choose tokens. Rows whose logits have a NaN or infinity get no children.
             inputs: of these rows, as in ``draft``.
@@ -251,7 +248,7 @@ class Program:
         return 0, size, projection._program, plan.input_bytes, pieces
 
     def _sizes_of(self, choice: TokenChoice) -> tuple[int, ...]:
-        """Return what C++ knows of a choice besides the sampling, in the order of csrc/bind_program.cpp."""
+        """Return a choice's sizes besides the sampling, in the order of csrc/bind_program.cpp."""
         ids = choice.target_ids
         sizes = (self._plan.vocab_size, choice.vocab_size, 0 if ids is None else ids.data_ptr())
         return self._logits_code, *sizes, choice.num_target_ids

@@ -91,8 +91,7 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """Products of ``num_vectors`` vectors of ``in_features`` numbers per row with ``weight [out_features,
-    in_features]``.
+    """Products of ``num_vectors`` vectors per row with ``weight [out_features, in_features]``.
 
     The weights are contiguous, or the transpose of a contiguous matrix.
     """

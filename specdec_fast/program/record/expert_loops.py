@@ -36,13 +36,7 @@ class _Visit:
 
 
 class ExpertLoop:
-    """The loop over the experts among which ``ids`` ``[T, num_choices]`` choose.
-
-    Args:
-        tape: the recording.
-        ids: the places of the ids of experts, below ``num_experts``.
-        num_experts: experts that the loop visits.
-    """
+    """The loop over ``num_experts`` experts, among which the numbers at ``ids`` ``[T, num_choices]`` choose."""
 
     def __init__(self, tape: Tape, ids: RowView, num_experts: int) -> None:
         self.ids, self.num_experts, self.num_choices = ids, num_experts, ids.sizes[1]

@@ -187,7 +187,7 @@ def _argmax(tape: Tape, result: Tensor, source: Tensor, axis: int, keepdim: bool
 
 
 def _first_largest(tape: Tape, name: str, source: Tensor, axis: int) -> tuple[RowView, RowView]:
-    """Record the first place of the largest number of every vector; return the vectors and the places."""
+    """Record the places, one per vector; return the vectors and the places."""
     view = vectors_of(tape, name, source, axis)
     place = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), torch.int64)
     tape.row_op("argmax", [view], place)

@@ -92,8 +92,7 @@ def dense(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def row_axis(shape: Sequence[int], before: int, after: int, num_rows: int) -> int:
-    """Return the axis of ``shape`` that counts the rows, with ``before`` numbers before it and ``after`` numbers after
-    it.
+    """Return the axis of ``shape`` that counts the rows: ``before`` numbers are before it, ``after`` numbers after it.
 
     Raises:
         NotLowerableError: no axis counts the rows, because they have been merged with another axis.
@@ -132,12 +131,7 @@ def _view_strides(
 def collapsed(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Drop axes of size 1, and merge neighbouring axes if every operand's strides allow it.
 
-    Args:
-        shape: shape of an operation.
-        strides: strides of each operand.
-
-    Returns:
-        Shape and strides with as few axes as possible, at least one.
+    Returns the shape and the strides of each operand with as few axes as possible, at least one.
     """
     axes: list[tuple[int, tuple[int, ...]]] = []
     for d, size in enumerate(shape):

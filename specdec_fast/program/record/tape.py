@@ -41,8 +41,6 @@ class Tape:
         max_positions: number of positions that the batch may have; None if there is no limit.
 
     Attributes:
-        instructions: the instructions so far.
-        buffers: the buffers that they read and write.
         inputs: the buffer of what the rows take besides their tokens; None: nothing.
     """
 
@@ -109,9 +107,7 @@ class Tape:
     def numbers(self, tensor: Tensor, like: Tensor | None = None) -> RowView:
         """Return the places of a tensor's numbers; token ids and positions are written to a buffer.
 
-        Args:
-            tensor: rows, or integers of the batch.
-            like: a tensor of integers of the batch gets the shape and dtype of this one; None: its own.
+        Integers of the batch get the shape and dtype of ``like``; None: their own.
         """
         value = self.value(tensor)
         if not isinstance(value, Index) or value.kind == "logit_rows":
@@ -239,10 +235,7 @@ class Tape:
         self.instructions.append(Append(layer, self._heads(keys), self._heads(values)))
 
     def attend(self, layer: int, query: Tensor, params: AttentionParams, result: Tensor) -> None:
-        """Record the attention of ``[T, num_heads, key_head_dim]`` queries.
-
-        ``result`` is ``[T, num_heads, value_head_dim]``.
-        """
+        """Record attention, from ``[T, num_heads, key_head_dim]`` queries to ``[T, num_heads, value_head_dim]``."""
         heads, out = self._heads(query), self.fresh_like(result, 0, ROWS)
         sinks = None if params.sinks is None else self._constant(params.sinks)
         rule = (params.scale, params.sliding_window, params.softcap, sinks)

@@ -106,7 +106,6 @@ class TritonProgram:
         hidden_states: Tensor | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Compute a batch's rows; arguments and result are those of ``DeviceProgram``."""
         forward = DeviceForward(self._plan, batch, pool, logit_rows, hidden_states, inputs)
         device = batch.token_ids.device
         with (

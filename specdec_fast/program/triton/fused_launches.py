@@ -80,7 +80,7 @@ def _with_end(
 
 
 def _is_internal(plan: Plan, buffer: int, readers: _Readers) -> bool:
-    """Return whether a buffer is there for the instructions that read it alone: no logits, no hidden states."""
+    """Return whether no output is in a buffer, and these instructions alone read it."""
     return bool(readers.get(buffer)) and plan.buffers[buffer].place in (ARENA, SCRATCH)
 
 

@@ -52,12 +52,7 @@ class _Code:
 
 
 def linear_kernel(plan: Plan, fused: FusedLinear, all_rows: bool = False) -> LinearKernel:
-    """Return the kernel of fused linears.
-
-    Args:
-        plan: the plan.
-        fused: the linears.
-        all_rows: whether ``fused.gather`` takes all rows in their order.
+    """Return the kernel of fused linears; ``all_rows``: whether ``fused.gather`` takes all rows in their order.
 
     Raises:
         NotEmittableError: a run is not elementwise where it must be, or a program would write what another one reads.

@@ -33,8 +33,7 @@ class Expression(NamedTuple):
 class Pointers:
     """The tensors that a kernel receives, in the order in which its code names them.
 
-    Attributes:
-        tensors: what each pointer is: a buffer, a constant, or the name of a tensor of the batch.
+    Each is a buffer, a constant, or the name of a tensor of the batch.
     """
 
     def __init__(self) -> None:
@@ -136,11 +135,8 @@ class RowCode:
     ) -> tuple[Expression, tuple[Axis, ...], Axis]:
         """Return a step's vectors of an operand, the axes of all their numbers, and that along the vectors.
 
-        Args:
-            number: of the step.
-            operand: what it reads.
-            outer: the coordinates of the vectors.
-            own_axis: whether no other step shares the axis.
+        ``number`` is the step's, ``outer`` are the coordinates of the vectors. With ``own_axis``, no other step shares
+        the axis.
         """
         outer_axes = tuple(sorted({a for p in outer for a in p.axes}, key=lambda a: a.number))
         length = operand.length
@@ -185,7 +181,7 @@ def literal(number: float) -> str:
 
 
 def _expanded(axes: tuple[Axis, ...], among: tuple[Axis, ...]) -> str:
-    """Return the subscript that gives a tensor the axes ``among``."""
+    """Return the subscript that gives a tensor more axes."""
     if len(axes) == len(among):
         return ""
     return "[" + ", ".join(":" if axis in axes else "None" for axis in among) + "]"

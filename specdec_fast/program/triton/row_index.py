@@ -113,8 +113,7 @@ def place_of(offset: int, strides: Sequence[int], coordinates: Sequence[Place]) 
 def located(place: Place, offset: int, shape: Sequence[int], strides: Sequence[int]) -> tuple[Place, ...] | None:
     """Return the coordinates of the numbers at ``place`` among those at ``offset + sum(coordinate * stride)``.
 
-    Returns:
-        One coordinate per axis of ``shape``; None if none of them is among these.
+    There is one per axis of ``shape``; or None if none of the numbers is among these.
 
     Raises:
         SplitError, CutError: some are, or the coordinates are no sums over the axes.

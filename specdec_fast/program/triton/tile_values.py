@@ -38,9 +38,7 @@ class TileValues(Values):
     """The code for numbers of a tile.
 
     Args:
-        steps: the steps of the run.
-        pointers: the tensors of the kernel.
-        row_sizes: numbers from one row of a buffer to the next, by buffer.
+        steps, pointers, row_sizes: as those of ``RowCode``.
         axis: the only axis.
         names: of the tile.
         registers: names of ``[rows, part]`` that the kernel has computed, by buffer and by their offset in its row.
@@ -64,7 +62,6 @@ class TileValues(Values):
         self.share(axis)
 
     def axis(self, axis: Axis, among: tuple[Axis, ...]) -> str:
-        """Return the name of an axis' numbers."""
         if axis is not self.own:
             raise NotEmittableError(-1, "a number depends on an axis that the tile does not have")
         return self.names.part
@@ -105,9 +102,7 @@ class TileValues(Values):
 class WholeRows(TileValues):
     """The code for statistics of whole rows: each sum has the order that the row's own kernel gives it.
 
-    Args:
-        steps, pointers, row_sizes, axis, names: as those of ``TileValues``.
-        pieces: the arguments ``SIZE`` to ``OF_THREADS`` of ``linear_parts.load_rows``.
+    ``pieces`` are the arguments ``SIZE`` to ``OF_THREADS`` of ``linear_parts.load_rows``.
     """
 
     prefix = "w"
@@ -125,7 +120,7 @@ class WholeRows(TileValues):
         self._pieces = ", ".join(map(str, pieces))
 
     def load_rows(self, buffer: int, place: Place) -> Expression:
-        """Return numbers of a buffer's rows, loaded as ``linear_parts.load_rows`` does."""
+        """Load them as ``linear_parts.load_rows`` does."""
         if not place.axes:
             return super().load_rows(buffer, place)
         if place.terms != ((self.own, 1),):
@@ -137,7 +132,6 @@ class WholeRows(TileValues):
         )
 
     def over(self, axis: Axis, how: str, value: Expression, axes: tuple[Axis, ...]) -> Expression:
-        """Add a line that reduces every row."""
         if value.axes != (self.own,):
             raise NotEmittableError(-1, "a sum over numbers that repeat")
         text = value.text
@@ -150,10 +144,8 @@ class WholeRows(TileValues):
 class WithStatistics(TileValues):
     """The code for numbers of a tile that depend on statistics of their rows.
 
-    Args:
-        whole: computes the statistics.
-
     Attributes:
+        whole: computes the statistics.
         collected: what ``whole`` calls each statistic, by the name that this code gives it.
     """
 
@@ -165,7 +157,7 @@ class WithStatistics(TileValues):
         self.collected: dict[str, str] = {}
 
     def load_constant(self, source: Tensor, place: Place) -> Expression:
-        """Return numbers of a constant, loaded for every row.
+        """Load them for every row.
 
         Of a load of one row a thread would have two bytes at most, which the compiler does not load ahead in a loop.
         """
@@ -176,7 +168,6 @@ class WithStatistics(TileValues):
         return self.masked(address, f"{self.names.row_mask} & {self.names.part_mask}", index.axes)
 
     def statistics(self, number: int, step: RowOp, outer: Sequence[Place]) -> list[Expression]:
-        """Return the names of a step's statistics."""
         if any(place.axes for place in outer):
             raise NotEmittableError(number, "statistics of a part of a row")
         found = []
