@@ -112,11 +112,7 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
 
 
 def read_batch(path: Path, model_names: list[str]) -> list[BatchLine]:
-    """Read and check the lines of a batch file.
-
-    Args:
-        path: of the file.
-        model_names: that requests may give for the model.
+    """Read and check the lines of a batch file; requests may give one of ``model_names``.
 
     Raises:
         ConfigError: the file is empty.

@@ -25,9 +25,6 @@ def only_writer(path: Path) -> Iterator[None]:
     removed if it is still empty at the end. A pipe or a device is not locked. Where there are no locks, a message says
     so.
 
-    Args:
-        path: of the file, which may be a link.
-
     Raises:
         ConfigError: another process writes the file, or it cannot be written.
     """
@@ -45,7 +42,6 @@ def only_writer(path: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> BufferedWriter:
-    """Return the file, opened and locked."""
     while True:
         try:
             file = path.open("ab")
@@ -57,7 +53,7 @@ def _locked(path: Path) -> BufferedWriter:
 
 
 def _lock(file: BufferedWriter, path: Path) -> bool:
-    """Lock an open file; return whether there are locks where it lies."""
+    """Return whether there are locks where the file lies."""
     reason: str | None = "no such call in this system"
     try:
         if fcntl is not None:
@@ -78,7 +74,6 @@ def _lock(file: BufferedWriter, path: Path) -> bool:
 
 
 def _is_at(path: Path, file: BufferedWriter) -> bool:
-    """Return whether a path leads to an open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, seeded: str) -> None:
-    """Add --stop and the options of sampling.
-
-    Args:
-        parser: of the command.
-        seeded: what samples with seed N + i, for the help of --seed.
-    """
+    """Add --stop and the options of sampling; ``seeded`` says what samples with seed N + i, for the help of --seed."""
     parser.add_argument(
         "--stop", action="append", default=[], metavar="STRING", help="end a text before this string; repeatable"
     )

@@ -49,7 +49,7 @@ def agreements(
         target: a loaded model.
         drafter: as ``Engine`` takes it, with taps. Without ones that ``EngineConfig.tap_layers`` sets (``"final"``),
             it is measured at offset 0 only.
-        config: the settings; ``tap_layers`` are the taps at offset 0, None: those that the checkpoint names.
+        config: ``tap_layers`` are the taps at offset 0, None: those that the checkpoint names.
         prompts: as ``Engine.generate`` takes them; at least one.
         num_tokens: tokens to write in all, rounded up to equally many per prompt.
 

@@ -111,15 +111,13 @@ def compare(
     expected: list[list[int]],
     logprobs: tuple[list[list[float]], list[list[float]]] | None = None,
 ) -> Comparison:
-    """Compare outputs with the reference; compute the two best logits where they diverge.
+    """Compare emitted ids with the reference's; compute the two best logits where they diverge.
 
     Args:
         setting: how the outputs were made, for the report.
         model: the stock model that made the reference.
-        prompts: token ids of each prompt.
-        outputs: emitted ids to compare.
-        expected: the reference's emitted ids.
-        logprobs: log-probabilities of the outputs and of the reference, one per token; None if not known.
+        prompts, outputs, expected: ids of each prompt, of its output, and of the reference's.
+        logprobs: of the outputs and of the reference, one per token; None if not known.
     """
     divergences, equal_tokens, equal_logprobs = [], 0, 0
     for index, (prompt, got, want) in enumerate(zip(prompts, outputs, expected, strict=True)):

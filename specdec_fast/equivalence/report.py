@@ -188,13 +188,7 @@ class Models:
 
 
 def run(matrix: Matrix, prompts: list[list[int]], progress: Callable[[str], None]) -> Report:
-    """Compare everything.
-
-    Args:
-        matrix: the combinations to compare.
-        prompts: token ids of each prompt.
-        progress: called with a line of text before each part.
-    """
+    """Compare everything; ``progress`` is called with a line of text before each part."""
     report = Report()
     for dtype in matrix.dtypes:
         progress(f"{dtype}: plain decoding, one prompt at a time")

@@ -135,9 +135,8 @@ def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> l
 
     The positions of a forward are known before its tokens, so a drafting loop need not stop for the layout.
 
-    Args:
-        ``num_forwards`` counts the first one, of the spans ``rows`` in batch order; every later one has one row per
-        span. Returns one function per forward; called with the keyword ``token_ids``, ``[T]``, it returns the batch.
+    The first one has the spans ``rows``, in batch order; every later one has one row per span. There is one function
+    per forward: called with the keyword ``token_ids``, ``[T]``, it returns the batch.
 
     Raises:
         KVCacheTooSmallError: too few pages are free.

@@ -18,16 +18,13 @@ if TYPE_CHECKING:
 def autoregressive(
     target: PreTrainedModel, prompt_ids: list[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
-    """Emit the target's most likely token at every position; among equals the lowest id.
+    """Emit the target's most likely token at every position, among equals the lowest id; return the emitted ids.
 
     Args:
         target: a stock Hugging Face causal model.
         prompt_ids: at least one token id.
         max_new_tokens: at least 1.
         stop_ids: ids that end the text; the text includes the id that ends it.
-
-    Returns:
-        The emitted ids.
     """
     device = next(target.parameters()).device
     given = {cache_argument(target): transformers.DynamicCache()}

@@ -47,15 +47,12 @@ RealignKV = Callable[[list[LayerKV], Tensor, Tensor, Tensor], None]  # layers, s
 
 
 def repad_in_python(layers: list[LayerKV], moves: list[RowMove], num_columns: int) -> list[LayerKV]:
-    """Unpad and repad every row of every layer, as the published method does.
+    """Unpad and repad every row of every layer, as the published method does, into new tensors of ``num_columns``.
 
     Args:
         layers: keys and values of each layer, ``[B, num_kv_heads, columns, head_dim]``.
         moves: per row, the columns to keep and their shift.
-        num_columns: columns of the result.
-
-    Returns:
-        New tensors of ``num_columns`` columns, with zeros in the padding.
+        num_columns: columns of the result; those of padding are zeros.
     """
 
     def repad(tensor: Tensor) -> Tensor:
@@ -81,12 +78,7 @@ def repad_in_place(realign_kv_: RealignKV) -> Repad:
     Columns outside a row's content then keep their old numbers, where ``repad_in_python`` writes zeros. The attention
     mask hides these columns, so they affect no output.
 
-    Args:
-        realign_kv_: the op, of any backend; see ``ops/realign_kv.py``.
-
-    Returns:
-        A repad that returns views of the given layers, cropped to ``num_columns``. The layers must have at least so
-        many columns.
+    The repad returns views of the given layers, cropped to ``num_columns``; the layers must have at least so many.
     """
 
     @torch.inference_mode()  # a forward made the layers in this mode, and only in it may they be written
@@ -139,11 +131,9 @@ class DenseModel:
 
     @torch.inference_mode()
     def feed(self, token_ids: Tensor, padding: Tensor) -> Tensor:
-        """Compute the next columns, append their KV entries, return logits ``[B, n, vocab_size]``.
+        """Compute the next n columns, append their KV entries, return logits ``[B, n, vocab_size]``.
 
-        Args:
-            token_ids: ``[B, n]``, columns ``num_columns`` to ``num_columns + n - 1``.
-            padding: ``[B]``, columns of padding at the left.
+        ``token_ids`` is ``[B, n]``; ``padding [B]`` counts the columns of padding at the left.
         """
         first, stop = self.num_columns, self.num_columns + token_ids.shape[1]
         columns = torch.arange(stop, device=self.device)
@@ -164,16 +154,13 @@ class DenseModel:
         self.load([(k[:, :, :num_columns], v[:, :, :num_columns]) for k, v in self.layers])
 
     def realign(self, padding: list[int], shifts: list[int], num_columns: int, repad: Repad) -> int:
-        """Move every row's entries by its shift, and keep ``num_columns - lag`` columns.
+        """Move rows' entries by their shifts, keep ``num_columns - lag`` columns, and return the bytes of KV that moved.
 
         Args:
             padding: columns of padding per row, before the move.
-            shifts: shift per row.
+            shifts: per row; rows with shift 0 do not move.
             num_columns: L after the step.
-            repad: the function that moves the entries.
-
-        Returns:
-            Bytes of KV that moved: those of rows with a shift other than 0.
+            repad: moves the entries.
         """
         kept = max(0, num_columns - self.lag)
         if not any(shifts):

@@ -47,15 +47,10 @@ def exspec(
     """Decode all prompts through a window; finished sequences leave at once, and others take their place.
 
     Args:
-        target: a stock Hugging Face causal model.
-        draft: a draft model with the same vocabulary; None drafts by prompt lookup.
-        prompts, limits, num_draft_tokens: as in ``eqspec``, for any number of prompts.
+        target, draft, prompts, limits, num_draft_tokens: as in ``eqspec``, as are the outputs.
         batch_size: B, the largest number of sequences in a step.
         window_size: W >= B, the number of sequences that hold KV; None: 2 B.
-        repad: the function that aligns a group of unequal lengths: Python loops, or a fused op.
-
-    Returns:
-        Outputs in input order, equal to ``autoregressive`` of every prompt, and per-step statistics.
+        repad: aligns a group of unequal lengths: Python loops, or a fused op.
     """
     run = OracleRun()
     rows = make_rows(prompts, limits)

@@ -102,8 +102,7 @@ def speculative_step(
 ) -> tuple[list[int], list[int]]:
     """Draft, verify, accept and commit for every row; the caller realigns the caches.
 
-    Returns:
-        Number of accepted and of emitted tokens per row; rows that had finished before emit 0.
+    Returns the numbers of accepted and of emitted tokens per row; rows that had finished before emit 0.
     """
     padding = torch.tensor(paddings(rows), device=target.device)
     with run.timer("draft"):

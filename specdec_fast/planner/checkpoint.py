@@ -36,7 +36,9 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
     """Return the sizes of a checkpoint from its config, or of a loaded model.
 
     ``source`` is the name or folder of a Hugging Face causal model, or a loaded one. The weights will be loaded in
-    ``dtype``; None: the checkpoint's. Raises:
+    ``dtype``; None: the checkpoint's.
+
+    Raises:
         ConfigError: the config cannot be read, names no dtype, or describes weights that are quantised.
     """
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)

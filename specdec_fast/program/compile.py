@@ -186,7 +186,7 @@ def _record(run: _Run, layout: KVLayout, counts: tuple[int, int], max_positions:
 
 
 def _tap(tape: Tape, hidden: Tensor) -> int:
-    """Record a copy of ``[1, T, H]`` or ``[T, H]``, which the model may change in place; return the buffer of the copy."""
+    """Record a copy of ``[1, T, H]`` or ``[T, H]``, which the model may change in place; return its buffer."""
     view = tape.row_view(hidden)
     if (view.domain, view.axis, prod(view.sizes[:-2])) != (ROWS, hidden.dim() - 2, 1) or hidden.dim() not in (2, 3):
         raise NotLowerableError(f"hidden states of shape {list(hidden.shape)} where [1, rows, size] is expected")

@@ -196,10 +196,9 @@ class AsyncEngine:
         self._live.expect_budget(await counted, "the requests need, together,")
 
     def cancel(self, request_id: str) -> bool:
-        """End a request before the next step, with a RequestCancelledError; any thread may call.
+        """End a request before the next step, with a RequestCancelledError, and return whether there was one.
 
-        Returns:
-            Whether there was such a request.
+        Any thread may call.
         """
         request = self._live.find(request_id)
         if request is not None:
@@ -231,7 +230,6 @@ class AsyncEngine:
         await asyncio.to_thread(self._worker.close)
 
     async def __aenter__(self) -> AsyncEngine:
-        """Return itself."""
         return self
 
     async def __aexit__(

@@ -19,12 +19,9 @@ from specdec_fast.service.statistics import RequestRecord
 class ServedRequest:
     """One request of a service.
 
-    Args:
-        receiver: of its chunks or its output.
-        is_stream: which of the two.
-        deadline: when it must have ended, on the clock of ``time.monotonic``; None: any time.
-
     Attributes:
+        receiver: of its chunks (``is_stream``) or its output.
+        deadline: when it must have ended, on the clock of ``time.monotonic``; None: any time.
         request_id: its name for the caller.
         sequence: None until its prompt is encoded.
         num_positions: KV positions that it may need.
@@ -83,12 +80,9 @@ class ServedRequest:
 class LiveRequests:
     """Requests by id, within the limits of a service; for any thread.
 
-    Args:
+    Attributes:
         most_requests: that may be live at once.
         most_positions: KV positions that they may need together; None: any number.
-
-    Attributes:
-        most_requests, most_positions: the arguments.
     """
 
     def __init__(self, most_requests: int, most_positions: int | None) -> None:
@@ -99,7 +93,6 @@ class LiveRequests:
         self._numbers = count(1)
 
     def __len__(self) -> int:
-        """Return how many requests are live."""
         return len(self._requests)
 
     def enter(self, request: ServedRequest, request_id: str | None) -> None:
@@ -148,11 +141,7 @@ class LiveRequests:
             self._num_positions = total
 
     def expect_budget(self, num_positions: int, what: str) -> None:
-        """Refuse more KV positions than all live requests may need.
-
-        Args:
-            num_positions: of requests that are to be served together.
-            what: beginning of the message.
+        """Refuse more KV positions than all live requests may need; ``what`` begins the message.
 
         Raises:
             KVCacheTooSmallError: they are more.

@@ -32,7 +32,6 @@ class AsyncStream:
         return self._prompt_ids
 
     def __aiter__(self) -> AsyncStream:
-        """Return itself."""
         return self
 
     async def __anext__(self) -> StreamChunk:

@@ -117,7 +117,6 @@ class Worker:
         self._writer.shutdown()
 
     def _serve(self) -> None:
-        """Step until nothing is served."""
         while True:
             with self._lock:
                 if not self._served:
@@ -192,7 +191,6 @@ class Worker:
         return None if self._next_deadline == float("inf") else max(0.0, self._next_deadline - monotonic())
 
     def _end_late(self) -> None:
-        """End requests whose deadline has passed."""
         now = monotonic()
         if now < self._next_deadline:
             return
@@ -206,7 +204,6 @@ class Worker:
             self.end(late, DeadlineExceededError("the request has not ended within its timeout; its tokens are kept."))
 
     def _fail(self, error: Exception) -> list[StepOutput]:
-        """Return last outputs for all that is served."""
         with self._lock:
             sequences = list(self._served)
         for sequence in sequences:

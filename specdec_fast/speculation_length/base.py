@@ -93,9 +93,8 @@ class LengthPolicy(ABC):
     def least_score(self, scores: list[list[float]]) -> float:
         """Return the score from which on draft tokens are verified; the others are dropped.
 
-        Args:
-            scores: of the draft tokens of each sequence (``Draft.scores``). They never rise from a parent to its child,
-                so what is kept contains the parents of each.
+        ``scores`` are those of each sequence's draft tokens (``Draft.scores``). They never rise from a parent to its
+        child, so what is kept contains the parents of each.
         """
         return float("-inf")
 

@@ -59,11 +59,7 @@ def chain(depth: int) -> list[tuple[int, ...]]:
 
 
 def checked_choices(value: Any, source: str) -> tuple[tuple[int, ...], ...]:
-    """Return choices as tuples.
-
-    Args:
-        value: what should be a list of rank paths.
-        source: names it in errors.
+    """Return choices as tuples; ``source`` names the value in errors.
 
     Raises:
         ConfigError: it is not a list of 1 to 64 different paths of ranks from 0 on, or a path's parent is missing.
@@ -90,14 +86,11 @@ def fit_tree(hit_rates: Many[Many[float]], max_nodes: int) -> list[tuple[int, ..
     """Return the tree whose expected number of accepted tokens is largest, if the depths hit independently.
 
     The probability of a path is the product of its rates, which never rises from a node to its children. So the tree
-    takes the likeliest node next to it, again and again.
+    takes the likeliest node next to it, again and again. Its rank paths come likeliest first.
 
     Args:
         hit_rates: per depth and rank, how often the token of that rank is the target's, where its parent was accepted.
         max_nodes: the number of nodes; fewer if the rest has rate 0.
-
-    Returns:
-        Rank paths, the likeliest first.
     """
     choices: list[tuple[int, ...]] = []
     candidates: list[tuple[float, tuple[int, ...]]] = [
