@@ -70,6 +70,7 @@ class Chat:
     Attributes:
         num_failed: messages that could not be answered.
     """
+
     def __init__(self, engine: Engine, args: argparse.Namespace, options: dict[str, Any]) -> None:
         self._engine, self._args, self._options = engine, args, options
         self._num_messages = 0

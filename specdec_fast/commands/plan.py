@@ -71,10 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse_bytes(text: str) -> int:
     """Parse a size: bytes, or a number with kB, MB, GB, KiB, MiB or GiB."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; expected bytes, or a number with MB, GB, MiB or GiB")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def _integers(text: str) -> list[int]:

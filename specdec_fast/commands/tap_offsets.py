@@ -65,7 +65,7 @@ def agreements(
     layers = tuple(tap for tap in taps if isinstance(tap, int))
     has_neighbours = len(layers) == len(taps)  # "final" has none: then the agreement alone is measured
     params = SamplingParams(max_new_tokens=-(-num_tokens // len(prompts)), ignore_eos=True)
-    found = []
+    result = []
     for offset in OFFSETS if has_neighbours else (0,):
         measured, shifted = engine, taps
         if offset:
@@ -75,11 +75,11 @@ def agreements(
             measured, shifted = Engine(target, drafter, replace(config, tap_layers=moved)), moved
         stats = [output.raise_for_error().stats for output in measured.generate(prompts, params, progress=False)]
         counts = (sum(each.num_accepted_tokens for each in stats), sum(each.num_draft_tokens for each in stats))
-        found.append(Agreement(offset, shifted, *counts))
-    return found
+        result.append(Agreement(offset, shifted, *counts))
+    return result
 
 
-def better(found: list[Agreement]) -> Agreement | None:
+def better(measured: list[Agreement]) -> Agreement | None:
     """Return the offset that agrees more often than offset 0 by more than three standard errors, the best; or None."""
-    own = next(each for each in found if each.offset == 0)
-    return max((each for each in found if each.is_above(own)), key=lambda each: each.rate, default=None)
+    own = next(each for each in measured if each.offset == 0)
+    return max((each for each in measured if each.is_above(own)), key=lambda each: each.rate, default=None)

@@ -185,9 +185,9 @@ def _table(comparisons: list[Comparison]) -> str:
     return format_table((*header, "partial", "equal bits", "earliest divergence"), rows)
 
 
-def _earliest(found: dict[int, Comparison]) -> str:
+def _earliest(comparisons: dict[int, Comparison]) -> str:
     """Describe the earliest divergence, and the two best logits there."""
-    divergences = [d for c in found.values() for d in c.divergences]
+    divergences = [d for c in comparisons.values() for d in c.divergences]
     first = min(divergences, key=lambda d: d.position, default=None)
     if first is None:
         return "-"

@@ -46,11 +46,11 @@ class KVLayout:
     @property
     def groups(self) -> dict[KVShape, list[int]]:
         """Indices of the layers that have their own entries, by shape."""
-        found: dict[KVShape, list[int]] = {}
+        by_shape: dict[KVShape, list[int]] = {}
         for layer, (shape, source) in enumerate(zip(self.shapes, self.sources, strict=True)):
             if source == layer:
-                found.setdefault(shape, []).append(layer)
-        return found
+                by_shape.setdefault(shape, []).append(layer)
+        return by_shape
 
     @property
     def bytes_per_token(self) -> int:

@@ -128,20 +128,21 @@ class Taps:
 
     def _probe(self, model: nn.Module, run: Callable[[], object]) -> None:
         """Run the model once, to learn size and dtype of the taps, and whether each is what it is taken for."""
-        found: list[tuple[int, Any]] = []
+        hidden_states: list[tuple[int, Any]] = []
         places = list(self._places)
         output_layer = _output_layer(model) if FINAL in self.ids else None
         if output_layer is not None:
             self._places.append(_Place(output_layer, len(self.ids), None))
         try:
-            with self.collected(lambda index, hidden: found.append((index, _copied(hidden)))):
+            with self.collected(lambda index, hidden: hidden_states.append((index, _copied(hidden)))):
                 run()
         finally:
             self._places = places
         expected = list(range(len(self.ids) + (output_layer is not None)))
-        tensors = [hidden for _, hidden in sorted(found, key=lambda pair: pair[0])]
+        tensors = [hidden for _, hidden in sorted(hidden_states, key=lambda pair: pair[0])]
         kinds = {(hidden.shape, hidden.dtype) for hidden in tensors if isinstance(hidden, Tensor)}
-        is_one_each = sorted(index for index, _ in found) == expected and all(isinstance(t, Tensor) for t in tensors)
+        has_each = sorted(index for index, _ in hidden_states) == expected
+        is_one_each = has_each and all(isinstance(t, Tensor) for t in tensors)
         if not is_one_each or len(kinds) != 1 or tensors[0].dim() != 3 or len(tensors[0]) != 1:
             shown = [f"{list(t.shape)} in {t.dtype}" if isinstance(t, Tensor) else type(t).__name__ for t in tensors]
             raise UnsupportedModelError(

@@ -31,7 +31,7 @@ _OTHER_LENGTH = 2**20 + 3
 _FORWARDS = ([Rows("a", 0, 5), Rows("b", 0, 3)], [Rows("a", 5, 1)])
 
 MakeCache = Callable[[PagePool, RaggedBatch], PagedCache]
-Forward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
+ProbeForward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
 
 
 def check_decoder(model: PreTrainedModel) -> None:
@@ -121,7 +121,9 @@ def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
 
 
 @torch.inference_mode()
-def check_ignores_answers(name: str, forward: Forward, layout: KVLayout, make_cache: MakeCache, page_size: int) -> None:
+def check_ignores_answers(
+    name: str, forward: ProbeForward, layout: KVLayout, make_cache: MakeCache, page_size: int
+) -> None:
     """Compute the same rows with caches that return different lengths.
 
     Args:
@@ -161,19 +163,19 @@ def _equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def _logits(
-    forward: Forward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
+    forward: ProbeForward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
 ) -> tuple[list[Tensor], set[str]]:
     """Return the logits of every forward, and the questions that the model asked its cache."""
     pool = pool_of_two(layout, page_size)
-    found, questions = [], set()
+    computed, questions = [], set()
     for rows in _FORWARDS:
         token_ids = torch.arange(sum(each.count for each in rows), device=layout.device) % 2  # any tokens will do
         batch = lay_out(pool, rows, token_ids)
         cache = make_cache(pool, batch)
         cache.claimed_length = claimed_length
-        found.append(forward(batch.token_ids[None], batch.positions[None], cache, None).clone())
+        computed.append(forward(batch.token_ids[None], batch.positions[None], cache, None).clone())
         questions |= cache.questions
-    return found, questions
+    return computed, questions
 
 
 def pool_of_two(layout: KVLayout, page_size: int) -> PagePool:

@@ -120,12 +120,12 @@ def _in_chunks(function: str, flat: Tensor, num_rows: int, weight: Tensor, bias:
     flat = flat.contiguous()
     if (missing := sum(sizes) - len(flat)) > 0:
         flat = pad(flat, (0, 0, 0, missing))
-    found, start = [], 0
+    outputs, start = [], 0
     for size in sizes:
         piece = flat[start : start + size]
-        found.append(FUNCTIONS[function](piece if is_aligned(piece) else piece.clone(), weight, bias))
+        outputs.append(FUNCTIONS[function](piece if is_aligned(piece) else piece.clone(), weight, bias))
         start += size
-    return (found[0] if len(found) == 1 else torch.cat(found))[: len(flat) - max(0, missing)]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[: len(flat) - max(0, missing)]
 
 
 # A name in row_counts.FUNCTIONS, rows, weight and bias. Arguments below have the names of PyTorch's arguments.

@@ -121,7 +121,7 @@ def _counts(kind: Kind) -> tuple[int, ...]:
 def _cost(sizes: Sequence[int]) -> float:
     """Return the sum of costs over all expected forwards, each relative to the least possible cost."""
     held = ((chunks(tuple(sizes), count), count) for count in _EXPECTED)
-    return sum((sum(found) + _CALL * len(found)) / (count + _CALL) for found, count in held)
+    return sum((sum(parts) + _CALL * len(parts)) / (count + _CALL) for parts, count in held)
 
 
 def revealing(kind: Kind, num_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -25,7 +25,7 @@ from specdec_fast.model_arguments import cache_argument
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LayerKV = tuple[Tensor, Tensor]  # keys, values: each [B, num_kv_heads, columns, head_dim]
+DenseLayerKV = tuple[Tensor, Tensor]  # keys, values: each [B, num_kv_heads, columns, head_dim]
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ def row_moves(padding: list[int], shifts: list[int], num_columns: int) -> list[R
     return [RowMove(p, max(0, num_columns - p - s), s) for p, s in zip(padding, shifts, strict=True)]
 
 
-Repad = Callable[[list[LayerKV], list[RowMove], int], list[LayerKV]]
-RealignKV = Callable[[list[LayerKV], Tensor, Tensor, Tensor], None]  # layers, starts, lengths, shifts
+Repad = Callable[[list[DenseLayerKV], list[RowMove], int], list[DenseLayerKV]]
+RealignKV = Callable[[list[DenseLayerKV], Tensor, Tensor, Tensor], None]  # layers, starts, lengths, shifts
 
 
-def repad_in_python(layers: list[LayerKV], moves: list[RowMove], num_columns: int) -> list[LayerKV]:
+def repad_in_python(layers: list[DenseLayerKV], moves: list[RowMove], num_columns: int) -> list[DenseLayerKV]:
     """Unpad and repad every row of every layer, as the published method does, into new tensors of ``num_columns``.
 
     Args:
@@ -82,7 +82,7 @@ def repad_in_place(realign_kv_: RealignKV) -> Repad:
     """
 
     @torch.inference_mode()  # a forward made the layers in this mode, and only in it may they be written
-    def repad(layers: list[LayerKV], moves: list[RowMove], num_columns: int) -> list[LayerKV]:
+    def repad(layers: list[DenseLayerKV], moves: list[RowMove], num_columns: int) -> list[DenseLayerKV]:
         realign_kv_(layers, *as_tensors(moves, layers[0][0].device))
         return [(keys[:, :, :num_columns], values[:, :, :num_columns]) for keys, values in layers]
 
@@ -107,11 +107,11 @@ class DenseModel:
         self._max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
-    def layers(self) -> list[LayerKV]:
+    def layers(self) -> list[DenseLayerKV]:
         """Keys and values of every layer; empty before the first column."""
         return [(layer.keys, layer.values) for layer in self._cache.layers]
 
-    def load(self, layers: list[LayerKV]) -> None:
+    def load(self, layers: list[DenseLayerKV]) -> None:
         """Use ``layers`` as the cache, without copying them."""
         if not layers or not self._cache.layers:
             self._cache = transformers.DynamicCache(layers or None)
@@ -154,7 +154,7 @@ class DenseModel:
         self.load([(k[:, :, :num_columns], v[:, :, :num_columns]) for k, v in self.layers])
 
     def realign(self, padding: list[int], shifts: list[int], num_columns: int, repad: Repad) -> int:
-        """Move rows' entries by their shifts, keep ``num_columns - lag`` columns, and return the bytes of KV that moved.
+        """Move rows' entries by their shifts; keep ``num_columns - lag`` columns; return the bytes of KV that moved.
 
         Args:
             padding: columns of padding per row, before the move.

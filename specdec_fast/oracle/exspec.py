@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdec_fast.oracle.dense import DenseModel, LayerKV, Repad, repad_in_python
+from specdec_fast.oracle.dense import DenseLayerKV, DenseModel, Repad, repad_in_python
 from specdec_fast.oracle.drafting import make_dense_drafter
 from specdec_fast.oracle.step import (
     OracleRun,
@@ -31,7 +31,7 @@ from specdec_fast.oracle.step import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-OwnKV = dict[Row, list[LayerKV]]  # each tensor [1, num_kv_heads, entries, head_dim]
+OwnKV = dict[Row, list[DenseLayerKV]]  # each tensor [1, num_kv_heads, entries, head_dim]
 
 
 def exspec(
@@ -99,7 +99,7 @@ def choose_group(window: list[Row], batch_size: int) -> list[Row]:
     return window[:batch_size]
 
 
-def _stack(owned: list[list[LayerKV]]) -> list[LayerKV]:
+def _stack(owned: list[list[DenseLayerKV]]) -> list[DenseLayerKV]:
     """Stack the KV of several sequences; every row begins in column 0, with zeros after the shorter ones."""
     filled = [layers for layers in owned if layers]
     if not filled:  # no sequence has an entry yet: prompts of one or two tokens

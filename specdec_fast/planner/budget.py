@@ -51,11 +51,11 @@ class EngineMemory:
         parts = {"target": self.target}
         if self.drafter is not None and setting.num_draft_tokens:
             parts["drafter"] = self.drafter
-        found = {f"{name} weights": part.weights for name, part in parts.items()}
-        found |= {f"{name} KV": pages * self.page_size * part.bytes_per_token for name, part in parts.items()}
+        terms = {f"{name} weights": part.weights for name, part in parts.items()}
+        terms |= {f"{name} KV": pages * self.page_size * part.bytes_per_token for name, part in parts.items()}
         for part in parts.values():
-            found |= part.step_terms(setting)
-        return found
+            terms |= part.step_terms(setting)
+        return terms
 
     def total(self, setting: EngineSetting) -> int:
         """Return the bytes of all terms."""

@@ -83,8 +83,8 @@ def estimated_memory(
 
 def _target_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
     def terms(setting: EngineSetting) -> dict[str, int]:
-        found = {"logits": setting.num_rows * sizes.logits_bytes}
-        return found | ({"working memory": _most_rows(setting, setting.num_rows) * row_bytes} if row_bytes else {})
+        terms = {"logits": setting.num_rows * sizes.logits_bytes}
+        return terms | ({"working memory": _most_rows(setting, setting.num_rows) * row_bytes} if row_bytes else {})
 
     return Part(sizes.weights, sizes.bytes_per_token, terms)
 

@@ -93,15 +93,15 @@ def read_acceptance(source: str, most: int = MOST_DRAFT_TOKENS) -> list[float]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"acceptance {source}: neither a probability nor a JSON file: {error}.") from None
     try:
-        found = _acceptance_of(data)
+        values = _acceptance_of(data)
     except (TypeError, ValueError, KeyError, AttributeError):  # JSON of another shape
-        found = None
-    if found is None:
+        values = None
+    if values is None:
         raise ConfigError(
             f"acceptance {source}: expected a report of bench.engine with a fixed K, statistics with num_drafts and "
             "accepted_per_position, or an object with acceptance."
         )
-    return _probabilities(found, most)
+    return _probabilities(values, most)
 
 
 def _number(text: str) -> float | None:
@@ -159,7 +159,7 @@ def choose(
     of a draft; ``most_prefill_rows`` the rows of a prefill forward without a bound.
     """
     emitted = expected_tokens(acceptance if memory.drafter is not None else [])
-    found: list[PlannedSetting | None] = []
+    choices: list[PlannedSetting | None] = []
     for size in batch_sizes:
         plain = size / times.seconds(size, 0)
         options = []
@@ -170,8 +170,8 @@ def choose(
                 options.append(
                     PlannedSetting(setting, size * tokens / seconds, plain, tokens, seconds, memory.terms(setting))
                 )
-        found.append(max(options, key=lambda choice: choice.tokens_per_second, default=None))
-    return found
+        choices.append(max(options, key=lambda choice: choice.tokens_per_second, default=None))
+    return choices
 
 
 def least_setting(memory: EngineMemory, traffic: Traffic) -> EngineSetting:

@@ -84,11 +84,11 @@ def fits_of(data: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Fit]:
     curves = {"training_tokens": fit_training, "layers": fit_layers, "batch_sizes": fit_batch_sizes}
     if not isinstance(data, Mapping) or not data or not set(data) <= set(curves):
         raise ConfigError(f"expected an object with pairs under some of {', '.join(curves)}.")
-    found = {}
+    fits = {}
     for name, pairs in data.items():
         try:
             x, y = zip(*((float(first), float(second)) for first, second in pairs), strict=True)
         except (TypeError, ValueError):
             raise ConfigError(f"{name}: expected pairs of numbers, such as [[1e9, 2.1], [1e10, 2.6]].") from None
-        found[name] = curves[name](x, y)
-    return found
+        fits[name] = curves[name](x, y)
+    return fits

@@ -32,7 +32,7 @@ _COUNTS = ((37, 23), (44, 29))
 _SPAN = 8  # rows of a sequence; every model has so many positions
 _PAGE_SIZE = 16
 
-Forward = Callable[[Tensor, Tensor, PagedCache, Tensor], Tensor]
+PagedForward = Callable[[Tensor, Tensor, PagedCache, Tensor], Tensor]
 # While the context lasts, a forward passes every tap to the function: its index and its tensor, ``[1, T, H]``.
 Tapped = Callable[[Callable[[int, Tensor], None]], AbstractContextManager[None]]
 
@@ -70,7 +70,7 @@ class RowFunction:
 @torch.inference_mode()
 def compile_forward(
     model: nn.Module,
-    forward: Forward,
+    forward: PagedForward,
     layout: KVLayout,
     ops: Ops,
     sliding: frozenset[int],

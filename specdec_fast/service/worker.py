@@ -136,19 +136,19 @@ class Worker:
 
     def _taken(self, outputs: list[StepOutput]) -> list[tuple[ServedRequest, StepOutput]]:
         """Find the requests of a step's outputs; those that have ended are not served any more."""
-        found, now = [], monotonic()
+        taken, now = [], monotonic()
         with self._lock:
             for output in outputs:
                 is_last = output.finish_reason is not None
                 served = self._served
                 request = served.pop(output.request, None) if is_last else served.get(output.request)
                 if request is not None:
-                    found.append((request, output))
+                    taken.append((request, output))
                     if request.first_token_at is None and output.token_ids:
                         request.first_token_at = now
                     if is_last:
                         self._ended.add(output.request)
-        return found
+        return taken
 
     def _record(self, request: ServedRequest, finish_reason: str) -> None:
         """Show the observers a request that has ended, once. What they raise must not lose the outputs of a step."""

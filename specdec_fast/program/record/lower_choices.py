@@ -162,9 +162,9 @@ def _topk(
     if not largest:
         raise NotLowerableError("topk of the smallest")
     values, places = result
-    found = tape.fresh_like(places, view.axis, view.domain)
-    tape.row_op("topk", [view], found, scalar=float(is_sorted))
-    tape.bind(places, found)
+    chosen = tape.fresh_like(places, view.axis, view.domain)
+    tape.row_op("topk", [view], chosen, scalar=float(is_sorted))
+    tape.bind(places, chosen)
     gather(tape, values, source, axis, places)
 
 

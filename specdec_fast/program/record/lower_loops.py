@@ -103,10 +103,10 @@ def _where(tape: Tape, result: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
         raise NotLowerableError("places of a number of entries that depends on the rows")
     value.loop.begin(value.expert)
     every = torch.arange(value.loop.num_rows, device=mask.device)
-    found = {"rows": every, "choices": torch.zeros_like(every)}
-    for name, places in found.items():
+    indices = {"rows": every, "choices": torch.zeros_like(every)}
+    for name, places in indices.items():
         tape.bind(places, OfLoop(name, value.loop, (), value.expert))
-    return [found[name] for name in value.axes]
+    return [indices[name] for name in value.axes]
 
 
 def _index(tape: Tape, result: Tensor, source: Tensor, indices: Sequence[Any], *, otherwise: Handler) -> None:

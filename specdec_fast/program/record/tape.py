@@ -76,12 +76,12 @@ class Tape:
 
     def of_buffer(self, buffer: int) -> list[tuple[Tensor, RowView | Complex]]:
         """Return the tensors whose numbers are in a buffer, with their values."""
-        found: list[tuple[Tensor, RowView | Complex]] = []
+        pairs: list[tuple[Tensor, RowView | Complex]] = []
         for tensor, value in self._values.values():
             view = value.parts if isinstance(value, Complex) else value
             if isinstance(value, RowView | Complex) and isinstance(view, RowView) and view.buffer == buffer:
-                found.append((tensor, value))
-        return found
+                pairs.append((tensor, value))
+        return pairs
 
     def row_view(self, tensor: Tensor) -> RowView:
         """Return the places of a tensor's numbers.

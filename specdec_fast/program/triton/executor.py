@@ -31,7 +31,7 @@ from specdec_fast.program.triton.row_kernel import RowKernel, row_kernel
 from specdec_fast.triton_kernels.linear import linears
 from specdec_fast.triton_kernels.overlap import overlaps
 from specdec_fast.triton_kernels.paged_attention import NUM_COUNTERS, attend
-from specdec_fast.triton_kernels.variant import Launch as KernelLaunch
+from specdec_fast.triton_kernels.variant import Launch
 
 Prepared = tuple[RowRun, RowKernel] | Shared | FusedLinear | EitherWay
 
@@ -52,24 +52,24 @@ def with_kernels(plan: Plan, launches: Sequence[FusedLaunch]) -> list[Prepared]:
         NotLowerableError: an instruction has no counterpart in Triton.
     """
     waiting: list[FusedLaunch] = [*launches][::-1]
-    found: list[Prepared] = []
+    prepared: list[Prepared] = []
     while waiting:
         launch = waiting.pop()
         if not isinstance(launch, RowRun):
-            found.append(launch)
+            prepared.append(launch)
             continue
         try:
-            found.append((launch, row_kernel(plan, launch)))
+            prepared.append((launch, row_kernel(plan, launch)))
         except NotEmittableError as error:
             if error.step <= 0:
                 raise NotLowerableError(str(error)) from None
             waiting += halves(plan, launch, error.step)[::-1]
-    return found
+    return prepared
 
 
-def launch_of(kernel: RowKernel) -> KernelLaunch:
+def launch_of(kernel: RowKernel) -> Launch:
     """Return the compile-time choices of a launch."""
-    return KernelLaunch({"OVERLAPS": overlaps()}, kernel.num_warps)
+    return Launch({"OVERLAPS": overlaps()}, kernel.num_warps)
 
 
 class TritonProgram:
@@ -225,13 +225,13 @@ class TritonProgram:
 
 def dtypes_of(plan: Plan) -> dict[int, torch.dtype]:
     """Return the dtype of every buffer that row operations store; other launches bring their own tensors."""
-    found: dict[int, torch.dtype] = {}
+    dtypes: dict[int, torch.dtype] = {}
     for step in plan.instructions:
         if isinstance(step, RowOp):
-            found[step.writes[0]] = step.out.dtype
+            dtypes[step.writes[0]] = step.out.dtype
         else:
-            found.update(dict.fromkeys(step.writes, plan.dtype))
-    return found
+            dtypes.update(dict.fromkeys(step.writes, plan.dtype))
+    return dtypes
 
 
 def _reads(launch: Prepared) -> set[int]:

@@ -18,7 +18,7 @@ from specdec_fast.program.triton.fused_linear import (
     linears_of,
 )
 from specdec_fast.program.triton.launches import (
-    Launch,
+    PlannedLaunch,
     RowRun,
     launches_of,
     readers_of,
@@ -36,19 +36,19 @@ def fused_launches_of(plan: Plan) -> list[FusedLaunch]:
     return _with_beginnings(plan, _with_ends(plan, launches_of(plan), readers), readers)
 
 
-def _with_ends(plan: Plan, launches: list[Launch], readers: _Readers) -> list[Launch | FusedLinear]:
-    waiting, found = launches[::-1], list[Launch | FusedLinear]()
+def _with_ends(plan: Plan, launches: list[PlannedLaunch], readers: _Readers) -> list[PlannedLaunch | FusedLinear]:
+    waiting, result = launches[::-1], list[PlannedLaunch | FusedLinear]()
     while waiting:
         launch = waiting.pop()
         run = waiting[-1] if waiting else None
         joined = _with_end(plan, linears_of(launch), run, readers) if isinstance(run, RowRun) else None
         if joined is None:
-            found.append(launch)
+            result.append(launch)
             continue
         fused, rest = joined
         waiting[-1:] = [] if rest is None else [rest]
-        found.append(fused)
-    return found
+        result.append(fused)
+    return result
 
 
 def _with_end(
@@ -99,22 +99,22 @@ def _emittable(plan: Plan, fused: FusedLinear) -> FusedLinear | None:
     return fused
 
 
-def _with_beginnings(plan: Plan, launches: list[Launch | FusedLinear], readers: _Readers) -> list[FusedLaunch]:
-    found: list[FusedLaunch] = []
+def _with_beginnings(plan: Plan, launches: list[PlannedLaunch | FusedLinear], readers: _Readers) -> list[FusedLaunch]:
+    result: list[FusedLaunch] = []
     for launch in launches:
-        before = found[-2:] if found and isinstance(found[-1], Gather) else found[-1:]
+        before = result[-2:] if result and isinstance(result[-1], Gather) else result[-1:]
         few = _with_beginning(plan, before, launch, readers)
         if few is None:
-            found.append(launch)
+            result.append(launch)
             continue
-        found[-len(before) :] = []
+        result[-len(before) :] = []
         many = tuple(each for each in before if isinstance(each, RowRun | Gather))
-        found.append(EitherWay(few, (*many, launch)))
-    return found
+        result.append(EitherWay(few, (*many, launch)))
+    return result
 
 
 def _with_beginning(
-    plan: Plan, before: list[FusedLaunch], launch: Launch | FusedLinear, readers: _Readers
+    plan: Plan, before: list[FusedLaunch], launch: PlannedLaunch | FusedLinear, readers: _Readers
 ) -> FusedLinear | None:
     """Return linears that compute their vectors themselves, from what the run before them reads; None if they cannot.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.program.plan.ir import Gather, Linear
-from specdec_fast.program.triton.launches import JointLinear, Launch, RowRun, Shared
+from specdec_fast.program.triton.launches import JointLinear, PlannedLaunch, RowRun, Shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class EitherWay:
     """The same numbers in one launch for few rows, and in several for more."""
 
     few: FusedLinear  # the launch for at most MOST_ROWS rows
-    many: tuple[Launch | FusedLinear, ...]  # the launches for more rows
+    many: tuple[PlannedLaunch | FusedLinear, ...]  # the launches for more rows
 
 
 # Every program of a linear computes the statistics of all its rows again, which are loads of the whole row and a sum
@@ -68,7 +68,7 @@ MOST_FEATURES = 2048
 FusedLaunch = RowRun | Shared | FusedLinear | EitherWay
 
 
-def linears_of(launch: Launch | FusedLinear) -> tuple[Linear, ...]:
+def linears_of(launch: PlannedLaunch | FusedLinear) -> tuple[Linear, ...]:
     """Return the linears of a launch whose kernel may compute row operations; none if it may not.
 
     The kernel reads weights as they are stored, and one vector of each row.

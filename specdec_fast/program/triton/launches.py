@@ -56,10 +56,10 @@ class JointLinear:
 
 _Single = Linear | GroupedLinear | Attend | Gather
 Shared = _Single | JointLinear  # read weights or pages that rows share
-Launch = RowRun | Shared
+PlannedLaunch = RowRun | Shared
 
 
-def launches_of(plan: Plan) -> list[Launch]:
+def launches_of(plan: Plan) -> list[PlannedLaunch]:
     """Return the launches of a plan, in the order of its instructions."""
     groups: list[tuple[int, list[Instruction]]] = []  # domain, or -1 for an instruction that is no row operation
     for step in plan.instructions:
@@ -69,7 +69,7 @@ def launches_of(plan: Plan) -> list[Launch]:
         else:
             groups.append((domain, [step]))
     readers = readers_of(plan.instructions)
-    launches: list[Launch] = []
+    launches: list[PlannedLaunch] = []
     for domain, steps in groups:
         if domain >= 0:
             own = [step for step in steps if isinstance(step, RowOp | Append)]

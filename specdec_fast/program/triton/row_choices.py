@@ -34,12 +34,12 @@ def _topk(code: RowCode, number: int, step: RowOp, at: tuple[Place, ...]) -> Exp
         left = code.line(f"tl.where({is_chosen}, {_CHOSEN}, {left.text})", wide)
     which = code.index(at[-1])
     if not which.axes:
-        found = places[at[-1].constant]
+        chosen = places[at[-1].constant]
     else:
-        found = places[-1]
+        chosen = places[-1]
         for i, place in reversed(list(enumerate(places[:-1]))):
-            found = code.combined(f"tl.where(({{0}}) == {i}, {{1}}, {{2}})", [which, place, found])
-    return code.line(f"{found.text}.to(tl.float32)", found.axes)
+            chosen = code.combined(f"tl.where(({{0}}) == {i}, {{1}}, {{2}})", [which, place, chosen])
+    return code.line(f"{chosen.text}.to(tl.float32)", chosen.axes)
 
 
 def _gather(code: RowCode, number: int, step: RowOp, at: tuple[Place, ...]) -> Expression:

@@ -117,14 +117,14 @@ def _targets(plan: Plan, run: RowRun) -> list[list[_Store]]:
     def coordinates(shape: Sequence[int]) -> list[Place]:
         return [of_axis(axes.setdefault((d, size), Axis(size))) for d, size in enumerate(shape)]
 
-    found: list[list[_Store]] = []
+    targets: list[list[_Store]] = []
     for buffer in sorted(run.stored):
         stores = []
         for step in run.steps:
             if isinstance(step, RowOp) and step.out.source == buffer and 0 not in step.shape_of(step.out):
                 place = place_of(step.out.offset, step.out.strides, coordinates(step.shape_of(step.out)))
                 stores.append(_Store(buffer, place, buffer, place))
-        found.append(stores)
+        targets.append(stores)
     for step in run.steps:
         if isinstance(step, Append):
             shape = plan.kv_shapes[step.layer]
@@ -135,8 +135,8 @@ def _targets(plan: Plan, run: RowRun) -> list[list[_Store]]:
                 at = coordinates((shape.num_kv_heads, size))
                 place, target = place_of(heads.offset, (heads.stride, 1), at), place_of(0, (size, 1), at)
                 store = _Store(heads.buffer, place, f"{name} {step.layer}", target, shape.num_kv_heads * size)
-                found.append([store])
-    return found
+                targets.append([store])
+    return targets
 
 
 def _evaluated(

@@ -170,12 +170,12 @@ class WithStatistics(TileValues):
     def statistics(self, number: int, step: RowOp, outer: Sequence[Place]) -> list[Expression]:
         if any(place.axes for place in outer):
             raise NotEmittableError(number, "statistics of a part of a row")
-        found = []
+        expressions = []
         for value in self._whole.statistics(number, step, outer):
             name = next((name for name, known in self.collected.items() if known == value.text), None)
             if name is None:
                 name = f"s{len(self.collected)}"
                 self.collected[name] = value.text
-            found.append(Expression(name))
+            expressions.append(Expression(name))
         self.loaded |= self._whole.loaded
-        return found
+        return expressions
