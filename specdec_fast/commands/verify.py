@@ -186,7 +186,6 @@ def _table(comparisons: list[Comparison]) -> str:
 
 
 def _earliest(comparisons: dict[int, Comparison]) -> str:
-    """Describe the earliest divergence, and the two best logits there."""
     divergences = [d for c in comparisons.values() for d in c.divergences]
     first = min(divergences, key=lambda d: d.position, default=None)
     if first is None:

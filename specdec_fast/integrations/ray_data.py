@@ -140,7 +140,6 @@ class BatchGenerator:
         }
 
     def _failed(self, reason: str) -> dict[str, Any]:
-        """Return the columns of a row that is no request."""
         return {
             "text": None if self.engine.tokenizer is None else "",
             "token_ids": [],

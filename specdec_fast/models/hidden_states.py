@@ -165,7 +165,6 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a module's own ``forward``, and collect its input or its output."""
     if at_input is not None:
         hidden: Any = args[0] if args else kwargs.get("hidden_states")
         collect(at_input, hidden)

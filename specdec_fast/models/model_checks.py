@@ -165,7 +165,6 @@ def _equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 def _logits(
     forward: ProbeForward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
 ) -> tuple[list[Tensor], set[str]]:
-    """Return the logits of every forward, and the questions that the model asked its cache."""
     pool = pool_of_two(layout, page_size)
     computed, questions = [], set()
     for rows in _FORWARDS:

@@ -106,7 +106,6 @@ class Linears:
 
 
 def _function_of(module: nn.Module) -> str | None:
-    """Return the one function that a module calls, or None if it does something else."""
     if replaced_forward(module) is not None or type(getattr(module, "weight", None)) not in _PLAIN:
         return None  # other code has replaced it, or it is quantised
     if type(module).forward is nn.Linear.forward:

@@ -148,7 +148,6 @@ def revealing(kind: Kind, num_rows: int) -> tuple[Tensor, Tensor, Tensor | None]
 
 
 def _like(kind: Kind) -> Tensor:
-    """Return memory with the shape, strides and alignment of a weight."""
     size = 1 + sum((count - 1) * step for count, step in zip(kind.shape, kind.stride, strict=True))
     room = torch.empty(size + _ALIGNMENT // kind.dtype.itemsize, dtype=kind.dtype, device=kind.device)
     return room.as_strided(kind.shape, kind.stride, kind.offset // kind.dtype.itemsize)

@@ -241,7 +241,6 @@ def _load(chosen: Mapping[str, str], check: bool) -> dict[str, Callable[..., Any
 
 
 def _missing(op: Op, device: torch.device, backend: str) -> Callable[..., Any]:
-    """Return a function that raises a BackendError."""
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         there_are = f"there are: {', '.join(op.implementations)}"

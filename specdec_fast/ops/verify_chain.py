@@ -81,7 +81,6 @@ def verify_chain(
 def _accepted(
     row_tokens: list[int], wanted: list[int], cu_seqlens: Tensor, parents: Tensor | None
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return the numbers of accepted rows, the next tokens, and the accepted rows, for all sequences."""
     num_accepted, next_tokens, accepted_rows = [], [], []
     for start, stop in pairwise(cu_seqlens.tolist()):
         above = range(-1, stop - start - 1) if parents is None else parents[start:stop].tolist()
@@ -93,7 +92,6 @@ def _accepted(
 
 
 def _accepted_path(row_tokens: list[int], wanted: list[int], parents: Sequence[int]) -> list[int]:
-    """Return the accepted rows of one sequence, from the children of row 0 down."""
     path, row = [], 0
     for child in range(1, len(row_tokens)):  # parents precede their children
         if parents[child] == row and row_tokens[child] == wanted[row]:

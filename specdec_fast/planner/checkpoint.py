@@ -98,7 +98,6 @@ def _draft_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
 
 
 def _most_rows(setting: EngineSetting, decoding: int) -> int:
-    """Return the rows of the largest forward, of prefill or of decoding."""
     bound = setting.max_prefill_tokens
     return max(decoding, MAX_PREFILL_ROWS if bound is None else min(bound, MAX_PREFILL_ROWS))
 

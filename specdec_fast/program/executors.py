@@ -181,7 +181,6 @@ def _build(ops: Ops, backend: str, plan: Plan) -> Programs:
 
 
 def _other_backends(ops: Ops, backend: str, used: Iterable[str]) -> str:
-    """Name the ops in use that have another backend; empty if there are none."""
     others: dict[str, list[str]] = {}
     for op in sorted(used):
         if (other := ops.chosen.get(op, "no backend")) != backend:

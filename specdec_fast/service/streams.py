@@ -60,6 +60,5 @@ class AsyncStream:
             self._worker.drop(self._request)
 
     def __del__(self) -> None:
-        """Cancel the request of an abandoned stream."""
         if not self._has_ended:
             self._worker.drop_soon(self._request)

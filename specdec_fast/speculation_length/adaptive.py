@@ -93,7 +93,6 @@ class AdaptiveLength(LengthPolicy):
         return limits
 
     def _holds(self) -> bool:
-        """Return whether the choice holds for the next step."""
         if self._steps_left <= 0 < self._steps_more and self._acceptance.surprise(self._drafts)[0] <= _SURPRISE:
             self._steps_left = _LEAST_STEPS
             self._steps_more -= _LEAST_STEPS

@@ -96,7 +96,6 @@ class VerifyBudget:
         self._counts, self._seconds = [], []
 
     def _time(self, num_nodes: int) -> None:
-        """Compute the seconds of steps of 0 to ``num_nodes`` nodes."""
         k, size = self._key
         usual = self._costs.verify_seconds(size, self._costs.rows(size, k))
         rest = max(0.0, self._costs.seconds(size)[k] - usual)

@@ -30,7 +30,6 @@ def _one_hot(tape: Tape, result: Tensor, source: Tensor, num_classes: int = -1) 
 
 
 def _bound(tape: Tape, ids: RowView) -> int:
-    """Return a number above all ids."""
     writers = [step for step in tape.instructions if ids.buffer in step.writes]
     if len(writers) != 1 or not isinstance(writers[0], RowOp) or writers[0].code not in ("topk", "argmax"):
         raise NotLowerableError("one_hot of integers that are not the places of the largest numbers")

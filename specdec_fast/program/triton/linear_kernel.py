@@ -206,7 +206,6 @@ def _expect(run: RowRun, codes: frozenset[str]) -> None:
 
 
 def _matrices(fused: FusedLinear) -> list[str]:
-    """Write which weights the tile multiplies, and which outputs it computes."""
     count = len(fused.matrices())
     if fused.after is None:
         weights, biases, sizes = (

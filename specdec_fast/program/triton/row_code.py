@@ -181,7 +181,6 @@ def literal(number: float) -> str:
 
 
 def _expanded(axes: tuple[Axis, ...], among: tuple[Axis, ...]) -> str:
-    """Return the subscript that gives a tensor more axes."""
     if len(axes) == len(among):
         return ""
     return "[" + ", ".join(":" if axis in axes else "None" for axis in among) + "]"

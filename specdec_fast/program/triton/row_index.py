@@ -136,7 +136,6 @@ def located(place: Place, offset: int, shape: Sequence[int], strides: Sequence[i
 
 
 def _divided(place: Place, by: int) -> tuple[Place, Place]:
-    """Return quotient and remainder."""
     whole = Place(0, tuple((axis, factor // by) for axis, factor in place.terms if factor % by == 0))
     rest = Place(place.constant, tuple((axis, factor) for axis, factor in place.terms if factor % by))
     quotient = rest.constant // by  # of the smallest value
