@@ -62,7 +62,7 @@ def gathers_first(instructions: Sequence[Instruction], buffers: list[Buffer]) ->
 
 
 def linears_first(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Move every linear to directly after its input, so that row operations form fewer and longer runs."""
+    """Move every linear to directly after its input, so that row operations form fewer and longer fusions."""
     ordered: list[Instruction] = []
     for instruction in instructions:
         place = len(ordered)

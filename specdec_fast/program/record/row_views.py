@@ -108,7 +108,7 @@ def _view_strides(
 ) -> tuple[int, ...] | None:
     """Return the strides of the same numbers in another shape, or None if it has no strides."""
     kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
-    merged: list[list[int]] = []  # runs of numbers at equal distances: [count, distance]
+    merged: list[list[int]] = []  # groups of numbers at equal distances: [count, distance]
     for size, stride in kept:
         if merged and merged[-1][1] == size * stride:
             merged[-1] = [merged[-1][0] * size, stride]

@@ -1,4 +1,4 @@
-"""Forward programs on a GPU: one Triton kernel per run of row operations, and the ops for everything else.
+"""Forward programs on a GPU: one Triton kernel per fusion of row operations, and the ops for everything else.
 
 The kernels compute what the C++ executor computes, from the same instructions. Linears and attention run on the ops
 that the engine chose, which are those of Triton; linears of one input are launched together. Buffers are allocated when
@@ -25,7 +25,7 @@ from specdec_fast.program.triton.fused_launches import fused_launches_of
 from specdec_fast.program.triton.fused_linear import EitherWay, FusedLaunch, FusedLinear
 from specdec_fast.program.triton.fused_step import fused_step, takes_few_rows
 from specdec_fast.program.triton.generated import OPTIONS, compiled
-from specdec_fast.program.triton.launches import JointLinear, RowRun, Shared, halves, launches_of
+from specdec_fast.program.triton.launches import JointLinear, RowFusion, Shared, halves, launches_of
 from specdec_fast.program.triton.row_code import NotEmittableError
 from specdec_fast.program.triton.row_kernel import RowKernel, row_kernel
 from specdec_fast.triton_kernels.linear import linears
@@ -33,11 +33,11 @@ from specdec_fast.triton_kernels.overlap import overlaps
 from specdec_fast.triton_kernels.paged_attention import NUM_COUNTERS, attend
 from specdec_fast.triton_kernels.variant import Launch
 
-Prepared = tuple[RowRun, RowKernel] | Shared | FusedLinear | EitherWay
+Prepared = tuple[RowFusion, RowKernel] | Shared | FusedLinear | EitherWay
 
 
 def kernels_of(plan: Plan, fuses_linears: bool = False) -> list[Prepared]:
-    """Return the launches of a plan, with the kernels of its runs.
+    """Return the launches of a plan, with the kernels of its fusions.
 
     Raises:
         NotLowerableError: an instruction has no counterpart in Triton.
@@ -46,7 +46,7 @@ def kernels_of(plan: Plan, fuses_linears: bool = False) -> list[Prepared]:
 
 
 def with_kernels(plan: Plan, launches: Sequence[FusedLaunch]) -> list[Prepared]:
-    """Return launches with the kernels of their runs; a run that must read what it has written becomes two.
+    """Return launches with the kernels of their fusions; a fusion that must read what it has written becomes two.
 
     Raises:
         NotLowerableError: an instruction has no counterpart in Triton.
@@ -55,7 +55,7 @@ def with_kernels(plan: Plan, launches: Sequence[FusedLaunch]) -> list[Prepared]:
     prepared: list[Prepared] = []
     while waiting:
         launch = waiting.pop()
-        if not isinstance(launch, RowRun):
+        if not isinstance(launch, RowFusion):
             prepared.append(launch)
             continue
         try:
@@ -119,7 +119,7 @@ class TritonProgram:
 
     def _step(self, launch: Prepared) -> Callable[[DeviceForward], None]:
         if isinstance(launch, tuple):
-            return self._row_run(*launch)
+            return self._row_fusion(*launch)
         make: dict[type, Callable[[Any], Callable[[DeviceForward], None]]] = {
             Linear: self._linear,
             JointLinear: self._joint_linear,
@@ -131,13 +131,13 @@ class TritonProgram:
         }
         return make[type(launch)](launch)
 
-    def _row_run(self, run: RowRun, kernel: RowKernel) -> Callable[[DeviceForward], None]:
-        function, is_logits = compiled(kernel.source), run.domain == LOGIT_ROWS
+    def _row_fusion(self, fusion: RowFusion, kernel: RowKernel) -> Callable[[DeviceForward], None]:
+        function, is_logits = compiled(kernel.source), fusion.domain == LOGIT_ROWS
         options = launch_of(kernel).options | OPTIONS
 
         def launch(forward: DeviceForward) -> None:
             num_rows = forward.num_logit_rows if is_logits else forward.num_rows
-            for buffer in run.stored:
+            for buffer in fusion.stored:
                 forward.write(buffer, num_rows, self._dtypes[buffer])
             tensors = [forward.tensor(each) for each in kernel.tensors]
             if num_rows:

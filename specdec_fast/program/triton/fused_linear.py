@@ -8,27 +8,27 @@ import torch
 from torch import Tensor
 
 from specdec_fast.program.plan.ir import Gather, Linear
-from specdec_fast.program.triton.launches import JointLinear, PlannedLaunch, RowRun, Shared
+from specdec_fast.program.triton.launches import JointLinear, PlannedLaunch, RowFusion, Shared
 
 
 @dataclass(frozen=True, eq=False)
 class FusedLinear:
-    """Linears of the same vectors, one vector per row, and the runs that their kernel computes."""
+    """Linears of the same vectors, one vector per row, and the fusions that their kernel computes."""
 
     steps: tuple[Linear, ...]  # the linears
     domain: int  # of the rows that it computes
-    before: RowRun | None = None  # computes the vectors; what it stores is not stored. None: the vectors are in memory.
+    before: RowFusion | None = None  # computes the vectors, which then are not stored. None: they are in memory.
     gather: Gather | None = None  # takes the rows between before and the linears; None: they are all rows
     # computes numbers from the outputs, which then are not stored. None: the outputs are stored.
-    after: RowRun | None = None
+    after: RowFusion | None = None
     has_halves: bool = False  # whether after combines both halves of the outputs of one linear
 
     @property
     def reads(self) -> list[int]:
         """Indices of buffers."""
-        runs = [run for run in (self.before, self.after) if run is not None]
-        of_runs = [buffer for run in runs for step in run.steps for buffer in step.reads]
-        return [*self.steps[0].reads, *([] if self.gather is None else self.gather.reads), *of_runs]
+        fusions = [fusion for fusion in (self.before, self.after) if fusion is not None]
+        of_fusions = [buffer for fusion in fusions for step in fusion.steps for buffer in step.reads]
+        return [*self.steps[0].reads, *([] if self.gather is None else self.gather.reads), *of_fusions]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,7 +65,7 @@ class EitherWay:
 MOST_ROWS = 16
 MOST_FEATURES = 2048
 
-FusedLaunch = RowRun | Shared | FusedLinear | EitherWay
+FusedLaunch = RowFusion | Shared | FusedLinear | EitherWay
 
 
 def linears_of(launch: PlannedLaunch | FusedLinear) -> tuple[Linear, ...]:

@@ -16,7 +16,7 @@ TYPES = {torch.float32: "tl.float32", torch.float16: "tl.float16", torch.bfloat1
 
 
 class NotEmittableError(Exception):
-    """Step ``step`` of a run must read memory: what it reads of the run is no sum over its axes."""
+    """Step ``step`` of a fusion must read memory: what it reads of the fusion is no sum over its axes."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(why)
@@ -52,7 +52,7 @@ class RowCode:
     """Lines of a kernel, each of which names an expression, and what every line of a row's code may need.
 
     Args:
-        steps: the steps of the run.
+        steps: the steps of the fusion.
         pointers: the tensors of its kernel.
         row_sizes: numbers from one row of a buffer to the next, by buffer.
         tile: an axis of which each program computes a part, and the numbers of a part; None: it computes all.

@@ -1,8 +1,8 @@
-"""Triton code for the numbers of a run of row operations: each number is computed where it is needed, in registers.
+"""Triton code for the numbers of a fusion of row operations: each number is computed where it is needed, in registers.
 
-A value is an expression over axes. What an earlier operation of the run has written is computed at the places where it
-is read (``row_index.located``), so a view, a concatenation or a rotation costs nothing; what was written before the run
-is loaded. Every operation computes in fp32 and rounds to the dtype of its result, as the C++ executor does.
+A value is an expression over axes. What an earlier operation of the fusion has written is computed at the places where
+it is read (``row_index.located``), so a view, a concatenation or a rotation costs nothing; what was written before the
+fusion is loaded. Every operation computes in fp32 and rounds to the dtype of its result, as the C++ executor does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Values(RowCode):
                     return self._known[key]
         later = (n for n in range(before, len(self.steps)) if source in self.steps[n].writes)
         if (overwritten := next(later, None)) is not None:
-            raise NotEmittableError(overwritten, "numbers are overwritten that the run has read from memory")
+            raise NotEmittableError(overwritten, "numbers are overwritten that the fusion has read from memory")
         return self.load(source, place)
 
     def _result(self, number: int, step: RowOp, at: tuple[Place, ...]) -> Expression:
