@@ -154,11 +154,7 @@ def _typed() -> Iterator[str]:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of stdin.
-
-    Raises:
-        ConfigError: stdin is not text.
-    """
+    """Yield the lines of stdin; raises ConfigError if stdin is not text."""
     try:
         for line in sys.stdin:
             yield line.strip()

@@ -31,11 +31,7 @@ class BadLineError(ValueError):
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file, without the blank ones at its end.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Return the lines of a file, without the blank ones at its end; raises ConfigError if it has none."""
     lines = path.read_bytes().removeprefix(_BYTE_ORDER_MARK).rstrip().split(b"\n")
     if lines == [b""]:
         raise ConfigError(f"{path.name} has no lines; expected one JSON object per line.")
@@ -43,11 +39,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def parse_json(line: bytes) -> Any:
-    """Return the value of one line.
-
-    Raises:
-        BadLineError: the line is not UTF-8 text, or not JSON.
-    """
+    """Return the value of one line; raises BadLineError if the line is not UTF-8 text, or not JSON."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -87,11 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def matrix_of(args: argparse.Namespace) -> Matrix:
-    """Make the matrix of the command line.
-
-    Raises:
-        ConfigError: one of the settings is out of range.
-    """
+    """Make the matrix of the command line; raises ConfigError if one of the settings is out of range."""
     lists = {"dtype": args.dtypes, "max_batch_size": args.batch_sizes, "num_draft_tokens": args.num_draft_tokens}
     for name, values in lists.items():
         for value in values:

@@ -24,9 +24,9 @@ class Traffic(NamedTuple):
     prompt_tokens: int
     new_tokens: int
 
-    def positions(self, slots_beyond: int = 0) -> int:
-        """Return the KV positions of a sequence: the newest token has none; a tree may need slots beyond the end."""
-        return self.prompt_tokens + self.new_tokens - 1 + slots_beyond
+    def positions(self) -> int:
+        """Return the KV positions of a sequence: the newest token has none."""
+        return self.prompt_tokens + self.new_tokens - 1
 
 
 class PlannedSetting(NamedTuple):

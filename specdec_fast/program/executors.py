@@ -80,7 +80,7 @@ class ForwardProgram(ForwardMemory, Protocol):
 
     @property
     def seconds(self) -> float:
-        """The time of all forwards so far."""
+        """The time of all forwards so far, without the choice of tokens."""
 
     def draft(
         self,

@@ -58,11 +58,7 @@ class Scheduler(ABC):
         return list(chosen)
 
     def checked_max_resident(self) -> int:
-        """Return ``max_resident``, held to the contract.
-
-        Raises:
-            SchedulerError: it is not an integer from 1 on.
-        """
+        """Return ``max_resident``, held to the contract; raises SchedulerError if it is not an integer from 1 on."""
         most = self.max_resident
         if not isinstance(most, int) or most < 1:
             raise SchedulerError(f"max_resident of {type(self).__name__}: {most!r}; expected an integer >= 1.")

@@ -14,14 +14,14 @@ from specdec_fast.kv_cache.forward_layout import Spans
 from specdec_fast.kv_cache.page_pool import KVPages
 from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
 from specdec_fast.program.cpp.builder import built
-from specdec_fast.program.executors import DraftedTrees, Projection, TokenChoice, TreeRules
+from specdec_fast.program.executors import DraftedTrees, ForwardProgram, Projection, TokenChoice, TreeRules
 from specdec_fast.program.plan.ir import Plan
 from specdec_fast.program.plan.working_memory import working_bytes
 
 _NO_TAPS = torch.empty(0, device="cpu")
 
 
-class Program:
+class Program(ForwardProgram):
     """A model's forward as one call.
 
     Args:
@@ -68,25 +68,20 @@ class Program:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the program keeps now."""
         return int(self._program.held_bytes)
 
     def bytes_for(self, num_rows: int, num_logit_rows: int) -> int:
-        """Return the memory that it keeps after a forward of so many rows, if no larger forward came before."""
         return int(self._program.bytes_for(num_rows, num_logit_rows, torch.get_num_threads()))
 
     def working_bytes(self, num_rows: int, num_logit_rows: int) -> int:
-        """Return an upper bound of the memory that one of its operations allocates and frees in such a forward."""
         linear_bytes = partial(_C.linear_bytes, DTYPE_CODES[self._plan.dtype])
         return working_bytes(self._plan, num_rows, num_logit_rows, torch.get_num_threads(), linear_bytes)
 
     def release(self) -> None:
-        """Free what it keeps; the next forward allocates it again."""
         self._program.release()
 
     @property
     def seconds(self) -> float:
-        """The time of all forwards so far, without the choice of tokens."""
         return float(self._program.seconds)
 
     def draft(

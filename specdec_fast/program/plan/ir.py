@@ -52,8 +52,22 @@ class Operand:
     length: int  # length of the last axis
 
 
+class BufferUse:
+    """Which buffers an instruction or a launch uses, by their indices."""
+
+    @property
+    def reads(self) -> list[int]:
+        """The buffers that it reads."""
+        raise NotImplementedError
+
+    @property
+    def writes(self) -> list[int]:
+        """The buffers that it writes."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class RowOp:
+class RowOp(BufferUse):
     """One operation on every row: elementwise, or over the last axis."""
 
     code: str  # one of ROW_CODES
@@ -70,12 +84,10 @@ class RowOp:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [operand.source for operand in self.inputs if isinstance(operand.source, int)]
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         assert isinstance(self.out.source, int)
         return [self.out.source]
 
@@ -90,7 +102,7 @@ class Heads:
 
 
 @dataclass(frozen=True, eq=False)
-class Linear:
+class Linear(BufferUse):
     """Products of ``num_vectors`` vectors per row with ``weight [out_features, in_features]``.
 
     The weights are contiguous, or the transpose of a contiguous matrix.
@@ -105,17 +117,15 @@ class Linear:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [self.source]
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         return [self.out]
 
 
 @dataclass(frozen=True, eq=False)
-class GroupedLinear:
+class GroupedLinear(BufferUse):
     """``choices`` products per row, each with the weights of another expert; see ``ops/grouped_linear.py``.
 
     Attributes:
@@ -138,17 +148,15 @@ class GroupedLinear:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [self.source, self.experts]
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         return [self.out]
 
 
 @dataclass(frozen=True)
-class Append:
+class Append(BufferUse):
     """Write a layer's keys and values into pages."""
 
     layer: int
@@ -157,17 +165,15 @@ class Append:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [self.key.buffer, self.value.buffer]
 
     @property
     def writes(self) -> list[int]:
-        """No buffers: it writes pages."""
-        return []
+        return []  # it writes pages
 
 
 @dataclass(frozen=True, eq=False)
-class Attend:
+class Attend(BufferUse):
     """Attend over the pages of a layer."""
 
     layer: int
@@ -181,17 +187,15 @@ class Attend:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [self.query.buffer]
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         return [self.out]
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(BufferUse):
     """Take the rows whose logits are wanted."""
 
     source: int
@@ -199,12 +203,10 @@ class Gather:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [self.source]
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         return [self.out]
 
 

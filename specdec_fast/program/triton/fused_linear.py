@@ -25,7 +25,7 @@ class FusedLinear:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
+        """The buffers that it reads, by their indices."""
         fusions = [fusion for fusion in (self.before, self.after) if fusion is not None]
         of_fusions = [buffer for fusion in fusions for step in fusion.steps for buffer in step.reads]
         return [*self.steps[0].reads, *([] if self.gather is None else self.gather.reads), *of_fusions]

@@ -18,6 +18,7 @@ from specdec_fast.program.plan.ir import (
     SCRATCH,
     Append,
     Attend,
+    BufferUse,
     Gather,
     GroupedLinear,
     Instruction,
@@ -38,19 +39,17 @@ class RowFusion:
 
 
 @dataclass(frozen=True, eq=False)
-class JointLinear:
+class JointLinear(BufferUse):
     """Linears of the same vectors that one kernel computes: see ``triton_kernels.linear.linears``."""
 
     steps: tuple[Linear, ...]  # two to MAX_WEIGHTS of them, in order
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return self.steps[0].reads
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         return [buffer for step in self.steps for buffer in step.writes]
 
 
