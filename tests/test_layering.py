@@ -185,26 +185,54 @@ def test_size_check_takes_the_limits_themselves():
     assert not any(size_faults(source) for source in fits)
 
 
-def undocumented(tree: ast.Module) -> list[str]:
+def bases_of(paths: Iterable[Path]) -> dict[str, tuple[set[str], set[str]]]:
+    """Every class's bases and methods, by its name."""
+    bases: dict[str, tuple[set[str], set[str]]] = {}
+    for node in (node for path in paths for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)):
+        names, methods = bases.setdefault(node.name, (set(), set()))
+        names |= {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases} - {node.name}
+        methods |= {each.name for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    return bases
+
+
+def inherited(node: ast.AST, bases: dict[str, tuple[set[str], set[str]]]) -> set[str]:
+    """The methods of a class's bases within the package: an override has the docstring of what it overrides."""
+    methods: set[str] = set()
+    names, seen = [ast.unparse(base).split("[")[0].split(".")[-1] for base in getattr(node, "bases", ())], set()
+    while names:
+        name = names.pop()
+        if name in bases and name not in seen:
+            seen.add(name)
+            methods |= bases[name][1]
+            names += bases[name][0]
+    return methods
+
+
+def undocumented(tree: ast.Module, bases: dict[str, tuple[set[str], set[str]]]) -> list[str]:
     """The module, public classes and functions without a docstring; what stands inside a function is not public."""
     missing = [] if ast.get_docstring(tree) else ["the module"]
     scopes: list[ast.Module | ast.ClassDef] = [tree]
     while scopes:
-        for node in scopes.pop().body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+        scope = scopes.pop()
+        known = inherited(scope, bases)
+        for node in scope.body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name[0] != "_":
                 is_setter = any(ast.unparse(decorator).endswith(".setter") for decorator in node.decorator_list)
-                missing += [] if ast.get_docstring(node) or is_setter else [node.name]
+                missing += [] if ast.get_docstring(node) or is_setter or node.name in known else [node.name]
                 scopes += [node] if isinstance(node, ast.ClassDef) else []
     return missing
 
 
 def test_everything_public_has_a_docstring():
-    assert not faults_of(SOURCES, lambda path: undocumented(tree_of(path)))
+    bases = bases_of(SOURCES)
+    assert not faults_of(SOURCES, lambda path: undocumented(tree_of(path), bases))
 
 
 def test_docstring_check_rejects():
-    source = '"""A."""\nclass C:\n """B."""\n def f(self): pass\n def _g(self): pass\ndef h(): pass'
-    assert undocumented(ast.parse(source)) == ["h", "f"]
+    source = '"""A."""\nclass C:\n """B."""\n def f(self): pass\n def _g(self): pass\nasync def h(): pass'
+    assert undocumented(ast.parse(source), {}) == ["h", "f"]
+    source = '"""A."""\nclass C(p.B[int]):\n """B."""\n def f(self): pass\n def g(self): pass'
+    assert undocumented(ast.parse(source), {"A": (set(), {"f"}), "B": ({"A"}, set())}) == ["g"]
 
 
 def tracked_files() -> list[Path]:

@@ -129,7 +129,6 @@ def expect_writable(path: Path) -> None:
 
     Raises:
         ConfigError: the folder does not exist, or the file cannot be written.
-
     """
     existed = path.exists()
     try:

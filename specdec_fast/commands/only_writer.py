@@ -31,7 +31,6 @@ def only_writer(path: Path, shown: Path | None = None) -> Iterator[None]:
 
     Raises:
         ConfigError: another process writes the file, or it cannot be written.
-
     """
     existed = path.exists()
     if existed and not path.is_file():
@@ -47,7 +46,6 @@ def only_writer(path: Path, shown: Path | None = None) -> Iterator[None]:
 
 
 def _locked(path: Path, shown: Path) -> BufferedWriter:
-    """Return the file, opened and locked."""
     while True:
         try:
             file = path.open("ab")
@@ -59,7 +57,7 @@ def _locked(path: Path, shown: Path) -> BufferedWriter:
 
 
 def _lock(file: BufferedWriter, shown: Path) -> bool:
-    """Lock an open file; return whether there are locks where it lies."""
+    """Return whether there are locks where the file lies."""
     reason: str | None = "no such call in this system"
     try:
         if fcntl is not None:
@@ -80,7 +78,6 @@ def _lock(file: BufferedWriter, shown: Path) -> bool:
 
 
 def _is_at(path: Path, file: BufferedWriter) -> bool:
-    """Return whether a path leads to an open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

@@ -73,10 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse_bytes(text: str) -> int:
     """Parse a size: bytes, or a number with kB, MB, GB, KiB, MiB or GiB."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; expected bytes, or a number with MB, GB, MiB or GiB")
-    size = float(found[1]) * _UNITS[found[2].lower()]
+    size = float(match[1]) * _UNITS[match[2].lower()]
     if size >= 2**63:
         raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is too much; expected less than 2**63 bytes")
     return int(size)
@@ -107,7 +107,6 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     Raises:
         ConfigError: an argument is missing or out of range, or a request is longer than the target's positions.
         MemoryBudgetError: one request of the traffic does not fit.
-
     """
     for name in ("target", "draft", "memory"):
         if getattr(args, name) is None:

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, seeded: str) -> None:
-    """Add --stop and the options of sampling.
-
-    Args:
-        parser: of the command.
-        seeded: what samples with seed N + i, for the help of --seed.
-
-    """
+    """Add --stop and the options of sampling; ``seeded`` says what samples with seed N + i, for the help of --seed."""
     parser.add_argument(
         "--stop", action="append", default=[], metavar="STRING", help="end a text before this string; repeatable"
     )
@@ -78,7 +72,6 @@ def default_params(args: argparse.Namespace, engine: Engine) -> SamplingParams:
 
     Raises:
         ConfigError: the target's generation config has a value out of range.
-
     """
     params = replace(OPENAI_DEFAULTS, max_new_tokens=args.max_new_tokens)
     if args.generation_config == "openai":
@@ -122,7 +115,6 @@ def read_chat_template(args: argparse.Namespace) -> str | None:
     Raises:
         ConfigError: the file is not text.
         OSError: the file cannot be read.
-
     """
     if args.chat_template is None:
         return None
@@ -139,7 +131,6 @@ def chat_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not text, or the variables are no JSON object.
         OSError: the file cannot be read.
-
     """
     template = read_chat_template(args)
     options: dict[str, Any] = {} if template is None else {"chat_template": template}

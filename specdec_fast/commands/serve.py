@@ -168,7 +168,6 @@ def _bound(host: str, port: int) -> socket.socket:
 
     Raises:
         ConfigError: the address is not to be had.
-
     """
     if not 0 <= port <= _LARGEST_PORT:  # getaddrinfo would take it modulo 65536
         raise ConfigError(f"cannot listen at --port {port}: expected 0 to {_LARGEST_PORT}.")

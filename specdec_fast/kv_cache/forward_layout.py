@@ -40,24 +40,14 @@ class RowLayout(NamedTuple):
 
 
 class HostLayout(NamedTuple):
-    """The layout of a forward before it is copied to a device.
+    """The layout of a forward before it is copied to a device."""
 
-    Attributes:
-        counts: what follows from the row counts.
-        place: ``[B]`` int64, each sequence's row in the pool's tables.
-        end: ``[B]`` int64, the number of each sequence's KV entries after the forward.
-        table: ``[B, max_pages]`` int32, block tables.
-        positions: ``[T]`` int64.
-        slots: ``[T]`` int32.
-
-    """
-
-    counts: RowCounts
-    place: np.ndarray
-    end: np.ndarray
-    table: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
+    counts: RowCounts  # what follows from the row counts
+    place: np.ndarray  # [B] int64, each sequence's row in the pool's tables
+    end: np.ndarray  # [B] int64, the number of each sequence's KV entries after the forward
+    table: np.ndarray  # [B, max_pages] int32, block tables
+    positions: np.ndarray  # [T] int64
+    slots: np.ndarray  # [T] int32
 
 
 @lru_cache(maxsize=256)
@@ -89,7 +79,6 @@ def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
-
     """
     places, ends = [], []
     each = [ahead] * len(rows) if isinstance(ahead, int) else ahead
@@ -112,7 +101,7 @@ def lay_out(
     """Lay out one forward, and allocate the pages that its new positions need.
 
     Args:
-        pool: the pool that has the owners of ``rows``.
+        pool: has the owners of ``rows``.
         rows: the span of each sequence, in batch order.
         token_ids: ``[T]`` int64 on the pool's device, the spans' tokens one after the other.
         ahead: number of positions after each span that get pages, and entries in the block table, as well.
@@ -121,7 +110,6 @@ def lay_out(
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
-
     """
     batch = _laid_out(pool, rows, ahead)[0](token_ids=token_ids)
     if trees is None:
@@ -136,17 +124,11 @@ def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> l
 
     The positions of a forward are known before its tokens, so a drafting loop need not stop for the layout.
 
-    Args:
-        pool: the pool that has the owners of ``rows``.
-        rows: the spans of the first forward, in batch order.
-        num_forwards: number of forwards; every one after the first has one row per span.
-
-    Returns:
-        One function per forward; called with the keyword ``token_ids``, ``[T]``, it returns the batch.
+    The first one has the spans ``rows``, in batch order; every later one has one row per span. There is one function
+    per forward: called with the keyword ``token_ids``, ``[T]``, it returns the batch.
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
-
     """
     later = num_forwards - 1
     first, place, end, table = _laid_out(pool, rows, later)
@@ -171,9 +153,7 @@ def _laid_out(
 ) -> tuple[partial[RaggedBatch], np.ndarray, np.ndarray, Tensor]:
     """Lay out the first forward, with pages for ``later`` more.
 
-    Returns:
-        The forward, each span's place and end (``[B]`` each), and the block table of all forwards.
-
+    Returns it, each span's place and end (``[B]`` each), and the block table of all forwards.
     """
     host, device = lay_out_on_host(pool, rows, later), pool.layout.device
     layout = row_layout(tuple([count for _, _, count in rows]), device)

@@ -24,16 +24,15 @@ class PagedCache(Cache):
     and their attention output is 0.
 
     Args:
-        pool: the pool whose pages are written and read.
+        pool: its pages are written and read.
         batch: ``T`` rows.
-        ops: implementations of ``append_kv_`` and ``paged_attention``.
-        sliding_layers: layers that must pass their sliding window to attention.
+        ops: have ``append_kv_`` and ``paged_attention``.
+        sliding_layers: must pass their sliding window to attention.
         num_logit_rows: number of rows whose logits the caller needs; None: all.
 
     Attributes:
         real_rows: maps a padded number of rows to the number before padding, for every row count of the forward; if
             two counts are padded to the same number, it has the larger one.
-
     """
 
     def __init__(
@@ -70,13 +69,9 @@ class PagedCache(Cache):
         Args:
             query: ``[1, num_heads, T, key_head_dim]``.
             key: ``[1, num_kv_heads, T, key_head_dim]``.
-            value: ``[1, num_kv_heads, T, value_head_dim]``.
+            value: ``[1, num_kv_heads, T, value_head_dim]``; the result is ``[1, T, num_heads, value_head_dim]``.
             layer_idx: index of the layer.
             params: scale, sliding window, soft cap and sinks.
-
-        Returns:
-            ``[1, T, num_heads, value_head_dim]``.
-
         """
         self.num_attended += 1
         pages = self.pool.layers[layer_idx]

@@ -20,20 +20,12 @@ from specdec_fast.kv_cache.layer_layout import KVLayout
 
 
 class KVPages(NamedTuple):
-    """The memory of a pool's pages, as a program takes it.
+    """The memory of a pool's pages, as a program takes it."""
 
-    Attributes:
-        addresses: ``[num_layers, 2]`` int64 on the CPU, the addresses of every layer's keys and values.
-        num_pages: number of pages, with the scratch page.
-        page_size: positions per page.
-        memory: the tensors behind the addresses; the references keep them alive.
-
-    """
-
-    addresses: Tensor
-    num_pages: int
-    page_size: int
-    memory: tuple[Tensor, ...]
+    addresses: Tensor  # [num_layers, 2] int64 on the CPU, the addresses of every layer's keys and values
+    num_pages: int  # number of pages, with the scratch page
+    page_size: int  # positions per page
+    memory: tuple[Tensor, ...]  # the tensors behind the addresses; the references keep them alive
 
 
 class Spans(NamedTuple):
@@ -67,7 +59,6 @@ class PagePool:
         tables: ``[places, pages]`` int32 on the host, the block table of every owner. A place is the row of one owner
             in ``tables`` and ``slots``; place 0 has no owner, and all its pages are the scratch page.
         slots: ``[places, pages * page_size]`` int32 on the host, the slot of every position of every owner.
-
     """
 
     def __init__(
@@ -138,7 +129,6 @@ class PagePool:
 
         Raises:
             KVCacheAllocationError: there is no memory for the larger pool; this pool is unchanged.
-
         """
         pool = PagePool(self.layout, num_tokens, self.page_size, self.row_padding)
         for smaller, larger in zip(self.tensors, pool.tensors, strict=True):
@@ -165,7 +155,6 @@ class PagePool:
 
         Raises:
             KVCacheTooSmallError: too few pages are free; none is allocated.
-
         """
         pages = self._pages_of[owner]
         if num_tokens <= len(pages) * self.page_size:
@@ -201,7 +190,6 @@ class PagePool:
         return Spans(spans, torch.from_numpy(self.tables), self.pages)  # from_numpy shares the memory
 
     def _add_places(self) -> None:
-        """Double the number of places."""
         places = len(self.tables)
         more = max(8, places)
         self.tables = np.pad(self.tables, ((0, more), (0, 0)))

@@ -20,7 +20,10 @@ from specdec_fast.torch_threads import invariant_call
 
 
 def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """Compute the experts of every row and add them up.
+    """Compute the experts of every row and add them up: ``[T, hidden_size]`` in the dtype of ``rows``.
+
+    Products with the weights are rounded to the wider of both dtypes, as ``transformers`` does, and added in fp32, in
+    the order of the choices.
 
     Args:
         ops: ops that include ``grouped_linear``.
@@ -29,13 +32,8 @@ def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Te
         expert_ids: ``[T, num_choices]`` int64.
         weights: ``[T, num_choices]``, of any floating dtype.
 
-    Returns:
-        ``[T, hidden_size]`` in the dtype of ``rows``. Products with the weights are rounded to the wider of both
-        dtypes, as ``transformers`` does, and added in fp32, in the order of the choices.
-
     Raises:
         UnsupportedModelError: the experts are spread over several devices.
-
     """
     if getattr(module, "_is_expert_parallel", False):  # an attribute since transformers 5.20
         raise UnsupportedModelError(f"the experts of {type(module).__name__} are spread over several devices.")

@@ -24,15 +24,14 @@ def load_model(
 
     Args:
         source: an argument of ``AutoModelForCausalLM.from_pretrained``, or a loaded model.
-        dtype: dtype of the weights; None: the checkpoint's.
-        device: device of the model; None: CUDA if there is a device, else the CPU.
+        dtype: of the weights; None: the checkpoint's.
+        device: None: CUDA if there is a device, else the CPU.
         role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
 
     Raises:
         ConfigError: the source is none of these; there is no such model or device; files are damaged, weights are
             missing, or the model needs code of its own; or a loaded model has another dtype or device than asked for,
             has no weights, is in training mode, or is spread over devices; or a draft is sharded over processes.
-
     """
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
         _check_loaded(source, dtype, device, role)

@@ -161,5 +161,5 @@ def verify_chain(
         ),
         torch.get_num_threads(),
     )
-    found = (target_tokens, num_accepted, next_tokens)
-    return found if accepted_rows is None else (*found, accepted_rows)
+    outputs = (target_tokens, num_accepted, next_tokens)
+    return outputs if accepted_rows is None else (*outputs, accepted_rows)

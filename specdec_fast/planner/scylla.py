@@ -16,29 +16,18 @@ _LEAST_POINTS = 2
 
 
 class Fit(NamedTuple):
-    """``y = slope * f(x) + intercept``, by least squares.
+    """``y = slope * f(x) + intercept``, by least squares."""
 
-    Attributes:
-        slope: factor of ``f(x)``.
-        intercept: the constant.
-        r_squared: share of the variance of y that the fit explains; 1 if y does not vary.
-
-    """
-
-    slope: float
-    intercept: float
-    r_squared: float
+    slope: float  # factor of f(x)
+    intercept: float  # the constant
+    r_squared: float  # share of the variance of y that the fit explains; 1 if y does not vary
 
 
 def rows_at_balance(weight_bytes: float, flops_per_row: float, bandwidth: float, peak: float) -> float:
-    """Return R*, at which reading the weights takes as long as computing the rows.
+    """Return R*, at which reading ``weight_bytes`` takes as long as computing the rows.
 
-    Args:
-        weight_bytes: that a forward reads, whatever its rows.
-        flops_per_row: of one row; two per parameter.
-        bandwidth: bytes per second.
-        peak: floating-point operations per second.
-
+    A row takes two floating-point operations per parameter. ``bandwidth`` is in bytes per second, ``peak`` in
+    operations per second.
     """
     return (weight_bytes / bandwidth) / (flops_per_row / peak)
 
@@ -69,7 +58,6 @@ def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray]
     Raises:
         ConfigError: there are fewer than two different x, an x is not positive, or a number is not finite, or so large
             that the fit is not.
-
     """
     xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
     is_usable = xs.shape == ys.shape and xs.ndim == 1 and np.isfinite(xs).all() and np.isfinite(ys).all()
@@ -97,24 +85,22 @@ def _least_squares(xs: np.ndarray, ys: np.ndarray) -> Fit | None:
 
 
 def fits_of(data: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Fit]:
-    """Fit the curves of a file.
+    """Fit the curves of a file, given as pairs.
 
-    Args:
-        data: pairs by curve: ``"training_tokens"`` and ``"layers"`` with accepted tokens, ``"batch_sizes"`` with the
-            best number of draft tokens.
+    They are ``"training_tokens"`` and ``"layers"`` with accepted tokens, and ``"batch_sizes"`` with the best number of
+    draft tokens.
 
     Raises:
         ConfigError: another name, or something that is not pairs of numbers.
-
     """
     curves = {"training_tokens": fit_training, "layers": fit_layers, "batch_sizes": fit_batch_sizes}
     if not isinstance(data, Mapping) or not data or not set(data) <= set(curves):
         raise ConfigError(f"expected an object with pairs under some of {', '.join(curves)}.")
-    found = {}
+    fits = {}
     for name, pairs in data.items():
         try:
             x, y = zip(*((float(first), float(second)) for first, second in pairs), strict=True)
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{name}: expected pairs of numbers, such as [[1e9, 2.1], [1e10, 2.6]].") from None
-        found[name] = curves[name](x, y)
-    return found
+        fits[name] = curves[name](x, y)
+    return fits

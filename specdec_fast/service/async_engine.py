@@ -54,7 +54,6 @@ class AsyncEngine:
 
     Raises:
         ConfigError: a limit is out of range; and what ``Engine`` raises.
-
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class AsyncEngine:
 
         Raises:
             ConfigError: it cannot be called.
-
         """
         if not callable(observer):
             raise ConfigError(f"observer is a {type(observer).__name__}; expected a function of one RequestRecord.")
@@ -149,7 +147,6 @@ class AsyncEngine:
             RequestCancelledError, DeadlineExceededError: the request was cancelled, or ``timeout`` has passed, before
                 its prompt was encoded.
             ForkedProcessError: the engine was made in the process that this one was forked from.
-
         """
         unread = UnreadPrompt(self._builder, prompt, params, prompt_options)
         request = self._accept(unread, request_id, timeout, is_stream=False)
@@ -192,7 +189,6 @@ class AsyncEngine:
             KVCacheTooSmallError: they do not fit, so sending them again later would not help.
             DeadlineExceededError: ``timeout`` has passed.
             EngineClosedError, RequestError, ConfigError: as ``generate``.
-
         """
         self.engine.process.expect_this()
         if self._live.most_positions is None:
@@ -211,11 +207,9 @@ class AsyncEngine:
             counted.cancel()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request before the next step, with a RequestCancelledError; any thread may call.
+        """End a request before the next step, with a RequestCancelledError, and return whether there was one.
 
-        Returns:
-            Whether there was such a request.
-
+        Any thread may call.
         """
         request = self._live.find(request_id)
         if request is not None:
@@ -234,7 +228,6 @@ class AsyncEngine:
 
         Raises:
             ConfigError: ``finish_within`` is no number from 0 on; the engine stays open.
-
         """
         finish_within = as_plain(finish_within)
         expect_seconds("finish_within", finish_within, or_zero=True)
@@ -249,7 +242,6 @@ class AsyncEngine:
         await asyncio.to_thread(self._worker.close)
 
     async def __aenter__(self) -> AsyncEngine:
-        """Return itself."""
         return self
 
     async def __aexit__(

@@ -34,7 +34,6 @@ class Worker:
 
     Attributes:
         observers: called with the record of every request that was served and has ended.
-
     """
 
     def __init__(self, engine: Engine, live: LiveRequests) -> None:
@@ -55,7 +54,6 @@ class Worker:
 
         Raises:
             RequestError: it was cancelled meanwhile.
-
         """
         with self._lock:
             if request.error is not None:
@@ -148,7 +146,6 @@ class Worker:
         self._writer.shutdown()
 
     def _serve(self) -> None:
-        """Step until nothing is served."""
         while True:
             with self._lock:
                 if not self._served:
@@ -168,19 +165,19 @@ class Worker:
 
     def _taken(self, outputs: list[StepOutput]) -> list[tuple[ServedRequest, StepOutput]]:
         """Find the requests of a step's outputs; those that have ended are not served any more."""
-        found, now = [], monotonic()
+        taken, now = [], monotonic()
         with self._lock:
             for output in outputs:
                 is_last = output.finish_reason is not None
                 served = self._served
                 request = served.pop(output.request, None) if is_last else served.get(output.request)
                 if request is not None:
-                    found.append((request, output))
+                    taken.append((request, output))
                     if request.first_token_at is None and output.token_ids:
                         request.first_token_at = now
                     if is_last:
                         self._ended.add(output.request)
-        return found
+        return taken
 
     def _record(self, request: ServedRequest, finish_reason: str) -> None:
         """Show the observers a request that has ended, once. What they raise must not lose the outputs of a step."""
@@ -223,7 +220,6 @@ class Worker:
         return None if self._next_deadline == float("inf") else max(0.0, self._next_deadline - monotonic())
 
     def _end_late(self) -> None:
-        """End requests whose deadline has passed."""
         now = monotonic()
         if now < self._next_deadline:
             return
@@ -237,7 +233,6 @@ class Worker:
             self.end(late, DeadlineExceededError("the request has not ended within its timeout; its tokens are kept."))
 
     def _fail(self, error: Exception) -> list[StepOutput]:
-        """Return last outputs for all that is served."""
         with self._lock:
             sequences = list(self._served)
         for sequence in sequences:

@@ -18,18 +18,11 @@ MOST_NODES = 64
 
 
 class Shape(NamedTuple):
-    """A tree, depth first; each list has an entry per node.
+    """A tree, depth first; each list has an entry per node."""
 
-    Attributes:
-        depths: from 0, for children of the root.
-        ranks: of the node's token at its depth.
-        parents: as in ``Draft.parents``.
-
-    """
-
-    depths: list[int]
-    ranks: list[int]
-    parents: list[int]
+    depths: list[int]  # from 0, for children of the root
+    ranks: list[int]  # of the node's token at its depth
+    parents: list[int]  # as in Draft.parents
 
 
 class ChoiceTree:
@@ -40,7 +33,6 @@ class ChoiceTree:
 
     Attributes:
         num_ranks: per depth, the number of ranks that are used.
-
     """
 
     def __init__(self, choices: Iterable[tuple[int, ...]]) -> None:
@@ -68,15 +60,10 @@ def chain(depth: int) -> list[tuple[int, ...]]:
 
 
 def checked_choices(value: Any, source: str) -> tuple[tuple[int, ...], ...]:
-    """Return choices as tuples.
-
-    Args:
-        value: what should be a list of rank paths.
-        source: names it in errors.
+    """Return choices as tuples; ``source`` names the value in errors.
 
     Raises:
         ConfigError: it is not a list of 1 to 64 different paths of ranks from 0 on, or a path's parent is missing.
-
     """
     if (
         not isinstance(value, (list, tuple))
@@ -102,15 +89,11 @@ def fit_tree(hit_rates: Many[Many[float]], max_nodes: int) -> list[tuple[int, ..
     """Return the tree whose expected number of accepted tokens is largest, if the depths hit independently.
 
     The probability of a path is the product of its rates, which never rises from a node to its children. So the tree
-    takes the likeliest node next to it, again and again.
+    takes the likeliest node next to it, again and again. Its rank paths come likeliest first.
 
     Args:
         hit_rates: per depth and rank, how often the token of that rank is the target's, where its parent was accepted.
         max_nodes: the number of nodes; fewer if the rest has rate 0.
-
-    Returns:
-        Rank paths, the likeliest first.
-
     """
     choices: list[tuple[int, ...]] = []
     candidates: list[tuple[float, tuple[int, ...]]] = [
