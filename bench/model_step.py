@@ -2,8 +2,8 @@
 
 A kernel takes ``max(bytes / bandwidth, operations / peak)`` and 2 microseconds for its launch. Three ways of running a
 forward are modelled (``model_step_/kernels.py``): *present*, PyTorch's kernels in a CUDA graph; *fused*, the launches
-of the program (``program/triton/executor.py``): one kernel for each run of row operations, and one for the linears of
-one input; and *fused linears*, off by default, where the kernels of linears compute row operations too and attention
+of the program (``program/triton/executor.py``): one kernel for each fusion of row operations, and one for the linears
+of one input; and *fused linears*, off by default, where the kernels of linears compute row operations too and attention
 merges its pieces in one launch. A verification has K + 1 rows of every sequence, a draft forward and a plain step one;
 each contains the choice of its tokens. Work on the host, and rows that the draft model catches up, are not modelled.
 Gains are over plain decoding in the same way, at an acceptance for every draft token.

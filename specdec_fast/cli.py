@@ -61,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     """
     argv = sys.argv[1:] if argv is None else argv
-    args = build_parser(argv).parse_args(argv)
+    parser = build_parser(argv)
+    if wrong := next((word for word in argv if word.startswith("--") and word.endswith("=--")), None):
+        parser.error(f"argument {wrong.removesuffix('=--')}: expected a value, not --")  # argparse makes it a list
+    args = parser.parse_args(argv)
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -93,7 +93,7 @@ class Watch:
         places = [place for m in modules for place in (m._parameters, m._buffers, m._modules) if place]
         self._places: list[tuple[dict[str, Any], list[Any]]] = [(place, list(place.values())) for place in places]
         self._tensors = [*model.parameters(), *model.buffers()]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._addresses = [_address_of(tensor) for tensor in self._tensors]
         self._forwards = [(m, replaced_forward(m)) for m in modules]
         self._hooks = [*_GLOBAL_HOOKS, *chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)]
         is_copied = [tensor.numel() <= _MOST_COPIED or tensor.is_inference() for tensor in baked]
@@ -109,9 +109,14 @@ class Watch:
                 return "its weights, buffers or modules have been replaced"
         if not all(replaced_forward(module) is forward for module, forward in self._forwards):
             return "a forward of one of its modules has been replaced, which would not be called"
-        if self._addresses != [tensor.data_ptr() for tensor in self._tensors]:
-            return "its weights have been moved or cast"
+        if self._addresses != [_address_of(tensor) for tensor in self._tensors]:
+            return "its weights have been moved, cast or negated"
         changed = any(not torch.equal(tensor, copy) for tensor, copy in self._copies)
         if changed or any(tensor._version != version for tensor, version in self._versions):
             return "weights whose numbers the program copied (scalars, or sums like 1 + w) have been changed in place"
         return None
+
+
+def _address_of(tensor: Tensor) -> tuple[int, bool]:
+    """Return where a tensor's numbers are, and whether they have the other sign there (``torch._neg_view``)."""
+    return tensor.data_ptr(), tensor.is_neg()

@@ -74,7 +74,7 @@ class SamplingParams:
     """How to choose the tokens of one request and when to stop.
 
     Sampling is exact: noise is keyed by the seed and a token's position, so a request has the same tokens with and
-    without speculation, whatever the batch (``docs/design.md``). Penalty, temperature, ``top_k``, ``top_p`` and
+    without speculation, whatever the batch (``docs/design/ops.md``). Penalty, temperature, ``top_k``, ``top_p`` and
     ``min_p`` apply in this order, as in transformers; tokens of equal score are kept or dropped together.
 
     Attributes:

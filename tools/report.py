@@ -189,7 +189,7 @@ def counted() -> dict[str, Any]:
     nodes = [node for tree in package.values() for node in ast.walk(tree)]
     assignments = [node for node in nodes if isinstance(node, ast.Assign)]
     sizes = {path: num_lines(path) for path in [*package, *python_files(TESTS)]}
-    documents = sorted(DESIGN.rglob("*.md")) if DESIGN.is_dir() else [ROOT / "docs/design.md"]
+    documents = sorted(DESIGN.rglob("*.md"))
     functions = function_sizes(package)
     of_package = [sizes[path] for path in package]
     return {

@@ -6,6 +6,7 @@ On the site each such name becomes a link.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 
@@ -36,12 +37,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn the names of files that are pages into links; all pages lie in one folder."""
+    """Turn the names of files that are pages into links, relative to the folder of the page."""
+    folder = posixpath.dirname(page.file.src_uri)
 
     def link(match: re.Match[str]) -> str:
         target = PAGES.get(match[1], match[1].removeprefix("docs/"))
         is_page = match[1] in PAGES or (match[1].startswith("docs/") and files.get_file_from_path(target) is not None)
-        return f"[{match[0]}]({target})" if is_page and target != page.file.src_uri else match[0]
+        if not is_page or target == page.file.src_uri:
+            return match[0]
+        return f"[{match[0]}]({posixpath.relpath(target, folder or '.')})"
 
     parts = [part if part.startswith("```") else _FILE_NAME.sub(link, part) for part in _CODE_BLOCK.split(markdown)]
     return "".join(parts).replace(f"](../{FIGURES}/", "](figures/").replace("](../docs/", "](")

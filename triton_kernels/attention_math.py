@@ -66,8 +66,7 @@ def normalised(sums, total):
 
 @triton.jit
 def tanh(x):
-    """Return the hyperbolic tangent in fp32 within a few units in the last place, by the same operations on every
-    device.
+    """Return the hyperbolic tangent in fp32 within a few ulp, by the same operations on every device.
 
     Near 0, where 1 - 2 / (e^2x + 1) would cancel, it is an odd polynomial (coefficients of the Cephes library, tanhf).
     """

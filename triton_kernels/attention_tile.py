@@ -38,9 +38,7 @@ def tile_of(
     sequence, first_pair, window,
     GROUP: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Return a sequence's first query, rows and prefix; and for ``PAIRS`` pairs the first and last row, and the
-    positions that they see.
-    """
+    """Return a sequence's first query, rows and prefix; of ``PAIRS`` pairs the rows, and what these see."""
     first_query = tl.load(cu_seqlens_q + sequence)
     num_rows = tl.load(cu_seqlens_q + sequence + 1) - first_query
     prefix = tl.load(seqused_k + sequence) - num_rows

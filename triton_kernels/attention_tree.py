@@ -47,13 +47,8 @@ _LAUNCH = Launch({"WORD_BITS": TREE_MASK_BITS}, num_warps=1)
 def paths_of(tree_mask: Tensor) -> Tensor:
     """Launch one kernel that finds the path to every row; nothing waits for the device.
 
-    Args:
-        tree_mask: ``[T, num_words]`` int32, see ``PagedBatch.tree_mask``.
-
-    Returns:
-        ``[T, 1 + 32 * num_words]`` int32: each row's depth, then its ancestors at depths 0, 1, ..., itself last, as
-        rows of its sequence. What follows is not set.
-
+    The mask is that of ``PagedBatch.tree_mask``. The result is ``[T, 1 + 32 * num_words]`` int32: each row's depth,
+    then its ancestors at depths 0, 1, ..., itself last, as rows of its sequence. What follows is not set.
     """
     num_rows, num_words = tree_mask.shape
     paths = torch.empty(num_rows, 1 + num_words * TREE_MASK_BITS, dtype=torch.int32, device=tree_mask.device)
@@ -75,13 +70,10 @@ def run_of(
     paths,  # [rows, path_width] int32, from the tile's first row on
     path_width, prefix,
 ):  # fmt: skip
-    """Return what a phase folds: phase 0 the entries before the sequence's rows, phase 1 + r the run that ends in row
-    r, if one does.
+    """Return what a phase folds: phase 0 the entries before the sequence's rows, 1 + r the run that ends in row r.
 
-    Returns:
-        The positions of the pairs that take part, -1 for the others; the path of the run's last row; the end of its
-        positions, 0 if no run ends here; the next ``begun``.
-
+    These are the positions of the pairs that take part, -1 for the others; the path of the run's last row; the end of
+    its positions, 0 if no run ends here; the next ``begun``.
     """
     own = tl.maximum(phase - 1, 0)
     path, is_last = paths + own * path_width, first_row + own >= last_row

@@ -168,11 +168,7 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | 
     Args:
         rows: ``[T, in_features]``.
         weights: 1 to ``MAX_WEIGHTS`` matrices ``[out_features_i, in_features]``, contiguous.
-        biases: ``[out_features_i]`` for each matrix, or None.
-
-    Returns:
-        ``[T, out_features_i]`` for each matrix, contiguous.
-
+        biases: ``[out_features_i]`` for each matrix, or None. Results are ``[T, out_features_i]``, contiguous.
     """
     (num_rows, in_features), sizes = rows.shape, [len(weight) for weight in weights]
     out = torch.empty(num_rows * sum(sizes), dtype=rows.dtype, device=rows.device)

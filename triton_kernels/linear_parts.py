@@ -79,12 +79,10 @@ def load_rows(
 
     Args:
         pointer: to the first number of row 0.
-        row_at: where each row begins, ``[COUNT, 1]``.
-        mask: which rows there are, ``[COUNT, 1]``.
+        row_at, mask: where each row begins and which there are, ``[COUNT, 1]``.
         SIZE, COUNT, LENGTH: see above.
         OF_THREADS: numbers of a piece that threads of the same place in all warps load.
         WARP_SIZE: threads of a warp.
-
     """
     PIECE: tl.constexpr = min(LENGTH, OF_THREADS * WARP_SIZE)
     place = tl.arange(0, LENGTH // PIECE)[:, None, None] * PIECE + tl.arange(0, PIECE)[None, None, :]

@@ -185,11 +185,8 @@ def attend(
 ) -> Tensor:
     """Compute ``paged_attention``, in one launch if there are counters.
 
-    Args:
-        query, kv, batch, params: see ``paged_attention``.
-        counters: ``[NUM_COUNTERS]`` int32, zeros, and zeros again afterwards. No two launches that may run at once may
-            have the same.
-
+    These are ``[NUM_COUNTERS]`` int32, zeros, and zeros again afterwards. No two launches that may run at once may have
+    the same.
     """
     (num_rows, num_heads, head_dim), (num_kv_heads, value_dim) = query.shape, kv[1].shape[2:]
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)

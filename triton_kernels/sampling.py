@@ -84,13 +84,8 @@ def choose_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Launch all kernels; return keys and tokens as if each row were one chunk of ``verify_chain``'s first kernel.
 
-    Args:
-        logits: ``[T, vocab_size]`` with a contiguous last axis; neither axis is empty.
-        token_ids: ``[T]`` int64.
-        cu_seqlens: ``[B + 1]`` int32.
-        sampling: how each sequence chooses.
-        parents: ``[T]`` int32 of trees; None: chains.
-
+    ``logits [T, vocab_size]`` have a contiguous last axis; neither axis is empty. ``token_ids [T]`` are int64,
+    ``cu_seqlens [B + 1]`` and ``parents [T]`` int32; None: chains.
     """
     (num_rows, vocab_size), device, batch = logits.shape, logits.device, sampling
     num_tiles = triton.cdiv(vocab_size, _TILE)

@@ -82,7 +82,6 @@ def _load_gaps(
 
 @triton.jit
 def _nearest(tile_best, first_tile, num_tiles, best, temperature, TILES: tl.constexpr):
-    """Return the smallest gap in ``TILES`` tiles."""
     tiles = first_tile + tl.arange(0, TILES)
     return (
         best - tl.max(tl.load(tile_best + tiles, mask=tiles < num_tiles, other=float("-inf")), axis=0)
@@ -94,8 +93,7 @@ def _measure(
     logits, seen, tile_best, limit, penalty, best, temperature, vocab_size, num_tiles,
     TILES: tl.constexpr, TILE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Read the vocabulary; return weight and number of the gaps up to a finite limit, the largest one, and the next
-    one.
+    """Read the vocabulary; return weight and number of the gaps up to a finite limit, the largest one, and the next.
 
     A weight is ``exp(score)`` with MASS, else 1.
     """

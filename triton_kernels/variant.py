@@ -13,54 +13,34 @@ TYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf1
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of a kernel that a launcher may request.
+    """One compilation of a kernel that a launcher may request."""
 
-    Attributes:
-        name: the name in the resource report; unique within its file.
-        kernel: the function decorated with ``triton.jit``.
-        signature: run-time argument to Triton type, such as ``"*bf16"``, ``"i32"`` or ``"i64"``.
-        constexprs: compile-time argument to value.
-        num_warps: warps per program.
-        num_stages: depth of the software pipeline.
-        divisible: run-time arguments specialised as multiples of 16 (addresses of tensors, most strides), as
-            Triton's just-in-time compiler does.
-        max_registers: registers per thread on NVIDIA; None leaves the number to the assembler, which may spill for more
-            occupancy.
-        instruction_side: rows and columns of what an instruction of AMD multiplies; None: the compiler chooses.
-        fuses: whether a product and a sum may become one operation, which rounds once.
-
-    """
-
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any] = field(default_factory=dict)
-    num_warps: int = 4
-    num_stages: int = 2
+    name: str  # the name in the resource report; unique within its file
+    kernel: Any  # the function decorated with triton.jit
+    signature: dict[str, str]  # run-time argument to Triton type, such as "*bf16", "i32" or "i64"
+    constexprs: dict[str, Any] = field(default_factory=dict)  # compile-time argument to value
+    num_warps: int = 4  # warps per program
+    num_stages: int = 2  # depth of the software pipeline
+    # run-time arguments specialised as multiples of 16 (addresses of tensors, most strides), as Triton's just-in-time
+    # compiler does
     divisible: tuple[str, ...] = ()
+    # registers per thread on NVIDIA; None leaves the number to the assembler, which may spill for more occupancy
     max_registers: int | None = None
+    # rows and columns of what an instruction of AMD multiplies; None: the compiler chooses
     instruction_side: int | None = None
-    fuses: bool = True
+    fuses: bool = True  # whether a product and a sum may become one operation, which rounds once
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The compile-time choices of one launch. A launcher and ``variants()`` use the same function to make them.
+    """The compile-time choices of one launch. A launcher and ``variants()`` use the same function to make them."""
 
-    Attributes:
-        constexprs: compile-time argument to value.
-        num_warps: warps per program.
-        num_stages: depth of the software pipeline.
-        max_registers: registers per thread on NVIDIA; None leaves the number to the assembler, which may spill for more
-            occupancy.
-        instruction_side: rows and columns of what an instruction of AMD multiplies; None: the compiler chooses.
-
-    """
-
-    constexprs: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 2
+    constexprs: dict[str, Any]  # compile-time argument to value
+    num_warps: int = 4  # warps per program
+    num_stages: int = 2  # depth of the software pipeline
+    # registers per thread on NVIDIA; None leaves the number to the assembler, which may spill for more occupancy
     max_registers: int | None = None
+    # rows and columns of what an instruction of AMD multiplies; None: the compiler chooses
     instruction_side: int | None = None
 
     @property

@@ -123,13 +123,13 @@ def _walk_kernel(
         rows = first + tl.arange(0, BLOCK_ROWS)
         inside = (rows > 0) & (rows < stop - start)
         above = tl.load(parents + start + rows, mask=inside, other=-1)
-        fed = tl.load(token_ids + start + rows, mask=inside, other=0)
-        child = tl.min(tl.where(inside & (above == row) & (fed == wanted), rows, _LARGEST), axis=0)
+        tokens = tl.load(token_ids + start + rows, mask=inside, other=0)
+        child = tl.min(tl.where(inside & (above == row) & (tokens == wanted), rows, _LARGEST), axis=0)
         while child != _LARGEST:
             tl.store(accepted_rows + start + count, child)
             row, count = child, count + 1
             wanted = tl.load(target_tokens + start + row)
-            child = tl.min(tl.where(inside & (above == row) & (fed == wanted), rows, _LARGEST), axis=0)
+            child = tl.min(tl.where(inside & (above == row) & (tokens == wanted), rows, _LARGEST), axis=0)
     tl.store(num_accepted + sequence, count)
     tl.store(next_tokens + sequence, wanted)
 
@@ -164,9 +164,9 @@ def verify_chain(
     num_accepted = torch.empty(batch_size, dtype=torch.int32, device=device)
     next_tokens = torch.empty(batch_size, dtype=torch.int64, device=device)
     accepted_rows = None if parents is None else torch.full_like(parents, -1)
-    found = (target_tokens, num_accepted, next_tokens, *([] if accepted_rows is None else [accepted_rows]))
+    outputs = (target_tokens, num_accepted, next_tokens, *([] if accepted_rows is None else [accepted_rows]))
     if num_rows == 0 or batch_size == 0:
-        return found
+        return outputs
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     if sampling is None:
@@ -194,7 +194,7 @@ def verify_chain(
             token_ids, parents, cu_seqlens, target_tokens, num_accepted, next_tokens, accepted_rows,
             **_walk_launch().options,
         )  # fmt: skip
-    return found
+    return outputs
 
 
 def variants() -> Iterator[Variant]:

@@ -39,7 +39,7 @@ from specdec_fast.program.plan.ir import (
 )
 from specdec_fast.program.triton.fused_launches import fused_launches_of
 from specdec_fast.program.triton.fused_linear import MOST_ROWS, EitherWay, FusedLinear
-from specdec_fast.program.triton.launches import JointLinear, Launch, RowRun, launches_of
+from specdec_fast.program.triton.launches import JointLinear, PlannedLaunch, RowFusion, launches_of
 from specdec_fast.runner.batch_invariance import ROW_MULTIPLE
 from specdec_fast.triton_kernels.linear import tiles_of
 
@@ -111,7 +111,7 @@ class _Costs:
             group = _instructions_of(launch)
             yield index_of[id(group[0])], group
 
-    def _launches(self) -> Iterator[Launch | FusedLinear]:
+    def _launches(self) -> Iterator[PlannedLaunch | FusedLinear]:
         if self._way == FUSED:
             yield from launches_of(self._plan)
             return
@@ -218,12 +218,12 @@ class _Costs:
         return self._plan.buffers[number].row_bytes
 
 
-def _instructions_of(launch: Launch | FusedLinear) -> list[Instruction]:
+def _instructions_of(launch: PlannedLaunch | FusedLinear) -> list[Instruction]:
     if isinstance(launch, FusedLinear):
         before = [] if launch.before is None else launch.before.steps
         gather = [] if launch.gather is None else [launch.gather]
         return [*before, *gather, *launch.steps, *([] if launch.after is None else launch.after.steps)]
-    return list(launch.steps) if isinstance(launch, (RowRun, JointLinear)) else [launch]
+    return list(launch.steps) if isinstance(launch, (RowFusion, JointLinear)) else [launch]
 
 
 def _num_written(group: list[Instruction]) -> int:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from bench.common.timing import Call, Clock, median_ratio
 from specdec_fast.oracle.dense import (
-    LayerKV,
+    DenseLayerKV,
     RealignKV,
     Repad,
     RowMove,
@@ -65,7 +65,7 @@ class Shape:
         return torch.ones(size, dtype=self.dtype)  # memory that is not written would have no pages yet
 
 
-def layers_of(cache: Tensor) -> list[LayerKV]:
+def layers_of(cache: Tensor) -> list[DenseLayerKV]:
     """Return the keys and values of each layer in the layout of the oracle."""
     return [(layer[0], layer[1]) for layer in cache]
 
@@ -125,7 +125,7 @@ def draw_steps(accepted_counts: list[int], batch_size: int, columns: int, num_st
     return steps
 
 
-def repad_by_gather(layers: list[LayerKV], moves: list[RowMove], num_columns: int) -> list[LayerKV]:
+def repad_by_gather(layers: list[DenseLayerKV], moves: list[RowMove], num_columns: int) -> list[DenseLayerKV]:
     """Make every tensor new by one ``torch.gather`` of its entries; columns of padding are arbitrary.
 
     It gathers along axis 0 of ``[B * num_kv_heads * columns, head_dim]``. Along axis 2 of the original tensor, torch
@@ -174,7 +174,7 @@ def _same_width(dtype: torch.dtype) -> torch.dtype:
     return {2: torch.int16, 4: torch.int32}[dtype.itemsize]
 
 
-def _hold_the_same(got: list[LayerKV], expected: list[LayerKV], step: Step) -> bool:
+def _hold_the_same(got: list[DenseLayerKV], expected: list[DenseLayerKV], step: Step) -> bool:
     for layer, expected_layer in zip(got, expected, strict=True):
         for tensor, wanted in zip(layer, expected_layer, strict=True):
             for row, move in enumerate(step.moves):

@@ -17,43 +17,29 @@ class PagedBatch:
     """The query rows of one forward and the KV pages they attend over; ``B`` sequences, ``T`` rows.
 
     The rows of a sequence are its *last* ones: row j of n has KV entry ``seqused_k[b] - n + j``.
-
-    Attributes:
-        cu_seqlens_q: ``[B + 1]`` int32, the first row of each sequence, and the number of rows.
-        seqused_k: ``[B]`` int32, KV entries of each sequence, including those of this forward's rows.
-        block_table: ``[B, max_pages]`` int32, pages in order of position; unused places hold the scratch page.
-        max_seqlen_q: largest number of rows of a sequence; a launch must know it without waiting for the device.
-        max_seqlen_k: largest number of KV entries of a sequence.
-        tree_mask: ``[T, num_words]`` int32, or None for a chain. Bit ``i % 32`` of word ``i // 32`` of a row is set if
-            the row descends from row i of its own sequence. A row's own bit is always set, and no later bit: parents
-            precede their children.
-
     """
 
-    cu_seqlens_q: Tensor
-    seqused_k: Tensor
-    block_table: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
+    cu_seqlens_q: Tensor  # [B + 1] int32, the first row of each sequence, and the number of rows
+    seqused_k: Tensor  # [B] int32, KV entries of each sequence, including those of this forward's rows
+    block_table: Tensor  # [B, max_pages] int32, pages in order of position; unused places hold the scratch page
+    max_seqlen_q: int  # largest number of rows of a sequence; a launch must know it without waiting for the device
+    max_seqlen_k: int  # largest number of KV entries of a sequence
+    # [T, num_words] int32, or None for a chain. Bit i % 32 of word i // 32 of a row is set if the row
+    # descends from row i of its own sequence. A row's own bit is always set, and no later bit: parents precede their
+    # children.
     tree_mask: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionParams:
-    """How one layer computes attention weights from queries and keys.
+    """How one layer computes attention weights from queries and keys."""
 
-    Attributes:
-        scale: factor on the products, ``head_dim ** -0.5`` for most models.
-        sliding_window: number of positions that a row sees, its own included; None: all.
-        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma-2, arXiv 2408.00118, section 2).
-        sinks: ``[num_heads]``, in fp32 or the dtype of the queries: one more score per head, neither scaled nor capped.
-            It is part of the softmax's denominator and weighs no value (gpt-oss, arXiv 2508.10925, section 2.1).
-
-    """
-
-    scale: float
-    sliding_window: int | None = None
+    scale: float  # factor on the products, head_dim ** -0.5 for most models
+    sliding_window: int | None = None  # number of positions that a row sees, its own included; None: all
+    # scores become softcap * tanh(scores / softcap) (Gemma-2, arXiv 2408.00118, section 2)
     softcap: float | None = None
+    # [num_heads], in fp32 or the dtype of the queries: one more score per head, neither scaled nor capped. It is
+    # part of the softmax's denominator and weighs no value (gpt-oss, arXiv 2508.10925, section 2.1).
     sinks: Tensor | None = None
 
 
@@ -76,7 +62,6 @@ class RowPadding:
         attend_per_row: whether attention gets each row as a sequence of its own, for an implementation whose bits
             otherwise depend on the other rows.
         one_by_one: whether each forward of PyTorch has one row, so that a batch takes as many forwards as rows.
-
     """
 
     multiple: int = 1
@@ -91,25 +76,16 @@ class RowPadding:
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedBatch(PagedBatch):
-    """The rows of one forward, sequence after sequence.
+    """The rows of one forward, sequence after sequence."""
 
-    Attributes:
-        token_ids: ``[T]`` int64.
-        positions: ``[T]`` int64, each token's index in its own sequence (I1); in a tree, in the text of its path.
-        slot_mapping: ``[T]`` int32, the slot of each row's KV entry.
-        cu_seqlens: ``[B + 1]`` int32, the first row of each sequence, and the number of rows; the same as
-            ``cu_seqlens_q`` unless a graph's bucket adds sequences of its own.
-        last_rows: ``[B]`` int64, the last row of each sequence.
-        most_rows: largest number of rows of a sequence.
-
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, each token's index in its own sequence (I1); in a tree, in the text of its path
+    slot_mapping: Tensor  # [T] int32, the slot of each row's KV entry
+    # [B + 1] int32, the first row of each sequence, and the number of rows; the same as cu_seqlens_q unless a
+    # graph's bucket adds sequences of its own
     cu_seqlens: Tensor
-    last_rows: Tensor
-    most_rows: int
+    last_rows: Tensor  # [B] int64, the last row of each sequence
+    most_rows: int  # largest number of rows of a sequence
 
     def row_by_row(self) -> PagedBatch:
         """Return the same rows for attention, each as a sequence of its own over the same pages.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 import numpy as np
@@ -16,32 +16,21 @@ from specdec_fast.request.sequence import Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How each of ``B`` sequences chooses its tokens; see ``ops/verify_chain.py`` for the rule.
+    """How each of ``B`` sequences chooses its tokens; see ``ops/verify_chain.py`` for the rule."""
 
-    Attributes:
-        temperatures: ``[B]`` float64; 0 is greedy, and the filters then have no effect.
-        top_k: ``[B]`` int32; 0 keeps all tokens.
-        top_p: ``[B]`` float64 in (0, 1]; 1 keeps all tokens.
-        min_p: ``[B]`` float64 in [0, 1]; 0 keeps all tokens.
-        repetition_penalties: ``[B]`` float64; 1 does not change the logits.
-        seeds: ``[B]`` int64, the key of each sequence's noise.
-        positions: ``[B]`` int64, the position of the token that a sequence's first row chooses; a row at depth j (row j
-            of a chain) chooses the token at ``positions[b] + j``.
-        seen_ids: ``[N]`` int64, committed tokens of the sequences that have a repetition penalty, sequence after
-            sequence; sequences without a penalty may have none.
-        cu_seen: ``[B + 1]`` int32, the index of each sequence's first ``seen_ids``, and their number.
-
-    """
-
-    temperatures: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    repetition_penalties: Tensor
-    seeds: Tensor
+    temperatures: Tensor  # [B] float64; 0 is greedy, and the filters then have no effect
+    top_k: Tensor  # [B] int32; 0 keeps all tokens
+    top_p: Tensor  # [B] float64 in (0, 1]; 1 keeps all tokens
+    min_p: Tensor  # [B] float64 in [0, 1]; 0 keeps all tokens
+    repetition_penalties: Tensor  # [B] float64; 1 does not change the logits
+    seeds: Tensor  # [B] int64, the key of each sequence's noise
+    # [B] int64, the position of the token that a sequence's first row chooses; a row at depth j (row j of a chain)
+    # chooses the token at positions[b] + j
     positions: Tensor
+    # [N] int64, committed tokens of the sequences that have a repetition penalty, sequence after sequence;
+    # sequences without a penalty may have none
     seen_ids: Tensor
-    cu_seen: Tensor
+    cu_seen: Tensor  # [B + 1] int32, the index of each sequence's first seen_ids, and their number
 
 
 def sampling_of(batch: Many[Sequence], device: torch.device, ahead: int = 0) -> Sampling | None:
@@ -84,3 +73,8 @@ def after(sampling: Sampling, token_ids: Tensor) -> Sampling:
     seen_ids[places[:num_seen] + owner] = sampling.seen_ids
     seen_ids[cu_seen[1:].long() - 1] = token_ids
     return replace(sampling, positions=positions, seen_ids=seen_ids, cu_seen=cu_seen)
+
+
+def addresses_of(sampling: Sampling | None) -> list[int]:
+    """Return the addresses that ``sampling_at`` in csrc/bindings.h expects; none for greedy decoding."""
+    return [] if sampling is None else [getattr(sampling, field.name).data_ptr() for field in fields(sampling)]

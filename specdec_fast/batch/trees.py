@@ -15,18 +15,12 @@ from specdec_fast.batch.ragged_batch import TREE_MASK_BITS
 
 
 class TreeRows(NamedTuple):
-    """The rows of one verification of trees, sequence after sequence; ``T`` rows.
+    """The rows of one verification of trees, sequence after sequence; ``T`` rows."""
 
-    Attributes:
-        depths: ``[T]`` int64, the number of rows above each row; 0 for a root.
-        parents: ``[T]`` int32, the row above each row, counted from the first row of its sequence, which has -1.
-        mask: ``[T, num_words]`` int32, see ``PagedBatch.tree_mask``.
-
-    """
-
-    depths: np.ndarray
+    depths: np.ndarray  # [T] int64, the number of rows above each row; 0 for a root
+    # [T] int32, the row above each row, counted from the first row of its sequence, which has -1
     parents: np.ndarray
-    mask: np.ndarray
+    mask: np.ndarray  # [T, num_words] int32, see PagedBatch.tree_mask
 
 
 def depths_of(parents: Many[int]) -> list[int]:
@@ -38,13 +32,7 @@ def depths_of(parents: Many[int]) -> list[int]:
 
 
 def rows_of_trees(parents: Many[int], num_draft_tokens: Many[int]) -> TreeRows:
-    """Return the rows of several trees.
-
-    Args:
-        parents: of all nodes, sequence after sequence.
-        num_draft_tokens: number of nodes per sequence.
-
-    """
+    """Return the rows of several trees, of which ``parents`` are those of all nodes, sequence after sequence."""
     depths: list[int] = []
     above: list[int] = []
     masks: list[int] = []  # bit i: the row descends from row i of its sequence

@@ -50,24 +50,14 @@ _URLS = {
 
 @dataclass
 class BatchLine:
-    """One line of a batch file.
+    """One line of a batch file."""
 
-    Attributes:
-        number: of the line, from 1.
-        custom_id: None if the line has none.
-        endpoint: what its URL says.
-        body: of the request, checked; None if there is a problem.
-        problem: why the request is not answered.
-        code: of a line that is no request at all.
-
-    """
-
-    number: int
-    custom_id: str | None = None
-    endpoint: _Endpoint | None = None
-    body: RequestBody | None = None
-    problem: Problem | None = None
-    code: str | None = None
+    number: int  # of the line, from 1
+    custom_id: str | None = None  # None if the line has none
+    endpoint: _Endpoint | None = None  # what its URL says
+    body: RequestBody | None = None  # of the request, checked; None if there is a problem
+    problem: Problem | None = None  # why the request is not answered
+    code: str | None = None  # of a line that is no request at all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,15 +112,10 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
 
 
 def read_batch(path: Path, model_names: list[str]) -> list[BatchLine]:
-    """Read and check the lines of a batch file.
-
-    Args:
-        path: of the file.
-        model_names: that requests may give for the model.
+    """Read and check the lines of a batch file; requests may give one of ``model_names``.
 
     Raises:
         ConfigError: the file is empty.
-
     """
     lines, seen = [], set()
     for number, text in enumerate(read_lines(path), start=1):

@@ -69,7 +69,6 @@ class Chat:
 
     Attributes:
         num_failed: messages that could not be answered.
-
     """
 
     def __init__(self, engine: Engine, args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -88,7 +87,6 @@ class Chat:
         Raises:
             RequestError: the tokenizer or its template cannot write a chat.
             ConfigError: the same, where ``--chat-template`` may help.
-
         """
         try:
             self._engine.encode([*self._messages, {"role": "user", "content": "Hello"}], **self._options)
@@ -156,12 +154,7 @@ def _typed() -> Iterator[str]:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of stdin.
-
-    Raises:
-        ConfigError: stdin is not text.
-
-    """
+    """Yield the lines of stdin; raises ConfigError if stdin is not text."""
     try:
         for line in sys.stdin:
             yield line.strip()

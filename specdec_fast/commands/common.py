@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,9 @@ def _layers(text: str) -> tuple[int, ...]:
 def _tree(text: str) -> Any:
     try:
         return text if text == "chain" else json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither 'chain', a number, nor JSON such as [[0],[0,0],[1]]"
+            f"{reprlib.repr(text)} is neither 'chain', a number, nor JSON such as [[0],[0,0],[1]]"
         ) from None
 
 
@@ -128,7 +129,6 @@ def expect_writable(path: Path) -> None:
 
     Raises:
         ConfigError: the folder does not exist, or the file cannot be written.
-
     """
     existed = path.exists()
     try:

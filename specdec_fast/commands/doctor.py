@@ -58,10 +58,10 @@ def _check_taps(args: argparse.Namespace) -> int:
     prompts = _prompts(args.prompts or demo_pair() / "prompts.jsonl")
     num_tokens = _NUM_TOKENS if args.num_tokens is None else args.num_tokens
     target = load_model(args.target, EngineConfig(dtype=args.dtype).dtype, config.device)  # type: ignore[arg-type]
-    found = agreements(target, args.drafter, config, prompts, num_tokens)
-    rows = [(f"{a.offset:+}", ",".join(map(str, a.taps)), f"{a.rate:.1%}", a.num_drafts) for a in found]
+    measured = agreements(target, args.drafter, config, prompts, num_tokens)
+    rows = [(f"{a.offset:+}", ",".join(map(str, a.taps)), f"{a.rate:.1%}", a.num_drafts) for a in measured]
     print(format_table(("offset", "layers", "agreement", "draft tokens"), rows))
-    other = better(found)
+    other = better(measured)
     if other is None:
         return 0
     layers = ",".join(map(str, other.taps))

@@ -33,15 +33,10 @@ _NUM_HEADS, _TREE_NODES, _MOST_RANKS = 3, 16, 10
 
 
 class DrafterKind(ABC):
-    """One kind of drafter, for the options of one call.
-
-    Args:
-        args: the options; those of other kinds are refused.
-        target: the model to draft for.
+    """One kind of drafter for a target, from the options of one call; those of other kinds are refused.
 
     Raises:
         ConfigError: the options do not fit the kind or the target.
-
     """
 
     options: tuple[str, ...] = ()
@@ -81,7 +76,6 @@ class Eagle3Kind(DrafterKind):
         self._draft_ids: Tensor | None = None
 
     def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
-        """Choose the draft vocabulary by the texts."""
         size, vocab_size = self._size.draft_vocab_size, self._config.vocab_size
         ids = frequent_ids(texts, vocab_size, size)
         self._draft_ids = None if ids is None else ids.to(self._target.device)
@@ -89,7 +83,6 @@ class Eagle3Kind(DrafterKind):
         return self._module, Teacher(self._target, self._taps, self._draft_ids)
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
-        """Write the raw format."""
         save_drafter(self._module, folder, self._target, self._taps, self._draft_ids)
         return {}
 
@@ -113,7 +106,7 @@ class SpecBlockKind(Eagle3Kind):
             )
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
-        """Write the weights, and the configuration that ``specblock_config.py`` reads."""
+        """Write the weights, and the configuration that ``specblock/checkpoint.py`` reads."""
         save_blocks(self._module, folder, self._target, self._taps, self._draft_ids, self._num_nodes)
         return {}
 
@@ -130,7 +123,6 @@ class _HeadsKind(DrafterKind):
 
     @property
     def num_steps(self) -> int:
-        """One per head."""
         return self._num_heads
 
     def _teacher(self) -> Teacher:
@@ -151,7 +143,6 @@ class MedusaKind(_HeadsKind):
     """Medusa: heads that all read the same hidden state."""
 
     def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
-        """Begin with the target's output layer."""
         self._module = new_heads(self._target, self._num_heads)
         return self._module, self._teacher()
 
@@ -168,7 +159,6 @@ class CloverKind(_HeadsKind):
     tree_nodes = 4
 
     def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
-        """Begin with heads that predict as the target's output layer does."""
         self._module = new_clover(self._target, self._num_heads)
         return self._module, self._teacher()
 
@@ -199,17 +189,14 @@ class DFlashKind(DrafterKind):
 
     @property
     def num_steps(self) -> int:
-        """As many as a block drafts."""
         return self._block.block_size - (not self._block.markov_rank)
 
     def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
-        """Begin with random layers between the target's embedding and output layer."""
         mask = rarest_id(texts, self._config.vocab_size)
         self._module = new_dflash(self._target, self._size, self._block, mask)
         return self._module, Teacher(self._target, self._taps, None)
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
-        """Write the format of z-lab and SGLang."""
         save_dflash(self._module, folder, self._target, self._taps)
         if not self._block.markov_rank:
             return {}

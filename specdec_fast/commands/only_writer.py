@@ -18,7 +18,7 @@ except ImportError:  # Windows
 
 
 @contextmanager
-def only_writer(path: Path) -> Iterator[None]:
+def only_writer(path: Path, shown: Path | None = None) -> Iterator[None]:
     """Refuse other commands that write the same file while the block runs.
 
     The file itself is locked, so that no lock is left by a process that is killed. It is made if it does not exist, and
@@ -27,16 +27,16 @@ def only_writer(path: Path) -> Iterator[None]:
 
     Args:
         path: of the file, which may be a link.
+        shown: what messages name in its place.
 
     Raises:
         ConfigError: another process writes the file, or it cannot be written.
-
     """
     existed = path.exists()
     if existed and not path.is_file():
         yield
         return
-    file = _locked(path)
+    file = _locked(path, shown or path)
     try:
         yield
     finally:
@@ -45,20 +45,19 @@ def only_writer(path: Path) -> Iterator[None]:
         file.close()
 
 
-def _locked(path: Path) -> BufferedWriter:
-    """Return the file, opened and locked."""
+def _locked(path: Path, shown: Path) -> BufferedWriter:
     while True:
         try:
             file = path.open("ab")
         except OSError as error:
-            raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}.") from None
-        if not _lock(file, path) or _is_at(path, file):
+            raise ConfigError(f"cannot write {str(shown)!r}: {error.strerror}.") from None
+        if not _lock(file, shown) or _is_at(path, file):
             return file
         file.close()  # the command that held the lock has removed or replaced this file
 
 
-def _lock(file: BufferedWriter, path: Path) -> bool:
-    """Lock an open file; return whether there are locks where it lies."""
+def _lock(file: BufferedWriter, shown: Path) -> bool:
+    """Return whether there are locks where the file lies."""
     reason: str | None = "no such call in this system"
     try:
         if fcntl is not None:
@@ -67,19 +66,18 @@ def _lock(file: BufferedWriter, path: Path) -> bool:
     except BlockingIOError:
         file.close()
         raise ConfigError(
-            f"another command is writing {str(path)!r}; wait until it has ended, or choose another file."
+            f"another command is writing {str(shown)!r}; wait until it has ended, or choose another output."
         ) from None
     except OSError as error:
         reason = error.strerror
     print(
-        f"specdec-fast: {str(path)!r} cannot be locked ({reason}); start no other command that writes it.",
+        f"specdec-fast: {str(shown)!r} cannot be locked ({reason}); start no other command that writes it.",
         file=sys.stderr,
     )
     return False
 
 
 def _is_at(path: Path, file: BufferedWriter) -> bool:
-    """Return whether a path leads to an open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

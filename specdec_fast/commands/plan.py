@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdec_fast.commands.common import (
     add_backend_options,
@@ -16,6 +17,7 @@ from specdec_fast.commands.common import (
     drafter_names,
     format_table,
 )
+from specdec_fast.commands.plan_report import PlanReport, print_plan
 from specdec_fast.config import EngineConfig, expect_at_least
 from specdec_fast.drafters import checked_draft, is_draft_model
 from specdec_fast.engine.engine import Engine
@@ -26,7 +28,6 @@ from specdec_fast.planner.checkpoint import checkpoint_sizes, estimated_memory, 
 from specdec_fast.planner.choice import (
     DEFAULT_ACCEPTANCE,
     MOST_DRAFT_TOKENS,
-    PlannedSetting,
     Traffic,
     choose,
     least_setting,
@@ -34,10 +35,11 @@ from specdec_fast.planner.choice import (
 )
 from specdec_fast.planner.costs import ComputedTimes, Device, MeasuredTimes, StepTimes
 from specdec_fast.planner.loaded import loaded_memory
-from specdec_fast.planner.scylla import best_draft_tokens, fit_batch_sizes, fits_of
+from specdec_fast.planner.scylla import fits_of
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.speculation_length.step_costs import StepCosts
 
+_FIGURES = 1e-6, 1e9  # of a device: GB/s and TFLOP/s are within these
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
@@ -71,10 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse_bytes(text: str) -> int:
     """Parse a size: bytes, or a number with kB, MB, GB, KiB, MiB or GiB."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; expected bytes, or a number with MB, GB, MiB or GiB")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    size = float(match[1]) * _UNITS[match[2].lower()]
+    if size >= 2**63:
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is too much; expected less than 2**63 bytes")
+    return int(size)
 
 
 def _integers(text: str) -> list[int]:
@@ -82,61 +87,6 @@ def _integers(text: str) -> list[int]:
         return sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of integers, such as 1,2,4,8") from None
-
-
-class PlanReport(NamedTuple):
-    """What was planned: the best settings by batch size, and what they rest on."""
-
-    memory_bytes: int
-    traffic: Traffic
-    acceptance: list[float]
-    is_measured: bool
-    memory: EngineMemory
-    times: StepTimes
-    batch_sizes: list[int]
-    choices: list[PlannedSetting | None]
-
-    @property
-    def best(self) -> PlannedSetting:
-        """The setting with the most expected tokens per second; at least one fits."""
-        return max(filter(None, self.choices), key=lambda choice: choice.tokens_per_second)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        balance, limits = self.times.balance(), self.batch_sizes
-        best_k = {size: best_draft_tokens(balance, size) for size in limits}
-        has_fit = len(limits) > 1 and balance != float("inf")
-        return {
-            "memory_bytes": self.memory_bytes,
-            "prompt_tokens": self.traffic.prompt_tokens,
-            "new_tokens": self.traffic.new_tokens,
-            "acceptance": self.acceptance,
-            "measured": self.is_measured,
-            "is_estimate": self.memory.is_estimate,
-            "batches": [
-                {"batch_size": size, "fits": False} if choice is None else {"fits": True, **self._of(choice)}
-                for size, choice in zip(self.batch_sizes, self.choices, strict=True)
-            ],
-            "best": self._of(self.best),
-            "rows_at_balance": balance if balance != float("inf") else None,
-            "draft_tokens_at_balance": best_k if has_fit else {},
-            "fit": fit_batch_sizes(limits, list(best_k.values()))._asdict() if has_fit else None,
-        }
-
-    def _of(self, choice: PlannedSetting) -> dict[str, Any]:
-        return {
-            "batch_size": choice.setting.batch_size,
-            "num_draft_tokens": choice.setting.num_draft_tokens,
-            "tokens_per_second": choice.tokens_per_second,
-            "plain_tokens_per_second": choice.plain_tokens_per_second,
-            "tokens_per_step": choice.expected_tokens,
-            "seconds_per_step": choice.seconds,
-            "limit": self.times.limit(choice.setting.num_rows),
-            "bytes": choice.total_bytes,
-            "largest_term": choice.largest_term,
-            "terms": choice.terms,
-            "config": choice.config(self.memory_bytes),
-        }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -157,7 +107,6 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     Raises:
         ConfigError: an argument is missing or out of range, or a request is longer than the target's positions.
         MemoryBudgetError: one request of the traffic does not fit.
-
     """
     for name in ("target", "draft", "memory"):
         if getattr(args, name) is None:
@@ -190,8 +139,13 @@ def _computed(
     args: argparse.Namespace, config: EngineConfig, traffic: Traffic, acceptance: Sequence[float]
 ) -> tuple[EngineMemory, StepTimes, int]:
     """Read the configs alone, and compute times."""
-    if not args.bandwidth or not args.peak or args.bandwidth < 0 or args.peak < 0:
-        raise ConfigError("--no-measure needs --bandwidth (GB/s) and --peak (TFLOP/s) of the device, both above 0.")
+    least, most = _FIGURES
+    for name in ("bandwidth", "peak"):
+        if not least <= (getattr(args, name) or 0) <= most:  # NaN is not either
+            raise ConfigError(
+                f"--no-measure needs --bandwidth (GB/s) and --peak (TFLOP/s) of the device; --{name} is "
+                f"{getattr(args, name)}, expected a number from {least:g} to {most:g}."
+            )
     dtype: Any = config.dtype
     draft = checked_draft(args.draft, config)
     target, has_model = checkpoint_sizes(args.target, dtype), is_draft_model(draft)
@@ -254,36 +208,10 @@ def _expect_one(memory: EngineMemory, budget: int, traffic: Traffic) -> None:
         raise budget_error(memory, budget, least, traffic.new_tokens)
 
 
-def print_plan(plan: PlanReport) -> None:
-    """Print a table with a line per batch size, the settings of the best one, and its bytes by term."""
-    times = "measured here over short contexts" if plan.is_measured else "computed from --bandwidth and --peak"
-    print(
-        f"Budget {shown(plan.memory_bytes)}; requests of {plan.traffic.prompt_tokens} prompt and "
-        f"{plan.traffic.new_tokens} new tokens; acceptance {', '.join(f'{p:.2f}' for p in plan.acceptance)}.\n"
-        f"Times are {times}; prefill is not counted. Bytes are "
-        f"{'partly estimated' if plan.memory.is_estimate else 'exact'}.\n"
-    )
-    header = ["batch", "K", "tokens/s", "over plain", "tokens/step", "memory", "largest term", "limit"]
-    rows = []
-    for size, choice in zip(plan.batch_sizes, plan.choices, strict=True):
-        if choice is None:
-            rows.append([size, *["-"] * 4, "does not fit", "-", "-"])
-            continue
-        gain = choice.tokens_per_second / choice.plain_tokens_per_second
-        speed, limit = f"{choice.tokens_per_second:.4g}", plan.times.limit(choice.setting.num_rows)
-        cells = [size, choice.setting.num_draft_tokens, speed, f"{gain:.2f}x", f"{choice.expected_tokens:.2f}"]
-        rows.append([*cells, shown(choice.total_bytes), choice.largest_term, limit])
-    print(format_table(header, rows))
-    settings = ", ".join(f"{name}={value}" for name, value in plan.best.config(plan.memory_bytes).items())
-    print(f"\nBest: EngineConfig({settings})\n")
-    print(format_table(["term", "bytes"], [*plan.best.terms.items(), ("sum", plan.best.total_bytes)]))
-    print(f"\nA forward of up to R* = {plan.times.balance():.4g} rows takes about as long as one of a single row.")
-
-
 def _print_fits(path: Path, as_json: bool) -> int:
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--fit {path}: cannot be read as JSON: {error}") from None
     fits = fits_of(data)
     if as_json:

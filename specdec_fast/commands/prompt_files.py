@@ -18,20 +18,12 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line of a prompt file: a prompt, or the reason why it has none.
+    """One line of a prompt file: a prompt, or the reason why it has none."""
 
-    Attributes:
-        number: of the line, from 1.
-        prompt: as ``Engine.generate`` expects one.
-        problem: what is wrong with the line.
-        copied: fields that its result has too: ``id``, if the line has one.
-
-    """
-
-    number: int
-    prompt: Any
-    problem: str | None = None
-    copied: dict[str, Any] = field(default_factory=dict)
+    number: int  # of the line, from 1
+    prompt: Any  # as Engine.generate expects one
+    problem: str | None = None  # what is wrong with the line
+    copied: dict[str, Any] = field(default_factory=dict)  # fields that its result has too: id, if the line has one
 
 
 class BadLineError(ValueError):
@@ -39,12 +31,7 @@ class BadLineError(ValueError):
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file, without the blank ones at its end.
-
-    Raises:
-        ConfigError: it has none.
-
-    """
+    """Return the lines of a file, without the blank ones at its end; raises ConfigError if it has none."""
     lines = path.read_bytes().removeprefix(_BYTE_ORDER_MARK).rstrip().split(b"\n")
     if lines == [b""]:
         raise ConfigError(f"{path.name} has no lines; expected one JSON object per line.")
@@ -52,12 +39,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def parse_json(line: bytes) -> Any:
-    """Return the value of one line.
-
-    Raises:
-        BadLineError: the line is not UTF-8 text, or not JSON.
-
-    """
+    """Return the value of one line; raises BadLineError if the line is not UTF-8 text, or not JSON."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -78,7 +60,6 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
     Raises:
         ConfigError: the file is empty.
-
     """
     return [_parse_line(number, line) for number, line in enumerate(read_lines(path), start=1)]
 

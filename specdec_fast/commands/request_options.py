@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, seeded: str) -> None:
-    """Add --stop and the options of sampling.
-
-    Args:
-        parser: of the command.
-        seeded: what samples with seed N + i, for the help of --seed.
-
-    """
+    """Add --stop and the options of sampling; ``seeded`` says what samples with seed N + i, for the help of --seed."""
     parser.add_argument(
         "--stop", action="append", default=[], metavar="STRING", help="end a text before this string; repeatable"
     )
@@ -77,7 +72,6 @@ def default_params(args: argparse.Namespace, engine: Engine) -> SamplingParams:
 
     Raises:
         ConfigError: the target's generation config has a value out of range.
-
     """
     params = replace(OPENAI_DEFAULTS, max_new_tokens=args.max_new_tokens)
     if args.generation_config == "openai":
@@ -121,7 +115,6 @@ def read_chat_template(args: argparse.Namespace) -> str | None:
     Raises:
         ConfigError: the file is not text.
         OSError: the file cannot be read.
-
     """
     if args.chat_template is None:
         return None
@@ -138,13 +131,13 @@ def chat_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not text, or the variables are no JSON object.
         OSError: the file cannot be read.
-
     """
     template = read_chat_template(args)
     options: dict[str, Any] = {} if template is None else {"chat_template": template}
     if args.chat_template_kwargs is not None:
         try:
             options["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)
-        except ValueError as error:
-            raise ConfigError(f"--chat-template-kwargs {args.chat_template_kwargs!r}: not JSON: {error}.") from None
+        except (ValueError, RecursionError) as error:
+            shown = reprlib.repr(args.chat_template_kwargs)
+            raise ConfigError(f"--chat-template-kwargs {shown}: not JSON: {error}.") from None
     return options

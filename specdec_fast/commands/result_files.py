@@ -34,7 +34,6 @@ def reserved_output(args: argparse.Namespace, source: Path) -> Iterator[None]:
     Raises:
         ConfigError: it is the input file, by whatever name; another command writes it; it has content, and neither
             --resume nor --overwrite says what to do with it; or it cannot be written.
-
     """
     output: Path = args.output
     if output.is_file() and output.samefile(source):
@@ -69,7 +68,6 @@ class ResultFile:
 
     Raises:
         ConfigError: ``resume``, and the file has other content than results of the input.
-
     """
 
     def __init__(self, path: Path, resume: bool, number_of: Callable[[Any], int | None], beginning: bytes) -> None:
@@ -90,7 +88,6 @@ class ResultFile:
 
         Raises:
             OutputError: it cannot be written, because the disk is full, for example.
-
         """
         line = _as_line(record)
         with self._named_failures():
@@ -119,7 +116,6 @@ class ResultFile:
 
         Raises:
             OutputError: it cannot be put in order, because the disk is full, for example; it has all results.
-
         """
         if kind is not None:
             with suppress(OSError):  # close() writes again what could not be written before

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +38,7 @@ _NO_CHATS = (
     "--chat-template FILE."
 )
 _FLUSH_SECONDS = 2  # for clients that have not read the end of their answers when all requests have ended
+_LAST_SECONDS = 10.0  # after a second signal, when the process ends whatever its threads do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT. Exit status 0."""
+    """Serve until SIGTERM or SIGINT. Exit status 0; 1 if a second signal had to end the process during a step."""
     if args.shutdown_timeout < 0:
         raise ConfigError(f"--shutdown-timeout {args.shutdown_timeout}: expected seconds >= 0.")
     try:
@@ -120,7 +122,16 @@ def run(args: argparse.Namespace) -> int:
         )
         with _not_collected():
             asyncio.run(_serve(app, engine, listener, args))
+        if engine.is_encoding:  # every request has been answered, and the interpreter would wait for the tokenizer
+            sys.stdout.flush()
+            sys.stderr.flush()
+            _leave(0)
     return 0
+
+
+def _leave(status: int) -> None:
+    """End the process without waiting for its threads: a tokenizer or a step cannot be interrupted."""
+    os._exit(status)
 
 
 @contextmanager
@@ -157,7 +168,6 @@ def _bound(host: str, port: int) -> socket.socket:
 
     Raises:
         ConfigError: the address is not to be had.
-
     """
     if not 0 <= port <= _LARGEST_PORT:  # getaddrinfo would take it modulo 65536
         raise ConfigError(f"cannot listen at --port {port}: expected 0 to {_LARGEST_PORT}.")
@@ -172,7 +182,10 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 async def _serve(app: FastAPI, engine: AsyncEngine, listener: socket.socket, args: argparse.Namespace) -> None:
-    """Serve until a signal; then refuse requests with 503, finish the others for a while, and close the engine."""
+    """Serve until a signal; then refuse requests with 503, finish the others for a while, and close the engine.
+
+    A second signal cancels the requests; and if a step does not end soon, it ends the process with status 1.
+    """
     import uvicorn
 
     from specdec_fast.server.connections import BoundedConnection
@@ -193,6 +206,8 @@ async def _serve(app: FastAPI, engine: AsyncEngine, listener: socket.socket, arg
     )
     server, loop, closing = Server(config), asyncio.get_running_loop(), [args.shutdown_timeout, 0.0]
     tasks: list[asyncio.Task[None]] = []
+    last_resort = threading.Timer(_LAST_SECONDS, _leave, (1,))
+    last_resort.daemon = True
 
     async def close(finish_within: float) -> None:
         await engine.close(finish_within)
@@ -201,13 +216,18 @@ async def _serve(app: FastAPI, engine: AsyncEngine, listener: socket.socket, arg
     def on_signal() -> None:
         if closing:  # the second signal cancels what the first one lets finish
             tasks.append(asyncio.create_task(close(closing.pop(0))))
+            if not closing:
+                last_resort.start()
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
     listener.listen(config.backlog)  # a client may connect when the next line is printed; uvicorn accepts it later
     host, port = listener.getsockname()[:2]
     print(f"specdec-fast serve: http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
-    await server.serve([listener])
-    for task in tasks:
-        await task
-    await engine.close()
+    try:
+        await server.serve([listener])
+        for task in tasks:
+            await task
+        await engine.close()
+    finally:
+        last_resort.cancel()

@@ -22,20 +22,12 @@ _SURE = 3.0  # standard errors of a difference that is no accident
 
 
 class Agreement(NamedTuple):
-    """What was measured at one offset.
+    """What was measured at one offset."""
 
-    Attributes:
-        offset: added to every tap.
-        taps: the layers after that; ``"final"`` for a drafter of the output layer's input.
-        num_accepted: draft tokens that were the target's own.
-        num_drafts: draft tokens, one per step.
-
-    """
-
-    offset: int
-    taps: tuple[int | str, ...]
-    num_accepted: int
-    num_drafts: int
+    offset: int  # added to every tap
+    taps: tuple[int | str, ...]  # the layers after that; "final" for a drafter of the output layer's input
+    num_accepted: int  # draft tokens that were the target's own
+    num_drafts: int  # draft tokens, one per step
 
     @property
     def rate(self) -> float:
@@ -57,14 +49,13 @@ def agreements(
         target: a loaded model.
         drafter: as ``Engine`` takes it, with taps. Without ones that ``EngineConfig.tap_layers`` sets (``"final"``),
             it is measured at offset 0 only.
-        config: the settings; ``tap_layers`` are the taps at offset 0, None: those that the checkpoint names.
+        config: ``tap_layers`` are the taps at offset 0, None: those that the checkpoint names.
         prompts: as ``Engine.generate`` takes them; at least one.
         num_tokens: tokens to write in all, rounded up to equally many per prompt.
 
     Raises:
         ConfigError: the drafter reads no hidden states of the target.
         RequestError: a prompt cannot be served; a subclass says why.
-
     """
     config = replace(config, num_draft_tokens=1, draft_tree="chain")
     engine = Engine(target, drafter, config)
@@ -74,7 +65,7 @@ def agreements(
     layers = tuple(tap for tap in taps if isinstance(tap, int))
     has_neighbours = len(layers) == len(taps)  # "final" has none: then the agreement alone is measured
     params = SamplingParams(max_new_tokens=-(-num_tokens // len(prompts)), ignore_eos=True)
-    found = []
+    result = []
     for offset in OFFSETS if has_neighbours else (0,):
         measured, shifted = engine, taps
         if offset:
@@ -84,11 +75,11 @@ def agreements(
             measured, shifted = Engine(target, drafter, replace(config, tap_layers=moved)), moved
         stats = [output.raise_for_error().stats for output in measured.generate(prompts, params, progress=False)]
         counts = (sum(each.num_accepted_tokens for each in stats), sum(each.num_draft_tokens for each in stats))
-        found.append(Agreement(offset, shifted, *counts))
-    return found
+        result.append(Agreement(offset, shifted, *counts))
+    return result
 
 
-def better(found: list[Agreement]) -> Agreement | None:
+def better(measured: list[Agreement]) -> Agreement | None:
     """Return the offset that agrees more often than offset 0 by more than three standard errors, the best; or None."""
-    own = next(each for each in found if each.offset == 0)
-    return max((each for each in found if each.is_above(own)), key=lambda each: each.rate, default=None)
+    own = next(each for each in measured if each.offset == 0)
+    return max((each for each in measured if each.is_above(own)), key=lambda each: each.rate, default=None)

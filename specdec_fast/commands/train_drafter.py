@@ -6,9 +6,9 @@ import argparse
 import json
 import math
 import platform
+import reprlib
 import sys
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,17 @@ import transformers
 
 from specdec_fast.commands.common import add_backend_options, add_tap_layers, backend_settings, expect_writable
 from specdec_fast.commands.drafter_kinds import KINDS
-from specdec_fast.commands.prompt_files import PromptLine, read_prompts
+from specdec_fast.commands.only_writer import only_writer
+from specdec_fast.commands.training_texts import TEXTS, training_texts
 from specdec_fast.config import EngineConfig
-from specdec_fast.engine.engine import Engine
-from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.loading import load_model
-from specdec_fast.models.model_checks import max_positions
-from specdec_fast.sampling_params import SamplingParams
-from specdec_fast.training.texts import Texts, write_texts
+from specdec_fast.training.interrupts import Terminated, terminable
+from specdec_fast.training.texts import Texts
 from specdec_fast.training.trainer import Recipe, Trainer
+from specdec_fast.whole_files import replaced
 
-_TEXTS, _TEXT_SETTINGS, _REPORT = "texts.safetensors", "texts.json", "report.json"
+_REPORT, _LOCK = "report.json", ".lock"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default=None, help="of the target (default: the checkpoint's)")
     texts = parser.add_argument_group("texts")
     texts.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="prompts to continue (default: none)")
-    texts.add_argument("--text-tokens", type=_positive, default=1_000_000, metavar="N", help="(default: %(default)s)")
+    texts.add_argument(
+        "--text-tokens", type=_positive, default=1_000_000, metavar="N", help="of all texts (default: %(default)s)"
+    )
     texts.add_argument(
         "--max-new-tokens", type=_positive, default=256, metavar="N", help="per text (default: %(default)s)"
     )
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="of the batches, that train 2 draft tokens in a row instead of all: faster (default: %(default)s)",
     )
-    recipe.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (default: 0)")
+    recipe.add_argument("--seed", type=_seed, default=0, metavar="N", help="of everything random (default: 0)")
     recipe.add_argument(
         "--checkpoint-minutes", type=_minutes, default=5.0, metavar="X", help="between two (default: %(default)s)"
     )
@@ -93,14 +94,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write texts, train, and measure the agreement on texts that were held out. Exit status 130 on an interrupt."""
-    _expect_folder(args)
+    """Write texts, train, and measure the agreement on texts that were held out.
+
+    Returns:
+        0; 130 if it was interrupted, 143 if SIGTERM ended it.
+
+    """
+    _make_folder(args.output)
     try:
-        return _train(args)
-    except KeyboardInterrupt:
-        rest = "--resume goes on from here" if (args.output / _TEXTS).exists() else "no texts were kept"
-        print(f"specdec-fast train-drafter: interrupted; {rest}.", file=sys.stderr)
-        return 130
+        with only_writer(args.output / _LOCK, args.output), terminable():
+            _expect_folder(args)
+            return _train(args)
+    except KeyboardInterrupt as interrupt:
+        name, status = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
+        rest = "--resume goes on from here" if (args.output / TEXTS).exists() else "no texts were kept"
+        print(f"specdec-fast train-drafter: {name}; {rest}.", file=sys.stderr)
+        return status
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -112,7 +121,7 @@ def _train(args: argparse.Namespace) -> int:
     target = load_model(args.target, config.dtype, config.device)  # type: ignore[arg-type]
     kind = KINDS[args.kind](args, target)
     torch.manual_seed(args.seed)
-    texts = _texts(args, target, config)
+    texts = training_texts(args, target, config)
     if args.held_out + 1 >= len(texts.lengths):
         raise ConfigError(
             f"--held-out {args.held_out}, but there are {len(texts.lengths)} texts; lower it, or write more into "
@@ -140,84 +149,25 @@ def _train(args: argparse.Namespace) -> int:
         raise
     trainer.save()
     report = _report(args, trainer, texts, trainer.evaluate(held_out)) | kind.save(trainer, held_out, args.output)
-    (args.output / _REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    with replaced(args.output / _REPORT) as unfinished:
+        unfinished.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     shares = " ".join(f"{share:.3f}" for share in report["agreement"])
     print(f"agreement with the target on {args.held_out} texts held out, per draft token: {shares}")
     print(f"{report['parameters']:,} parameters in {args.output}; pass --draft {args.kind}:{args.output}")
     return 0
 
 
-def _expect_folder(args: argparse.Namespace) -> None:
+def _make_folder(folder: Path) -> None:
     try:
-        args.output.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {str(args.output)!r}: {error.strerror}.") from None
-    if any(args.output.iterdir()) and not args.resume:
+        raise ConfigError(f"cannot make the folder {str(folder)!r}: {error.strerror}.") from None
+
+
+def _expect_folder(args: argparse.Namespace) -> None:
+    if not args.resume and any(path.name != _LOCK for path in args.output.iterdir()):
         raise ConfigError(f"--output {args.output} is not empty; pass --resume to go on with it, or another folder.")
     expect_writable(args.output / _REPORT)
-
-
-def _texts(args: argparse.Namespace, target: Any, config: EngineConfig) -> Texts:
-    path, settings = args.output / _TEXTS, _text_settings(args, target)
-    if args.resume and path.exists():
-        _expect_settings(args.output / _TEXT_SETTINGS, settings)
-        texts = Texts.load(path)
-        sizes = target.config.get_text_config(decoder=True)
-        texts.expect_fit(sizes.vocab_size, max_positions(sizes))
-        return texts
-    lines = [] if args.prompts is None else read_prompts(args.prompts)
-    if wrong := next((line for line in lines if line.problem is not None), None):
-        raise ConfigError(f"{args.prompts.name}, line {wrong.number}: {wrong.problem}")
-    engine = Engine(target, None, config)
-    _expect_prompts(args.prompts, lines, engine)
-    prompts = [line.prompt for line in lines]
-    texts = write_texts(engine, prompts, args.text_tokens, args.max_new_tokens, args.seed)
-    (args.output / _TEXT_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    texts.save(path)
-    return texts
-
-
-def _expect_prompts(path: Path | None, lines: list[PromptLine], engine: Engine) -> None:
-    """Refuse a prompt that the target cannot continue now, not when its turn comes, which would lose all texts."""
-    builder, params = RequestBuilder(engine.target, engine.tokenizer), SamplingParams()
-    for line in lines:
-        if (error := builder.build(line.number, line.prompt, params).error) is not None:
-            raise ConfigError(f"{path and path.name}, line {line.number}: {error}") from error
-
-
-def _text_settings(args: argparse.Namespace, target: Any) -> dict[str, Any]:
-    """Return the options on which the texts depend; of the prompts, a digest: the file may be moved."""
-    try:
-        digest = None if args.prompts is None else sha256(args.prompts.read_bytes()).hexdigest()
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(args.prompts)!r}: {error.strerror}.") from None
-    return {
-        "target": args.target,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "prompts": digest,
-        "text_tokens": args.text_tokens,
-        "max_new_tokens": args.max_new_tokens,
-        "seed": args.seed,
-    }
-
-
-def _expect_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Check that the texts are those of this command. Texts without settings came from elsewhere."""
-    if not path.exists():
-        return
-    try:
-        written = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        written = None
-    if not isinstance(written, dict):
-        raise ConfigError(f"{str(path)!r} is damaged; delete it and the texts beside it.")
-    for name, value in settings.items():
-        if (before := written.get(name)) != value:
-            way = "other prompts" if name == "prompts" else f"{before}, not {value}"
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: the texts in {str(path.parent)!r} were written with {way}; pass the same "
-                "options, or another folder."
-            )
 
 
 def _report(args: argparse.Namespace, trainer: Trainer, texts: Texts, agreement: list[float]) -> dict[str, Any]:
@@ -259,9 +209,16 @@ def _processor() -> str:
 
 def _positive(text: str) -> int:
     with suppress(ValueError):
-        if (value := int(text)) >= 1:
+        if 1 <= (value := int(text)) < 2**31:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a positive integer below 2**31")
+
+
+def _seed(text: str) -> int:
+    with suppress(ValueError):
+        if 0 <= (value := int(text)) < 2**62:  # each text has a seed of its own, from this one on
+            return value
+    raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not an integer from 0 to 2**62 - 1")
 
 
 def _share(text: str) -> float:

@@ -87,12 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def matrix_of(args: argparse.Namespace) -> Matrix:
-    """Make the matrix of the command line.
-
-    Raises:
-        ConfigError: one of the settings is out of range.
-
-    """
+    """Make the matrix of the command line; raises ConfigError if one of the settings is out of range."""
     lists = {"dtype": args.dtypes, "max_batch_size": args.batch_sizes, "num_draft_tokens": args.num_draft_tokens}
     for name, values in lists.items():
         for value in values:
@@ -186,9 +181,8 @@ def _table(comparisons: list[Comparison]) -> str:
     return format_table((*header, "partial", "equal bits", "earliest divergence"), rows)
 
 
-def _earliest(found: dict[int, Comparison]) -> str:
-    """Describe the earliest divergence, and the two best logits there."""
-    divergences = [d for c in found.values() for d in c.divergences]
+def _earliest(comparisons: dict[int, Comparison]) -> str:
+    divergences = [d for c in comparisons.values() for d in c.divergences]
     first = min(divergences, key=lambda d: d.position, default=None)
     if first is None:
         return "-"

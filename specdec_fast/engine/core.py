@@ -254,18 +254,23 @@ class EngineCore:
     def _try_to_launch(self) -> Step | None:
         self._in_step = []
         self._residents.admit()
-        if self._prefilling:
+        if self._prefilling.sequences:
             chunk = self._prefilling.next_chunk()
             self._in_step, self._finished = list(chunk), 0.0
             with self.stats.timer("prefill"):
                 self._prefilling.compute(self._pools.pool(), chunk)
-        ready = self._prefilling.ready(self.resident) if self._prefilling else self.resident
+        ready = self._prefilling.ready(self.resident) if self._prefilling.sequences else self.resident
         if not ready:
             self._prefilling.passed()
             return None
         self._in_step = self.scheduler.checked_plan(ready)
-        fitting = self._row_limit.fit(self._in_step, draft_limits(self.length_policy, self._in_step))
-        room = self._residents.make_room(*fitting, self._row_limit.most is None and self.length_policy.may_branch)
+        batch = self._in_step
+        limits = draft_limits(self.length_policy, batch)
+        may_branch = self.length_policy.may_branch
+        if self._row_limit.most is not None:
+            batch, limits = self._row_limit.fit(batch, limits)
+            may_branch = False
+        room = self._residents.make_room(batch, limits, may_branch)
         self._in_step = room.batch
         self.stats.num_preemptions += room.num_preempted
         return self._launch(room.batch, room.limits, room.node_limits) if room.batch else None
@@ -322,7 +327,8 @@ class EngineCore:
         with timer("commit"):
             emitted = commit_emissions(step, outcome.emissions, logprobs, self._requests)
             lost = commit_to_drafter(self.drafter, step, rows, self._requests, self._row_limit)
-            self._prefilling.restart(lost)
+            if lost:
+                self._prefilling.restart(lost)
         self.length_policy.observe(step.observation(outcome, self._finished))
         self._finished = perf_counter()
         self.stats.add_step(len(batch), bool(lost))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import encode_prompt
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.stopping import StopStrings
+from specdec_fast.request.token_bounds import least_tokens
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams, as_sampling_params
 
@@ -78,7 +80,7 @@ class RequestBuilder:
         seed = self.seed(params) if seed is None else seed
         try:
             self._expect_few_draft_tokens(params)
-            token_ids = self.encode(prompt, options)
+            token_ids = self._encode(prompt, options, self._expect_possible)
             max_length = self._max_length(len(token_ids), params)
             stop_strings = self._stop_strings(params)
         except RequestError as error:
@@ -90,13 +92,16 @@ class RequestBuilder:
         return sequence
 
     def encode(self, prompt: Any, options: PromptOptions = _DEFAULTS) -> list[int]:
-        """Return a prompt's token ids.
+        """Return a prompt's token ids, also of one that is too long for the target.
 
         Raises:
             RequestError: a subclass says what is wrong with the prompt.
 
         """
-        token_ids = encode_prompt(self._tokenizer, prompt, options)
+        return self._encode(prompt, options, lambda text: None)
+
+    def _encode(self, prompt: Any, options: PromptOptions, expect_text: Callable[[str], None]) -> list[int]:
+        token_ids = encode_prompt(self._tokenizer, prompt, options, expect_text)
         if not token_ids:
             raise InvalidPromptError("the prompt has no tokens; pass at least one.")
         wrong = next((token for token in token_ids if not 0 <= token < self._target.vocab_size), None)
@@ -105,6 +110,21 @@ class RequestBuilder:
                 f"token id {wrong} is outside the target's vocabulary; expected 0 to {self._target.vocab_size - 1}."
             )
         return token_ids
+
+    def _expect_possible(self, text: str) -> None:
+        """Refuse a text whose characters alone say that it is too long; to tokenise megabytes would take seconds."""
+        limit = self._target.max_positions
+        if limit is None or len(text) <= limit:
+            return
+        num_tokens = least_tokens(self._tokenizer, text)
+        if num_tokens > limit:
+            raise self._too_long(f"{len(text)} characters, so at least {num_tokens} tokens", limit)
+
+    def _too_long(self, size: str, limit: int) -> PromptTooLongError:
+        return PromptTooLongError(
+            f"the prompt has {size}, but the target can serve {limit} positions"
+            f"{why_fewer_positions(self._target.hf.config)}; shorten the prompt to at most {limit} tokens."
+        )
 
     def _expect_few_draft_tokens(self, params: SamplingParams) -> None:
         """Check the request's own K; plain decoding accepts any, so that it can be the reference of every engine."""
@@ -119,8 +139,8 @@ class RequestBuilder:
             return None
         if self._tokenizer is None:
             raise MissingTokenizerError(
-                f"stop={params.stop!r:.80}, but no tokenizer is known for this target, so its tokens have no text; pass "
-                "tokenizer=..., or use stop_token_ids."
+                f"stop={params.stop!r:.80}, but no tokenizer is known for this target, so its tokens have no text; "
+                "pass tokenizer=..., or use stop_token_ids."
             )
         return StopStrings(Detokenizer(self._tokenizer), params.stop)
 
@@ -130,10 +150,7 @@ class RequestBuilder:
         if limit is None:
             return wanted
         if num_tokens > limit:
-            raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens, but the target can serve {limit} positions"
-                f"{why_fewer_positions(self._target.hf.config)}; shorten the prompt to at most {limit} tokens."
-            )
+            raise self._too_long(f"{num_tokens} tokens", limit)
         return min(wanted, limit + 1)  # the target never computes the last emitted token, so that needs no position
 
     def seed(self, params: SamplingParams) -> int | None:

@@ -33,22 +33,19 @@ class Prefilling:
 
     Attributes:
         is_tapped: whether the drafter has taps.
+        sequences: the residents that lack entries.
 
     """
 
     def __init__(self, target: RaggedModel, drafter: Drafter, max_tokens: int | None, row_limit: RowLimit) -> None:
         self._target, self._drafter, self._max_tokens, self._row_limit = target, drafter, max_tokens, row_limit
-        self._sequences: list[Sequence] = []
+        self.sequences: list[Sequence] = []
         self.is_tapped = bool(drafter.taps)
-
-    def __bool__(self) -> bool:
-        """Return whether a sequence lacks entries."""
-        return bool(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has joined, if it lacks entries: a prompt of one token does not."""
         if sequence.target_kv_length < sequence.length - 1:
-            self._sequences.append(sequence)
+            self.sequences.append(sequence)
 
     def restart(self, sequences: Collection[Sequence]) -> None:
         """Compute the entries of sequences once more, if their drafter needs the hidden states again.
@@ -57,19 +54,19 @@ class Prefilling:
         """
         if self.is_tapped:
             self.drop(sequences)
-            others, self._sequences = self._sequences, []  # which joined later
+            others, self.sequences = self.sequences, []  # which joined later
             for sequence in sequences:
                 sequence.target_kv_length = 0
                 self.add(sequence)
-            self._sequences += others
+            self.sequences += others
 
     def drop(self, sequences: Collection[Sequence]) -> None:
         """Forget sequences; some may not be queued."""
-        self._sequences = [sequence for sequence in self._sequences if sequence not in sequences]
+        self.sequences = [sequence for sequence in self.sequences if sequence not in sequences]
 
     def ready(self, resident: list[Sequence]) -> list[Sequence]:
         """Return the resident sequences that lack no entries."""
-        return [sequence for sequence in resident if sequence not in self._sequences]
+        return [sequence for sequence in resident if sequence not in self.sequences]
 
     def next_chunk(self) -> dict[Sequence, int]:
         """Return the next chunk: per sequence, the number of positions that will have entries after it.
@@ -78,7 +75,7 @@ class Prefilling:
         """
         chunk: dict[Sequence, int] = {}
         left = min((most for most in (self._max_tokens, self._row_limit.most) if most is not None), default=None)
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             start, stop = sequence.target_kv_length, sequence.length - 1
             if left is not None:
                 stop = min(stop, start + left)
@@ -101,7 +98,7 @@ class Prefilling:
         prefill(self._target, pool, prompts, starts, self._observe if self.is_tapped else None)
         for sequence, stop in chunk.items():
             sequence.target_kv_length = stop
-        self._sequences = [s for s in self._sequences if s.target_kv_length < s.length - 1]
+        self.sequences = [s for s in self.sequences if s.target_kv_length < s.length - 1]
 
     def passed(self) -> None:
         """Count a step that only prefilled as one that did not run out of memory.
@@ -109,7 +106,7 @@ class Prefilling:
         With taps it does not count: a step that fails has its prompts prefilled anew, in so many steps that they would
         lift the limit before the next try, and nothing would ever end.
         """
-        if not self.is_tapped:
+        if not self.is_tapped and self._row_limit.most is not None:
             self._row_limit.passed()
 
     def _observe(self, rows: list[Rows], hidden_states: Tensor) -> None:

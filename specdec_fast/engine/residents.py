@@ -248,7 +248,7 @@ class Residents:
                 self._pools.pool().free(sequence)
             elif sequence in self.waiting:
                 self.waiting.remove(sequence)
-        if self._prefilling:
+        if self._prefilling.sequences:
             self._prefilling.drop(sequences)
 
     def _node_limits(self, limits: list[int]) -> list[int]:

@@ -80,9 +80,8 @@ class RowLimit:
         return True
 
     def passed(self) -> None:
-        """Count a step that did not run out of memory."""
-        if self.most is None:
-            return
+        """Count a step that did not run out of memory, under a limit."""
+        assert self.most is not None
         self._num_steps += 1
         if self._num_steps == _STEPS:
             self.most, self._num_steps = 2 * self.most, 0
@@ -95,8 +94,7 @@ class RowLimit:
         The scheduler counts a sequence that is left out as served, so under a limit a sequence may be passed over more
         than ``max_wait_steps`` times in a row: until the limit is raised, or older sequences have ended.
         """
-        if self.most is None:
-            return batch, limits
+        assert self.most is not None
         left, kept = self.most, {}
         for sequence, limit in sorted(zip(batch, limits, strict=True), key=lambda pair: pair[0].request_id):
             if left:

@@ -296,7 +296,8 @@ def commit_to_drafter(
     except Exception as error:
         row_limit.recover(error, unfinished, drafter)  # raises it, if it says something else
         return unfinished
-    row_limit.passed()
+    if row_limit.most is not None:
+        row_limit.passed()
     return []
 
 

@@ -22,7 +22,6 @@ class Divergence:
             other.
         best_logits: the reference's two best logits there. If they are nearly equal, rounding decided; if they are far
             apart, something is wrong (in sampled texts noise decides, too).
-
     """
 
     index: int
@@ -37,48 +36,28 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Setting:
-    """How outputs were made.
+    """How outputs were made."""
 
-    Attributes:
-        method: name of a scheduler, "autoregressive" (the engine without a draft) or "transformers".
-        batch_size: sequences decoded together.
-        num_draft_tokens: K, or the name of a length policy; None if nothing is drafted.
-        drafter: name of the draft model or of the drafter, or "none".
-        dtype: dtype of both models.
-        sampling: "greedy", or the sampling parameters.
-        deterministic: whether forwards were padded to row counts at which bits do not depend on the batch.
-        enforce_eager: whether PyTorch ran the forwards instead of programs or graphs.
-
-    """
-
-    method: str
-    batch_size: int
-    num_draft_tokens: int | str | None = None
-    drafter: str = "none"
-    dtype: str = "float32"
-    sampling: str = "greedy"
-    deterministic: bool = True
-    enforce_eager: bool = False
+    method: str  # name of a scheduler, "autoregressive" (the engine without a draft) or "transformers"
+    batch_size: int  # sequences decoded together
+    num_draft_tokens: int | str | None = None  # K, or the name of a length policy; None if nothing is drafted
+    drafter: str = "none"  # name of the draft model or of the drafter, or "none"
+    dtype: str = "float32"  # dtype of both models
+    sampling: str = "greedy"  # "greedy", or the sampling parameters
+    deterministic: bool = True  # whether forwards were padded to row counts at which bits do not depend on the batch
+    enforce_eager: bool = False  # whether PyTorch ran the forwards instead of programs or graphs
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the outputs of one setting compare with the reference.
+    """How the outputs of one setting compare with the reference."""
 
-    Attributes:
-        setting: how the outputs were made.
-        exact_match: fraction of outputs with the same tokens as the reference.
-        partial_match: fraction of the reference's tokens before the first difference of their output.
-        divergences: the first difference of every output that differs.
-        equal_logprobs: fraction of those tokens whose log-probability has the same bits as the reference's. Below 1,
-            rounding differs and may change a token elsewhere. None if log-probabilities are not known.
-
-    """
-
-    setting: Setting
-    exact_match: float
-    partial_match: float
-    divergences: list[Divergence]
+    setting: Setting  # how the outputs were made
+    exact_match: float  # fraction of outputs with the same tokens as the reference
+    partial_match: float  # fraction of the reference's tokens before the first difference of their output
+    divergences: list[Divergence]  # the first difference of every output that differs
+    # fraction of those tokens whose log-probability has the same bits as the reference's. Below 1, rounding differs and
+    # may change a token elsewhere. None if log-probabilities are not known.
     equal_logprobs: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -132,16 +111,13 @@ def compare(
     expected: list[list[int]],
     logprobs: tuple[list[list[float]], list[list[float]]] | None = None,
 ) -> Comparison:
-    """Compare outputs with the reference; compute the two best logits where they diverge.
+    """Compare emitted ids with the reference's; compute the two best logits where they diverge.
 
     Args:
         setting: how the outputs were made, for the report.
         model: the stock model that made the reference.
-        prompts: token ids of each prompt.
-        outputs: emitted ids to compare.
-        expected: the reference's emitted ids.
-        logprobs: log-probabilities of the outputs and of the reference, one per token; None if not known.
-
+        prompts, outputs, expected: ids of each prompt, of its output, and of the reference's.
+        logprobs: of the outputs and of the reference, one per token; None if not known.
     """
     divergences, equal_tokens, equal_logprobs = [], 0, 0
     for index, (prompt, got, want) in enumerate(zip(prompts, outputs, expected, strict=True)):

@@ -38,29 +38,19 @@ GREEDY = "greedy"
 
 @dataclass(frozen=True)
 class Matrix:
-    """What to compare: all combinations.
+    """What to compare: all combinations."""
 
-    Attributes:
-        target: name or folder of the target.
-        drafts: names or folders of draft models, names of drafters.
-        config: device and backend; every combination sets the rest.
-        dtypes: names of dtypes.
-        samplings: sampling parameters of the first prompt, by name; prompt i (from 0) has the seed plus i.
-        methods: names of schedulers, and "autoregressive".
-        batch_sizes: sequences per step.
-        num_draft_tokens: K of the schedulers, or the name of a length policy; 0: plain decoding by that scheduler.
-        rounds: largest number of batches that a setting decodes, because small batches take long; None: all prompts.
-
-    """
-
-    target: str
-    drafts: tuple[str, ...]
-    config: EngineConfig
-    dtypes: tuple[str, ...]
+    target: str  # name or folder of the target
+    drafts: tuple[str, ...]  # names or folders of draft models, names of drafters
+    config: EngineConfig  # device and backend; every combination sets the rest
+    dtypes: tuple[str, ...]  # names of dtypes
+    # sampling parameters of the first prompt, by name; prompt i (from 0) has the seed plus i
     samplings: dict[str, SamplingParams]
-    methods: tuple[str, ...]
-    batch_sizes: tuple[int, ...]
+    methods: tuple[str, ...]  # names of schedulers, and "autoregressive"
+    batch_sizes: tuple[int, ...]  # sequences per step
+    # K of the schedulers, or the name of a length policy; 0: plain decoding by that scheduler
     num_draft_tokens: tuple[int | str, ...]
+    # largest number of batches that a setting decodes, because small batches take long; None: all prompts
     rounds: int | None = None
 
     def settings(self) -> Iterator[Setting]:
@@ -85,7 +75,6 @@ class Report:
         against_transformers: greedy plain decoding at batch 1, compared with ``generate()`` at batch 1.
         noise_floor: plain batched ``generate()``, compared with its own batch 1.
         control: the engine with ``deterministic=False``, compared with plain decoding, both with ``enforce_eager``.
-
     """
 
     comparisons: list[Comparison] = field(default_factory=list)
@@ -199,14 +188,7 @@ class Models:
 
 
 def run(matrix: Matrix, prompts: list[list[int]], progress: Callable[[str], None]) -> Report:
-    """Compare everything.
-
-    Args:
-        matrix: the combinations to compare.
-        prompts: token ids of each prompt.
-        progress: called with a line of text before each part.
-
-    """
+    """Compare everything; ``progress`` is called with a line of text before each part."""
     report = Report()
     for dtype in matrix.dtypes:
         progress(f"{dtype}: plain decoding, one prompt at a time")

@@ -51,7 +51,6 @@ class BatchGenerator:
     Raises:
         ConfigError: a column is missing, or has the name of one that is added; and what ``Engine`` raises.
         InvalidParamsError: ``params`` is none of these, or samples without a seed.
-
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class BatchGenerator:
         Args:
             batch: a dict of arrays (``batch_format="numpy"``, Ray Data's default) or a ``pyarrow.Table``
                 (``batch_format="pyarrow"``), which keeps the types of nested columns, such as lists of messages.
-
         """
         columns = self._columns_of(batch)
         requests: list[tuple[Any, SamplingParams] | str] = []  # or the reason why a row has none
@@ -142,7 +140,6 @@ class BatchGenerator:
         }
 
     def _failed(self, reason: str) -> dict[str, Any]:
-        """Return the columns of a row that is no request."""
         return {
             "text": None if self.engine.tokenizer is None else "",
             "token_ids": [],
@@ -166,7 +163,6 @@ def sum_stats(rows: Iterable[Mapping[str, Any]], output_prefix: str = "output_")
         rows: dicts with the column ``output_stats``: ``dataset.take_all()`` or ``dataset.iter_rows()``, for example. A
             dataset that is neither materialized nor read from files would be decoded again.
         output_prefix: as for ``BatchGenerator``.
-
     """
     total = DecodingStats()
     for row in rows:

@@ -41,7 +41,6 @@ class EngineDeployment:
 
     Raises:
         SpecDecError: what ``AsyncEngine`` and ``create_app`` raise; Ray Serve then reports that the deployment failed.
-
     """
 
     def __init__(

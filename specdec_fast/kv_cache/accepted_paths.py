@@ -19,11 +19,10 @@ def keep_paths(pool: PagePool, ops: Ops, roots: Many[tuple[Hashable, int]], path
     at position p + d. Rows of a path rise, so no entry moves up.
 
     Args:
-        pool: the pages.
+        pool: of the trees.
         ops: move the entries.
         roots: (owner, position of the root) of each tree.
         paths: the accepted rows of each tree without the root, counted from it.
-
     """
     places: list[int] = []
     sources: list[int] = []

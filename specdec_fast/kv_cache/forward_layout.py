@@ -18,25 +18,7 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.trees import TreeRows
 from specdec_fast.device_copy import all_to_device, to_device
-from specdec_fast.kv_cache.page_pool import KVPages, PagePool
-
-
-class Spans(NamedTuple):
-    """The rows of a forward as a program takes them; the program lays them out itself.
-
-    Attributes:
-        spans: (row of ``tables``, first position, number of positions) of each sequence.
-        tables: ``[places, max_pages]`` int32, the block table of every owner.
-        pages: the pages that the tables name.
-        parents: if the rows are trees, ``[rows - B]`` int32 on the host: of every row but a sequence's first, its
-            parent, counted as in ``Draft.parents``. None: chains.
-
-    """
-
-    spans: list[tuple[int, int, int]]
-    tables: Tensor
-    pages: KVPages
-    parents: Tensor | None = None
+from specdec_fast.kv_cache.page_pool import PagePool
 
 
 class RowCounts(NamedTuple):
@@ -58,24 +40,14 @@ class RowLayout(NamedTuple):
 
 
 class HostLayout(NamedTuple):
-    """The layout of a forward before it is copied to a device.
+    """The layout of a forward before it is copied to a device."""
 
-    Attributes:
-        counts: what follows from the row counts.
-        place: ``[B]`` int64, each sequence's row in the pool's tables.
-        end: ``[B]`` int64, the number of each sequence's KV entries after the forward.
-        table: ``[B, max_pages]`` int32, block tables.
-        positions: ``[T]`` int64.
-        slots: ``[T]`` int32.
-
-    """
-
-    counts: RowCounts
-    place: np.ndarray
-    end: np.ndarray
-    table: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
+    counts: RowCounts  # what follows from the row counts
+    place: np.ndarray  # [B] int64, each sequence's row in the pool's tables
+    end: np.ndarray  # [B] int64, the number of each sequence's KV entries after the forward
+    table: np.ndarray  # [B, max_pages] int32, block tables
+    positions: np.ndarray  # [T] int64
+    slots: np.ndarray  # [T] int32
 
 
 @lru_cache(maxsize=256)
@@ -107,7 +79,6 @@ def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
-
     """
     places, ends = [], []
     each = [ahead] * len(rows) if isinstance(ahead, int) else ahead
@@ -130,7 +101,7 @@ def lay_out(
     """Lay out one forward, and allocate the pages that its new positions need.
 
     Args:
-        pool: the pool that has the owners of ``rows``.
+        pool: has the owners of ``rows``.
         rows: the span of each sequence, in batch order.
         token_ids: ``[T]`` int64 on the pool's device, the spans' tokens one after the other.
         ahead: number of positions after each span that get pages, and entries in the block table, as well.
@@ -139,7 +110,6 @@ def lay_out(
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
-
     """
     batch = _laid_out(pool, rows, ahead)[0](token_ids=token_ids)
     if trees is None:
@@ -154,17 +124,11 @@ def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> l
 
     The positions of a forward are known before its tokens, so a drafting loop need not stop for the layout.
 
-    Args:
-        pool: the pool that has the owners of ``rows``.
-        rows: the spans of the first forward, in batch order.
-        num_forwards: number of forwards; every one after the first has one row per span.
-
-    Returns:
-        One function per forward; called with the keyword ``token_ids``, ``[T]``, it returns the batch.
+    The first one has the spans ``rows``, in batch order; every later one has one row per span. There is one function
+    per forward: called with the keyword ``token_ids``, ``[T]``, it returns the batch.
 
     Raises:
         KVCacheTooSmallError: too few pages are free.
-
     """
     later = num_forwards - 1
     first, place, end, table = _laid_out(pool, rows, later)
@@ -184,33 +148,12 @@ def _without_pages(num_rows: int, device: torch.device) -> partial[RaggedBatch]:
     return _forward(layout, table, 1, positions, table[:, 0].contiguous(), used)
 
 
-def spans_of(pool: PagePool, rows: Sequence[Rows], ahead: Sequence[int] | None = None) -> Spans:
-    """Allocate the pages that one forward's new positions need; a program will lay the rows out.
-
-    Args:
-        pool: the pool that has the owners of ``rows``.
-        rows: the span of each sequence, in batch order.
-        ahead: per span, the number of positions after it that get pages as well; None: 0 for all.
-
-    Raises:
-        KVCacheTooSmallError: too few pages are free.
-
-    """
-    spans = []
-    for i, (owner, start, count) in enumerate(rows):
-        pool.allocate(owner, start + count + (ahead[i] if ahead else 0))
-        spans.append((pool.place(owner), start, count))
-    return Spans(spans, torch.from_numpy(pool.tables), pool.pages)  # from_numpy shares the memory
-
-
 def _laid_out(
     pool: PagePool, rows: Sequence[Rows], later: int
 ) -> tuple[partial[RaggedBatch], np.ndarray, np.ndarray, Tensor]:
     """Lay out the first forward, with pages for ``later`` more.
 
-    Returns:
-        The forward, each span's place and end (``[B]`` each), and the block table of all forwards.
-
+    Returns it, each span's place and end (``[B]`` each), and the block table of all forwards.
     """
     host, device = lay_out_on_host(pool, rows, later), pool.layout.device
     layout = row_layout(tuple([count for _, _, count in rows]), device)

@@ -12,6 +12,7 @@ from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
+from specdec_fast.ops.checks import stored
 from specdec_fast.torch_threads import invariant_call
 
 
@@ -23,16 +24,15 @@ class PagedCache(Cache):
     and their attention output is 0.
 
     Args:
-        pool: the pool whose pages are written and read.
+        pool: its pages are written and read.
         batch: ``T`` rows.
-        ops: implementations of ``append_kv_`` and ``paged_attention``.
-        sliding_layers: layers that must pass their sliding window to attention.
+        ops: have ``append_kv_`` and ``paged_attention``.
+        sliding_layers: must pass their sliding window to attention.
         num_logit_rows: number of rows whose logits the caller needs; None: all.
 
     Attributes:
         real_rows: maps a padded number of rows to the number before padding, for every row count of the forward; if
             two counts are padded to the same number, it has the larger one.
-
     """
 
     def __init__(
@@ -69,13 +69,9 @@ class PagedCache(Cache):
         Args:
             query: ``[1, num_heads, T, key_head_dim]``.
             key: ``[1, num_kv_heads, T, key_head_dim]``.
-            value: ``[1, num_kv_heads, T, value_head_dim]``.
+            value: ``[1, num_kv_heads, T, value_head_dim]``; the result is ``[1, T, num_heads, value_head_dim]``.
             layer_idx: index of the layer.
             params: scale, sliding window, soft cap and sinks.
-
-        Returns:
-            ``[1, T, num_heads, value_head_dim]``.
-
         """
         self.num_attended += 1
         pages = self.pool.layers[layer_idx]
@@ -91,7 +87,7 @@ class PagedCache(Cache):
 
     def _real_rows_of(self, states: Tensor) -> Tensor:
         """Drop padding and batch axis of ``[1, heads, T + padding, head size]``: return ``[T, heads, head size]``."""
-        return states[0].transpose(0, 1)[: self._num_rows]
+        return stored(states[0].transpose(0, 1)[: self._num_rows])
 
     def _check(self, name: str, layer_idx: int, states: Tensor, head_dim: int, heads_fit: bool) -> None:
         """Check the model's tensors against the pool's layout: with others a kernel would read and write past rows."""

@@ -21,21 +21,14 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The KV entries of one model at one position.
+    """The KV entries of one model at one position."""
 
-    Attributes:
-        shapes: shape of each layer that attends, by layer index.
-        sources: by layer index, the layer whose entries it attends over: itself, or an earlier layer of the same shape
-            in a model whose layers share keys and values (Gemma-3n, Gemma-4).
-        dtype: dtype of keys and values.
-        device: device of keys and values.
-
-    """
-
-    shapes: tuple[KVShape, ...]
+    shapes: tuple[KVShape, ...]  # shape of each layer that attends, by layer index
+    # by layer index, the layer whose entries it attends over: itself, or an earlier layer of the same shape in a model
+    # whose layers share keys and values (Gemma-3n, Gemma-4)
     sources: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+    dtype: torch.dtype  # dtype of keys and values
+    device: torch.device  # device of keys and values
 
     @classmethod
     def uniform(
@@ -53,11 +46,11 @@ class KVLayout:
     @property
     def groups(self) -> dict[KVShape, list[int]]:
         """Indices of the layers that have their own entries, by shape."""
-        found: dict[KVShape, list[int]] = {}
+        by_shape: dict[KVShape, list[int]] = {}
         for layer, (shape, source) in enumerate(zip(self.shapes, self.sources, strict=True)):
             if source == layer:
-                found.setdefault(shape, []).append(layer)
-        return found
+                by_shape.setdefault(shape, []).append(layer)
+        return by_shape
 
     @property
     def bytes_per_token(self) -> int:
@@ -75,7 +68,6 @@ class KVLayout:
             The allocations, each ``[layers, planes, num_pages, page_size, num_kv_heads, head size]``: one per shape,
             with two planes (keys and values); two of one plane each if keys and values differ in size. And the keys
             and values of every layer, which are views of the allocations.
-
         """
         tensors: list[Tensor] = []
         layers: dict[int, LayerKV] = {}

@@ -7,33 +7,43 @@ falls, and later rows overwrite the stale entries (invariant I4).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import RowPadding
+from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 
 
 class KVPages(NamedTuple):
-    """The memory of a pool's pages, as a program takes it.
+    """The memory of a pool's pages, as a program takes it."""
+
+    addresses: Tensor  # [num_layers, 2] int64 on the CPU, the addresses of every layer's keys and values
+    num_pages: int  # number of pages, with the scratch page
+    page_size: int  # positions per page
+    memory: tuple[Tensor, ...]  # the tensors behind the addresses; the references keep them alive
+
+
+class Spans(NamedTuple):
+    """The rows of a forward as a program takes them; the program lays them out itself.
 
     Attributes:
-        addresses: ``[num_layers, 2]`` int64 on the CPU, the addresses of every layer's keys and values.
-        num_pages: number of pages, with the scratch page.
-        page_size: positions per page.
-        memory: the tensors behind the addresses; the references keep them alive.
+        spans: (row of ``tables``, first position, number of positions) of each sequence.
+        tables: ``[places, max_pages]`` int32, the block table of every owner.
+        pages: the pages that the tables name.
+        parents: if the rows are trees, ``[rows - B]`` int32 on the host: of every row but a sequence's first, its
+            parent, counted as in ``Draft.parents``. None: chains.
 
     """
 
-    addresses: Tensor
-    num_pages: int
-    page_size: int
-    memory: tuple[Tensor, ...]
+    spans: list[tuple[int, int, int]]
+    tables: Tensor
+    pages: KVPages
+    parents: Tensor | None = None
 
 
 class PagePool:
@@ -49,7 +59,6 @@ class PagePool:
         tables: ``[places, pages]`` int32 on the host, the block table of every owner. A place is the row of one owner
             in ``tables`` and ``slots``; place 0 has no owner, and all its pages are the scratch page.
         slots: ``[places, pages * page_size]`` int32 on the host, the slot of every position of every owner.
-
     """
 
     def __init__(
@@ -120,7 +129,6 @@ class PagePool:
 
         Raises:
             KVCacheAllocationError: there is no memory for the larger pool; this pool is unchanged.
-
         """
         pool = PagePool(self.layout, num_tokens, self.page_size, self.row_padding)
         for smaller, larger in zip(self.tensors, pool.tensors, strict=True):
@@ -147,7 +155,6 @@ class PagePool:
 
         Raises:
             KVCacheTooSmallError: too few pages are free; none is allocated.
-
         """
         pages = self._pages_of[owner]
         if num_tokens <= len(pages) * self.page_size:
@@ -165,8 +172,24 @@ class PagePool:
             self.slots[place, start : start + self.page_size] = page * self.page_size + self._in_page
             pages.append(page)
 
+    def spans(self, rows: Iterable[Rows], ahead: Sequence[int] | None = None) -> Spans:
+        """Allocate the pages that one forward's new positions need; a program will lay the rows out.
+
+        Args:
+            rows: the span of each sequence, in batch order; the pool has their owners.
+            ahead: per span, the number of positions after it that get pages as well; None: 0 for all.
+
+        Raises:
+            KVCacheTooSmallError: too few pages are free.
+
+        """
+        spans = []
+        for i, (owner, start, count) in enumerate(rows):
+            self.allocate(owner, start + count + (ahead[i] if ahead else 0))
+            spans.append((self._places[owner], start, count))
+        return Spans(spans, torch.from_numpy(self.tables), self.pages)  # from_numpy shares the memory
+
     def _add_places(self) -> None:
-        """Double the number of places."""
         places = len(self.tables)
         more = max(8, places)
         self.tables = np.pad(self.tables, ((0, more), (0, 0)))

@@ -1,1 +1,1 @@
-"""Hugging Face models on ragged rows: loading, checks, forwards and timing."""
+"""Hugging Face models: loading, checks, and the hooks by which their forwards use ops and pages."""

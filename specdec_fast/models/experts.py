@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.ops import Ops
+from specdec_fast.ops.checks import stored
 from specdec_fast.torch_threads import invariant_call
 
 
 def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """Compute the experts of every row and add them up.
+    """Compute the experts of every row and add them up: ``[T, hidden_size]`` in the dtype of ``rows``.
+
+    Products with the weights are rounded to the wider of both dtypes, as ``transformers`` does, and added in fp32, in
+    the order of the choices.
 
     Args:
         ops: ops that include ``grouped_linear``.
@@ -28,20 +32,16 @@ def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Te
         expert_ids: ``[T, num_choices]`` int64.
         weights: ``[T, num_choices]``, of any floating dtype.
 
-    Returns:
-        ``[T, hidden_size]`` in the dtype of ``rows``. Products with the weights are rounded to the wider of both
-        dtypes, as ``transformers`` does, and added in fp32, in the order of the choices.
-
     Raises:
         UnsupportedModelError: the experts are spread over several devices.
-
     """
     if getattr(module, "_is_expert_parallel", False):  # an attribute since transformers 5.20
         raise UnsupportedModelError(f"the experts of {type(module).__name__} are spread over several devices.")
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    products = invariant_call(ops.grouped_linear, rows[:, None], expert_ids, *_weights(module, name))
+    expert_ids = stored(expert_ids)
+    products = invariant_call(ops.grouped_linear, stored(rows)[:, None], expert_ids, *_weights(module, name))
     products = module._apply_gate(products) if module.has_gate else module.act_fn(products)
-    products = invariant_call(ops.grouped_linear, products, expert_ids, *_weights(module, "down_proj"))
+    products = invariant_call(ops.grouped_linear, stored(products), expert_ids, *_weights(module, "down_proj"))
     if getattr(module, "has_post_expert_norm", False):  # an attribute since transformers 5.18
         products = module.post_expert_norm(products)
     weighted = products * weights[..., None]
@@ -52,8 +52,9 @@ def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Te
 
 
 def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
-    weight = getattr(module, name)
-    return weight.mT if module.is_transposed else weight, getattr(module, f"{name}_bias") if module.has_bias else None
+    weight = stored(getattr(module, name))
+    bias = stored(getattr(module, f"{name}_bias")) if module.has_bias else None
+    return weight.mT if module.is_transposed else weight, bias
 
 
 def expert_configs(model: nn.Module) -> list[Any]:

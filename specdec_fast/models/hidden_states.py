@@ -29,7 +29,6 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
     Raises:
         ConfigError: two of them are the same layer, or they are not in rising order: below 7 layers.
-
     """
     taps = (2, num_layers // 2, num_layers - 3)
     if not taps[0] < taps[1] < taps[2]:
@@ -45,7 +44,6 @@ def checked_taps(taps: Any, num_layers: int) -> tuple[int | str, ...]:
 
     Raises:
         DrafterError: they are not a tuple or list of different ids, each from 0 to ``num_layers`` or ``"final"``.
-
     """
     if not isinstance(taps, (tuple, list)):
         raise DrafterError(f"a drafter's taps are {taps!r}; expected a tuple of layer ids and {FINAL!r}.")
@@ -72,18 +70,14 @@ class Taps:
     """Where a model's taps are read.
 
     Args:
-        model: a causal language model of ``num_layers`` layers that attend.
-        ids: from ``checked_taps``.
-        num_layers: the number of its layers.
+        model: a causal language model.
+        ids: from ``checked_taps``; kept in ``ids``, in the order of ``Drafter.taps``.
+        num_layers: number of its layers, which all attend.
         run: runs a short forward of the model over all its rows.
-
-    Attributes:
-        ids: the taps, in the order of ``Drafter.taps``.
 
     Raises:
         UnsupportedModelError: its decoder layers are not found, or pass on something else than one tensor of hidden
             states.
-
     """
 
     def __init__(
@@ -134,20 +128,21 @@ class Taps:
 
     def _probe(self, model: nn.Module, run: Callable[[], object]) -> None:
         """Run the model once, to learn size and dtype of the taps, and whether each is what it is taken for."""
-        found: list[tuple[int, Any]] = []
+        hidden_states: list[tuple[int, Any]] = []
         places = list(self._places)
         output_layer = _output_layer(model) if FINAL in self.ids else None
         if output_layer is not None:
             self._places.append(_Place(output_layer, len(self.ids), None))
         try:
-            with self.collected(lambda index, hidden: found.append((index, _copied(hidden)))):
+            with self.collected(lambda index, hidden: hidden_states.append((index, _copied(hidden)))):
                 run()
         finally:
             self._places = places
         expected = list(range(len(self.ids) + (output_layer is not None)))
-        tensors = [hidden for _, hidden in sorted(found, key=lambda pair: pair[0])]
+        tensors = [hidden for _, hidden in sorted(hidden_states, key=lambda pair: pair[0])]
         kinds = {(hidden.shape, hidden.dtype) for hidden in tensors if isinstance(hidden, Tensor)}
-        is_one_each = sorted(index for index, _ in found) == expected and all(isinstance(t, Tensor) for t in tensors)
+        has_each = sorted(index for index, _ in hidden_states) == expected
+        is_one_each = has_each and all(isinstance(t, Tensor) for t in tensors)
         if not is_one_each or len(kinds) != 1 or tensors[0].dim() != 3 or len(tensors[0]) != 1:
             shown = [f"{list(t.shape)} in {t.dtype}" if isinstance(t, Tensor) else type(t).__name__ for t in tensors]
             raise UnsupportedModelError(
@@ -170,7 +165,6 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a module's own ``forward``, and collect its input or its output."""
     if at_input is not None:
         hidden: Any = args[0] if args else kwargs.get("hidden_states")
         collect(at_input, hidden)
@@ -189,13 +183,11 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
     Raises:
         UnsupportedModelError: they are not found.
-
     """
     return _decoder_layers(_decoder(model), num_layers)
 
 
 def _decoder(model: Any) -> nn.Module:
-    """Return the module that computes the input of the model's output layer."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     if isinstance(decoder, nn.Linear):  # ModernBERT calls its output layer "decoder"
         decoder = model.base_model

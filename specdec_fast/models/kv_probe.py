@@ -35,7 +35,6 @@ class KVProbe(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the states of one layer unchanged."""
         self._cached.add(layer_idx)
         return key_states, value_states
 
@@ -63,7 +62,6 @@ class KVProbe(Cache):
         Raises:
             UnsupportedModelError: some layers do not attend through the hook, or several times, or their dtypes differ
                 or are not served.
-
         """
         num_layers = len(self._cached | set(self._attended))
         if not num_layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -23,15 +24,14 @@ def load_model(
 
     Args:
         source: an argument of ``AutoModelForCausalLM.from_pretrained``, or a loaded model.
-        dtype: dtype of the weights; None: the checkpoint's.
-        device: device of the model; None: CUDA if there is a device, else the CPU.
+        dtype: of the weights; None: the checkpoint's.
+        device: None: CUDA if there is a device, else the CPU.
         role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
 
     Raises:
         ConfigError: the source is none of these; there is no such model or device; files are damaged, weights are
             missing, or the model needs code of its own; or a loaded model has another dtype or device than asked for,
             has no weights, is in training mode, or is spread over devices; or a draft is sharded over processes.
-
     """
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
         _check_loaded(source, dtype, device, role)
@@ -48,15 +48,34 @@ def load_model(
         )
         model = model.to(device).eval()
     except Exception as error:  # no such model, damaged files, no memory; every reader raises errors of its own
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = why_unreadable(error)
         missing = "" if Path(name).exists() else " (there is no such folder)"
-        raise ConfigError(f"cannot load {name!r}{missing} onto {device}: {reason}") from error
+        raise ConfigError(f"cannot load {name!r}{missing} onto {device}: {reason}") from cause_shown(error)
     if absent := sorted(info["missing_keys"]):  # transformers would leave them random
         raise ConfigError(
             f"{name!r} lacks weights of {type(model).__name__}: {', '.join(absent[:3])} ({len(absent)} in all); take a "
             "complete checkpoint, or correct its config."
         )
     return model
+
+
+def cause_shown(error: Exception) -> Exception | None:
+    """Return the error of a file that could not be loaded, as the cause of another one; None if it may not be shown.
+
+    PyTorch's messages on files that hold more than tensors recommend to load them with ``weights_only=False``, which
+    runs code in them.
+    """
+    return None if "weights_only" in str(error) else error
+
+
+def why_unreadable(error: Exception) -> str:
+    """Return in one line why a file could not be loaded, without PyTorch's recommendation (``cause_shown``)."""
+    text = " ".join(str(error).split())
+    if cause_shown(error) is not None:
+        return text or type(error).__name__
+    found = re.search(r"GLOBAL (\S+)", text)
+    holds = f"it holds {found[1]}" if found else "it is damaged, or holds other things than tensors"
+    return f"{holds}, and only tensors are read, because other objects can run code"
 
 
 def _expect_usable(device: torch.device) -> None:

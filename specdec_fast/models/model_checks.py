@@ -31,7 +31,7 @@ _OTHER_LENGTH = 2**20 + 3
 _FORWARDS = ([Rows("a", 0, 5), Rows("b", 0, 3)], [Rows("a", 5, 1)])
 
 MakeCache = Callable[[PagePool, RaggedBatch], PagedCache]
-Forward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
+ProbeForward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
 
 
 def check_decoder(model: PreTrainedModel) -> None:
@@ -39,7 +39,6 @@ def check_decoder(model: PreTrainedModel) -> None:
 
     Raises:
         UnsupportedModelError: the message says what the model is.
-
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -62,15 +61,10 @@ def check_decoder(model: PreTrainedModel) -> None:
 
 
 def expect_numbers(model: PreTrainedModel, logits: Tensor) -> None:
-    """Refuse a model whose own logits of a short text are NaN or infinite; -inf excludes an id.
-
-    Args:
-        model: the model.
-        logits: ``[n, vocab_size]``, what it computes of ``n`` tokens.
+    """Refuse a model whose own ``[n, vocab_size]`` logits of a short text are NaN or infinite; -inf excludes an id.
 
     Raises:
         UnsupportedModelError: a logit is NaN or +inf.
-
     """
     if num_rows := int((logits.isnan() | logits.isposinf()).any(dim=-1).sum()):
         weights = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
@@ -127,20 +121,21 @@ def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
 
 
 @torch.inference_mode()
-def check_ignores_answers(name: str, forward: Forward, layout: KVLayout, make_cache: MakeCache, page_size: int) -> None:
+def check_ignores_answers(
+    name: str, forward: ProbeForward, layout: KVLayout, make_cache: MakeCache, page_size: int
+) -> None:
     """Compute the same rows with caches that return different lengths.
 
     Args:
-        name: name of the model, for the message.
+        name: of the model, for the message.
         forward: runs the model: from ``[1, T]`` token ids and positions, a cache and no rows to logits
             ``[1, T, vocab_size]``.
-        layout: layout of its KV cache.
+        layout: of its KV cache.
         make_cache: makes a cache from a pool and a batch.
-        page_size: size of the pages with which the model will be served.
+        page_size: of the pages with which the model will be served.
 
     Raises:
         UnsupportedModelError: the logits depend on the length that the cache returns.
-
     """
     expected, questions = _logits(forward, layout, make_cache, 0, page_size)
     if not questions:
@@ -168,19 +163,18 @@ def _equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def _logits(
-    forward: Forward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
+    forward: ProbeForward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
 ) -> tuple[list[Tensor], set[str]]:
-    """Return the logits of every forward, and the questions that the model asked its cache."""
     pool = pool_of_two(layout, page_size)
-    found, questions = [], set()
+    computed, questions = [], set()
     for rows in _FORWARDS:
         token_ids = torch.arange(sum(each.count for each in rows), device=layout.device) % 2  # any tokens will do
         batch = lay_out(pool, rows, token_ids)
         cache = make_cache(pool, batch)
         cache.claimed_length = claimed_length
-        found.append(forward(batch.token_ids[None], batch.positions[None], cache, None).clone())
+        computed.append(forward(batch.token_ids[None], batch.positions[None], cache, None).clone())
         questions |= cache.questions
-    return found, questions
+    return computed, questions
 
 
 def pool_of_two(layout: KVLayout, page_size: int) -> PagePool:

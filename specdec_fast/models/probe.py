@@ -19,7 +19,6 @@ def probe_of(vocab_size: int, device: torch.device) -> Tensor:
 
     Raises:
         UnsupportedModelError: the vocabulary has fewer than two ids.
-
     """
     if vocab_size < 2:
         raise UnsupportedModelError(
@@ -30,14 +29,9 @@ def probe_of(vocab_size: int, device: torch.device) -> Tensor:
 
 @contextmanager
 def named_failures(model: nn.Module) -> Iterator[None]:
-    """Turn every exception, except this library's own errors, into one that names the submodule and the cause.
+    """Turn every exception of a block, except this library's own errors, into an UnsupportedModelError.
 
-    Args:
-        model: the model that the ``with`` block probes.
-
-    Raises:
-        UnsupportedModelError: the block raised an exception.
-
+    It names the submodule of ``model``, which the block probes, and the cause.
     """
     try:
         yield

@@ -14,11 +14,8 @@ DenseLogits = Callable[[Tensor, Tensor | None], Tensor]
 def why_not_reproduced(dense_logits: DenseLogits, token_ids: Tensor, bound: float) -> str:
     """Return what differs from a decoder that pages can serve, as a clause whose subject is the model.
 
-    Args:
-        dense_logits: runs the unmodified model.
-        token_ids: ``[n]`` int64, a text.
-        bound: the relative distance from which logits differ by more than rounding.
-
+    ``dense_logits`` runs the unmodified model over a text, ``[n]`` int64. ``bound`` is the relative distance from which
+    logits differ by more than rounding.
     """
     positions = torch.arange(len(token_ids), device=token_ids.device)
     half = len(token_ids) // 2

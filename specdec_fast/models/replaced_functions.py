@@ -19,6 +19,7 @@ from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.models.experts import computed_by, mixture
 from specdec_fast.models.kv_probe import KVProbe
+from specdec_fast.ops.checks import stored
 
 _ATTENTION = "specdec_paged"
 _EXPERTS = "specdec_grouped"
@@ -72,7 +73,8 @@ def _attend(
             "sliding_window to its attention function."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    params = AttentionParams(scale, sliding_window, softcap, kwargs.get("s_aux"))
+    sinks = kwargs.get("s_aux")
+    params = AttentionParams(scale, sliding_window, softcap, None if sinks is None else stored(sinks))
     return cache.attend(query, key, value, layer, params), None
 
 

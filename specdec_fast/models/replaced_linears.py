@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from specdec_fast.model_watch import OwnForward, replaced_forward
 from specdec_fast.models.row_counts import FUNCTIONS, chunks, is_aligned, kind_of, sizes_of
 from specdec_fast.ops import Ops
-from specdec_fast.ops.checks import FLOATS
+from specdec_fast.ops.checks import FLOATS, stored
 from specdec_fast.torch_threads import in_invariant_call, invariant_call
 
 # With fewer weights, the call of the op takes longer than the products, and the op is used for its bits alone. The
@@ -40,7 +40,6 @@ class Linears:
     Attributes:
         sees_all: whether calls outside of modules are intercepted.
         real_rows: ``real_rows`` of the current forward's ``PagedCache``; None computes all rows at once.
-
     """
 
     def __init__(self, model: nn.Module, ops: Ops) -> None:
@@ -72,18 +71,16 @@ class Linears:
                         attributes["forward"] = before
 
     def compute(self, function: str, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute one linear.
+        """Compute one linear: ``[..., out_features]``, zeros in rows of padding.
 
         Args:
             function: a name in ``row_counts.FUNCTIONS``.
             rows: ``[..., in_features]``.
             weight: ``[out_features, in_features]`` for ``linear``, ``[in_features, out_features]`` for ``addmm``.
             bias: ``[out_features]``.
-
-        Returns:
-            ``[..., out_features]``; zeros in rows of padding.
-
         """
+        if rows.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):  # spares three calls of `stored`
+            rows, weight, bias = stored(rows), stored(weight), None if bias is None else stored(bias)
         flat = rows.reshape(-1, rows.shape[-1])
         num_rows, num_real = len(flat), len(flat)
         if self.real_rows is not None:
@@ -111,7 +108,6 @@ class Linears:
 
 
 def _function_of(module: nn.Module) -> str | None:
-    """Return the one function that a module calls, or None if it does something else."""
     if replaced_forward(module) is not None or type(getattr(module, "weight", None)) not in _PLAIN:
         return None  # other code has replaced it, or it is quantised
     if type(module).forward is nn.Linear.forward:
@@ -121,16 +117,18 @@ def _function_of(module: nn.Module) -> str | None:
 
 def _in_chunks(function: str, flat: Tensor, num_rows: int, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the first ``num_rows`` rows of ``flat``, and the rows after them that fill the last chunk."""
+    if 0 in weight.stride():  # expanded; numbers to try sizes with need memory of their own
+        weight = weight.contiguous()
     sizes = chunks(sizes_of(kind_of(function, weight, bias)), num_rows)
     flat = flat.contiguous()
     if (missing := sum(sizes) - len(flat)) > 0:
         flat = pad(flat, (0, 0, 0, missing))
-    found, start = [], 0
+    outputs, start = [], 0
     for size in sizes:
         piece = flat[start : start + size]
-        found.append(FUNCTIONS[function](piece if is_aligned(piece) else piece.clone(), weight, bias))
+        outputs.append(FUNCTIONS[function](piece if is_aligned(piece) else piece.clone(), weight, bias))
         start += size
-    return (found[0] if len(found) == 1 else torch.cat(found))[: len(flat) - max(0, missing)]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[: len(flat) - max(0, missing)]
 
 
 # A name in row_counts.FUNCTIONS, rows, weight and bias. Arguments below have the names of PyTorch's arguments.
@@ -166,7 +164,6 @@ class _Intercepted(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute a linear by ``Linears.compute``; call every other function unchanged."""
         kwargs = kwargs or {}
         call = _CALLS[func](*args, **kwargs) if func in _CALLS and not in_invariant_call() else None
         if call is None or not _is_linear(*call[1:3]):

@@ -121,7 +121,7 @@ def _counts(kind: Kind) -> tuple[int, ...]:
 def _cost(sizes: Sequence[int]) -> float:
     """Return the sum of costs over all expected forwards, each relative to the least possible cost."""
     held = ((chunks(tuple(sizes), count), count) for count in _EXPECTED)
-    return sum((sum(found) + _CALL * len(found)) / (count + _CALL) for found, count in held)
+    return sum((sum(parts) + _CALL * len(parts)) / (count + _CALL) for parts, count in held)
 
 
 def revealing(kind: Kind, num_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -148,7 +148,6 @@ def revealing(kind: Kind, num_rows: int) -> tuple[Tensor, Tensor, Tensor | None]
 
 
 def _like(kind: Kind) -> Tensor:
-    """Return memory with the shape, strides and alignment of a weight."""
     size = 1 + sum((count - 1) * step for count, step in zip(kind.shape, kind.stride, strict=True))
     room = torch.empty(size + _ALIGNMENT // kind.dtype.itemsize, dtype=kind.dtype, device=kind.device)
     return room.as_strided(kind.shape, kind.stride, kind.offset // kind.dtype.itemsize)

@@ -42,8 +42,8 @@ _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # the place of th
 def sizes_of_rows(model: nn.Module, most: int) -> tuple[int, int] | None:
     """Return two numbers of rows, at most ``most``, that divide no size in ``model``."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-    found = [p for p in _PRIMES if p <= most and all(size % p for size in sizes)]
-    return (found[-1], found[-2]) if len(found) > 1 else None
+    primes = [p for p in _PRIMES if p <= most and all(size % p for size in sizes)]
+    return (primes[-1], primes[-2]) if len(primes) > 1 else None
 
 
 class RowMixing(TorchDispatchMode):
@@ -53,28 +53,26 @@ class RowMixing(TorchDispatchMode):
         counts: sizes of the axes of rows.
 
     Attributes:
-        found: the first operation that may mix rows, and why; None if there is none.
-
+        mixing_op: the first operation that may mix rows, and why; None if there is none.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
         super().__init__()
         self._counts = counts
-        self.found: str | None = None
+        self.mixing_op: str | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute one ATen operation and check it."""
         kwargs = kwargs or {}
-        if self.found is None and not in_invariant_call() and any(map(self._has_rows, _tensors((args, kwargs)))):
+        if self.mixing_op is None and not in_invariant_call() and any(map(self._has_rows, _tensors((args, kwargs)))):
             reason = self._reason(func, args, kwargs)
             if (
                 reason is not None and func._can_decompose()
             ):  # in inference mode some operations are composite; their parts are checked
                 with self:
                     return func.decompose(*args, **kwargs)
-            self.found = None if reason is None else f"{func}: {reason}"
+            self.mixing_op = None if reason is None else f"{func}: {reason}"
         return func(*args, **kwargs)
 
     def _has_rows(self, tensor: Tensor) -> bool:

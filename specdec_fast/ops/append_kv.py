@@ -23,7 +23,6 @@ def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tenso
         value: ``[T, num_kv_heads, value_head_dim]``, any strides.
         slot_mapping: ``[T]`` int32, ``page * page_size + offset`` of each row. Slots of page 0 are scratch; every
             other slot appears at most once.
-
     """
     slots = slot_mapping.long()
     key_cache.flatten(0, 1).index_copy_(0, slots, key)
@@ -55,8 +54,7 @@ def _make(
 ) -> dict[str, Any]:
     """Make random caches and rows.
 
-    With ``fused``, values are a slice of one projection's output and keys are not. A value's head has ``value_dim``
-    numbers, by default as many as a key's.
+    With ``fused``, values are a slice of one projection's output and keys are not. ``value_dim`` is by default a key's.
     """
     page_size, heads, head_dim = shape
     num_pages = rows // page_size + 3

@@ -13,6 +13,21 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def stored(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its numbers: itself, or a copy if it is a lazy negative view.
+
+    Ops and programs read memory at bare addresses. That of a view such as ``z.conj().imag`` holds the other sign.
+    """
+    return tensor.resolve_neg() if tensor.is_neg() else tensor  # not always: a recording sees the operation
+
+
+def is_in_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor's numbers are at its address; if there are none, the answer means nothing."""
+    if tensor.is_neg():
+        return False
+    return tensor.data_ptr() > tensor.storage_offset() * tensor.itemsize  # equal: its storage is at the address 0
+
+
 def expect(condition: bool, message: str) -> None:
     """Raise ValueError with ``message`` unless ``condition`` holds."""
     if not condition:
@@ -22,8 +37,8 @@ def expect(condition: bool, message: str) -> None:
 def expect_tensor(
     name: str, tensor: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
-    """Check dtype, device and shape; None in ``shape`` matches any size."""
-    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device:
+    """Check dtype, device and shape, and that its memory holds its numbers; None in ``shape`` matches any size."""
+    if is_in_memory(tensor) and tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device:
         return  # the case of nearly every call, where microseconds count
     fits = len(shape) == tensor.dim() and all(w in (None, s) for w, s in zip(shape, tensor.shape, strict=False))
     if not fits:
@@ -34,6 +49,15 @@ def expect_tensor(
         raise ValueError(f"{name} is {tensor.dtype}; expected {wanted}.")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; expected {device}.")
+    if tensor.is_neg():  # such as z.conj().imag
+        raise ValueError(
+            f"{name} is a lazy negative view: its memory holds its numbers with the other sign; pass its resolve_neg()."
+        )
+    if tensor.numel() > 0 and not is_in_memory(tensor):
+        raise ValueError(
+            f"{name}, a {type(tensor).__name__} on {tensor.device}, has no memory; expected a tensor of numbers, not "
+            "one for tracing or on the meta device."
+        )
 
 
 def expect_offsets(name: str, offsets: Tensor, num_rows: int, strictly: bool) -> None:

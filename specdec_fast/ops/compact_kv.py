@@ -29,7 +29,6 @@ def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources
         cu_moves: ``[B + 1]`` int32, the index of each sequence's first move, and the number of moves.
         sources: ``[M]`` int32, positions in the sequence.
         destinations: ``[M]`` int32, positions in the sequence, whose old entries are lost.
-
     """
     page_size = kv_cache.shape[3]
     entries = kv_cache.flatten(2, 3)  # [num_layers, planes, slots, num_kv_heads, head_dim]

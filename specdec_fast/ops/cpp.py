@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
-from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.batch.sampling_batch import Sampling, addresses_of
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/kernels/dtype.h
 
@@ -132,11 +131,6 @@ def noise_words(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     return words
 
 
-def addresses_of(sampling: Sampling | None) -> list[int]:
-    """Return the addresses that ``sampling_at`` in csrc/bindings.h expects; none for greedy decoding."""
-    return [] if sampling is None else [getattr(sampling, field.name).data_ptr() for field in fields(sampling)]
-
-
 def verify_chain(
     logits: Tensor,
     token_ids: Tensor,
@@ -167,5 +161,5 @@ def verify_chain(
         ),
         torch.get_num_threads(),
     )
-    found = (target_tokens, num_accepted, next_tokens)
-    return found if accepted_rows is None else (*found, accepted_rows)
+    outputs = (target_tokens, num_accepted, next_tokens)
+    return outputs if accepted_rows is None else (*outputs, accepted_rows)

@@ -24,7 +24,6 @@ _PAGED_ARGUMENTS = ("seqused_k", "block_table", "num_splits", "enable_gqa", "win
 
 @cache
 def _package() -> Callable[..., Tensor] | None:
-    """Return the package's function, or None if it is not installed."""
     try:
         return importlib.import_module("flash_attn").flash_attn_with_kvcache
     except ImportError:
@@ -121,7 +120,6 @@ def _right_aligned(batch: PagedBatch, num_rows: int) -> Tensor | None:
 def _expect_served(
     query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams, package: bool
 ) -> None:
-    """Raise a BackendError if FlashAttention does not have what is requested."""
     takes_any_page = not package and attention.current_flash_attention_impl() is not None
     head_dim, value_dim, page_size, limits = query.shape[2], kv[1].shape[3], kv[0].shape[1], []
     if query.dtype not in (torch.float16, torch.bfloat16):

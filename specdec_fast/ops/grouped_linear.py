@@ -14,11 +14,11 @@ from specdec_fast.ops.registry import Case, Op
 
 
 def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply every row by the weights of each of its experts.
+    """Multiply every row by the weights of each of its experts: ``[T, num_choices, out_features]``, in their dtype.
 
-    In every implementation, a product's bits depend on its row and its expert alone. Here each product is computed by
-    itself, from a copy of the row, because PyTorch's linears may sum in another order for another number of rows or
-    another address.
+    In every implementation, a product's bits depend on its row and its expert alone; sums are in fp32 and rounded once.
+    Here each product is computed by itself, from a copy of the row, because PyTorch's linears may sum in another order
+    for another number of rows or another address.
 
     Args:
         rows: ``[T, 1, in_features]`` of fp32, fp16 or bf16, or ``[T, num_choices, in_features]``, one for each choice.
@@ -26,12 +26,8 @@ def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tenso
         weight: ``[num_experts, out_features, in_features]`` of the same dtype; it or its ``mT`` is contiguous.
         bias: ``[num_experts, out_features]`` of the same dtype, or None.
 
-    Returns:
-        ``[T, num_choices, out_features]`` in that dtype; sums are in fp32 and rounded once.
-
     Raises:
         IndexError: an expert id lies outside the experts.
-
     """
     num_choices = expert_ids.shape[1]
     out = rows.new_empty(*expert_ids.shape, weight.shape[1])

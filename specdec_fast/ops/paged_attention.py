@@ -28,13 +28,10 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
         query: ``[T, num_heads, head_dim]``; ``num_heads`` is a multiple of ``num_kv_heads``.
         kv: key cache ``[num_pages, page_size, num_kv_heads, head_dim]`` and value cache
             ``[num_pages, page_size, num_kv_heads, value_head_dim]``.
-        batch: the rows and the pages of each sequence.
-        params: scale, sliding window, soft cap and sinks.
 
     Returns:
         ``[T, num_heads, value_head_dim]`` in the dtype of ``query``. An entry that is not finite makes the rows that
         see it NaN, and no others.
-
     """
     out = query.new_empty(*query.shape[:2], kv[1].shape[3])
     page_size = kv[0].shape[1]
@@ -63,12 +60,8 @@ def _paths(tree_mask: Tensor) -> list[Tensor]:
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
     """Attend from the last rows of one sequence: ``[rows, num_heads, value_head_dim]``.
 
-    Args:
-        query: ``[rows, num_heads, head_dim]``.
-        key: ``[context, num_kv_heads, head_dim]``, in order of position; the last entries are those of the rows.
-        value: ``[context, num_kv_heads, value_head_dim]``.
-        params: scale, sliding window, soft cap and sinks.
-
+    ``query`` is ``[rows, num_heads, head_dim]``. Keys and values are ``[context, num_kv_heads, their head_dim]``, in
+    order of position; the last entries are those of the rows.
     """
     if not len(query):
         return query.new_empty(0, query.shape[1], value.shape[2])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
+from specdec_fast.ops.checks import FLOATS, expect, expect_tensor, is_in_memory
 from specdec_fast.ops.registry import Case, Op
 
 
@@ -23,10 +23,8 @@ def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths
     Args:
         layers: keys and values of each layer, each ``[B, num_kv_heads, columns, head_dim]``; all with one shape and the
             same strides; the last axis is contiguous.
-        starts: ``[B]`` int32, the first column of row b.
-        lengths: ``[B]`` int32, the number of columns of row b.
-        shifts: ``[B]`` int32, the shift of row b.
-
+        starts, lengths: ``[B]`` int32, the first column of row b and the number of its columns.
+        shifts: ``[B]`` int32.
     """
     moves = zip(starts.tolist(), lengths.tolist(), shifts.tolist(), strict=True)
     for row, (start, length, shift) in enumerate(moves):
@@ -45,10 +43,13 @@ def _check(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths: Ten
     for i, (keys, values) in enumerate(layers):
         for name, t in (("keys", keys), ("values", values)):
             # Names are made only for an error, because small caches move in ten microseconds.
-            if t.shape != shape or t.stride() != stride or t.dtype is not dtype or t.device != device:
+            if t.shape != shape or t.dtype is not dtype or t.device != device or not is_in_memory(t):
                 expect_tensor(f"{name} of layer {i}", t, tuple(shape), (dtype,), device)
+            if t.stride() != stride:
                 raise ValueError(f"{name} of layer {i} has other strides than keys of layer 0.")
     expect(stride[3] == 1 or shape[3] == 1, "the last axis of the cache must be contiguous.")
+    is_expanded = any(step == 0 and size > 1 for step, size in zip(stride, shape, strict=True))
+    expect(not is_expanded, "the cache is expanded; every entry must have memory of its own.")
     rows = (shape[0],)
     for name, array in (("starts", starts), ("lengths", lengths), ("shifts", shifts)):
         expect_tensor(name, array, rows, (torch.int32,), device)

@@ -31,70 +31,44 @@ _PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "torch")}
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to run ops.
+    """One way to run ops."""
 
-    Attributes:
-        name: its name in ``EngineConfig.backend`` and ``specdec-fast doctor``.
-        device_types: the ``torch.device`` types that it runs on.
-        why_unavailable: returns None if it can run here, else the reason and the remedy.
-        partial: whether it has some ops only; if it is named explicitly, ``"auto"`` chooses the other ops.
-        on_current_device: whether it launches on the current device instead of the device of its arguments.
-
-    """
-
-    name: str
-    device_types: tuple[str, ...]
-    why_unavailable: Callable[[], str | None]
-    partial: bool = False
-    on_current_device: bool = False
+    name: str  # its name in EngineConfig.backend and specdec-fast doctor
+    device_types: tuple[str, ...]  # the torch.device types that it runs on
+    why_unavailable: Callable[[], str | None]  # returns None if it can run here, else the reason and the remedy
+    partial: bool = False  # whether it has some ops only; if it is named explicitly, "auto" chooses the other ops
+    on_current_device: bool = False  # whether it launches on the current device instead of the device of its arguments
 
 
 @dataclass(frozen=True)
 class Case:
-    """One set of arguments for tests and benchmarks.
+    """One set of arguments for tests and benchmarks."""
 
-    Attributes:
-        name: id of the test.
-        why: the defect that this case would find; for a benchmark, the workload that it represents.
-        make: makes the keyword arguments from a seeded generator, a dtype and a device.
-
-    """
-
-    name: str
-    why: str
+    name: str  # id of the test
+    why: str  # the defect that this case would find; for a benchmark, the workload that it represents
+    # makes the keyword arguments from a seeded generator, a dtype and a device
     make: Callable[[torch.Generator, torch.dtype, torch.device], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Op:
-    """One op, independent of its backends.
+    """One op, independent of its backends."""
 
-    Attributes:
-        name: the public name; a trailing underscore says that the op changes arguments in place.
-        implementations: backend name to ``"module:function"``; all have the oracle's signature.
-        check: raises on arguments outside the contract; called before every implementation.
-        cases: argument sets for which every implementation must agree with the oracle.
-        benchmarks: argument sets of the sizes of real models, for ``python -m bench.ops``.
-        benchmarks_of_rows: the same for given numbers of rows; None if rows are not what an op's sizes differ in.
-        bytes_moved: returns the least number of bytes to read and write, for given arguments.
-        exact: whether implementations must agree bit for bit (integers, copies) or within rounding.
-        preference: device type, and dtype if there is one, to the backends that "auto" chooses from, where the general
-            order does not hold.
-        invariant: backends whose implementation gives a row the same bits whatever the other rows, by construction.
-        trees: backends whose implementation gives a row of a tree the bits that it has alone in the chain of its path.
-
-    """
-
-    name: str
-    implementations: Mapping[str, str]
-    check: Callable[..., None]
-    cases: Callable[[], Iterable[Case]]
-    benchmarks: Callable[[], Iterable[Case]]
-    bytes_moved: Callable[..., int]
-    exact: bool = True
+    name: str  # the public name; a trailing underscore says that the op changes arguments in place
+    implementations: Mapping[str, str]  # backend name to "module:function"; all have the oracle's signature
+    check: Callable[..., None]  # raises on arguments outside the contract; called before every implementation
+    cases: Callable[[], Iterable[Case]]  # argument sets for which every implementation must agree with the oracle
+    benchmarks: Callable[[], Iterable[Case]]  # argument sets of the sizes of real models, for python -m bench.ops
+    bytes_moved: Callable[..., int]  # returns the least number of bytes to read and write, for given arguments
+    exact: bool = True  # whether implementations must agree bit for bit (integers, copies) or within rounding
+    # device type, and dtype if there is one, to the backends that "auto" chooses from, where the general order does not
+    # hold
     preference: Mapping[tuple[str, torch.dtype | None], tuple[str, ...]] = field(default_factory=dict)
+    # backends whose implementation gives a row the same bits whatever the other rows, by construction
     invariant: frozenset[str] = frozenset()
+    # backends whose implementation gives a row of a tree the bits that it has alone in the chain of its path
     trees: frozenset[str] = frozenset()
+    # the same for given numbers of rows; None if rows are not what an op's sizes differ in
     benchmarks_of_rows: Callable[[Iterable[int]], Iterable[Case]] | None = None
 
     def load(self, backend: str, check: bool = True) -> Callable[..., Any]:
@@ -102,7 +76,6 @@ class Op:
 
         Raises:
             BackendError: there is no such implementation, or it cannot run here; the message says why.
-
         """
         reason = self.why_unavailable(backend)
         if reason is not None:
@@ -142,7 +115,6 @@ class Ops:
             an implementation, a function that raises a BackendError.
         unchecked: the same ops without the argument check, for a caller that has checked tensors of the same shapes
             before (the layers of one forward).
-
     """
 
     chosen: Mapping[str, str]
@@ -236,7 +208,7 @@ def resolve(device: torch.device, backend: str = AUTO, dtype: torch.dtype | None
     """Choose an implementation of every op for ``device``.
 
     Args:
-        device: the device of the tensors.
+        device: of the tensors.
         backend: ``"auto"`` chooses per op the best backend that runs here. A name chooses that backend for all ops
             that it has; the other ops raise a BackendError when they are called, because a model may need none.
         dtype: of the numbers, if ``"auto"`` should choose what is best for it.
@@ -244,7 +216,6 @@ def resolve(device: torch.device, backend: str = AUTO, dtype: torch.dtype | None
     Raises:
         ConfigError: there is no such backend.
         BackendError: the named backend cannot run here; the message says why.
-
     """
     if backend != AUTO and backend not in BACKENDS:
         raise ConfigError(f"backend={backend!r}: expected one of {', '.join([AUTO, *BACKENDS])}.")
@@ -270,7 +241,6 @@ def _load(chosen: Mapping[str, str], check: bool) -> dict[str, Callable[..., Any
 
 
 def _missing(op: Op, device: torch.device, backend: str) -> Callable[..., Any]:
-    """Return the function of an op that has no implementation: it raises a BackendError."""
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         there_are = f"there are: {', '.join(op.implementations)}"

@@ -26,13 +26,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 def philox4x32(counter: Words, key: tuple[int, int] | tuple[Tensor, Tensor]) -> Words:
     """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    Args:
-        counter: four tensors of int64 that hold 32-bit words.
-        key: two 32-bit words, or tensors of them.
-
-    Returns:
-        Four tensors of int64 that hold random 32-bit words.
-
+    The counter and the result are four tensors of int64 that hold 32-bit words, the key two words or tensors of them.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -60,42 +60,41 @@ def verify_chain(
         ``next_tokens [B]`` int64: the target's token after the accepted ones (correction or bonus; -1 if NaN);
         with ``parents`` also ``accepted_rows [T]`` int32: from each sequence's first row on, the rows that were
         accepted, counted from that row, in the order of their depth; then -1.
-
     """
     if sampling is None:
         best = logits.argmax(dim=-1)  # torch returns the first of equal maxima
         target_tokens = torch.where(logits.isnan().any(dim=-1), INVALID_TOKEN, best)
     else:
         target_tokens = sampled_tokens(logits, token_ids, cu_seqlens, sampling, parents)
-    fed, wanted = token_ids.tolist(), target_tokens.tolist()
-    num_accepted, next_tokens, accepted_rows = _accepted(fed, wanted, cu_seqlens, parents)
-    found = (
+    row_tokens, wanted = token_ids.tolist(), target_tokens.tolist()
+    num_accepted, next_tokens, accepted_rows = _accepted(row_tokens, wanted, cu_seqlens, parents)
+    outputs = (
         target_tokens,
         torch.tensor(num_accepted, dtype=torch.int32, device=logits.device),
         torch.tensor(next_tokens, dtype=torch.int64, device=logits.device),
     )
-    return found if parents is None else (*found, torch.tensor(accepted_rows, dtype=torch.int32, device=logits.device))
+    if parents is None:
+        return outputs
+    return (*outputs, torch.tensor(accepted_rows, dtype=torch.int32, device=logits.device))
 
 
 def _accepted(
-    fed: list[int], wanted: list[int], cu_seqlens: Tensor, parents: Tensor | None
+    row_tokens: list[int], wanted: list[int], cu_seqlens: Tensor, parents: Tensor | None
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return the numbers of accepted rows, the next tokens, and the accepted rows, for all sequences."""
     num_accepted, next_tokens, accepted_rows = [], [], []
     for start, stop in pairwise(cu_seqlens.tolist()):
         above = range(-1, stop - start - 1) if parents is None else parents[start:stop].tolist()
-        path = _accepted_path(fed[start:stop], wanted[start:stop], above)
+        path = _accepted_path(row_tokens[start:stop], wanted[start:stop], above)
         num_accepted.append(len(path))
         next_tokens.append(wanted[start + (path[-1] if path else 0)])
         accepted_rows += [*path, *[-1] * (stop - start - len(path))]
     return num_accepted, next_tokens, accepted_rows
 
 
-def _accepted_path(fed: list[int], wanted: list[int], parents: Sequence[int]) -> list[int]:
-    """Return the accepted rows of one sequence, from the children of row 0 down."""
+def _accepted_path(row_tokens: list[int], wanted: list[int], parents: Sequence[int]) -> list[int]:
     path, row = [], 0
-    for child in range(1, len(fed)):  # parents precede their children
-        if parents[child] == row and fed[child] == wanted[row]:
+    for child in range(1, len(row_tokens)):  # parents precede their children
+        if parents[child] == row and row_tokens[child] == wanted[row]:
             path.append(child)
             row = child
     return path
@@ -243,15 +242,8 @@ def _make_trees(
 ) -> dict[str, Any]:
     """Make trees in which half of the rows hold the token that their parent chooses; siblings may hold the same one.
 
-    Args:
-        counts: rows of each sequence.
-        vocab_size: tokens.
-        rules: by which sequences sample; None: all are greedy.
-        breadth: a row's parent is one of so many rows before it; 1 makes chains.
-        generator: of random numbers.
-        dtype: of the logits.
-        device: of all tensors.
-
+    ``counts`` are the rows of each sequence; ``rules``: by which sequences sample, None: all are greedy. A row's parent
+    is one of ``breadth`` rows before it; 1 makes chains.
     """
     if rules is None:
         args = _make(counts, vocab_size, None, generator, dtype, device)

@@ -18,32 +18,28 @@ if TYPE_CHECKING:
 def autoregressive(
     target: PreTrainedModel, prompt_ids: list[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
-    """Emit the target's most likely token at every position; among equals the lowest id.
+    """Emit the target's most likely token at every position, among equals the lowest id; return the emitted ids.
 
     Args:
         target: a stock Hugging Face causal model.
         prompt_ids: at least one token id.
         max_new_tokens: at least 1.
         stop_ids: ids that end the text; the text includes the id that ends it.
-
-    Returns:
-        The emitted ids.
-
     """
     device = next(target.parameters()).device
     given = {cache_argument(target): transformers.DynamicCache()}
     emitted: list[int] = []
-    fed, position = prompt_ids, 0
+    new_ids, position = prompt_ids, 0
     while True:
         logits = target(
-            input_ids=torch.tensor([fed], device=device),
-            position_ids=torch.arange(position, position + len(fed), device=device)[None],
+            input_ids=torch.tensor([new_ids], device=device),
+            position_ids=torch.arange(position, position + len(new_ids), device=device)[None],
             use_cache=True,
             **given,
         ).logits
-        position += len(fed)
+        position += len(new_ids)
         tokens, reason = cut_emission([int(logits[0, -1].argmax())], stop_ids, max_new_tokens - len(emitted))
         emitted += tokens
         if reason is not None:
             return emitted
-        fed = tokens
+        new_ids = tokens

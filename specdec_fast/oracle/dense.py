@@ -25,7 +25,7 @@ from specdec_fast.model_arguments import cache_argument
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LayerKV = tuple[Tensor, Tensor]  # keys, values: each [B, num_kv_heads, columns, head_dim]
+DenseLayerKV = tuple[Tensor, Tensor]  # keys, values: each [B, num_kv_heads, columns, head_dim]
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,17 @@ def row_moves(padding: list[int], shifts: list[int], num_columns: int) -> list[R
     return [RowMove(p, max(0, num_columns - p - s), s) for p, s in zip(padding, shifts, strict=True)]
 
 
-Repad = Callable[[list[LayerKV], list[RowMove], int], list[LayerKV]]
-RealignKV = Callable[[list[LayerKV], Tensor, Tensor, Tensor], None]  # layers, starts, lengths, shifts
+Repad = Callable[[list[DenseLayerKV], list[RowMove], int], list[DenseLayerKV]]
+RealignKV = Callable[[list[DenseLayerKV], Tensor, Tensor, Tensor], None]  # layers, starts, lengths, shifts
 
 
-def repad_in_python(layers: list[LayerKV], moves: list[RowMove], num_columns: int) -> list[LayerKV]:
-    """Unpad and repad every row of every layer, as the published method does.
+def repad_in_python(layers: list[DenseLayerKV], moves: list[RowMove], num_columns: int) -> list[DenseLayerKV]:
+    """Unpad and repad every row of every layer, as the published method does, into new tensors of ``num_columns``.
 
     Args:
         layers: keys and values of each layer, ``[B, num_kv_heads, columns, head_dim]``.
         moves: per row, the columns to keep and their shift.
-        num_columns: columns of the result.
-
-    Returns:
-        New tensors of ``num_columns`` columns, with zeros in the padding.
-
+        num_columns: columns of the result; those of padding are zeros.
     """
 
     def repad(tensor: Tensor) -> Tensor:
@@ -82,17 +78,11 @@ def repad_in_place(realign_kv_: RealignKV) -> Repad:
     Columns outside a row's content then keep their old numbers, where ``repad_in_python`` writes zeros. The attention
     mask hides these columns, so they affect no output.
 
-    Args:
-        realign_kv_: the op, of any backend; see ``ops/realign_kv.py``.
-
-    Returns:
-        A repad that returns views of the given layers, cropped to ``num_columns``. The layers must have at least so
-        many columns.
-
+    The repad returns views of the given layers, cropped to ``num_columns``; the layers must have at least so many.
     """
 
     @torch.inference_mode()  # a forward made the layers in this mode, and only in it may they be written
-    def repad(layers: list[LayerKV], moves: list[RowMove], num_columns: int) -> list[LayerKV]:
+    def repad(layers: list[DenseLayerKV], moves: list[RowMove], num_columns: int) -> list[DenseLayerKV]:
         realign_kv_(layers, *as_tensors(moves, layers[0][0].device))
         return [(keys[:, :, :num_columns], values[:, :, :num_columns]) for keys, values in layers]
 
@@ -108,7 +98,6 @@ class DenseModel:
             the newest token together with the next draft tokens. It is 2 for a draft model: after a full acceptance it
             has computed neither the last draft token nor the bonus token, and all dense rows must compute the same
             columns.
-
     """
 
     def __init__(self, model: PreTrainedModel, lag: int) -> None:
@@ -118,11 +107,11 @@ class DenseModel:
         self._max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
-    def layers(self) -> list[LayerKV]:
+    def layers(self) -> list[DenseLayerKV]:
         """Keys and values of every layer; empty before the first column."""
         return [(layer.keys, layer.values) for layer in self._cache.layers]
 
-    def load(self, layers: list[LayerKV]) -> None:
+    def load(self, layers: list[DenseLayerKV]) -> None:
         """Use ``layers`` as the cache, without copying them."""
         if not layers or not self._cache.layers:
             self._cache = transformers.DynamicCache(layers or None)
@@ -142,12 +131,9 @@ class DenseModel:
 
     @torch.inference_mode()
     def feed(self, token_ids: Tensor, padding: Tensor) -> Tensor:
-        """Compute the next columns, append their KV entries, return logits ``[B, n, vocab_size]``.
+        """Compute the next n columns, append their KV entries, return logits ``[B, n, vocab_size]``.
 
-        Args:
-            token_ids: ``[B, n]``, columns ``num_columns`` to ``num_columns + n - 1``.
-            padding: ``[B]``, columns of padding at the left.
-
+        ``token_ids`` is ``[B, n]``; ``padding [B]`` counts the columns of padding at the left.
         """
         first, stop = self.num_columns, self.num_columns + token_ids.shape[1]
         columns = torch.arange(stop, device=self.device)
@@ -168,17 +154,13 @@ class DenseModel:
         self.load([(k[:, :, :num_columns], v[:, :, :num_columns]) for k, v in self.layers])
 
     def realign(self, padding: list[int], shifts: list[int], num_columns: int, repad: Repad) -> int:
-        """Move every row's entries by its shift, and keep ``num_columns - lag`` columns.
+        """Move rows' entries by their shifts; keep ``num_columns - lag`` columns; return the bytes of KV that moved.
 
         Args:
             padding: columns of padding per row, before the move.
-            shifts: shift per row.
+            shifts: per row; rows with shift 0 do not move.
             num_columns: L after the step.
-            repad: the function that moves the entries.
-
-        Returns:
-            Bytes of KV that moved: those of rows with a shift other than 0.
-
+            repad: moves the entries.
         """
         kept = max(0, num_columns - self.lag)
         if not any(shifts):

@@ -40,11 +40,11 @@ class DenseModelDrafter:
     def draft(self, rows: list[list[int]], padding: Tensor, num_draft_tokens: int) -> tuple[Tensor, list[int]]:
         """Run the draft model ``num_draft_tokens`` times."""
         num_fed = max(map(len, rows)) - self.model.num_columns
-        fed = torch.tensor([([_FILLER] * num_fed + row)[-num_fed:] for row in rows], device=self.model.device)
+        token_ids = torch.tensor([([_FILLER] * num_fed + row)[-num_fed:] for row in rows], device=self.model.device)
         drafted = []
         for _ in range(num_draft_tokens):
-            fed = self.model.feed(fed, padding)[:, -1:].argmax(dim=-1)  # [B, 1]
-            drafted.append(fed)
+            token_ids = self.model.feed(token_ids, padding)[:, -1:].argmax(dim=-1)  # [B, 1]
+            drafted.append(token_ids)
         return torch.cat(drafted, dim=1), [num_draft_tokens] * len(rows)
 
 

@@ -32,18 +32,15 @@ def eqspec(
     """Decode all prompts as one batch until the last has ended.
 
     As in the published algorithm, finished rows stay in the batch: the models compute them, and they emit nothing.
+    Outputs are in input order, and equal to ``autoregressive`` of every prompt.
 
     Args:
         target: a stock Hugging Face causal model.
         draft: a draft model with the same vocabulary; None drafts by prompt lookup.
-        prompts: token ids of the prompts, which are one batch.
+        prompts: token ids of the prompts.
         limits: where requests end.
         num_draft_tokens: K, at least 1.
-        repad: the function that moves KV entries if rows emitted unequally: Python loops, or a fused op.
-
-    Returns:
-        Outputs in input order, equal to ``autoregressive`` of every prompt, and per-step statistics.
-
+        repad: moves KV entries if rows emitted unequally: Python loops, or a fused op.
     """
     run = OracleRun()
     rows = make_rows(prompts, limits)

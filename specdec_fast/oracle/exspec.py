@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdec_fast.oracle.dense import DenseModel, LayerKV, Repad, repad_in_python
+from specdec_fast.oracle.dense import DenseLayerKV, DenseModel, Repad, repad_in_python
 from specdec_fast.oracle.drafting import make_dense_drafter
 from specdec_fast.oracle.step import (
     OracleRun,
@@ -31,7 +31,7 @@ from specdec_fast.oracle.step import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-OwnKV = dict[Row, list[LayerKV]]  # each tensor [1, num_kv_heads, entries, head_dim]
+OwnKV = dict[Row, list[DenseLayerKV]]  # each tensor [1, num_kv_heads, entries, head_dim]
 
 
 def exspec(
@@ -47,16 +47,10 @@ def exspec(
     """Decode all prompts through a window; finished sequences leave at once, and others take their place.
 
     Args:
-        target: a stock Hugging Face causal model.
-        draft: a draft model with the same vocabulary; None drafts by prompt lookup.
-        prompts, limits, num_draft_tokens: as in ``eqspec``, for any number of prompts.
+        target, draft, prompts, limits, num_draft_tokens: as in ``eqspec``, as are the outputs.
         batch_size: B, the largest number of sequences in a step.
         window_size: W >= B, the number of sequences that hold KV; None: 2 B.
-        repad: the function that aligns a group of unequal lengths: Python loops, or a fused op.
-
-    Returns:
-        Outputs in input order, equal to ``autoregressive`` of every prompt, and per-step statistics.
-
+        repad: aligns a group of unequal lengths: Python loops, or a fused op.
     """
     run = OracleRun()
     rows = make_rows(prompts, limits)
@@ -105,7 +99,7 @@ def choose_group(window: list[Row], batch_size: int) -> list[Row]:
     return window[:batch_size]
 
 
-def _stack(owned: list[list[LayerKV]]) -> list[LayerKV]:
+def _stack(owned: list[list[DenseLayerKV]]) -> list[DenseLayerKV]:
     """Stack the KV of several sequences; every row begins in column 0, with zeros after the shorter ones."""
     filled = [layers for layers in owned if layers]
     if not filled:  # no sequence has an entry yet: prompts of one or two tokens

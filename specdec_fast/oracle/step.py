@@ -48,22 +48,13 @@ class Row:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The statistics of one step.
+    """The statistics of one step."""
 
-    Attributes:
-        num_accepted: draft tokens accepted, per row.
-        num_emitted: tokens emitted, per row; 0 for a row that had finished before.
-        moved_bytes: bytes of KV moved to realign rows.
-        equal_length: whether all rows had the same length before the step.
-        seconds: seconds per stage; those of the first step include the prefill.
-
-    """
-
-    num_accepted: list[int]
-    num_emitted: list[int]
-    moved_bytes: int
-    equal_length: bool
-    seconds: dict[str, float]
+    num_accepted: list[int]  # draft tokens accepted, per row
+    num_emitted: list[int]  # tokens emitted, per row; 0 for a row that had finished before
+    moved_bytes: int  # bytes of KV moved to realign rows
+    equal_length: bool  # whether all rows had the same length before the step
+    seconds: dict[str, float]  # seconds per stage; those of the first step include the prefill
 
 
 @dataclass
@@ -111,9 +102,7 @@ def speculative_step(
 ) -> tuple[list[int], list[int]]:
     """Draft, verify, accept and commit for every row; the caller realigns the caches.
 
-    Returns:
-        Number of accepted and of emitted tokens per row; rows that had finished before emit 0.
-
+    Returns the numbers of accepted and of emitted tokens per row; rows that had finished before emit 0.
     """
     padding = torch.tensor(paddings(rows), device=target.device)
     with run.timer("draft"):

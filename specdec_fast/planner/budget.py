@@ -12,21 +12,13 @@ KV_TERMS = ("target KV", "drafter KV")
 
 
 class EngineSetting(NamedTuple):
-    """What decides an engine's memory.
+    """What decides an engine's memory."""
 
-    Attributes:
-        batch_size: B, sequences of a step.
-        num_draft_tokens: N, draft tokens per sequence: K for a chain, the nodes of a tree; 0 is without a drafter.
-        num_resident: sequences that hold KV pages at the same time.
-        num_positions: KV positions of the pool; a drafter's pool has as many.
-        max_prefill_tokens: largest number of rows of a prefill forward; None: as many as a forward may have.
-
-    """
-
-    batch_size: int
-    num_draft_tokens: int
-    num_resident: int
-    num_positions: int
+    batch_size: int  # B, sequences of a step
+    num_draft_tokens: int  # N, draft tokens per sequence: K for a chain, the nodes of a tree; 0 is without a drafter
+    num_resident: int  # sequences that hold KV pages at the same time
+    num_positions: int  # KV positions of the pool; a drafter's pool has as many
+    # largest number of rows of a prefill forward; None: as many as a forward may have
     max_prefill_tokens: int | None = None
 
     @property
@@ -37,36 +29,21 @@ class EngineSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The memory of one part of an engine, the target or a drafter, in bytes.
+    """The memory of one part of an engine, the target or a drafter, in bytes."""
 
-    Attributes:
-        weights: unique storages; a drafter's without those of the target.
-        bytes_per_token: KV entries of one position.
-        step_terms: from a setting to what its steps need beside these, by term.
-
-    """
-
-    weights: int
-    bytes_per_token: int
-    step_terms: Callable[[EngineSetting], dict[str, int]]
+    weights: int  # unique storages; a drafter's without those of the target
+    bytes_per_token: int  # KV entries of one position
+    step_terms: Callable[[EngineSetting], dict[str, int]]  # from a setting to what its steps need beside these, by term
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The memory of an engine.
+    """The memory of an engine."""
 
-    Attributes:
-        target: the target's part.
-        drafter: the drafter's part; None without a drafter.
-        page_size: KV positions per page.
-        is_estimate: whether a term is estimated: PyTorch runs forwards, or nothing was loaded.
-
-    """
-
-    target: Part
-    drafter: Part | None
-    page_size: int
-    is_estimate: bool = False
+    target: Part  # the target's part
+    drafter: Part | None  # the drafter's part; None without a drafter
+    page_size: int  # KV positions per page
+    is_estimate: bool = False  # whether a term is estimated: PyTorch runs forwards, or nothing was loaded
 
     def terms(self, setting: EngineSetting) -> dict[str, int]:
         """Return the bytes of each term; a KV pool has one page more than its positions need, for padding rows."""
@@ -74,11 +51,11 @@ class EngineMemory:
         parts = {"target": self.target}
         if self.drafter is not None and setting.num_draft_tokens:
             parts["drafter"] = self.drafter
-        found = {f"{name} weights": part.weights for name, part in parts.items()}
-        found |= {f"{name} KV": pages * self.page_size * part.bytes_per_token for name, part in parts.items()}
+        terms = {f"{name} weights": part.weights for name, part in parts.items()}
+        terms |= {f"{name} KV": pages * self.page_size * part.bytes_per_token for name, part in parts.items()}
         for part in parts.values():
-            found |= part.step_terms(setting)
-        return found
+            terms |= part.step_terms(setting)
+        return terms
 
     def total(self, setting: EngineSetting) -> int:
         """Return the bytes of all terms."""
@@ -106,22 +83,15 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked for, best first: what is shrunk first to fit into a budget stands last.
+    """What is asked for, best first: what is shrunk first to fit into a budget stands last."""
 
-    Attributes:
-        batch_size: largest B.
-        num_draft_tokens: values of N, the largest first. It is shrunk before B.
-        num_resident: from B to the numbers of resident sequences, the largest first; shrunk before N.
-        num_positions: from the number of resident sequences and N to the KV positions of the pool.
-        max_prefill_tokens: bounds of a prefill forward, the largest first; shrunk before all others.
-
-    """
-
-    batch_size: int
-    num_draft_tokens: Sequence[int]
+    batch_size: int  # largest B
+    num_draft_tokens: Sequence[int]  # values of N, the largest first. It is shrunk before B.
+    # from B to the numbers of resident sequences, the largest first; shrunk before N
     num_resident: Callable[[int], Sequence[int]]
+    # from the number of resident sequences and N to the KV positions of the pool
     num_positions: Callable[[int, int], int]
-    max_prefill_tokens: Sequence[int | None]
+    max_prefill_tokens: Sequence[int | None]  # bounds of a prefill forward, the largest first; shrunk before all others
 
     def settings(self, batch_size: int) -> list[EngineSetting]:
         """Return the settings of one batch size, the best first."""
@@ -159,10 +129,7 @@ def first_within(memory: EngineMemory, budget: int, settings: Sequence[EngineSet
 def halved(largest: int | None, most_rows: int) -> list[int | None]:
     """Return bounds for prefill forwards: the largest, then its halves down to one row.
 
-    Args:
-        largest: what the configuration asks for; None: no bound.
-        most_rows: largest number of rows of a prefill forward without a bound.
-
+    ``largest`` is what the configuration asks for; None: ``most_rows``, as many as a forward without a bound has.
     """
     bounds: list[int | None] = [largest]
     rows = min(most_rows, largest or most_rows)
@@ -177,12 +144,8 @@ def budget_error(
 ) -> MemoryBudgetError:
     """Return the error of a budget into which the least setting does not fit.
 
-    Args:
-        memory: of the engine.
-        budget: its bytes.
-        least: a plain step of one sequence, over the KV positions asked for.
-        new_tokens: of the planned sequence; None if no traffic is planned.
-
+    That is a plain step of one sequence, over the KV positions asked for. ``new_tokens`` are those of the planned
+    sequence; None if no traffic is planned.
     """
     terms = memory.terms(least)
     missing, largest = sum(terms.values()) - budget, max(terms, key=terms.__getitem__)

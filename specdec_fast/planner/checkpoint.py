@@ -22,36 +22,24 @@ from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 
 
 class CheckpointSizes(NamedTuple):
-    """Sizes of a model.
+    """Sizes of a model."""
 
-    Attributes:
-        weights: bytes of parameters and buffers, each storage once; exact.
-        bytes_per_token: bytes of KV entries of one position; exact.
-        logits_bytes: bytes of the logits of one row; exact.
-        row_bytes: bytes per row that a forward needs besides; an estimate.
-        row_parameters: parameters with which a row is multiplied; of experts, those that it chooses.
-        max_positions: number of positions that the model has; None if its config has no limit.
-
-    """
-
-    weights: int
-    bytes_per_token: int
-    logits_bytes: int
-    row_bytes: int
-    row_parameters: int
-    max_positions: int | None
+    weights: int  # bytes of parameters and buffers, each storage once; exact
+    bytes_per_token: int  # bytes of KV entries of one position; exact
+    logits_bytes: int  # bytes of the logits of one row; exact
+    row_bytes: int  # bytes per row that a forward needs besides; an estimate
+    row_parameters: int  # parameters with which a row is multiplied; of experts, those that it chooses
+    max_positions: int | None  # number of positions that the model has; None if its config has no limit
 
 
 def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
     """Return the sizes of a checkpoint from its config, or of a loaded model.
 
-    Args:
-        source: name or folder of a Hugging Face causal model, or a loaded one.
-        dtype: dtype in which the weights will be loaded; None: the checkpoint's.
+    ``source`` is the name or folder of a Hugging Face causal model, or a loaded one. The weights will be loaded in
+    ``dtype``; None: the checkpoint's.
 
     Raises:
         ConfigError: the config cannot be read, names no dtype, or describes weights that are quantised.
-
     """
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
     config = model.config.get_text_config(decoder=True)
@@ -71,16 +59,10 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
 
 
 def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
-    """Return what an engine needs at least: weights, KV entries, and the logits of a step.
-
-    Args:
-        target: the engine's argument.
-        draft: a draft model of the engine; None: none.
-        config: its settings.
+    """Return what an engine of these arguments needs at least: weights, KV entries, and the logits of a step.
 
     Raises:
         ConfigError: the sizes of a checkpoint are unknown.
-
     """
     dtype: Any = config.dtype
     sizes = checkpoint_sizes(target, dtype)
@@ -93,12 +75,7 @@ def estimated_memory(
 ) -> EngineMemory:
     """Return the memory of an engine of models that are not loaded: what their forwards need is estimated.
 
-    Args:
-        target: sizes of the target.
-        draft: sizes of a draft model; None without one.
-        drafts: whether anything is drafted, by a drafter without a model if ``draft`` is None.
-        page_size: KV positions per page.
-
+    ``drafts``: whether anything is drafted, by a drafter without a model if ``draft`` is None.
     """
     part = Part(0, 0, lambda setting: {}) if draft is None else _draft_part(draft, draft.row_bytes)
     return EngineMemory(_target_part(target, target.row_bytes), part if drafts else None, page_size, is_estimate=True)
@@ -106,8 +83,8 @@ def estimated_memory(
 
 def _target_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
     def terms(setting: EngineSetting) -> dict[str, int]:
-        found = {"logits": setting.num_rows * sizes.logits_bytes}
-        return found | ({"working memory": _most_rows(setting, setting.num_rows) * row_bytes} if row_bytes else {})
+        terms = {"logits": setting.num_rows * sizes.logits_bytes}
+        return terms | ({"working memory": _most_rows(setting, setting.num_rows) * row_bytes} if row_bytes else {})
 
     return Part(sizes.weights, sizes.bytes_per_token, terms)
 
@@ -121,13 +98,11 @@ def _draft_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
 
 
 def _most_rows(setting: EngineSetting, decoding: int) -> int:
-    """Return the rows of the largest forward, of prefill or of decoding."""
     bound = setting.max_prefill_tokens
     return max(decoding, MAX_PREFILL_ROWS if bound is None else min(bound, MAX_PREFILL_ROWS))
 
 
 def _on_meta(source: Any, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Make a model of a checkpoint's config on the meta device."""
     try:
         config = AutoConfig.from_pretrained(os.fspath(source), trust_remote_code=False)
     except Exception as error:  # no such model, damaged files; every reader raises errors of its own

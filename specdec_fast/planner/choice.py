@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
@@ -24,30 +25,20 @@ class Traffic(NamedTuple):
     prompt_tokens: int
     new_tokens: int
 
-    def positions(self, slots_beyond: int = 0) -> int:
-        """Return the KV positions of a sequence: the newest token has none; a tree may need slots beyond the end."""
-        return self.prompt_tokens + self.new_tokens - 1 + slots_beyond
+    def positions(self) -> int:
+        """Return the KV positions of a sequence: the newest token has none."""
+        return self.prompt_tokens + self.new_tokens - 1
 
 
 class PlannedSetting(NamedTuple):
-    """A setting and what is expected of it.
+    """A setting and what is expected of it."""
 
-    Attributes:
-        setting: batch size, K, KV positions and the bound of prefill forwards.
-        tokens_per_second: expected, prefills not counted.
-        plain_tokens_per_second: of the same batch size without draft tokens.
-        expected_tokens: that a sequence emits in a step.
-        seconds: of a step.
-        terms: bytes by term.
-
-    """
-
-    setting: EngineSetting
-    tokens_per_second: float
-    plain_tokens_per_second: float
-    expected_tokens: float
-    seconds: float
-    terms: dict[str, int]
+    setting: EngineSetting  # batch size, K, KV positions and the bound of prefill forwards
+    tokens_per_second: float  # expected, prefills not counted
+    plain_tokens_per_second: float  # of the same batch size without draft tokens
+    expected_tokens: float  # that a sequence emits in a step
+    seconds: float  # of a step
+    terms: dict[str, int]  # bytes by term
 
     @property
     def total_bytes(self) -> int:
@@ -77,10 +68,8 @@ class PlannedSetting(NamedTuple):
 def expected_tokens(acceptance: Sequence[float]) -> list[float]:
     """Return the tokens that a sequence emits in a step, by K: ``1 + sum P`` with ``P`` the probability of each path.
 
-    Args:
-        acceptance: for each position of a draft, the probability that its token is accepted if those before it are
-            (Leviathan et al., arXiv 2211.17192, section 3.1).
-
+    ``acceptance`` is, for each position of a draft, the probability that its token is accepted if those before it are
+    (Leviathan et al., arXiv 2211.17192, section 3.1).
     """
     return list(accumulate(accumulate(acceptance, mul), initial=1.0))
 
@@ -96,25 +85,24 @@ def read_acceptance(source: str, most: int = MOST_DRAFT_TOKENS) -> list[float]:
 
     Raises:
         ConfigError: the file cannot be read, or is none of these.
-
     """
     number = _number(source)
     if number is not None:
         return _probabilities(number, most)
     try:
         data = json.loads(Path(source).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"acceptance {source}: neither a probability nor a JSON file: {error}.") from None
     try:
-        found = _acceptance_of(data)
-    except (TypeError, ValueError, KeyError, AttributeError):  # JSON of another shape
-        found = None
-    if found is None:
+        values = _acceptance_of(data)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError):  # JSON of another shape
+        values = None
+    if values is None:
         raise ConfigError(
             f"acceptance {source}: expected a report of bench.engine with a fixed K, statistics with num_drafts and "
             "accepted_per_position, or an object with acceptance."
         )
-    return _probabilities(found, most)
+    return _probabilities(values, most)
 
 
 def _number(text: str) -> float | None:
@@ -149,8 +137,9 @@ def _conditional(reached: Sequence[float]) -> list[float]:
 
 def _probabilities(value: Any, most: int) -> list[float]:
     values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(p, (int, float)) and 0 <= p <= 1 for p in values):
-        raise ConfigError(f"acceptance {value!r}: expected a probability from 0 to 1, or one for each position.")
+    if not values or not all(type(p) in (int, float) and 0 <= p <= 1 for p in values):
+        shown = reprlib.repr(value)
+        raise ConfigError(f"acceptance {shown}: expected a probability from 0 to 1, or one for each position.")
     return [float(p) for p in (*values, *[values[-1]] * most)][:most]
 
 
@@ -168,18 +157,11 @@ def choose(
     It maximises ``B (1 + sum P) / (verify + draft)`` over K from 0 to the number of positions of ``acceptance``. The
     memory of K 0 is without the drafter. A window of twice the batch is taken if it fits.
 
-    Args:
-        memory: of the engine, with the drafter if there is one.
-        budget: bytes.
-        batch_sizes: the batch sizes to compare.
-        traffic: the requests.
-        acceptance: probability of each position of a draft.
-        times: seconds of steps.
-        most_prefill_rows: of a prefill forward without a bound.
-
+    ``memory`` is that of the engine, with the drafter if there is one; ``acceptance`` the probability of each position
+    of a draft; ``most_prefill_rows`` the rows of a prefill forward without a bound.
     """
     emitted = expected_tokens(acceptance if memory.drafter is not None else [])
-    found: list[PlannedSetting | None] = []
+    choices: list[PlannedSetting | None] = []
     for size in batch_sizes:
         plain = size / times.seconds(size, 0)
         options = []
@@ -190,8 +172,8 @@ def choose(
                 options.append(
                     PlannedSetting(setting, size * tokens / seconds, plain, tokens, seconds, memory.terms(setting))
                 )
-        found.append(max(options, key=lambda choice: choice.tokens_per_second, default=None))
-    return found
+        choices.append(max(options, key=lambda choice: choice.tokens_per_second, default=None))
+    return choices
 
 
 def least_setting(memory: EngineMemory, traffic: Traffic) -> EngineSetting:

@@ -26,13 +26,7 @@ class StepTimes(Protocol):
 
 
 class MeasuredTimes:
-    """The profile of an engine's models on this machine, over short contexts.
-
-    Args:
-        costs: the profile.
-        most_rows: the largest number of rows that it contains.
-
-    """
+    """The profile of an engine's models on this machine, over short contexts, for up to ``most_rows`` rows."""
 
     def __init__(self, costs: StepCosts, most_rows: int) -> None:
         self._costs, self._most_rows = costs, max(2, most_rows)
@@ -54,34 +48,20 @@ class MeasuredTimes:
 
 @dataclass(frozen=True)
 class Device:
-    """Figures of a device, as its vendor or a measurement gives them.
+    """Figures of a device, as its vendor or a measurement gives them."""
 
-    Attributes:
-        bandwidth: bytes per second that it reads from memory.
-        peak: floating-point operations per second in the dtype of the weights.
-
-    """
-
-    bandwidth: float
-    peak: float
+    bandwidth: float  # bytes per second that it reads from memory
+    peak: float  # floating-point operations per second in the dtype of the weights
 
 
 @dataclass(frozen=True)
 class ComputedTimes:
-    """``max(bytes / bandwidth, operations / peak)`` for every forward: a lower bound of its time.
+    """``max(bytes / bandwidth, operations / peak)`` for every forward: a lower bound of its time."""
 
-    Attributes:
-        target: sizes of the target.
-        draft: sizes of the draft model; None without one.
-        device: figures of the device.
-        context: KV positions that a sequence has on average.
-
-    """
-
-    target: CheckpointSizes
-    draft: CheckpointSizes | None
-    device: Device
-    context: float
+    target: CheckpointSizes  # sizes of the target
+    draft: CheckpointSizes | None  # sizes of the draft model; None without one
+    device: Device  # figures of the device
+    context: float  # KV positions that a sequence has on average
 
     def seconds(self, batch_size: int, num_draft_tokens: int) -> float:
         """Return the seconds of one verification and of the draft model's forwards, of one row per sequence each."""

@@ -35,14 +35,7 @@ class HoldsMemory(Protocol):
 
 
 def loaded_memory(target: RaggedModel, drafter: HoldsMemory | None, page_size: int) -> EngineMemory:
-    """Return the memory of an engine of loaded models.
-
-    Args:
-        target: the target, with the row padding with which it will run.
-        drafter: the drafter; None decodes plainly.
-        page_size: KV positions per page.
-
-    """
+    """Return the memory of an engine of loaded models; the target has the row padding with which it will run."""
     own = storage_bytes(weights_of(target.model))
     part = Part(sum(own.values()), target.layout.bytes_per_token, partial(_target_terms, target))
     if drafter is None:
@@ -63,10 +56,10 @@ def _target_terms(target: RaggedModel, setting: EngineSetting) -> dict[str, int]
         prefill_rows = min(prefill_rows, setting.max_prefill_tokens)
     memory = forward_memory(target, {(rows, rows), (prefill_rows, 1)})
     sampling = torch.get_num_threads() * target.vocab_size * _SAMPLING_BYTES
-    found = {
+    terms = {
         "target arenas": memory.held,
         "logits": rows * logits_bytes(target),
         "working memory": max(memory.working, sampling),
     }
     tapped = target.empty_hidden_states(max(rows, prefill_rows))
-    return found if tapped is None else found | {"hidden states": tapped.nbytes}
+    return terms if tapped is None else terms | {"hidden states": tapped.nbytes}

@@ -16,29 +16,18 @@ _LEAST_POINTS = 2
 
 
 class Fit(NamedTuple):
-    """``y = slope * f(x) + intercept``, by least squares.
+    """``y = slope * f(x) + intercept``, by least squares."""
 
-    Attributes:
-        slope: factor of ``f(x)``.
-        intercept: the constant.
-        r_squared: share of the variance of y that the fit explains; 1 if y does not vary.
-
-    """
-
-    slope: float
-    intercept: float
-    r_squared: float
+    slope: float  # factor of f(x)
+    intercept: float  # the constant
+    r_squared: float  # share of the variance of y that the fit explains; 1 if y does not vary
 
 
 def rows_at_balance(weight_bytes: float, flops_per_row: float, bandwidth: float, peak: float) -> float:
-    """Return R*, at which reading the weights takes as long as computing the rows.
+    """Return R*, at which reading ``weight_bytes`` takes as long as computing the rows.
 
-    Args:
-        weight_bytes: that a forward reads, whatever its rows.
-        flops_per_row: of one row; two per parameter.
-        bandwidth: bytes per second.
-        peak: floating-point operations per second.
-
+    A row takes two floating-point operations per parameter. ``bandwidth`` is in bytes per second, ``peak`` in
+    operations per second.
     """
     return (weight_bytes / bandwidth) / (flops_per_row / peak)
 
@@ -67,8 +56,8 @@ def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray]
     """Fit ``y = slope * transform(x) + intercept`` by least squares.
 
     Raises:
-        ConfigError: there are fewer than two different x, an x is not positive, or a number is not finite.
-
+        ConfigError: there are fewer than two different x, an x is not positive, or a number is not finite, or so large
+            that the fit is not.
     """
     xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
     is_usable = xs.shape == ys.shape and xs.ndim == 1 and np.isfinite(xs).all() and np.isfinite(ys).all()
@@ -77,7 +66,18 @@ def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray]
             f"a fit needs pairs of finite numbers with at least {_LEAST_POINTS} different positive x; got x={list(x)}, "
             f"y={list(y)}."
         )
-    matrix = np.stack([transform(xs), np.ones_like(xs)], axis=1)
+    with np.errstate(all="ignore"):
+        found = _least_squares(transform(xs), ys)
+    if found is None or not np.isfinite(found).all():
+        raise ConfigError(f"no line can be fitted to x={list(x)}, y={list(y)}; expected numbers of usual sizes.")
+    return found
+
+
+def _least_squares(xs: np.ndarray, ys: np.ndarray) -> Fit | None:
+    """Fit ``y = slope * x + intercept``; None if numbers overflow."""
+    if not np.isfinite(xs).all():
+        return None
+    matrix = np.stack([xs, np.ones_like(xs)], axis=1)
     (slope, intercept), *_ = np.linalg.lstsq(matrix, ys, rcond=None)
     residual = float(((ys - matrix @ np.array([slope, intercept])) ** 2).sum())
     variance = float(((ys - ys.mean()) ** 2).sum())
@@ -85,24 +85,22 @@ def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray]
 
 
 def fits_of(data: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Fit]:
-    """Fit the curves of a file.
+    """Fit the curves of a file, given as pairs.
 
-    Args:
-        data: pairs by curve: ``"training_tokens"`` and ``"layers"`` with accepted tokens, ``"batch_sizes"`` with the
-            best number of draft tokens.
+    They are ``"training_tokens"`` and ``"layers"`` with accepted tokens, and ``"batch_sizes"`` with the best number of
+    draft tokens.
 
     Raises:
         ConfigError: another name, or something that is not pairs of numbers.
-
     """
     curves = {"training_tokens": fit_training, "layers": fit_layers, "batch_sizes": fit_batch_sizes}
     if not isinstance(data, Mapping) or not data or not set(data) <= set(curves):
         raise ConfigError(f"expected an object with pairs under some of {', '.join(curves)}.")
-    found = {}
+    fits = {}
     for name, pairs in data.items():
         try:
             x, y = zip(*((float(first), float(second)) for first, second in pairs), strict=True)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{name}: expected pairs of numbers, such as [[1e9, 2.1], [1e10, 2.6]].") from None
-        found[name] = curves[name](x, y)
-    return found
+        fits[name] = curves[name](x, y)
+    return fits

@@ -32,7 +32,7 @@ _COUNTS = ((37, 23), (44, 29))
 _SPAN = 8  # rows of a sequence; every model has so many positions
 _PAGE_SIZE = 16
 
-Forward = Callable[[Tensor, Tensor, PagedCache, Tensor], Tensor]
+PagedForward = Callable[[Tensor, Tensor, PagedCache, Tensor], Tensor]
 # While the context lasts, a forward passes every tap to the function: its index and its tensor, ``[1, T, H]``.
 Tapped = Callable[[Callable[[int, Tensor], None]], AbstractContextManager[None]]
 
@@ -54,30 +54,23 @@ _Run = Callable[[Recorder, PagePool, RaggedBatch, Tensor], tuple[Tensor, list[in
 
 @dataclass(frozen=True)
 class RowFunction:
-    """A function of rows, such as the layers of a drafter, that a program can compute instead.
+    """A function of rows, such as the layers of a drafter, that a program can compute instead."""
 
-    Attributes:
-        run: from ops, a pool, a batch of ``T`` rows, what the rows take besides their tokens (``[T, input_size]``), and
-            the ``[R]`` rows whose logits are wanted (None: all), to the logits ``[R, vocab_size]`` and the hidden
-            states ``[T, hidden_size]`` or None. It calls ``append_kv_``, ``paged_attention``, ``linear`` and
-            ``grouped_linear`` of the ops that it receives, with the pages of the pool and the batch as they are. A row
-            may depend on no other row except through the pages.
-        layout: the layout of its KV entries.
-        input_size: numbers that a row takes besides its token, in the dtype of the layout.
-        hidden_size: numbers of its hidden state, in the same dtype; 0 if ``run`` returns none.
-
-    """
-
+    # from ops, a pool, a batch of T rows, what the rows take besides their tokens ([T, input_size]), and the
+    # [R] rows whose logits are wanted (None: all), to the logits [R, vocab_size] and the hidden states [T,
+    # hidden_size] or None. It calls append_kv_, paged_attention, linear and grouped_linear of the ops
+    # that it receives, with the pages of the pool and the batch as they are. A row may depend on no other row except
+    # through the pages.
     run: Callable[[Ops, PagePool, RaggedBatch, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-    layout: KVLayout
-    input_size: int
-    hidden_size: int = 0
+    layout: KVLayout  # the layout of its KV entries
+    input_size: int  # numbers that a row takes besides its token, in the dtype of the layout
+    hidden_size: int = 0  # numbers of its hidden state, in the same dtype; 0 if run returns none
 
 
 @torch.inference_mode()
 def compile_forward(
     model: nn.Module,
-    forward: Forward,
+    forward: PagedForward,
     layout: KVLayout,
     ops: Ops,
     sliding: frozenset[int],
@@ -87,21 +80,17 @@ def compile_forward(
     """Record a model's forward, and plan its program.
 
     Args:
-        model: the model, in eval mode.
+        model: in eval mode.
         forward: runs the model: from ``[T]`` token ids and positions, a cache and ``[R]`` rows to their logits.
-        layout: the layout of its KV cache.
-        ops: the ops that the recorded runs use.
+        layout: of the model's KV cache.
+        ops: the recorded runs use them.
         sliding: layers that must pass their window to attention.
         tapped: collects the hidden states that are further outputs of the program; None: it has none. Without taps
             the program is the same, except for the copies of the taps.
         max_positions: the program will compute positions below it only; None: any.
 
-    Returns:
-        The plan from which an executor builds the program.
-
     Raises:
         NotLowerableError: the model does something that a program cannot express.
-
     """
     hooked = hooked_class(model)
     if hooked is not None:
@@ -129,7 +118,6 @@ def compile_rows(function: RowFunction, ops: Ops) -> Plan:
 
     Raises:
         NotLowerableError: the function does something that a program cannot express.
-
     """
     layout = function.layout
 
@@ -198,12 +186,7 @@ def _record(run: _Run, layout: KVLayout, counts: tuple[int, int], max_positions:
 
 
 def _tap(tape: Tape, hidden: Tensor) -> int:
-    """Record a copy of hidden states ``[1, T, H]`` or ``[T, H]``, because the model may change them in place.
-
-    Returns:
-        The buffer of the copy.
-
-    """
+    """Record a copy of ``[1, T, H]`` or ``[T, H]``, which the model may change in place; return its buffer."""
     view = tape.row_view(hidden)
     if (view.domain, view.axis, prod(view.sizes[:-2])) != (ROWS, hidden.dim() - 2, 1) or hidden.dim() not in (2, 3):
         raise NotLowerableError(f"hidden states of shape {list(hidden.shape)} where [1, rows, size] is expected")
@@ -211,12 +194,10 @@ def _tap(tape: Tape, hidden: Tensor) -> int:
 
 
 def _addresses(instructions: list[Instruction]) -> set[int]:
-    """Return the addresses of the storages that instructions read in place."""
     return {each.untyped_storage().data_ptr() for instruction in instructions for each in _constants(instruction)}
 
 
 def _constants(instruction: Instruction) -> list[Tensor]:
-    """Return the constants that an instruction reads in place."""
     if isinstance(instruction, RowOp):
         return [operand.source for operand in instruction.inputs if isinstance(operand.source, Tensor)]
     return [value for value in vars(instruction).values() if isinstance(value, Tensor)]

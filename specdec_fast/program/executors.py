@@ -12,8 +12,7 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
-from specdec_fast.kv_cache.forward_layout import Spans
-from specdec_fast.kv_cache.page_pool import KVPages, PagePool
+from specdec_fast.kv_cache.page_pool import KVPages, PagePool, Spans
 from specdec_fast.ops import Ops
 from specdec_fast.ops.registry import BACKENDS
 from specdec_fast.program.plan.ir import Append, Attend, GroupedLinear, Linear, Plan
@@ -22,64 +21,40 @@ from specdec_fast.program.record.row_views import NotLowerableError
 
 
 class TokenChoice(NamedTuple):
-    """How a drafting loop chooses tokens.
+    """How a drafting loop chooses tokens."""
 
-    Attributes:
-        vocab_size: number of ids that may be chosen.
-        sampling: how the first forward chooses; None: greedily. There may be no penalties.
-        target_ids: of a drafter with a vocabulary of its own, ``[vocab_size]`` int64: the target's id of each. None:
-            they are the same.
-        num_target_ids: the target's number of ids, if there are ``target_ids``.
-
-    """
-
-    vocab_size: int
-    sampling: Sampling | None
+    vocab_size: int  # number of ids that may be chosen
+    sampling: Sampling | None  # how the first forward chooses; None: greedily. There may be no penalties.
+    # of a drafter with a vocabulary of its own, [vocab_size] int64: the target's id of each. None: they are the
+    # same.
     target_ids: Tensor | None = None
-    num_target_ids: int = 0
+    num_target_ids: int = 0  # the target's number of ids, if there are target_ids
 
 
 class Projection(NamedTuple):
-    """What rows take besides their tokens, if another program computes it from hidden states.
+    """What rows take besides their tokens, if another program computes it from hidden states."""
 
-    Attributes:
-        program: its logits are what the rows take. It has no KV entries, and reads neither tokens nor positions.
-        hidden_states: its inputs, piece by piece, each ``[n, ...]`` and contiguous.
-
-    """
-
+    # its logits are what the rows take. It has no KV entries, and reads neither tokens nor positions.
     program: ForwardProgram
-    hidden_states: list[Tensor]
+    hidden_states: list[Tensor]  # its inputs, piece by piece, each [n, ...] and contiguous
 
 
 class TreeRules(NamedTuple):
-    """The trees that a drafting loop grows, one per sequence; see ``drafters/shared/dynamic_tree.py``.
+    """The trees that a drafting loop grows, one per sequence; see ``drafters/shared/dynamic_tree.py``."""
 
-    Attributes:
-        depths: the largest depth of each, at least 1.
-        num_nodes: the largest number of nodes of each, at least 1.
-        width: nodes of a frontier, and children named for each.
-        parents: of the nodes of a static tree, the likeliest first: an earlier node, or -1. Empty: dynamic trees.
-        ranks: of these nodes' tokens.
-        greedy_temperature: of the probabilities by which the tokens of greedy requests are ranked.
-
-    """
-
-    depths: list[int]
-    num_nodes: list[int]
-    width: int
+    depths: list[int]  # the largest depth of each, at least 1
+    num_nodes: list[int]  # the largest number of nodes of each, at least 1
+    width: int  # nodes of a frontier, and children named for each
+    # of the nodes of a static tree, the likeliest first: an earlier node, or -1. Empty: dynamic trees.
     parents: list[int]
-    ranks: list[int]
-    greedy_temperature: float
+    ranks: list[int]  # of these nodes' tokens
+    greedy_temperature: float  # of the probabilities by which the tokens of greedy requests are ranked
 
 
 class DraftedTrees(NamedTuple):
     """The nodes of trees, tree after tree: token ids int64, parents int32 and scores fp32 as in ``Draft``.
 
-    Attributes:
-        token_ids, parents, scores: ``[sum(counts)]``.
-        counts: the number of nodes of each tree.
-
+    Each tensor is ``[sum(counts)]``.
     """
 
     token_ids: Tensor
@@ -104,7 +79,7 @@ class ForwardProgram(ForwardMemory, Protocol):
 
     @property
     def seconds(self) -> float:
-        """The time of all forwards so far."""
+        """The time of all forwards so far, without the choice of tokens."""
 
     def draft(
         self,
@@ -147,11 +122,10 @@ class DeviceProgram(Protocol):
 
         Args:
             batch: ``T`` rows.
-            pool: pages of a pool that has the layout for which the program was made.
+            pool: of the layout for which the program was made.
             logit_rows: ``[R]`` int64, the rows whose logits are wanted; None: all.
             hidden_states: ``[T, taps, H]``, into which the program writes the taps of its plan; None: not wanted.
             inputs: ``[T, input_size]``, what the rows take besides their tokens; None if they take nothing.
-
         """
 
 
@@ -187,11 +161,8 @@ def executor_for(ops: Ops, device: torch.device) -> tuple[Executor | None, str |
 
     An executor computes ops itself, or lets the engine's ops compute rows of any number, so the engine must have chosen
     the executor's backend for these ops: otherwise a program would have other bits than the chosen ops. Ops that a plan
-    does not use may have any backend, or none.
-
-    Returns:
-        A function of a ``Plan``. It raises a NotLowerableError if an op of the plan has another backend.
-
+    does not use may have any backend, or none. The function raises a NotLowerableError if an op of the plan has
+    another.
     """
     backends = [backend for backend, (device_type, _) in EXECUTORS.items() if device_type == device.type]
     for backend in backends:
@@ -209,7 +180,6 @@ def _build(ops: Ops, backend: str, plan: Plan) -> Programs:
 
 
 def _other_backends(ops: Ops, backend: str, used: Iterable[str]) -> str:
-    """Name the ops in use that have another backend, or none; empty if all have ``backend``."""
     others: dict[str, list[str]] = {}
     for op in sorted(used):
         if (other := ops.chosen.get(op, "no backend")) != backend:

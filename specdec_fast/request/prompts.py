@@ -108,7 +108,7 @@ def encode_prompt(
     tokenizer: Any | None,
     prompt: Any,
     options: PromptOptions,
-    expect_text: Callable[[str], None] = lambda text: None,
+    expect_text: Callable[[str], None],
 ) -> list[int]:
     """Return the token ids of one prompt.
 

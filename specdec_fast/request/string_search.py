@@ -9,8 +9,8 @@ from functools import lru_cache
 class StringSearch:
     """An automaton whose state says how much of which string the text ends with.
 
-    A state is the longest end of the text that begins one of the strings. State 0 is the empty end. So a character costs
-    the same whatever the number of strings. A search never changes and may be shared by requests.
+    A state is the longest end of the text that begins one of the strings. State 0 is the empty end. So a character
+    costs the same whatever the number of strings. A search never changes and may be shared by requests.
 
     Args:
         strings: at least one, and none empty.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread, get_ident
 from time import monotonic
@@ -48,6 +49,10 @@ class _Watchdog:
     """A thread that interrupts the calls that take too long; it starts with the first call."""
 
     def __init__(self) -> None:
+        self.forget_thread()
+
+    def forget_thread(self) -> None:
+        """Begin anew, in a process that was forked: the thread does not exist there."""
         self._begun: SimpleQueue[_Run] = SimpleQueue()
         self._lock = Lock()  # guards the thread's start
         self._thread: Thread | None = None
@@ -64,10 +69,8 @@ class _Watchdog:
         # A call that has ended is not referred to any more, even if KeyboardInterrupt kept it from its own end.
         runs: WeakSet[_Run] = WeakSet()
         while True:
-            try:
+            with suppress(Empty):
                 runs.add(self._begun.get(timeout=_interrupt_late(runs)))
-            except Empty:
-                pass
 
 
 def _interrupt_late(runs: WeakSet[_Run]) -> float | None:
@@ -81,16 +84,8 @@ def _interrupt_late(runs: WeakSet[_Run]) -> float | None:
 
 
 _watchdog = _Watchdog()
-
-
-def _forget_threads() -> None:
-    """Begin anew in a process that was forked, where the thread does not exist."""
-    global _watchdog
-    _watchdog = _Watchdog()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
+    os.register_at_fork(after_in_child=_watchdog.forget_thread)
 
 
 def run_within(seconds: float, function: Callable[[], _Result]) -> _Result:

@@ -73,7 +73,7 @@ def _rule_of_fast(tokenizer: Any) -> DecodingRule:
         and kind.clean_up_tokenization is PreTrainedTokenizerBase.clean_up_tokenization
         and not {"decode", "_decode", "clean_up_tokenization"} & set(vars(tokenizer))
     )
-    steps = _steps(backend.decoder)
+    steps = steps_of(backend.decoder)  # none: tokens joined by spaces
     if not is_plain or not _is_known(steps):
         return DecodingRule(waits=True)
     special = frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
@@ -84,11 +84,16 @@ def _rule_of_fast(tokenizer: Any) -> DecodingRule:
     return DecodingRule(False, byte_ids, special, backend, _cleans(tokenizer))
 
 
-def _steps(decoder: Any) -> list[dict[str, Any]]:
-    if decoder is None:  # no decoder: tokens joined by spaces
-        return []
-    state = json.loads(decoder.__getstate__())
-    return state["decoders"] if state["type"] == "Sequence" else [state]
+def steps_of(component: Any) -> list[dict[str, Any]]:
+    """Return the states of the steps of a decoder, normalizer or pre-tokenizer of ``tokenizers``; none of None."""
+    return [] if component is None else _flat(json.loads(component.__getstate__()))
+
+
+def _flat(state: dict[str, Any]) -> list[dict[str, Any]]:
+    if state["type"] != "Sequence":
+        return [state]
+    parts = next(value for value in state.values() if isinstance(value, list))
+    return [step for part in parts for step in _flat(part)]
 
 
 def _is_known(steps: list[dict[str, Any]]) -> bool:

@@ -105,7 +105,7 @@ def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
     logit_rows = torch.arange(num_logits, device=model.layout.device)
     with RowMixing((num_rows, num_logits)) as watched:
         model.forward(lay_out(pool, spans, token_ids), pool, logit_rows)
-    return watched.found
+    return watched.mixing_op
 
 
 def _reproduces(model: RaggedModel, row_padding: RowPadding) -> bool:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import sampling_of
-from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.program.executors import ForwardProgram, TokenChoice
 from specdec_fast.runner.eager import EagerRunner
@@ -42,7 +41,7 @@ class CppRunner(EagerRunner):
         before = self._program.seconds
         sampling = sampling_of(sequences, draft_tokens.device)
         last = [sequence.token_ids[-1] for sequence in sequences]
-        spans = spans_of(pool, rows)
+        spans = pool.spans(rows)
         if parents is not None:
             spans = spans._replace(parents=parents)
         logits, emissions, paths, seconds = self._program.verify(spans, last, draft_tokens, sampling, hidden_states)
@@ -57,6 +56,6 @@ class CppRunner(EagerRunner):
         sequences = owners(rows)
         if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
             return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size)
-        spans = spans_of(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
+        spans = pool.spans(rows, ahead=[count - 1 for count in num_draft_tokens])
         choice = TokenChoice(vocab_size, sampling_of(sequences, pool.layout.device))
         return self._program.draft(spans, token_ids, num_draft_tokens, choice)

@@ -31,6 +31,7 @@ from specdec_fast.models.probe import probe_of
 from specdec_fast.models.replaced_functions import active_cache, hooked, lock_of
 from specdec_fast.models.replaced_linears import Linears
 from specdec_fast.ops import Ops
+from specdec_fast.ops.checks import stored
 from specdec_fast.torch_threads import one_thread
 
 
@@ -172,7 +173,8 @@ class HFModel:
             given["logits_to_keep"] = logit_rows
         token = active_cache.set(cache)
         try:
-            return self.model(input_ids=token_ids, position_ids=positions, use_cache=True, **given).logits
+            output = self.model(input_ids=token_ids, position_ids=positions, use_cache=True, **given)
+            return stored(output.logits)
         finally:
             active_cache.reset(token)
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.kv_cache.forward_layout import lay_out, spans_of
+from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
+from specdec_fast.ops.checks import stored
 from specdec_fast.program import NotLowerableError, RowFunction, compile_rows
 from specdec_fast.program.executors import (
     DeviceProgram,
@@ -115,7 +116,7 @@ class RowModule:
 
         """
         assert self.program is not None
-        spans = spans_of(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
+        spans = pool.spans(rows, ahead=[count - 1 for count in num_draft_tokens])
         return self.program.draft(spans, token_ids, num_draft_tokens, choice, inputs)
 
     def draft_trees(
@@ -136,7 +137,7 @@ class RowModule:
 
         """
         assert self.program is not None
-        spans = spans_of(pool, rows, ahead=rules.num_nodes)
+        spans = pool.spans(rows, ahead=rules.num_nodes)
         return self.program.draft_trees(spans, token_ids, rules, choice, inputs)
 
     def step_bytes(self, num_rows: int, num_logit_rows: int) -> int | None:
@@ -179,5 +180,5 @@ class RowModule:
         hidden = inputs.new_empty(len(inputs), size) if size else None
         if program is None:
             assert device_program is not None
-            return device_program(batch, pool, logit_rows, hidden, inputs), hidden
-        return program(batch.token_ids, batch, pool.pages, logit_rows, hidden, inputs.contiguous()), hidden
+            return device_program(batch, pool, logit_rows, hidden, stored(inputs)), hidden
+        return program(batch.token_ids, batch, pool.pages, logit_rows, hidden, stored(inputs).contiguous()), hidden

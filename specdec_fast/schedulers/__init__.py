@@ -18,7 +18,6 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
 
     Raises:
         ConfigError: there is no such method; the message lists the known ones.
-
     """
     if config.method not in SCHEDULERS:
         raise ConfigError(f"method={config.method!r}: expected one of {', '.join(SCHEDULERS)}.")

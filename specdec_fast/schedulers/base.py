@@ -38,7 +38,6 @@ class Scheduler(ABC):
 
         Raises:
             SchedulerError: ``select`` broke its contract.
-
         """
         chosen = self.select(list(resident))
         self._expect_batch(chosen, resident)
@@ -53,19 +52,13 @@ class Scheduler(ABC):
 
         Raises:
             SchedulerError: the plan is not a list of 1 to ``max_batch_size`` different sequences of ``resident``.
-
         """
         chosen = self.plan(list(resident))
         self._expect_batch(chosen, resident)
         return list(chosen)
 
     def checked_max_resident(self) -> int:
-        """Return ``max_resident``, held to the contract.
-
-        Raises:
-            SchedulerError: it is not an integer from 1 on.
-
-        """
+        """Return ``max_resident``, held to the contract; raises SchedulerError if it is not an integer from 1 on."""
         most = self.max_resident
         if not isinstance(most, int) or most < 1:
             raise SchedulerError(f"max_resident of {type(self).__name__}: {most!r}; expected an integer >= 1.")
@@ -76,7 +69,6 @@ class Scheduler(ABC):
 
         Raises:
             SchedulerError: it is not an integer, or no sequence may join although none is resident.
-
         """
         places = self.num_to_admit(num_resident)
         if not isinstance(places, int) or (not num_resident and places < 1):

@@ -14,13 +14,10 @@ class EqspecScheduler(Scheduler):
 
     @property
     def max_resident(self) -> int:
-        """One batch."""
         return self.max_batch_size
 
     def num_to_admit(self, num_resident: int) -> int:
-        """Return ``max_batch_size`` if no sequence is resident, else 0."""
         return 0 if num_resident else self.max_batch_size
 
     def select(self, resident: list[Sequence]) -> list[Sequence]:
-        """Choose all resident sequences."""
         return list(resident)

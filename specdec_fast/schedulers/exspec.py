@@ -17,11 +17,9 @@ class ExspecScheduler(Scheduler):
 
     @property
     def max_resident(self) -> int:
-        """The size of the window."""
         return self.window_size
 
     def num_to_admit(self, num_resident: int) -> int:
-        """Return the free places of the window."""
         return self.window_size - num_resident
 
     def select(self, resident: list[Sequence]) -> list[Sequence]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from os import PathLike
 from time import monotonic
 from types import TracebackType
@@ -15,21 +14,19 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig, expect_at_least, expect_seconds
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.engine import Engine
-from specdec_fast.errors import ConfigError, EngineClosedError, RequestCancelledError
-from specdec_fast.request.prompt_options import PromptOptions
-from specdec_fast.request.prompts import as_prompt_list
-from specdec_fast.request.sequence import Sequence
+from specdec_fast.errors import ConfigError, DeadlineExceededError, EngineClosedError, RequestCancelledError
 from specdec_fast.results import GenerationOutput
-from specdec_fast.sampling_params import as_plain, as_sampling_params
+from specdec_fast.sampling_params import as_plain
+from specdec_fast.service.encoders import CLOSED, Encoders, UnreadPrompt
 from specdec_fast.service.receivers import Receiver
 from specdec_fast.service.requests import LiveRequests, ServedRequest, positions_of
 from specdec_fast.service.statistics import Observer, ServiceStats
 from specdec_fast.service.streams import AsyncStream
-from specdec_fast.service.worker import Worker
+from specdec_fast.service.worker import NOT_ENCODED, Worker
 
 _PREFILL_TOKENS = 512  # of a step, unless the caller's config says otherwise
 _CHECK_SECONDS = 0.01  # between two looks at whether requests have ended, while the engine is being closed
-_CLOSED = "the engine has been closed; make another one."
+_ENCODERS_SECONDS = 1.0  # for which closing waits for a prompt that is being encoded
 
 
 class AsyncEngine:
@@ -57,7 +54,6 @@ class AsyncEngine:
 
     Raises:
         ConfigError: a limit is out of range; and what ``Engine`` raises.
-
     """
 
     def __init__(
@@ -87,8 +83,7 @@ class AsyncEngine:
         self._builder = self.engine.request_builder()
         self._live = LiveRequests(core.scheduler.max_resident + max_waiting, kv_token_budget)
         self._worker = Worker(self.engine, self._live)
-        # A loop must not wait until a long prompt is encoded.
-        self._encoders = ThreadPoolExecutor(1, "specdec_fast-encoder")
+        self._encoders = Encoders()
         self._is_closed = False
 
     @property
@@ -100,6 +95,11 @@ class AsyncEngine:
     def is_closed(self) -> bool:
         """Whether ``close`` has been called."""
         return self._is_closed
+
+    @property
+    def is_encoding(self) -> bool:
+        """Whether a prompt is being encoded, or waits for that; its thread may outlive ``close``."""
+        return self._encoders.is_busy
 
     def stats(self) -> ServiceStats:
         """Return the present requests and KV pages, and the counts of all requests so far; any thread may call."""
@@ -114,7 +114,6 @@ class AsyncEngine:
 
         Raises:
             ConfigError: it cannot be called.
-
         """
         if not callable(observer):
             raise ConfigError(f"observer is a {type(observer).__name__}; expected a function of one RequestRecord.")
@@ -145,12 +144,12 @@ class AsyncEngine:
             EngineOverloadedError: ``max_waiting`` or ``kv_token_budget`` is reached.
             EngineClosedError: the engine has been closed.
             RequestError, InvalidParamsError, ConfigError: the prompt, the parameters or another argument are wrong.
-            RequestCancelledError: the request was cancelled before its prompt was encoded.
+            RequestCancelledError, DeadlineExceededError: the request was cancelled, or ``timeout`` has passed, before
+                its prompt was encoded.
             ForkedProcessError: the engine was made in the process that this one was forked from.
-
         """
-        read = self._reader(prompt, params, prompt_options)
-        request = self._accept(read, request_id, timeout, is_stream=False)
+        unread = UnreadPrompt(self._builder, prompt, params, prompt_options)
+        request = self._accept(unread, request_id, timeout, is_stream=False)
         try:
             output: GenerationOutput = await request.receiver.get()
         except BaseException:
@@ -172,39 +171,45 @@ class AsyncEngine:
         The arguments are those of ``generate``. A full queue, a closed engine and wrong parameters raise here; a wrong
         prompt raises when the first chunk is read. Call it where an event loop runs.
         """
-        read = self._reader(prompt, params, prompt_options)
-        request = self._accept(read, request_id, timeout, is_stream=True)
+        unread = UnreadPrompt(self._builder, prompt, params, prompt_options)
+        request = self._accept(unread, request_id, timeout, is_stream=True)
         return AsyncStream(request, self._worker)
 
-    async def expect_budget(self, requests: Iterable[tuple[Any, Any, int]], **prompt_options: Any) -> None:
+    async def expect_budget(
+        self, requests: Iterable[tuple[Any, Any, int]], *, timeout: float | None = None, **prompt_options: Any
+    ) -> None:
         """Check that requests which are sent together fit into ``kv_token_budget`` together, if there is one.
 
         Args:
             requests: prompts, the parameters of each, and how often each is sent.
+            timeout: seconds from now within which the prompts must have been encoded.
             **prompt_options: fields of PromptOptions.
 
         Raises:
             KVCacheTooSmallError: they do not fit, so sending them again later would not help.
+            DeadlineExceededError: ``timeout`` has passed.
             EngineClosedError, RequestError, ConfigError: as ``generate``.
-
         """
         self.engine.process.expect_this()
         if self._live.most_positions is None:
             return
-        reads = [(self._reader(prompt, params, prompt_options), times) for prompt, params, times in requests]
-        count = lambda: sum(times * positions_of(read()) for read, times in reads)  # noqa: E731
+        unread = [(UnreadPrompt(self._builder, prompt, params, prompt_options), n) for prompt, params, n in requests]
+        count = lambda: sum(n * positions_of(prompt.read()) for prompt, n in unread)  # noqa: E731
+        counted = asyncio.wrap_future(self._encoders.submit(count, size=sum(prompt.size for prompt, _ in unread)))
         try:
-            counted = asyncio.wrap_future(self._encoders.submit(count))
-        except RuntimeError:
-            raise EngineClosedError(_CLOSED) from None
-        self._live.expect_budget(await counted, "the requests need, together,")
+            await asyncio.wait([counted], timeout=timeout)
+            if not counted.done():
+                raise DeadlineExceededError(NOT_ENCODED)
+            if counted.cancelled():
+                raise EngineClosedError(CLOSED)
+            self._live.expect_budget(counted.result(), "the requests need, together,")
+        finally:
+            counted.cancel()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request before the next step, with a RequestCancelledError; any thread may call.
+        """End a request before the next step, with a RequestCancelledError, and return whether there was one.
 
-        Returns:
-            Whether there was such a request.
-
+        Any thread may call.
         """
         request = self._live.find(request_id)
         if request is not None:
@@ -214,7 +219,8 @@ class AsyncEngine:
     async def close(self, finish_within: float = 0.0) -> None:
         """Refuse further requests, let the others finish for a while, cancel the rest, and end the threads.
 
-        This takes at most ``finish_within`` seconds and one step.
+        This takes at most ``finish_within`` seconds, one step, and a second if a prompt is being encoded. A prompt that
+        takes longer to encode keeps its thread, and so the process, until it is encoded (``is_encoding``).
 
         Args:
             finish_within: seconds for which requests may go on; those that do not end within them end with a
@@ -222,7 +228,6 @@ class AsyncEngine:
 
         Raises:
             ConfigError: ``finish_within`` is no number from 0 on; the engine stays open.
-
         """
         finish_within = as_plain(finish_within)
         expect_seconds("finish_within", finish_within, or_zero=True)
@@ -232,12 +237,11 @@ class AsyncEngine:
             await asyncio.sleep(_CHECK_SECONDS)
         error = RequestCancelledError("the engine was closed before the request ended; its tokens are kept.")
         self._worker.end(self._live.all(), error)
-        await asyncio.to_thread(self._encoders.shutdown)
+        await asyncio.to_thread(self._encoders.close, _ENCODERS_SECONDS)
         self._worker.end(self._live.all(), error)  # those that another event loop has sent meanwhile
         await asyncio.to_thread(self._worker.close)
 
     async def __aenter__(self) -> AsyncEngine:
-        """Return itself."""
         return self
 
     async def __aexit__(
@@ -247,11 +251,11 @@ class AsyncEngine:
         await self.close()
 
     def _accept(
-        self, read: Callable[[], Sequence], request_id: str | None, timeout: float | None, *, is_stream: bool
+        self, unread: UnreadPrompt, request_id: str | None, timeout: float | None, *, is_stream: bool
     ) -> ServedRequest:
         self.engine.process.expect_this()
         if self._is_closed:
-            raise EngineClosedError(_CLOSED)
+            raise EngineClosedError(CLOSED)
         if request_id is not None and not isinstance(request_id, str):
             raise ConfigError(f"request_id={request_id!r}: expected a string, or None.")
         timeout = as_plain(timeout)
@@ -261,37 +265,24 @@ class AsyncEngine:
         request = ServedRequest(Receiver(asyncio.get_running_loop()), is_stream, deadline)
         self._live.enter(request, request_id)
         try:
-            self._encoders.submit(self._start, request, read)
-        except RuntimeError:  # another event loop has just closed the engine
+            self._encoders.submit(self._start, request, unread, size=unread.size)
+        except EngineClosedError:  # another event loop has just closed the engine
             self._live.leave(request)
-            raise EngineClosedError(_CLOSED) from None
+            raise
+        if timeout is not None:
+            self._worker.refuse_after(timeout, request)
         return request
 
-    def _start(self, request: ServedRequest, read: Callable[[], Sequence]) -> None:
-        """Encode a prompt and hand the request to the worker, or refuse it; in a thread of its own."""
+    def _start(self, request: ServedRequest, unread: UnreadPrompt) -> None:
+        """Encode a prompt and hand the request to the worker, or refuse it; in a thread of the encoders."""
         try:
             if request.is_dropped:
                 self._live.leave(request)
                 return
-            sequence = read()
+            sequence = unread.read()
             num_positions = positions_of(sequence)  # raises what is wrong with the prompt
             self.engine.core.expect_room(sequence)
             self._live.charge(request, num_positions)
             self._worker.start(request, sequence)
         except Exception as error:
-            self._live.leave(request)
-            self._worker.post(request.receiver, error)
-
-    def _reader(self, prompt: Any, params: Any, keywords: dict[str, Any]) -> Callable[[], Sequence]:
-        """Return a function that encodes a prompt, for the encoder's thread; parameters are checked here."""
-        params, options = as_sampling_params(params), PromptOptions.from_keywords(keywords)
-        if isinstance(prompt, list):
-            prompt = prompt.copy()  # the caller may append its next message before the prompt is encoded
-
-        def read() -> Sequence:
-            prompts = as_prompt_list(prompt) or [prompt]
-            if len(prompts) != 1:
-                raise ConfigError(f"{len(prompts)} prompts in one request; expected one.")
-            return self._builder.build(0, prompts[0], params, options)
-
-        return read
+            self._worker.refuse(request, error)

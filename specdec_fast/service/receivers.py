@@ -23,11 +23,9 @@ class Mailbox:
         self._is_scheduled = False
 
     def post(self, loop: AbstractEventLoop, items: list[tuple[Receiver, Item]]) -> bool:
-        """Let the loop hand out items, with what it has not handed out yet; for other threads.
+        """Let the loop hand out items, with what it has not handed out yet; return False if it is closed.
 
-        Returns:
-            False if the loop has been closed.
-
+        For other threads.
         """
         self._items.extend(items)
         if self._is_scheduled:

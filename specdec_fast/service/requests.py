@@ -19,26 +19,24 @@ from specdec_fast.service.statistics import RequestRecord
 class ServedRequest:
     """One request of a service.
 
-    Args:
-        receiver: of its chunks or its output.
-        is_stream: which of the two.
-        deadline: when it must have ended, on the clock of ``time.monotonic``; None: any time.
-
     Attributes:
+        receiver: of its chunks (``is_stream``) or its output.
+        deadline: when it must have ended, on the clock of ``time.monotonic``; None: any time.
         request_id: its name for the caller.
         sequence: None until its prompt is encoded.
+        is_served: whether steps serve it, or have served it.
         num_positions: KV positions that it may need.
-        is_dropped: whether it was cancelled and needs no last output.
-        error: with which it is to end, if that was decided before its prompt was encoded.
+        is_dropped: whether it needs no last output: it was cancelled, or refused before its prompt was encoded.
+        error: with which it is to end, if that has been decided.
         first_token_at: end of the step that emitted its first token, on the clock of ``time.monotonic``.
         is_recorded: whether it has been counted as ended.
-
     """
 
     def __init__(self, receiver: Receiver, is_stream: bool, deadline: float | None) -> None:
         self.receiver, self.is_stream, self.deadline = receiver, is_stream, deadline
         self.request_id = ""
         self.sequence: Sequence | None = None
+        self.is_served = False
         self.num_positions = 0
         self.is_dropped = False
         self.error: RequestError | None = None
@@ -84,13 +82,9 @@ class ServedRequest:
 class LiveRequests:
     """Requests by id, within the limits of a service; for any thread.
 
-    Args:
+    Attributes:
         most_requests: that may be live at once.
         most_positions: KV positions that they may need together; None: any number.
-
-    Attributes:
-        most_requests, most_positions: the arguments.
-
     """
 
     def __init__(self, most_requests: int, most_positions: int | None) -> None:
@@ -101,7 +95,6 @@ class LiveRequests:
         self._numbers = count(1)
 
     def __len__(self) -> int:
-        """Return how many requests are live."""
         return len(self._requests)
 
     def enter(self, request: ServedRequest, request_id: str | None) -> None:
@@ -110,7 +103,6 @@ class LiveRequests:
         Raises:
             EngineOverloadedError: there are as many as there may be.
             ConfigError: another live request has its id.
-
         """
         with self._lock:
             if len(self._requests) >= self.most_requests:
@@ -135,7 +127,6 @@ class LiveRequests:
         Raises:
             EngineOverloadedError: together they would be more than there may be.
             KVCacheTooSmallError: they alone are more, so sending the request again would not help.
-
         """
         self.expect_budget(num_positions, "the request needs")
         with self._lock:
@@ -152,15 +143,10 @@ class LiveRequests:
             self._num_positions = total
 
     def expect_budget(self, num_positions: int, what: str) -> None:
-        """Refuse more KV positions than all live requests may need.
-
-        Args:
-            num_positions: of requests that are to be served together.
-            what: beginning of the message.
+        """Refuse more KV positions than all live requests may need; ``what`` begins the message.
 
         Raises:
             KVCacheTooSmallError: they are more.
-
         """
         if self.most_positions is not None and num_positions > self.most_positions:
             raise KVCacheTooSmallError(
@@ -189,7 +175,6 @@ def positions_of(sequence: Sequence) -> int:
 
     Raises:
         RequestError: what is wrong with its prompt.
-
     """
     if sequence.error is not None:
         raise sequence.error

@@ -12,24 +12,16 @@ from specdec_fast.results import DecodingStats
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """A request that was served and has ended.
+    """A request that was served and has ended."""
 
-    Attributes:
-        finish_reason: that of its output; ``"abort"`` if the caller dropped it.
-        num_prompt_tokens: tokens of its prompt.
-        num_emitted_tokens: tokens that it emitted.
-        queue_seconds: from its arrival until it held KV pages; None if it never did.
-        first_token_seconds: from its arrival until the end of the step that emitted its first token; None without one.
-        seconds: from its arrival to its end.
-
-    """
-
+    # that of its output; "abort" if the caller dropped it
     finish_reason: Literal["stop", "length", "error", "abort"]
-    num_prompt_tokens: int
-    num_emitted_tokens: int
-    queue_seconds: float | None
+    num_prompt_tokens: int  # tokens of its prompt
+    num_emitted_tokens: int  # tokens that it emitted
+    queue_seconds: float | None  # from its arrival until it held KV pages; None if it never did
+    # from its arrival until the end of the step that emitted its first token; None without one
     first_token_seconds: float | None
-    seconds: float
+    seconds: float  # from its arrival to its end
 
 
 Observer = Callable[[RequestRecord], None]
@@ -37,24 +29,14 @@ Observer = Callable[[RequestRecord], None]
 
 @dataclass(frozen=True)
 class ServiceStats:
-    """Counts of a service at one moment. Those of tokens and drafts never decrease.
+    """Counts of a service at one moment. Those of tokens and drafts never decrease."""
 
-    Attributes:
-        num_running: requests that hold KV pages.
-        num_waiting: requests that do not yet.
-        kv_usage: share of the KV pages that are in use, 0 to 1; those of the engine's other callers count as well.
-        num_prompt_tokens: prompt tokens of the requests that took part in a step.
-        num_preemptions: how often a request gave up its KV pages for others.
-        decoding: counts of steps, drafts and tokens of all requests.
-
-    """
-
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    num_prompt_tokens: int
-    num_preemptions: int
-    decoding: DecodingStats
+    num_running: int  # requests that hold KV pages
+    num_waiting: int  # requests that do not yet
+    kv_usage: float  # share of the KV pages that are in use, 0 to 1; those of the engine's other callers count as well
+    num_prompt_tokens: int  # prompt tokens of the requests that took part in a step
+    num_preemptions: int  # how often a request gave up its KV pages for others
+    decoding: DecodingStats  # counts of steps, drafts and tokens of all requests
 
 
 @dataclass

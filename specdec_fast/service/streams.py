@@ -15,7 +15,6 @@ class AsyncStream:
 
     Attributes:
         request_id: for ``AsyncEngine.cancel``.
-
     """
 
     def __init__(self, request: ServedRequest, worker: Worker) -> None:
@@ -33,7 +32,6 @@ class AsyncStream:
         return self._prompt_ids
 
     def __aiter__(self) -> AsyncStream:
-        """Return itself."""
         return self
 
     async def __anext__(self) -> StreamChunk:
@@ -41,7 +39,6 @@ class AsyncStream:
 
         Raises:
             RequestError, ConfigError: the request was refused.
-
         """
         if self._has_ended:
             raise StopAsyncIteration
@@ -63,6 +60,5 @@ class AsyncStream:
             self._worker.drop(self._request)
 
     def __del__(self) -> None:
-        """Cancel the request of an abandoned stream."""
         if not self._has_ended:
             self._worker.drop_soon(self._request)

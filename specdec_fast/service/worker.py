@@ -8,16 +8,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Lock
 from time import monotonic
+from weakref import ref
 
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.step import StepOutput, step_error
 from specdec_fast.errors import DeadlineExceededError, RequestError
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.service.receivers import Item, Mailbox, Receiver
+from specdec_fast.service.receivers import Item, Mailbox
 from specdec_fast.service.requests import LiveRequests, ServedRequest
 from specdec_fast.service.statistics import Observer, ServiceStats, Totals
 
 _logger = logging.getLogger("specdec_fast.service")
+NOT_ENCODED = "the request has not ended within its timeout: its prompt was not encoded in time."
 _MOST_SECONDS_HELD = 0.003  # by which texts may come later, so that they are made during the next verification
 
 
@@ -32,7 +34,6 @@ class Worker:
 
     Attributes:
         observers: called with the record of every request that was served and has ended.
-
     """
 
     def __init__(self, engine: Engine, live: LiveRequests) -> None:
@@ -53,7 +54,6 @@ class Worker:
 
         Raises:
             RequestError: it was cancelled meanwhile.
-
         """
         with self._lock:
             if request.error is not None:
@@ -63,6 +63,7 @@ class Worker:
                 return
             request.begin(sequence, self._engine.tokenizer)
             self._call.add([sequence])
+            request.is_served = True
             self._served[sequence] = request
             self._next_deadline = min(self._next_deadline, request.deadline or float("inf"))
             if self._run is None:
@@ -89,17 +90,43 @@ class Worker:
         self._call.wake()
 
     def end(self, requests: Iterable[ServedRequest], error: RequestError) -> None:
-        """Let requests end with an error before the next step, unless they have ended; for any thread."""
+        """Let requests end with an error, unless they have ended; for any thread.
+
+        They end before the next step, and at once if their prompts are not encoded yet.
+        """
+        requests = list(requests)
         with self._lock:
             for request in requests:
                 request.error = error
-            sequences = [request.sequence for request in requests if request.sequence is not None]
-        self._call.end(sequences, error)
+            served = [request.sequence for request in requests if request.is_served and request.sequence is not None]
+        self._call.end(served, error)
         self._call.wake()
+        for request in requests:
+            self.refuse(request, error)
 
-    def post(self, receiver: Receiver, item: Item) -> None:
-        """Give an item to a receiver; for any thread."""
-        receiver.mailbox.post(receiver.loop, [(receiver, item)])
+    def refuse(self, request: ServedRequest, error: Exception) -> None:
+        """End a request at once, with an error, unless it is served or has ended; for any thread."""
+        with self._lock:
+            if request.is_served:
+                return
+            has_ended = request.is_dropped
+            request.is_dropped = True
+        self._live.leave(request)
+        if not has_ended:
+            receiver = request.receiver
+            receiver.mailbox.post(receiver.loop, [(receiver, error)])
+
+    def refuse_after(self, seconds: float, request: ServedRequest) -> None:
+        """End a request that is not served after so many seconds; for the thread of its event loop.
+
+        The steps look at the deadlines of those that are served.
+        """
+        request.receiver.loop.call_later(seconds, self._refuse_late, ref(request))
+
+    def _refuse_late(self, reference: ref[ServedRequest]) -> None:
+        request = reference()
+        if request is not None:
+            self.refuse(request, DeadlineExceededError(NOT_ENCODED))
 
     def stats(self) -> ServiceStats:
         """Return what is served now, and the counts of all requests so far; for any thread."""
@@ -119,7 +146,6 @@ class Worker:
         self._writer.shutdown()
 
     def _serve(self) -> None:
-        """Step until nothing is served."""
         while True:
             with self._lock:
                 if not self._served:
@@ -139,19 +165,19 @@ class Worker:
 
     def _taken(self, outputs: list[StepOutput]) -> list[tuple[ServedRequest, StepOutput]]:
         """Find the requests of a step's outputs; those that have ended are not served any more."""
-        found, now = [], monotonic()
+        taken, now = [], monotonic()
         with self._lock:
             for output in outputs:
                 is_last = output.finish_reason is not None
                 served = self._served
                 request = served.pop(output.request, None) if is_last else served.get(output.request)
                 if request is not None:
-                    found.append((request, output))
+                    taken.append((request, output))
                     if request.first_token_at is None and output.token_ids:
                         request.first_token_at = now
                     if is_last:
                         self._ended.add(output.request)
-        return found
+        return taken
 
     def _record(self, request: ServedRequest, finish_reason: str) -> None:
         """Show the observers a request that has ended, once. What they raise must not lose the outputs of a step."""
@@ -194,7 +220,6 @@ class Worker:
         return None if self._next_deadline == float("inf") else max(0.0, self._next_deadline - monotonic())
 
     def _end_late(self) -> None:
-        """End requests whose deadline has passed."""
         now = monotonic()
         if now < self._next_deadline:
             return
@@ -208,7 +233,6 @@ class Worker:
             self.end(late, DeadlineExceededError("the request has not ended within its timeout; its tokens are kept."))
 
     def _fail(self, error: Exception) -> list[StepOutput]:
-        """Return last outputs for all that is served."""
         with self._lock:
             sequences = list(self._served)
         for sequence in sequences:

@@ -21,7 +21,6 @@ def make_length_policy(num_draft_tokens: Any) -> LengthPolicy:
 
     Raises:
         ConfigError: it is no integer from 0 on, no name of ``LENGTH_POLICIES`` and no LengthPolicy.
-
     """
     if isinstance(num_draft_tokens, LengthPolicy):
         most = getattr(num_draft_tokens, "max_draft_tokens", None)

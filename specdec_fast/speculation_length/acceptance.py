@@ -13,7 +13,7 @@ _NEIGHBOUR_TOKENS = 16.0  # weight of the estimate one position before: deep pos
 _NEIGHBOUR_ASKED = 1.0  # the same of the share that is proposed, which varies less: a drafter may have a largest depth
 
 # How many drafts there were, by the numbers of tokens asked for, proposed and accepted.
-Drafts = Mapping[tuple[int, int, int], int]
+DraftCounts = Mapping[tuple[int, int, int], int]
 
 
 class Acceptance:
@@ -55,7 +55,7 @@ class Acceptance:
             tokens.append(total)
         return tokens
 
-    def surprise(self, drafts: Drafts) -> tuple[float, int]:
+    def surprise(self, drafts: DraftCounts) -> tuple[float, int]:
         """Return how far what was accepted is from what was expected, in standard deviations, and how many were tried.
 
         The deviation is that of a count plus 1, because what is expected is an estimate, too.
@@ -68,7 +68,7 @@ class Acceptance:
         deviation = (1 + num_tried * expected * (1 - expected)) ** 0.5
         return abs(num_accepted - num_tried * expected) / deviation, num_tried
 
-    def add(self, drafts: Drafts) -> None:
+    def add(self, drafts: DraftCounts) -> None:
         """Add drafts."""
         surprise, num_tried = self.surprise(drafts)
         keep = _KEPT_AFTER_CHANGE if surprise > _CHANGE else max(_LEAST_KEPT, 1 - num_tried / _WINDOW)

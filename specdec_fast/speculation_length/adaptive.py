@@ -36,13 +36,10 @@ class AdaptiveLength(LengthPolicy):
     depth K is number ``max_draft_tokens + K`` here, as in ``StepCosts``. If the nodes of trees have scores, or the
     tokens of a drafter of chains, it verifies those of a batch that are worth their rows (``verify_budget.py``).
 
-    Args:
-        max_draft_tokens: the largest K that it may choose.
-
     Attributes:
+        max_draft_tokens: the largest K that it may choose.
         num_choices: made so far.
         may_branch: whether trees of the next step may have more nodes than a chain has tokens.
-
     """
 
     max_draft_tokens = 8
@@ -71,7 +68,6 @@ class AdaptiveLength(LengthPolicy):
         self._times: list[tuple[float, float]] = []
 
     def prepare(self, profiler: Profiler) -> None:
-        """Time the forwards of both models."""
         self._is_asynchronous = profiler.is_asynchronous
         self._costs = StepCosts.measured(profiler, self.max_draft_tokens)
         self._budget = VerifyBudget(self._costs)
@@ -79,7 +75,7 @@ class AdaptiveLength(LengthPolicy):
         self._scores_chains = profiler.scores_chains
 
     def limits(self, batch: list[Sequence]) -> list[int]:
-        """Return K of each sequence; one that joins between two choices gets the K of the others."""
+        """One that joins between two choices gets the K of the others."""
         if not self._holds() or len(batch).bit_length() != self._size.bit_length():
             self._end_round()
             self._choose(batch)
@@ -97,22 +93,18 @@ class AdaptiveLength(LengthPolicy):
         return limits
 
     def _holds(self) -> bool:
-        """Return whether the choice holds for the next step."""
         if self._steps_left <= 0 < self._steps_more and self._acceptance.surprise(self._drafts)[0] <= _SURPRISE:
             self._steps_left = _LEAST_STEPS
             self._steps_more -= _LEAST_STEPS
         return self._steps_left > 0
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop a sequence that leaves."""
         self._drafted.pop(sequence, None)
 
     def least_score(self, scores: list[list[float]]) -> float:
-        """Return the score from which on draft tokens are worth their rows."""
         return self._budget.least_score(scores, self._k) if self._has_budget and not self._is_probing else float("-inf")
 
     def observe(self, step: StepObservation) -> None:
-        """Keep what a step took and what was accepted in it, until the next choice."""
         k, profiled = self._k, self._costs.profile(len(step.batch))[self._k]
         seconds, other = step.draft_seconds + step.verify_seconds, step.other_seconds
         if self._is_asynchronous:
@@ -159,7 +151,6 @@ class AdaptiveLength(LengthPolicy):
         return self.may_branch or self._scores_chains
 
     def _end_round(self) -> None:
-        """Learn from the steps since the last choice."""
         # The median ratio: now and then a step waits for another process. The first steps after a change of K find the
         # caches cold and would make what is used rarely look slow.
         if len(self._times) >= (_LEAST_STEPS - 1 if self._costs.is_drafter_profiled else 1):
@@ -185,7 +176,6 @@ class AdaptiveLength(LengthPolicy):
             self._probe_k = 1
 
     def _choose(self, batch: list[Sequence]) -> None:
-        """Choose K for the next steps."""
         self.num_choices += 1
         size, was_plain = len(batch), not self._k or self._is_probing or self._is_trying
         tokens = self._of_chains.expected_tokens()
@@ -238,13 +228,7 @@ class AdaptiveLength(LengthPolicy):
         return self._num_drafted > every and not is_ending
 
     def _speeds(self, batch: list[Sequence], tokens: list[float]) -> list[float]:
-        """Return the tokens per second of a sequence, by K.
-
-        Args:
-            batch: of the next step.
-            tokens: that a sequence emits in a step, by K.
-
-        """
+        """Return the tokens per second of a sequence, by K, of which each step emits ``tokens``."""
         # Where anything is drafted, every token pays its share of the draft model's prefill of the prompts.
         prefill, seconds = self._prefill_seconds(batch), self._costs.seconds(len(batch))
         speeds = [emitted / (each + prefill * emitted) for emitted, each in zip(tokens, seconds, strict=True)]

@@ -27,7 +27,6 @@ class StepObservation(NamedTuple):
             short.
         scores: of each sequence's draft tokens that were verified (``Draft.scores``); None if the drafter has none.
         accepted_nodes: if there are scores, the indices of the accepted draft tokens among these, per sequence.
-
     """
 
     batch: list[Sequence]
@@ -43,25 +42,17 @@ class StepObservation(NamedTuple):
 
 
 class Profiler(NamedTuple):
-    """Times the forwards of an engine's models on demand.
+    """Times the forwards of an engine's models on demand."""
 
-    Attributes:
-        max_batch_size: sequences in one step at most.
-        is_asynchronous: whether forwards are only queued (on a GPU), so that only a whole step's time is known.
-        verify_seconds: takes row counts; returns the seconds of one target forward, by row count.
-        draft_seconds: takes numbers of sequences; returns the seconds of drafting one token for each of them, by
-            number, and at 0 what a proposal costs in addition; None if the drafter does not know.
-        max_nodes: largest number of nodes of the drafter's trees; 0 if it drafts chains.
-        has_scores: whether the nodes of these trees, or the tokens of these chains, have scores.
-
-    """
-
-    max_batch_size: int
-    is_asynchronous: bool
+    max_batch_size: int  # sequences in one step at most
+    is_asynchronous: bool  # whether forwards are only queued (on a GPU), so that only a whole step's time is known
+    # takes row counts; returns the seconds of one target forward, by row count
     verify_seconds: Callable[[list[int]], dict[int, float]]
+    # takes numbers of sequences; returns the seconds of drafting one token for each of them, by number, and at 0 what a
+    # proposal costs in addition; None if the drafter does not know
     draft_seconds: Callable[[list[int]], dict[int, float] | None]
-    max_nodes: int = 0
-    has_scores: bool = False
+    max_nodes: int = 0  # largest number of nodes of the drafter's trees; 0 if it drafts chains
+    has_scores: bool = False  # whether the nodes of these trees, or the tokens of these chains, have scores
 
     @property
     def scores_chains(self) -> bool:
@@ -81,7 +72,6 @@ class LengthPolicy(ABC):
     Attributes:
         max_draft_tokens: the largest K that it gives.
         may_branch: whether a tree of the next step may have more nodes than a chain has tokens; read after ``limits``.
-
     """
 
     max_draft_tokens: int
@@ -103,10 +93,8 @@ class LengthPolicy(ABC):
     def least_score(self, scores: list[list[float]]) -> float:
         """Return the score from which on draft tokens are verified; the others are dropped.
 
-        Args:
-            scores: of the draft tokens of each sequence (``Draft.scores``). They never rise from a parent to its child,
-                so what is kept contains the parents of each.
-
+        ``scores`` are those of each sequence's draft tokens (``Draft.scores``). They never rise from a parent to its
+        child, so what is kept contains the parents of each.
         """
         return float("-inf")
 
@@ -124,7 +112,6 @@ class LengthPolicy(ABC):
 
         Raises:
             LengthPolicyError: ``limits`` is not a list of one int per sequence, or an int is out of range.
-
         """
         most = self.max_draft_tokens
         limits = self.limits(list(batch))
@@ -145,7 +132,6 @@ class LengthPolicy(ABC):
 
         Raises:
             LengthPolicyError: ``least_score`` is not a number.
-
         """
         least = self.least_score([list(own) for own in scores])
         if not isinstance(least, (int, float)) or isnan(least):

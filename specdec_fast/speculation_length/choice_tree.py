@@ -6,6 +6,7 @@ A choice is a path of ranks: ``(0, 2)`` is the third likeliest token at depth 2 
 from __future__ import annotations
 
 import heapq
+import reprlib
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from functools import cache
@@ -17,18 +18,11 @@ MOST_NODES = 64
 
 
 class Shape(NamedTuple):
-    """A tree, depth first; each list has an entry per node.
+    """A tree, depth first; each list has an entry per node."""
 
-    Attributes:
-        depths: from 0, for children of the root.
-        ranks: of the node's token at its depth.
-        parents: as in ``Draft.parents``.
-
-    """
-
-    depths: list[int]
-    ranks: list[int]
-    parents: list[int]
+    depths: list[int]  # from 0, for children of the root
+    ranks: list[int]  # of the node's token at its depth
+    parents: list[int]  # as in Draft.parents
 
 
 class ChoiceTree:
@@ -39,7 +33,6 @@ class ChoiceTree:
 
     Attributes:
         num_ranks: per depth, the number of ranks that are used.
-
     """
 
     def __init__(self, choices: Iterable[tuple[int, ...]]) -> None:
@@ -67,22 +60,18 @@ def chain(depth: int) -> list[tuple[int, ...]]:
 
 
 def checked_choices(value: Any, source: str) -> tuple[tuple[int, ...], ...]:
-    """Return choices as tuples.
-
-    Args:
-        value: what should be a list of rank paths.
-        source: names it in errors.
+    """Return choices as tuples; ``source`` names the value in errors.
 
     Raises:
         ConfigError: it is not a list of 1 to 64 different paths of ranks from 0 on, or a path's parent is missing.
-
     """
     if (
         not isinstance(value, (list, tuple))
         or not all(isinstance(path, (list, tuple)) and path for path in value)
         or not all(type(rank) is int and rank >= 0 for path in value for rank in path)
     ):
-        raise ConfigError(f"{source} is {value!r}; expected a list of rank paths, such as [[0], [0, 0], [1]].")
+        shown = reprlib.repr(value)
+        raise ConfigError(f"{source} is {shown}; expected a list of rank paths, such as [[0], [0, 0], [1]].")
     choices = tuple(tuple(path) for path in value)
     if not 1 <= len(choices) <= MOST_NODES or len(set(choices)) < len(choices):
         raise ConfigError(
@@ -91,7 +80,8 @@ def checked_choices(value: Any, source: str) -> tuple[tuple[int, ...], ...]:
         )
     known = set(choices)
     if orphan := next((path for path in choices if len(path) > 1 and path[:-1] not in known), None):
-        raise ConfigError(f"{source} has the node {list(orphan)} without its parent {list(orphan[:-1])}; add it.")
+        node, parent = reprlib.repr(list(orphan)), reprlib.repr(list(orphan[:-1]))
+        raise ConfigError(f"{source} has the node {node} without its parent {parent}; add it.")
     return choices
 
 
@@ -99,15 +89,11 @@ def fit_tree(hit_rates: Many[Many[float]], max_nodes: int) -> list[tuple[int, ..
     """Return the tree whose expected number of accepted tokens is largest, if the depths hit independently.
 
     The probability of a path is the product of its rates, which never rises from a node to its children. So the tree
-    takes the likeliest node next to it, again and again.
+    takes the likeliest node next to it, again and again. Its rank paths come likeliest first.
 
     Args:
         hit_rates: per depth and rank, how often the token of that rank is the target's, where its parent was accepted.
         max_nodes: the number of nodes; fewer if the rest has rate 0.
-
-    Returns:
-        Rank paths, the likeliest first.
-
     """
     choices: list[tuple[int, ...]] = []
     candidates: list[tuple[float, tuple[int, ...]]] = [

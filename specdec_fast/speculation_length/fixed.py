@@ -13,6 +13,5 @@ class FixedLength(LengthPolicy):
         self.max_draft_tokens = num_draft_tokens
 
     def limits(self, batch: list[Sequence]) -> list[int]:
-        """Return K of each sequence."""
         k = self.max_draft_tokens
         return [min(k, sequence.num_remaining - 1) for sequence in batch]

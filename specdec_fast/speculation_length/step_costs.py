@@ -40,7 +40,6 @@ class StepCosts:
 
     Attributes:
         catch_up: seconds in which the drafter computes one token that it has not seen, as profiled.
-
     """
 
     def __init__(
@@ -142,14 +141,9 @@ class StepCosts:
         return (size.bit_length(), k) in self._observed
 
     def observe(self, size: int, k: int, ratio: float, other: float) -> None:
-        """Learn from steps of one K.
+        """Learn from steps of ``size`` sequences with K draft tokens each.
 
-        Args:
-            size: sequences.
-            k: draft tokens of each.
-            ratio: of the seconds of the forwards to those profiled.
-            other: seconds besides forwards.
-
+        ``ratio`` is that of the forwards' seconds to those profiled; ``other`` are the seconds besides forwards.
         """
         length, kinds, observed, is_new = size.bit_length(), self._kinds, self._observed, not self.is_observed(size, k)
         self._latest = factors = self._factors.setdefault(length, list(self._latest))

@@ -47,13 +47,9 @@ class VerifyBudget:
     """Decides how many nodes of a batch's trees are verified.
 
     The likeliest R nodes of all sequences are verified. A score never rises from a parent to its child, so they are
-    closed under parents. R nodes emit ``B + sum of their probabilities`` tokens, in the
-    seconds of a usual step of these trees, corrected by what the target's forward costs at ``B + R`` rows. The R of the
-    most tokens per second is taken, 0 included.
-
-    Args:
-        costs: of steps.
-
+    closed under parents. R nodes emit ``B + sum of their probabilities`` tokens, in the seconds of a usual step of
+    these trees, corrected by what the target's forward costs at ``B + R`` rows. The R of the most tokens per second is
+    taken, 0 included.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -63,13 +59,7 @@ class VerifyBudget:
         self._seconds: list[float] = []  # of a step by its number of nodes, as far as they were needed
 
     def least_score(self, scores: list[list[float]], k: int) -> float:
-        """Return the score of the last node that is worth its row; infinity if none is.
-
-        Args:
-            scores: of each sequence's nodes.
-            k: number of the trees, see ``StepCosts``.
-
-        """
+        """Return the score of the last node of trees of number k that is worth its row; infinity if none is."""
         falling = sorted((score for own in scores for score in own), reverse=True)
         size = len(scores)
         if self._key != (k, size):
@@ -84,14 +74,13 @@ class VerifyBudget:
         return best
 
     def observe(self, k: int, scores: list[list[float]], accepted: list[list[int]], is_usual: bool) -> None:
-        """Learn from one step.
+        """Learn from one step, of trees (see ``StepCosts``).
 
         Args:
-            k: number of the trees, see ``StepCosts``.
+            k: the number of the trees as a K.
             scores: of each sequence's verified nodes.
             accepted: which of them were accepted.
             is_usual: whether ``StepCosts`` learns from the seconds of this step, too.
-
         """
         for own, hits in zip(scores, accepted, strict=True):
             self._rates.add(own, hits)
@@ -107,7 +96,6 @@ class VerifyBudget:
         self._counts, self._seconds = [], []
 
     def _time(self, num_nodes: int) -> None:
-        """Compute the seconds of steps of 0 to ``num_nodes`` nodes."""
         k, size = self._key
         usual = self._costs.verify_seconds(size, self._costs.rows(size, k))
         rest = max(0.0, self._costs.seconds(size)[k] - usual)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,9 +18,11 @@ from tqdm.auto import tqdm
 from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import ConfigError
 from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.whole_files import replaced
 
-_CALL = 512  # requests per call of the engine, fewer for few tokens: the bar moves after each
-_TYPICAL = 32  # tokens of a short text
+_CALL = 256  # largest number of pairs of texts per call of the engine: the bar moves after each
+_FIRST_CALL = 16  # of the first call, which shows how long texts are
+_TYPICAL = 64  # tokens of a pair of short texts
 _SHORTEST = 4  # tokens; a shorter text has no position to learn from
 _INTEGERS = (torch.int32, torch.int64)
 _LONGEST_PROMPT = 48  # tokens of a text that are kept as the prompt of a greedy one
@@ -54,10 +57,14 @@ class Texts:
         return texts[: first - 1 if num_held_out else first], texts[first:]
 
     def save(self, path: Path) -> None:
-        """Write one safetensors file; an interrupt leaves none."""
-        unfinished = path.with_suffix(".unfinished")
-        save_file({"token_ids": self.token_ids, "lengths": self.lengths}, unfinished)
-        unfinished.replace(path)
+        """Write one safetensors file; an interrupt leaves none.
+
+        Raises:
+            OutputError: it cannot be written.
+
+        """
+        with replaced(path) as unfinished:
+            save_file({"token_ids": self.token_ids, "lengths": self.lengths}, unfinished)
 
     @classmethod
     def load(cls, path: Path) -> Texts:
@@ -118,7 +125,7 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
     Args:
         engine: the target, without a drafter.
         prompts: what ``Engine.generate`` takes, or an empty list.
-        num_tokens: at least 1; the last call may exceed it.
+        num_tokens: at least 1, those of prompts included; the last pair may exceed it.
         longest: largest number of tokens that are emitted per text.
         seed: the texts depend on it alone.
 
@@ -130,9 +137,10 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
     nothing: list[int] = []  # beside a sampled text whose prompt has its greedy one
     first = [] if prompts else [_first_token(engine)]
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    total, num_begun, size = 0, 0, max(1, min(_CALL, num_tokens // _TYPICAL) // 2)
+    total = num_begun = 0
     with tqdm(total=num_tokens, desc="texts", unit="token", unit_scale=True) as bar:
         while total < num_tokens:
+            size = _next_size(num_tokens - total, total, num_begun)
             begun = range(num_begun, num_begun + size)
             seeds = [seed + 2 * i for i in begun]
             if prompts:
@@ -144,16 +152,29 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
                 beginnings = [text[: min(cut, len(text) - 1)] for text, cut in zip(sampled, cuts, strict=True)]
                 greedy = _written(engine, beginnings, longest, None)
             new = [list(filter(_is_long, pair)) for pair in zip_longest(sampled, greedy, fillvalue=nothing)]
-            if not any(new):
+            pairs += new
+            added = sum(map(_num_tokens, new))
+            total, num_begun = total + added, begun.stop
+            if not total and num_begun >= _CALL:
                 raise ConfigError(
                     f"the target ends its texts within {_SHORTEST} tokens; pass prompts that it can continue."
                 )
-            pairs += new
-            added = sum(len(text) for pair in new for text in pair)
-            total, num_begun = total + added, begun.stop
             bar.update(added)
+    while total - _num_tokens(pairs[-1]) >= num_tokens:
+        total -= _num_tokens(pairs.pop())
     order = torch.randperm(len(pairs), generator=generator, device="cpu").tolist()
     return Texts.of([text for i in order for text in pairs[i]])
+
+
+def _next_size(num_missing: int, total: int, num_begun: int) -> int:
+    """Return the number of pairs of the next call: as many as are expected to have the missing tokens."""
+    if not num_begun:
+        return max(1, min(_FIRST_CALL, num_missing // _TYPICAL))
+    return min(_CALL, math.ceil(num_missing * num_begun / total)) if total else _CALL
+
+
+def _num_tokens(pair: list[list[int]]) -> int:
+    return sum(map(len, pair))
 
 
 def _is_long(text: list[int]) -> bool:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -16,7 +15,10 @@ from tqdm.auto import tqdm
 
 from specdec_fast.drafters.shared.trainable import DrafterModule
 from specdec_fast.errors import ConfigError, TrainingError
+from specdec_fast.models.loading import cause_shown, why_unreadable
 from specdec_fast.training.drafter_loss import Lesson, Teacher, agreement, loss_of, padded
+from specdec_fast.training.interrupts import deferred
+from specdec_fast.whole_files import replaced
 
 Loss = Callable[[Any, Tensor, Lesson, int], Tensor]
 
@@ -95,18 +97,22 @@ class Trainer:
     def run(self, checkpoint_seconds: float) -> None:
         """Train to the end, and write a checkpoint every so many seconds.
 
+        SIGINT and SIGTERM are handled between two steps, so an exception of their handlers leaves no half step.
+
         Raises:
             TrainingError: the loss is not finite.
+            OutputError: a checkpoint cannot be written.
 
         """
         saved = monotonic()
         with tqdm(total=self.num_steps, initial=self.step, desc="train", unit="step") as bar:
             for batch in self._remaining():
-                started = perf_counter()
-                value = self._train_on(batch)
-                self.loss = value if math.isnan(self.loss) else _MOVING * self.loss + (1 - _MOVING) * value
-                self.step += 1
-                self.seconds += perf_counter() - started
+                with deferred():
+                    started = perf_counter()
+                    value = self._train_on(batch)
+                    self.loss = value if math.isnan(self.loss) else _MOVING * self.loss + (1 - _MOVING) * value
+                    self.step += 1
+                    self.seconds += perf_counter() - started
                 bar.set_postfix_str(f"loss {self.loss:.3f}", refresh=False)
                 bar.update()
                 if monotonic() - saved > checkpoint_seconds:
@@ -128,7 +134,12 @@ class Trainer:
             yield token_ids, lengths, self._teacher.lesson(token_ids, lengths)
 
     def save(self) -> None:
-        """Write the checkpoint; an interrupt leaves the one before it."""
+        """Write the checkpoint; an interrupt leaves the one before it.
+
+        Raises:
+            OutputError: it cannot be written.
+
+        """
         state = {
             "module": self.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
@@ -137,9 +148,8 @@ class Trainer:
             "loss": self.loss,
             "recipe": self._identity(),
         }
-        unfinished = self._state_file.with_suffix(".unfinished")
-        torch.save(state, unfinished)
-        unfinished.replace(self._state_file)
+        with replaced(self._state_file) as unfinished, unfinished.open("wb") as file:
+            torch.save(state, file)
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one.
@@ -153,8 +163,9 @@ class Trainer:
         remedy = "delete it, or leave --resume out"
         try:
             state = torch.load(self._state_file, map_location=self.device, weights_only=True)
-        except (RuntimeError, UnpicklingError, EOFError, OSError) as error:
-            raise ConfigError(f"{str(self._state_file)!r} cannot be read ({error}); {remedy}.") from error
+        except Exception as error:  # bytes that are damaged can raise nearly any
+            reason = why_unreadable(error)
+            raise ConfigError(f"{str(self._state_file)!r} cannot be read ({reason}); {remedy}.") from cause_shown(error)
         before = state.get("recipe") if isinstance(state, dict) else None
         if not isinstance(before, dict) or "optimizers" not in state:
             raise ConfigError(f"{str(self._state_file)!r} is no checkpoint of a training; {remedy}.")

@@ -100,6 +100,7 @@ def test_doctor_shows_every_op_on_every_backend(capsys, monkeypatch):
 
 
 # What a user may get wrong, one each: the model, the prompt file, the place of the output, a number, a device.
+DEEP = "[" * 100_000
 COMMON = {"target": TARGET, "draft": "none", "prompts": "good.jsonl", "max-new-tokens": 2}
 OK = {**COMMON, "output": "o.jsonl"}
 VERIFY = {**COMMON, "methods": "eqspec", "batch-sizes": 1}
@@ -115,6 +116,7 @@ UNUSABLE = {
     "device-unknown": ("generate", {**OK, "device": "abacus"}),
     "batch-size": ("generate", {**OK, "batch-size": 0}),
     "no-new-tokens": ("generate", {**OK, "max-new-tokens": 0}),
+    "deep-brackets": ("generate", {**OK, "chat-template-kwargs": DEEP}),
     "verify-folder": ("verify", {**VERIFY, "target": "no/such-folder"}),
     "verify-bad-line": ("verify", {**VERIFY, "prompts": "bad.jsonl"}),
     "verify-empty-prompt": ("verify", {**VERIFY, "prompts": "empty-prompt.jsonl"}),
@@ -150,12 +152,13 @@ def test_unusable_arguments_end_in_one_line(in_folder, capsys, monkeypatch, comm
     assert captured.out == ""
 
 
-# No command, an unknown one, an unknown choice, a missing argument, no number.
+# No command, an unknown one, an unknown choice, a missing argument, no number, no value, a tree that is too deep.
 @pytest.mark.parametrize(
     "argv",
-    [[], ["serve"], ["demo", "--method", "fifo"], ["generate"], ["demo", "--batch-size", "x"]],
-    ids=str,
-)
+    [[], ["serve"], ["demo", "--method", "fifo"], ["generate"], ["demo", "--batch-size", "x"],
+     ["demo", "--num-prompts=--"], ["verify", "--draft-tree", DEEP]],
+    ids=lambda argv: str(argv)[:30],
+)  # fmt: skip
 def test_wrong_usage_is_explained(capsys, argv):
     with pytest.raises(SystemExit) as stopped:
         main(argv)

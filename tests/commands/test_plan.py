@@ -16,6 +16,7 @@ from specdec_fast.speculation_length.step_costs import StepCosts
 from support.commands import DRAFT, EAGLE3, TARGET
 
 SHORT = {"prompt-tokens": 40, "new-tokens": 12}
+HUGE = "1" * 400
 COMPUTED = ["--no-measure", "--bandwidth", "100", "--peak", "1"]
 
 
@@ -118,10 +119,45 @@ def test_acceptance_of_a_report(capsys, tmp_path):
     ("options", "message"),
     [({"prompt_tokens": 0}, "--prompt-tokens=0"), ({"batch_sizes": "0,1"}, "--batch-sizes=0"),
      ({"prompt_tokens": 600}, "has 512 positions"), ({"acceptance": "2"}, "from 0 to 1"),
-     ({"target": "no-such-model"}, "no-such-model")],
+     ({"target": "no-such-model"}, "no-such-model"), ({"prompt_tokens": HUGE}, "expected an integer >= 1"),
+     ({"batch_sizes": HUGE}, "expected an integer >= 1"), ({"acceptance": "nan"}, "from 0 to 1")],
+    ids=str,
 )  # fmt: skip
 def test_wrong_arguments_are_refused(capsys, options, message):
     assert message in refused(capsys, *COMPUTED, **options)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1.0", "1e-320"])
+@pytest.mark.parametrize("name", ["bandwidth", "peak"])
+def test_figures_that_no_device_has_are_refused(capsys, name, value):
+    message = f"--{name} is {float(value)}, expected a number from 1e-06 to 1e+09"
+    assert message in refused(capsys, *COMPUTED, f"--{name}={value}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"acceptance":' * 100_000, '{"acceptance": ' + HUGE * 20 + "}", '{"acceptance": true}',
+     '{"num_drafts": 1, "accepted_per_position": [' + HUGE + "]}", '{"rows": [1]}', '{"acceptance": NaN}'],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_reports_without_an_acceptance_are_refused(capsys, tmp_path, text):
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    assert "specdec-fast plan: acceptance " in refused(capsys, *COMPUTED, acceptance=path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"layers":' * 100_000, '{"layers": [[' + HUGE + ",1],[2,2]]}", '{"layers": [[NaN,1],[2,2]]}',
+     '{"layers": [[10,1e308],[2,-1e308]]}', '{"batch_sizes": [[1e-320,1],[2,2]]}', '{"layers": 5}'],
+    ids=lambda text: text[:30],
+)  # fmt: skip
+def test_curves_that_cannot_be_fitted_are_refused(capsys, tmp_path, text):
+    path = tmp_path / "curves.json"
+    path.write_text(text)
+    for flags in ([], ["--json"]):
+        assert main(["plan", "--fit", str(path), *flags]) == 2
+        assert capsys.readouterr().err.startswith("specdec-fast plan: ")
 
 
 def test_missing_arguments_are_refused(capsys):
@@ -148,7 +184,7 @@ def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1 TB!", "-1GB", "one"])
+@pytest.mark.parametrize("text", ["", "GiB", "1 TB!", "-1GB", "one", HUGE, f"{HUGE}GiB", "1e400"])
 def test_sizes_that_are_none(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is no size|is too much; expected less than 2\*\*63 bytes"):
         parse_bytes(text)

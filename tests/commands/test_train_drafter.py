@@ -116,7 +116,8 @@ def test_an_interrupt_is_one_line(folder, tmp_path, capsys, monkeypatch, place):
 
     if place != "write_texts":
         (tmp_path / "texts.safetensors").write_bytes((folder / "texts.safetensors").read_bytes())
-    monkeypatch.setattr(f"specdec_fast.commands.train_drafter.{place}", interrupted)
+    module = "training_texts" if place == "write_texts" else "train_drafter"
+    monkeypatch.setattr(f"specdec_fast.commands.{module}.{place}", interrupted)
     assert train(tmp_path, "--resume") == 130
     error = capsys.readouterr().err
     assert ("no texts were kept" if place == "write_texts" else "--resume goes on from here") in error
@@ -129,7 +130,8 @@ def test_an_interrupt_is_one_line(folder, tmp_path, capsys, monkeypatch, place):
     [("--epochs", "x", "'x' is not a positive integer"), ("--epochs", "0", "'0' is not a positive integer"),
      ("--early-share", "x", "'x' is not a number from 0 to 1"), ("--learning-rate", "nan", "'nan' is not a number bet"),
      ("--checkpoint-minutes", "-1", "'-1' is not a number of min"), ("--checkpoint-minutes", "nan", "'nan' is not a"),
-     ("--checkpoint-minutes", "x", "'x' is not a number of minutes")],
+     ("--checkpoint-minutes", "x", "'x' is not a number of minutes"), ("--seed", "-1", "'-1' is not an integer from 0"),
+     ("--seed", "1" * 400, "is not an integer from 0"), ("--epochs", "1" * 400, "is not a positive integer below")],
 )  # fmt: skip
 def test_numbers_out_of_range_are_refused(tmp_path, capsys, option, text, message):
     with pytest.raises(SystemExit):

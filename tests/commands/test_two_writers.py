@@ -34,7 +34,7 @@ with only_writer(Path(sys.argv[1])):
     print("writes", flush=True)
     sys.stdin.read()
 """
-REFUSAL = "another command is writing 'out.jsonl'; wait until it has ended, or choose another file"
+REFUSAL = "another command is writing 'out.jsonl'; wait until it has ended, or choose another output"
 
 
 def run(command, *options):

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 import specdec_fast as sd
 from specdec_fast.drafters.shared.checkpoint.target import check_whole
 from specdec_fast.drafters.shared.checkpoint.weights import read_tensors
+from support.lazy_signs import negative_view
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3)}
 
@@ -22,6 +23,14 @@ def test_both_formats_are_read(tmp_path):
         found = read_tensors(tmp_path / name)
         assert list(found) == ["a"]
         assert torch.equal(found["a"], WEIGHTS["a"])
+
+
+def test_lazy_signs_are_resolved(tmp_path):
+    """PyTorch's format keeps them, and ops read memory."""
+    torch.save({"a": negative_view(WEIGHTS["a"])}, tmp_path / "w.bin")
+    found = read_tensors(tmp_path / "w.bin")["a"]
+    assert not found.is_neg()
+    assert torch.equal(found, WEIGHTS["a"])
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.bin"])

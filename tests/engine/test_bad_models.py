@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -242,6 +243,15 @@ def test_a_vocabulary_smaller_than_the_text_of_the_checks(settings):
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**TINY, "vocab_size": 1})).eval()
     with pytest.raises(sd.UnsupportedModelError, match=r"a vocabulary of size 1 .*expected at least two ids"):
         sd.Engine(model, "ngram", **settings)
+
+
+def test_code_in_the_files_of_a_model_is_not_recommended(tmp_path):
+    """PyTorch's message names the way in which the code would run."""
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    torch.save({"model.norm.weight": print}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(sd.ConfigError, match="it holds print, and only tensors are read") as raised:
+        sd.Engine(tmp_path, None)
+    assert "weights_only" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_model_without_a_head():

@@ -249,7 +249,7 @@ class TestErrors:
         with pytest.raises(sd.ChatTemplateError, match=r"longer than 0.01 s; correct the messages or chat_template_kw"):
             bad.raise_for_error()
         assert good.error is None
-        assert engine.encode(HELLO, chat_template=LOOP + TEMPLATE, chat_template_kwargs={"n": 1}) == templated
+        assert engine.encode(HELLO, chat_template=LOOP + TEMPLATE) == templated
 
     @pytest.mark.parametrize("tokenizer", [chat_tokenizer(None), ByteTokenizer([b"a"] * 1024)], ids=["None", "own"])
     def test_tokenizers_without_a_template(self, target, tokenizer):

@@ -9,7 +9,6 @@ import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.drafters import Draft, Drafter
 from specdec_fast.engine.core import EngineCore
-from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import INVALID_TOKEN, resolve
 from specdec_fast.ops.registry import all_ops
@@ -70,6 +69,7 @@ def test_one_call_is_its_parts(monkeypatch, dtype, params, parents):
     found = []
     for in_one_call in (True, False):
         monkeypatch.setattr(RaggedModel, "has_fused_step", in_one_call)
+        model.use_programs(model.program, None)  # chooses the runner again
         sequences = sequences_of(sd.SamplingParams(max_new_tokens=20, **params))
         pool = filled_pool(model, sequences)
         first = model.verify_step(pool, sequences, *draft_of(DRAFTED), trees)
@@ -109,7 +109,7 @@ def test_spans_that_do_not_fit_are_refused():
     model = RaggedModel(tiny_model("llama"), resolve(CPU))
     pool = PagePool(model.layout, 64, 4, model.row_padding)
     pool.add("a")
-    spans = spans_of(pool, [Rows("a", 0, 3)])
+    spans = pool.spans([Rows("a", 0, 3)])
     none = torch.empty(0, dtype=torch.int64)
     program, (place, _, _) = model.program, spans.spans[0]
     with pytest.raises(ValueError, match="1 spans of 3 rows has 1 last tokens and 0 draft tokens"):

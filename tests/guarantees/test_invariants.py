@@ -13,7 +13,6 @@ import specdec_fast as sd
 from specdec_fast.drafters.draft_model.drafter import ModelDrafter
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner import cpp as cpp_runner
 from specdec_fast.runner import eager as eager_runner
 from support.invariants import CheckedEngine, patched
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
@@ -178,8 +177,8 @@ def neighbours_place(original, pool, rows, ahead=None):
         (Sequence, "append_emission", lost_bonus, "I5"),
         (Sequence, "append_emission", draft_bonus_token, "I5"),
         (eager_runner, "lay_out", neighbours_pages, "I6"),
-        (cpp_runner, "spans_of", earlier_span, "I1"),
-        (cpp_runner, "spans_of", neighbours_place, "I6"),
+        (PagePool, "spans", earlier_span, "I1"),
+        (PagePool, "spans", neighbours_place, "I6"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -20,7 +20,6 @@ import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import AttentionParams, Rows
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.errors import UnsupportedModelError
-from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.kv_cache.layer_layout import KVLayout, KVShape
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.kv_probe import KVProbe
@@ -204,7 +203,7 @@ def test_pages_outlive_their_pool(layout):
     """A program reads addresses, so the memory must live as long as they do."""
     pool = PagePool(layout, 20, 8)
     pool.add("a")
-    spans = spans_of(pool, [Rows("a", 0, 3)])
+    spans = pool.spans([Rows("a", 0, 3)])
     addresses = sorted(t.untyped_storage().data_ptr() for t in pool.tensors)
     del pool
     assert sorted(t.untyped_storage().data_ptr() for t in spans.pages.memory) == addresses

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import specdec_fast as sd
+from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.model_watch import Watch
 from specdec_fast.models.replaced_linears import Linears
 from specdec_fast.ops import all_ops, resolve
@@ -166,7 +167,17 @@ def test_wide_model_has_the_same_bits_in_every_batch(wide, dtype):
 
 
 def test_greedy_tokens_are_those_of_transformers(wide):
-    from specdec_fast.equivalence.compare import transformers_greedy
-
     outputs = sd.Engine(wide, truncated_copy(wide, 1)).generate(PROMPTS, sd.SamplingParams(max_new_tokens=20))
     assert [o.token_ids for o in outputs] == [transformers_greedy(wide, prompt, 20) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("part", ["q_proj", "down_proj"])
+def test_an_expanded_weight_is_served(part):
+    """It has less memory than numbers."""
+    model = tiny_model("llama")
+    for name, module in model.named_modules():
+        if name.endswith(part):
+            module.weight = nn.Parameter(module.weight[:1].detach().expand_as(module.weight), requires_grad=False)
+    prompts, params = [[5, 6, 7], [8, 9]], sd.SamplingParams(max_new_tokens=5)
+    outputs = sd.generate(model, None, prompts, params, enforce_eager=True)
+    assert [output.token_ids for output in outputs] == [transformers_greedy(model, ids, 5) for ids in prompts]

@@ -12,6 +12,7 @@ from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.program import RowFunction
 from specdec_fast.program.executors import Projection, TokenChoice
 from specdec_fast.runner.row_module import RowModule
+from support.lazy_signs import negative_view
 from support.programs import needs_programs
 from support.row_modules import OPS, VOCAB, WIDTH, function_of, pool_of
 
@@ -130,3 +131,34 @@ def test_inputs_of_another_size_are_refused():
     assert len(module.draft(pool, rows, [1, 2], carried, [1], choice)) == 1
     with pytest.raises(ValueError, match="2 spans of 3 rows"):
         module.draft(pool, [Rows("a", 0, 2), Rows("b", 0, 1)], [1, 2], carried, [1, 1], choice)
+
+
+@needs_programs
+def test_inputs_have_the_sign_that_they_show():
+    function, results = function_of(), []
+    carried = torch.linspace(-1, 1, 5 * WIDTH).view(5, WIDTH)
+    for inputs in (carried, negative_view(carried)):
+        module, pool = RowModule(function, OPS, 16), pool_of(function)
+        results.append(module(pool, lay_out(pool, [Rows("a", 0, 5)], torch.arange(5)), inputs, None)[0])
+    assert torch.equal(*results)
+    with pytest.raises(ValueError, match="a lazy negative view"):
+        module.draft(pool, [Rows("b", 0, 5)], [1] * 5, inputs, [2], TokenChoice(VOCAB, None))
+
+
+@needs_programs
+def test_a_constant_with_lazy_signs_has_no_program():
+    """A program would read its memory; and the op of a forward in PyTorch says what to do."""
+    function, sinks = function_of(), negative_view(torch.ones(4))
+
+    def run(ops, pool, *others):
+        def attention(query, kv, batch, params):
+            return ops.paged_attention(query, kv, batch, replace(params, sinks=sinks))
+
+        return function.run(ops.replaced(paged_attention=attention), pool, *others)
+
+    module, pool = RowModule(replace(function, run=run), OPS, 16), pool_of(function)
+    assert not module.has_program
+    assert "a lazy negative view" in module.why_no_program
+    batch = lay_out(pool, [Rows("a", 0, 5)], torch.arange(5))
+    with pytest.raises(ValueError, match="sinks is a lazy negative view"):
+        module(pool, batch, torch.ones(5, WIDTH), None)

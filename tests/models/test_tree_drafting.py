@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.kv_cache.forward_layout import spans_of
 from specdec_fast.program.executors import TokenChoice, TreeRules
 from specdec_fast.runner.row_module import RowModule
 from support.programs import needs_programs
@@ -22,7 +21,7 @@ def draft(rules, choice=CHOICE, carried=None):
     module, pool = RowModule(function, OPS, 16), pool_of(function)
     inputs = torch.linspace(-1, 1, len(TOKENS) * WIDTH).view(-1, WIDTH) if carried is None else carried
     assert module.program is not None
-    return module.program.draft_trees(spans_of(pool, ROWS, ahead=[8, 8]), TOKENS, rules, choice, inputs)
+    return module.program.draft_trees(pool.spans(ROWS, ahead=[8, 8]), TOKENS, rules, choice, inputs)
 
 
 @needs_programs

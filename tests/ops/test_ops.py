@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import BACKENDS, Op, all_ops
 from support.grids import grid
-from support.op_cases import CASES, DTYPES, attention_by_hand, changed, each_dtype, make
+from support.op_cases import CASES, DTYPES, attention_by_hand, changed, each_dtype, make, with_tensors
 from support.op_checks import (
     INTERPRETED,
     REFERENCES,
@@ -259,14 +257,6 @@ def test_tensors_without_numbers_are_refused(name):
     """Of a tensor on the meta device a kernel would get the address 0."""
     device_for(all_ops()[name], "cpp")
     case = next(iter(all_ops()[name].cases())).name
-    args = {key: on_meta(value) for key, value in make(name, case).items()}
+    args = with_tensors(make(name, case), lambda path, tensor: tensor.to("meta"))
     with pytest.raises(ValueError, match="meta"):
         all_ops()[name].load("cpp")(**args)
-
-
-def on_meta(value):
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if dataclasses.is_dataclass(value):
-        return replace(value, **{f.name: on_meta(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init})
-    return type(value)(map(on_meta, value)) if isinstance(value, (list, tuple)) else value

@@ -30,7 +30,7 @@ from bench.common.pairs import PAIRS
 from bench.model_step_.recording import record
 from specdec_fast.program.triton.fused_launches import fused_launches_of
 from specdec_fast.program.triton.fused_linear import EitherWay
-from specdec_fast.program.triton.launches import RowRun, launches_of
+from specdec_fast.program.triton.launches import RowFusion, launches_of
 from specdec_fast.program.triton.row_kernel import row_kernel
 from specdec_fast.triton_kernels.linear import variants
 from support.device_programs import variant_of
@@ -49,9 +49,10 @@ def products(code):
 
 for size in map(int, sys.argv[2].split(",")):
     plan = record(replace(PAIRS["qwen3-8b"].draft, hidden_size=size), 96, torch.bfloat16).plan
-    run = next(each.few.before for each in fused_launches_of(plan) if isinstance(each, EitherWay))
-    own = variant_of(plan, row_kernel(plan, run), "row")
-    whole = next(each for each in launches_of(plan) if isinstance(each, RowRun) and each.steps[-1] is run.steps[-1])
+    fusion = next(each.few.before for each in fused_launches_of(plan) if isinstance(each, EitherWay))
+    own = variant_of(plan, row_kernel(plan, fusion), "row")
+    fusions = [each for each in launches_of(plan) if isinstance(each, RowFusion)]
+    whole = next(each for each in fusions if each.steps[-1] is fusion.steps[-1])
     separate = variant_of(plan, row_kernel(plan, whole), "separate")
     fused = list(fused_variants(plan, "fused"))
     for target in sys.argv[1].split(","):

@@ -147,7 +147,7 @@ CASES = {  # a function of the embedded tokens, and how many runs each of its li
         lambda x: torch.cat([F.linear(y, w) for y in [normed(F.linear(x, SQUARE))] for w in (GATE, UP, HEAD)], -1),
         0, 1,
     ),
-    "the rest is another run": (lambda x: normed(x + F.linear(x, SQUARE)), 1, 0),
+    "the rest is another launch": (lambda x: normed(x + F.linear(x, SQUARE)), 1, 0),
     "outputs that are read twice": (lambda x: (y := F.linear(x, GATE)) + F.linear(F.linear(y, DOWN), UP), 1, 0),
     "a part of the outputs": (lambda x: F.linear(x, GATE)[..., 10:] * 2, 0, 0),
     "heads": (lambda x: F.linear(x, SQUARE).view(1, -1, 4, 6).softmax(-1).flatten(2), 0, 0),

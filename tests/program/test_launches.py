@@ -1,4 +1,4 @@
-"""How many launches a layer takes on a GPU, and where a run of row operations must be two."""
+"""How many launches a layer takes on a GPU, and where a fusion of row operations must be two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.programs import CPU, NO_LAYERS, WIDTH, Function, needs_programs
 pytest.importorskip("triton")
 
 from specdec_fast.program.triton.executor import kernels_of
-from specdec_fast.program.triton.launches import JointLinear, RowRun, launches_of
+from specdec_fast.program.triton.launches import JointLinear, RowFusion, launches_of
 from support.device_programs import launched, plan_of
 
 pytestmark = needs_programs
@@ -39,10 +39,10 @@ def test_a_layer_takes_few_launches(architecture):
 def test_runs_have_every_row_operation_once_and_in_order(architecture):
     plan = plan_of(tiny_model(architecture))
     launches = launches_of(plan)
-    own = [step for launch in launches if isinstance(launch, RowRun) for step in launch.steps]
+    own = [step for launch in launches if isinstance(launch, RowFusion) for step in launch.steps]
     assert own == [step for step in plan.instructions if isinstance(step, RowOp | Append)]
     assert not any(
-        isinstance(a, RowRun) and isinstance(b, RowRun) and a.domain == b.domain for a, b in pairwise(launches)
+        isinstance(a, RowFusion) and isinstance(b, RowFusion) and a.domain == b.domain for a, b in pairwise(launches)
     )
 
 

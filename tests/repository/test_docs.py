@@ -17,7 +17,7 @@ from support.source_tree import ROOT
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 DOCUMENTS += [ROOT / folder / "README.md" for folder in ("bench", "examples", "specdec_fast/assets/demo_pair")]
-DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 SOURCES = ("specdec_fast", "csrc", "triton_kernels", "bench", "tests", "tools", "docs", "examples", ".ci")
 # What commands of the documents write, and what belongs to other projects.
 ELSEWHERE = {"gpu.json", "target.gguf", "llama.cpp", "data/spec_bench/question.jsonl"}
@@ -90,6 +90,14 @@ def test_the_quick_start_runs(capsys):
     names: dict[str, object] = {}
     exec(compile(code, "docs/index.md", "exec"), names)
     check_outputs(names["outputs"], capsys)
+
+
+def test_the_program_of_the_design_prints_what_the_page_shows(capsys):
+    """One request, from call to tokens: ids, draft tokens, rows, accepted tokens and pages."""
+    text = (ROOT / "docs/design/index.md").read_text(encoding="utf-8")
+    (code, shown) = re.search(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", text, flags=re.M | re.S).groups()
+    exec(compile(code, "docs/design/index.md", "exec"), {})
+    assert capsys.readouterr().out == shown
 
 
 def check_outputs(outputs, capsys):

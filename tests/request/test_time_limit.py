@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import count
 from threading import Event, Thread
 
@@ -21,10 +22,8 @@ def run_for_ever():
 
 def run_for_ever_and_catch():
     for _ in count():
-        try:
+        with suppress(Exception):
             run_for_ever()
-        except Exception:
-            pass
 
 
 @pytest.mark.parametrize("function", [run_for_ever, run_for_ever_and_catch])
@@ -74,10 +73,8 @@ def call_that_ends_while_it_is_interrupted(monkeypatch, end):
 
     monkeypatch.setattr(time_limit._Run, "_raise_there", raise_when_it_ends)
     monkeypatch.setattr(time_limit._Run, "end", end_then)
-    try:
+    with suppress(TimeoutError):
         run_within(0.0, is_late.wait)
-    except TimeoutError:
-        pass
     is_raised.wait()
     for _ in range(1000):  # what the thread does next
         pass

@@ -8,8 +8,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import specdec_fast as sd
+from specdec_fast.request import chat
 from specdec_fast.server.app import create_app
 from support.asgi import Exchange, fetch
+from support.chats import HELLO, LOOP, TEMPLATE
 from support.services import SOME_STEPS, Gate, num_served, until, vacant
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -155,6 +157,22 @@ def test_a_deadline_before_the_first_token_is_504(make_engine, monkeypatch, stre
     error = exchange.events[-2]["error"] if exchange.status == 200 else exchange.json["error"]
     assert error["code"] == "deadline_exceeded"
     assert exchange.status == 504 or stream
+
+
+def test_a_chat_template_that_does_not_end_is_400_and_harms_no_other_request(make_engine, chat_tokens, monkeypatch):
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.01)
+    monkeypatch.setattr(chat_tokens, "chat_template", LOOP + TEMPLATE)
+    app = create_app(make_engine())
+
+    async def main():
+        body = {"messages": HELLO, "max_tokens": 3}
+        endless = body | {"chat_template_kwargs": {"n": 10**5}}
+        paths = {"/v1/chat/completions": endless, "/v1/completions": LONG}
+        return await asyncio.gather(*(fetch(app, path, body) for path, body in paths.items()))
+
+    bad, good = asyncio.run(main())
+    assert (bad.status, good.status) == (400, 200)
+    assert "the chat template cannot write the messages: TimeoutError" in bad.json["error"]["message"]
 
 
 def test_closing_finishes_or_cancels_and_refuses_the_rest(make_engine, monkeypatch):

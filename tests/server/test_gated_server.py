@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from specdec_fast.cli import main
 from specdec_fast.commands import serve
+from specdec_fast.service import async_engine
 from support.services import Gate, vacant
 
 PROMPT = "Once upon a time"
@@ -168,3 +170,58 @@ def test_a_connection_that_is_cut_cancels_its_request(run_server, num_steps):
         return served.client.post("/v1/completions", json=FIELDS).status_code
 
     assert run_server(use) == 200
+
+
+def end_twice(served):
+    """Send two signals, the second when the first is handled."""
+    served.terminate()
+    served.wait_until(lambda: served.engine.is_closed)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_second_signal_ends_the_process_during_a_step_that_does_not_end(run_server, monkeypatch):
+    statuses, has_left = [], Event()
+    monkeypatch.setattr(serve, "_LAST_SECONDS", 0.01)
+    monkeypatch.setattr(serve, "_leave", lambda status: (statuses.append(status), has_left.set()))
+
+    def use(served):
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(served.client.post, "/v1/completions", json=FIELDS)
+            try:
+                served.gate.is_reached.wait()
+                end_twice(served)
+                has_left.wait()
+            finally:
+                served.gate.open()
+            return answer.result().status_code
+
+    assert run_server(use) == 503
+    assert statuses == [1]
+
+
+def test_a_tokenizer_that_does_not_end_keeps_no_client_waiting_and_no_process_alive(run_server, monkeypatch):
+    statuses, may_encode = [], Event()
+    monkeypatch.setattr(serve, "_leave", statuses.append)
+    monkeypatch.setattr(serve, "_LAST_SECONDS", 36000.0)
+    monkeypatch.setattr(async_engine, "_ENCODERS_SECONDS", 0.01)
+
+    def use(served):
+        is_encoding, encoders = Event(), served.engine._encoders
+
+        def encode(*args):
+            is_encoding.set()
+            may_encode.wait()
+
+        monkeypatch.setattr(served.engine._builder, "build", encode)
+        with ThreadPoolExecutor(2) as threads:
+            answers = [threads.submit(served.client.post, "/v1/completions", json=FIELDS) for _ in range(2)]
+            is_encoding.wait()
+            served.wait_until(lambda: served.num_requests() == 2)
+            end_twice(served)
+            return [answer.result().status_code for answer in answers], encoders.is_busy
+
+    try:
+        assert run_server(use) == ([503, 503], True)
+        assert statuses == [0]
+    finally:
+        may_encode.set()

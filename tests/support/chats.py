@@ -12,8 +12,8 @@ TEMPLATE = (
     "[{{ m.role }}]{% if think is defined %}({{ think }}){% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% for t in tools or [] %}<{{ t.name }}>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-# What a client's ``n`` makes endless: n**3 turns; the sandbox of transformers lets one range have 100,000.
-LOOP = "{% for i in range(n) %}{% for j in range(n) %}{% for k in range(n) %}{% endfor %}{% endfor %}{% endfor %}"
+# A client's ``n`` makes it endless: n**3 turns; the sandbox of transformers lets one range have 100,000.
+LOOP = "{% for i in range(n or 0) %}{% for j in range(n) %}{% for k in range(n) %}{% endfor %}{% endfor %}{% endfor %}"
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Count from one to five"}]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -100,3 +100,29 @@ def changed(args: dict[str, Any], path: str, change: Callable[[Any], Any]) -> di
     name, _, field = path.partition(".")
     new = replace(args[name], **{field: change(getattr(args[name], field))}) if field else change(args[name])
     return {**args, name: new}
+
+
+def with_tensors(value: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """``value`` with every tensor in it replaced by what ``change`` makes of its path (``batch.seqused_k``) and it."""
+    if isinstance(value, Tensor):
+        return change(path, value)
+    if is_dataclass(value):
+        names = [field.name for field in fields(value) if field.init]
+        return replace(value, **{name: with_tensors(getattr(value, name), change, f"{path}.{name}") for name in names})
+    if isinstance(value, dict):
+        return {name: with_tensors(each, change, name) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(with_tensors(each, change, f"{path}.{i}") for i, each in enumerate(value))
+    return value
+
+
+def named_tensors(value: Any) -> dict[str, Tensor]:
+    """Every tensor in ``value``, by its path."""
+    found: dict[str, Tensor] = {}
+
+    def note(path: str, tensor: Tensor) -> Tensor:
+        found[path] = tensor
+        return tensor
+
+    with_tensors(value, note)
+    return found

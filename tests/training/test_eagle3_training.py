@@ -131,6 +131,9 @@ def test_a_resumed_run_ends_with_the_same_weights(target, texts, tmp_path, matri
     torch.save(state, tmp_path / "training_state.pt")
     with pytest.raises(sd.ConfigError, match="is no checkpoint of a training"):
         made(target, texts, tmp_path, recipe=recipe).resume()
+    torch.save({"module": print}, tmp_path / "training_state.pt")
+    with pytest.raises(sd.ConfigError, match=r"cannot be read \(it holds print, and only tensors are read"):
+        made(target, texts, tmp_path).resume()
     (tmp_path / "training_state.pt").write_bytes(b"damaged")
     with pytest.raises(sd.ConfigError, match="cannot be read"):
         made(target, texts, tmp_path).resume()
@@ -231,6 +234,30 @@ def test_texts_that_begin_alike_are_held_out_together(target):
         learnt, held_out = ({int(text[0]) for text in side} for side in texts.split(num_held_out))
         assert learnt
         assert not learnt & held_out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 700])
+def test_the_target_writes_about_as_many_tokens_as_are_asked_for(target, monkeypatch, num_tokens):
+    engine = sd.Engine(target, None, max_batch_size=16)
+    written, generate = [], engine.generate
+
+    def counted(*args, **keywords):
+        outputs = generate(*args, **keywords)
+        written.extend(len(output.prompt_ids) + len(output.token_ids) for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(engine, "generate", counted)
+    longest = 20
+    largest_pair = 2 * (2 + longest)
+    lengths = write_texts(engine, [[i, 3] for i in range(20)], num_tokens, longest, seed=1).lengths.tolist()
+    assert num_tokens <= sum(lengths) < num_tokens + largest_pair
+    assert sum(written) < num_tokens + largest_pair, "none is written in vain, as all have the same length"
+
+
+def test_texts_that_end_at_once_are_refused(target, monkeypatch):
+    engine = sd.Engine(target, None, max_batch_size=64)
+    with pytest.raises(sd.ConfigError, match="ends its texts within 4 tokens"):
+        write_texts(engine, [[3]], 100, 1, seed=1)
 
 
 def test_texts_depend_on_the_seed_alone(target, texts, tmp_path):

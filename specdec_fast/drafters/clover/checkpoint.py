@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec_fast.drafters.shared.checkpoint.settings import LayerConfig, Settings
+from specdec_fast.drafters.shared.checkpoint.settings import MOST_PARTS, LayerConfig, Settings
 from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE, WeightTable, read_tensors, renamed
 from specdec_fast.speculation_length.choice_tree import checked_choices
 
@@ -67,8 +67,8 @@ def read_clover(folder: Path) -> tuple[CloverConfig, dict[str, Tensor]]:
         target_hidden_size=layer.hidden_size,
         tap_layers=None,
         verifiers=(),
-        num_heads=settings.positive_integer("clover_num_heads", 3),
-        num_blocks=settings.positive_integer("clover_num_layers", 1),
+        num_heads=settings.positive_integer("clover_num_heads", 3, MOST_PARTS),
+        num_blocks=settings.positive_integer("clover_num_layers", 1, MOST_PARTS),
         choices=None if choices is None else checked_choices(choices, f"clover_choices of {str(folder)!r}"),
     )
     weights = renamed(read_tensors(folder / WEIGHTS_FILE), _PREFIXES)

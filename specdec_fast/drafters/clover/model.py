@@ -22,6 +22,7 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
+from specdec_fast.ops.checks import stored
 from specdec_fast.program import RowFunction
 from specdec_fast.runner.ragged_model import RaggedModel
 
@@ -213,4 +214,5 @@ def output_layer(model: nn.Module) -> nn.Linear:
 
 def _output_layer(target: RaggedModel) -> Linear:
     layer = output_layer(target.model)
-    return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    bias = None if layer.bias is None else stored(layer.bias.detach())
+    return stored(layer.weight.detach()).contiguous(), bias

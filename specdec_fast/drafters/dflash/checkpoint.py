@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec_fast.drafters.shared.checkpoint.settings import LayerConfig, Settings
+from specdec_fast.drafters.shared.checkpoint.settings import MOST_PARTS, LayerConfig, Settings
 from specdec_fast.drafters.shared.checkpoint.weights import Shape, WeightTable
 from specdec_fast.errors import ConfigError
 
@@ -86,8 +86,7 @@ def read_config(folder: Path) -> DFlashConfig:
     _refuse_others(settings | of_layers)
     layer = of_layers.layer()
     windows = _windows(of_layers, settings, layer.num_hidden_layers)
-    rank = settings.positive_integer("markov_rank", 1) if settings.get("markov_rank") else 0
-    from_anchor = settings.get("sample_from_anchor")
+    rank = 0 if settings.get("markov_rank") in (None, 0) else settings.positive_integer("markov_rank", 1)
     return DFlashConfig(
         folder=folder,
         layer=layer,
@@ -99,7 +98,7 @@ def read_config(folder: Path) -> DFlashConfig:
         block_size=_block_size(settings),
         mask_token_id=_mask_token_id(settings, layer.vocab_size),
         causal=_causal(of_layers, settings, windows),
-        sample_from_anchor=kind == "dspark" or rank > 0 if from_anchor is None else bool(from_anchor),
+        sample_from_anchor=settings.flag("sample_from_anchor", kind == "dspark" or rank > 0),
         markov_rank=rank,
         markov_head_type=_markov_head_type(settings),
         confidence_with_markov=_confidence(settings, rank),
@@ -126,7 +125,7 @@ def _refuse_others(settings: Settings) -> None:
 def _windows(of_layers: Settings, settings: Settings, num_layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer; ``use_swa`` gives all layers one, unless ``layer_types`` names some."""
     windows = of_layers.sliding_windows(num_layers)
-    if settings.get("use_swa") and not any(windows):
+    if settings.flag("use_swa", False) and not any(windows):
         place, name = (settings, "swa_window_size") if "swa_window_size" in settings else (of_layers, "sliding_window")
         windows = (place.positive_integer(name, None),) * num_layers
     return windows
@@ -134,18 +133,19 @@ def _windows(of_layers: Settings, settings: Settings, num_layers: int) -> tuple[
 
 def _causal(of_layers: Settings, settings: Settings, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
     """Return which layers are causal; without a setting those that ``layer_types`` gives a window."""
-    named = settings.get("is_causal", settings.get("causal"))
-    if named is None:
-        by_type = "sliding_attention" in of_layers.names("layer_types")
-        named = None if by_type and not settings.get("sliding_window_non_causal") else False
-    causal = tuple(window is not None if named is None else bool(named) for window in windows)
+    name = "is_causal" if "is_causal" in settings else "causal"
+    by_type = "sliding_attention" in of_layers.names("layer_types")
+    if settings.get(name) is None and by_type and not settings.flag("sliding_window_non_causal", False):
+        causal = tuple(window is not None for window in windows)
+    else:
+        causal = (settings.flag(name, False),) * len(windows)
     if any(window is not None and not is_causal for window, is_causal in zip(windows, causal, strict=True)):
         raise ConfigError(f"{settings.where} has layers with a sliding window that are not causal; none is served.")
     return causal
 
 
 def _block_size(settings: Settings) -> int:
-    size = settings.positive_integer("block_size", 16)
+    size = settings.positive_integer("block_size", 16, MOST_PARTS)
     if size < 2:
         raise ConfigError(f"{settings.where}: block_size is {size}; expected at least 2.")
     return size
@@ -166,8 +166,8 @@ def _markov_head_type(settings: Settings) -> str:
 
 
 def _confidence(settings: Settings, markov_rank: int) -> bool | None:
-    with_markov = bool(settings.get("confidence_head_with_markov"))
-    if not settings.get("enable_confidence_head"):
+    with_markov = settings.flag("confidence_head_with_markov", False)
+    if not settings.flag("enable_confidence_head", False):
         return None
     if with_markov and not markov_rank:
         raise ConfigError(

@@ -23,6 +23,7 @@ from specdec_fast.drafters.shared.layers import LayerWeights, RotaryTable, rotat
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.ops.checks import stored
 from specdec_fast.runner.ragged_model import RaggedModel
 
 
@@ -83,7 +84,8 @@ class DFlashModel:
         self._head: tuple[Tensor, Tensor | None] = (own.get("lm_head.weight"), None)  # type: ignore[assignment]
         if self._head[0] is None:
             layer_of_target = target.model.get_output_embeddings()
-            self._head = _shared(config, layer_of_target, "lm_head"), getattr(layer_of_target, "bias", None)
+            bias = getattr(layer_of_target, "bias", None)
+            self._head = _shared(config, layer_of_target, "lm_head"), None if bias is None else stored(bias.detach())
         self.markov = MarkovHead(config.markov_head_type, own, self._ops) if config.markov_rank else None
         with_markov = config.confidence_with_markov
         self.confidence = None if with_markov is None else ConfidenceHead(own, with_markov)
@@ -208,4 +210,4 @@ def _shared(config: DFlashConfig, layer: nn.Module | None, name: str) -> Tensor:
             f"{str(config.folder)!r} has no {name}, and the target's is {kind}; expected {list(expected)}. Take a "
             "complete checkpoint, or one that was trained for this target."
         )
-    return weight.detach()
+    return stored(weight.detach()).contiguous()

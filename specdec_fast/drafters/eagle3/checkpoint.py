@@ -18,6 +18,7 @@ from specdec_fast.errors import ConfigError
 
 _EAGLE3 = "an EAGLE-3 drafter"
 _TAP_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 PREFIXES = {"model.": "", "midlayer.": "layers.0."}  # of names in files, and what they are here
 
 
@@ -65,10 +66,7 @@ def read_config(folder: Path) -> Eagle3Config:
     of_layers = settings.layer_settings()
     layer = of_layers.layer()
     nested = settings.mapping("eagle_config")
-
-    def flag(name: str) -> bool:
-        return bool(settings.get(name, nested.get(name, False)))
-
+    flags = {name: (settings if name in settings else nested).flag(name, False) for name in _FLAGS}
     if settings.is_speculators and "norm_before_residual" not in settings:
         warnings.warn(
             f"{settings.where} does not say norm_before_residual. It is read as false, the default of speculators; "
@@ -82,11 +80,8 @@ def read_config(folder: Path) -> Eagle3Config:
         draft_vocab_size=settings.positive_integer("draft_vocab_size", layer.vocab_size),
         target_hidden_size=settings.positive_integer("target_hidden_size", layer.hidden_size),
         tap_layers=_tap_layers(settings, nested),
-        norm_before_residual=flag("norm_before_residual"),
-        norm_before_fc=flag("norm_before_fc"),
-        fc_norm=flag("fc_norm"),
-        norm_output=flag("norm_output"),
         verifiers=settings.verifiers(),
+        **flags,
     )
 
 

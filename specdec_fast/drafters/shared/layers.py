@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec_fast.batch.ragged_batch import AttentionParams
+from specdec_fast.errors import ConfigError
 
 _FIRST_POSITIONS = 512  # of the table of rotary factors; it is doubled as needed
 
@@ -51,9 +54,21 @@ def joined(weights: dict[str, Tensor], names: list[str]) -> tuple[Tensor, Tensor
 
 
 def rotary_embedding(layer: LlamaConfig, device: torch.device) -> LlamaRotaryEmbedding:
-    """Return the rotary embedding of a layer; it is computed on the CPU, whatever the caller's default device."""
-    with torch.device("cpu"):
-        return LlamaRotaryEmbedding(layer).to(device)
+    """Return the rotary embedding of a layer; it is computed on the CPU, whatever the caller's default device.
+
+    Raises:
+        ConfigError: its parameters give no finite frequencies.
+
+    """
+    try:
+        with torch.device("cpu"):
+            rotary = LlamaRotaryEmbedding(layer)
+        is_finite = bool(rotary.inv_freq.isfinite().all()) and isfinite(rotary.attention_scaling)
+    except Exception as error:  # transformers computes with the parameters as they are
+        raise ConfigError(f"cannot compute the rotary embedding {layer.rope_parameters}: {error}") from error
+    if not is_finite:
+        raise ConfigError(f"the rotary embedding {layer.rope_parameters} has frequencies that are not finite.")
+    return rotary.to(device)
 
 
 class RotaryTable:

@@ -15,7 +15,7 @@ from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.drafting import chosen_tokens, widened
 
 # A drafter learns how often the target draws a token at temperature 1. A likely token has the largest logit more often
-# than it is drawn, and an unlikely one less often. Measured with the bundled EAGLE-3 drafter (docs/design.md).
+# than it is drawn, and an unlikely one less often. Measured with the bundled EAGLE-3 drafter (docs/design/drafters.md).
 GREEDY_TEMPERATURE = 0.5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence as Many
 
 import torch
@@ -27,7 +28,7 @@ def static_tree(context: DrafterContext, choices: Many[tuple[int, ...]], num_hea
         num_ids: number of ids that a head can propose.
 
     Raises:
-        ConfigError: ``draft_tree`` has a node beyond the last head or id.
+        ConfigError: ``draft_tree`` has a node beyond the last head or id, or all nodes of the drafter's own tree are.
 
     """
     wanted = context.config.draft_tree
@@ -40,6 +41,11 @@ def static_tree(context: DrafterContext, choices: Many[tuple[int, ...]], num_hea
         beyond = next(choice for choice in choices if choice not in kept)
         raise ConfigError(
             f"draft_tree has the node {list(beyond)}, but the checkpoint has {num_heads} heads of {num_ids} ids."
+        )
+    if not kept:
+        raise ConfigError(
+            f"the checkpoint's tree begins with the node {reprlib.repr(list(choices[0]))}, and none of its nodes is "
+            f"within its {num_heads} heads of {num_ids} ids; correct it, or pass draft_tree."
         )
     return ChoiceTree(ChoiceTree(kept).choices[:wanted]) if isinstance(wanted, int) else ChoiceTree(kept)
 

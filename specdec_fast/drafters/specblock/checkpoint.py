@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec_fast.drafters.shared.checkpoint.settings import LayerConfig, Settings
+from specdec_fast.drafters.shared.checkpoint.settings import MOST_PARTS, LayerConfig, Settings
 from specdec_fast.drafters.shared.checkpoint.weights import WeightTable
 from specdec_fast.errors import ConfigError
 from specdec_fast.speculation_length.choice_tree import MOST_NODES
@@ -73,7 +73,7 @@ def read_config(folder: Path) -> SpecBlockConfig:
         target_hidden_size=settings.positive_integer("target_hidden_size", layer.hidden_size),
         tap_layers=settings.layer_ids("tap_layers"),
         verifiers=(),
-        num_slots=settings.positive_integer(_SLOTS, _DEFAULT_SLOTS),
+        num_slots=settings.positive_integer(_SLOTS, _DEFAULT_SLOTS, MOST_PARTS),
         tree_nodes=tree_nodes,
     )
 

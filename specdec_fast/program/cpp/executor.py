@@ -9,25 +9,23 @@ from torch import Tensor
 
 from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
 from specdec_fast.batch.ragged_batch import RaggedBatch
-from specdec_fast.batch.sampling_batch import Sampling
-from specdec_fast.kv_cache.forward_layout import Spans
-from specdec_fast.kv_cache.page_pool import KVPages
-from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of
+from specdec_fast.batch.sampling_batch import Sampling, addresses_of
+from specdec_fast.kv_cache.page_pool import KVPages, Spans
+from specdec_fast.ops.cpp import DTYPE_CODES
 from specdec_fast.program.cpp.builder import built
-from specdec_fast.program.executors import DraftedTrees, Projection, TokenChoice, TreeRules
+from specdec_fast.program.executors import DraftedTrees, ForwardProgram, Projection, TokenChoice, TreeRules
 from specdec_fast.program.plan.ir import Plan
 from specdec_fast.program.plan.working_memory import working_bytes
 
 _NO_TAPS = torch.empty(0, device="cpu")
 
 
-class Program:
+class Program(ForwardProgram):
     """A model's forward as one call.
 
     Args:
         plan: the plan of the program. The program keeps its constants alive, including the model's weights, and reads
             them in place.
-
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -45,23 +43,19 @@ class Program:
         hidden_states: Tensor | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Compute the batch's rows.
+        """Compute the logits ``[R, vocab_size]`` of a batch.
 
         Args:
             token_ids: ``[T]`` int64, padding included.
             batch: ``T`` rows, laid out by the pool that ``pages`` belong to.
-            pages: pages of a pool that has the layout for which the program was made.
+            pages: of a pool that has the layout for which the program was made.
             logit_rows: ``[R]`` int64 rows whose logits are wanted; None: all rows.
             hidden_states: ``[T, taps, H]``, into which the program writes the taps of its plan; None: not wanted.
             inputs: ``[T, input_size]``, contiguous, what the rows take besides their tokens; None if they take nothing.
 
-        Returns:
-            Logits ``[R, vocab_size]``.
-
         Raises:
             IndexError: an index of the batch lies outside its rows or pages, or a token outside the vocabulary.
             ValueError: there are inputs and the program takes none, or the other way round; or they have another size.
-
         """
         if logit_rows is None:
             logit_rows = self._all_rows(token_ids.shape[0])
@@ -73,25 +67,20 @@ class Program:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the program keeps now."""
         return int(self._program.held_bytes)
 
     def bytes_for(self, num_rows: int, num_logit_rows: int) -> int:
-        """Return the memory that it keeps after a forward of so many rows, if no larger forward came before."""
         return int(self._program.bytes_for(num_rows, num_logit_rows, torch.get_num_threads()))
 
     def working_bytes(self, num_rows: int, num_logit_rows: int) -> int:
-        """Return an upper bound of the memory that one of its operations allocates and frees in such a forward."""
         linear_bytes = partial(_C.linear_bytes, DTYPE_CODES[self._plan.dtype])
         return working_bytes(self._plan, num_rows, num_logit_rows, torch.get_num_threads(), linear_bytes)
 
     def release(self) -> None:
-        """Free what it keeps; the next forward allocates it again."""
         self._program.release()
 
     @property
     def seconds(self) -> float:
-        """The time of all forwards so far, without the choice of tokens."""
         return float(self._program.seconds)
 
     def draft(
@@ -109,7 +98,7 @@ class Program:
 
         Args:
             spans: the rows of the first forward, of ``B`` sequences; pages of later rows are allocated.
-            token_ids: tokens of the first forward's rows.
+            token_ids: of the first forward's rows.
             num_draft_tokens: number of draft tokens per sequence, at least 1. Forward i has one row for every sequence
                 that gets more than i.
             choice: how tokens are chosen. Logits with a NaN choose token 0.
@@ -120,7 +109,6 @@ class Program:
 
         Raises:
             IndexError: for the reasons of ``__call__``.
-
         """
         chosen = torch.empty(sum(num_draft_tokens), dtype=torch.int64, device="cpu")
         self._program.draft(
@@ -144,7 +132,7 @@ class Program:
         Args:
             spans: the rows of the first forward, of ``B`` sequences, the last of which is the root of the sequence's
                 tree; pages of as many further positions as the tree may have nodes are allocated.
-            token_ids: tokens of these rows.
+            token_ids: of these rows.
             rules: how the trees grow.
             choice: how the target will choose tokens. Rows whose logits have a NaN or infinity get no children.
             inputs: of these rows, as in ``draft``.
@@ -155,7 +143,6 @@ class Program:
         Raises:
             IndexError: for the reasons of ``__call__``.
             ValueError: the arguments do not fit together.
-
         """
         depths, num_nodes, width, parents, ranks, temperature = rules
         tokens, above, scores = (
@@ -203,7 +190,6 @@ class Program:
         Raises:
             IndexError: for the reasons of ``__call__``.
             ValueError: the arguments do not fit together, or a parent does not come before its children.
-
         """
         width = self._plan.vocab_size
         draft_tokens, parents = draft_tokens.contiguous(), spans.parents
@@ -236,8 +222,8 @@ class Program:
             raise ValueError(f"{num_rows} rows take {self._plan.input_bytes} bytes each; got inputs of shape {shape}.")
         if inputs is None:
             return 0
-        if not inputs.is_contiguous():
-            raise ValueError("inputs are not contiguous.")
+        if not inputs.is_contiguous() or inputs.is_neg():
+            raise ValueError("inputs are not contiguous, or a lazy negative view, whose memory holds the other sign.")
         return inputs.data_ptr()
 
     def _carried(self, inputs: Tensor | Projection | None, num_rows: int) -> tuple[object, ...]:
@@ -256,7 +242,7 @@ class Program:
         return 0, size, projection._program, plan.input_bytes, pieces
 
     def _sizes_of(self, choice: TokenChoice) -> tuple[int, ...]:
-        """Return what C++ knows of a choice besides the sampling, in the order of csrc/bind_program.cpp."""
+        """Return a choice's sizes besides the sampling, in the order of csrc/bind_program.cpp."""
         ids = choice.target_ids
         sizes = (self._plan.vocab_size, choice.vocab_size, 0 if ids is None else ids.data_ptr())
         return self._logits_code, *sizes, choice.num_target_ids

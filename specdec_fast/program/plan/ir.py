@@ -43,44 +43,40 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """Numbers of a buffer, of a constant, or one number repeated.
+    """Numbers of a buffer, of a constant, or one number repeated."""
 
-    Attributes:
-        source: the index of a buffer, a constant, or a float.
-        dtype: type of the numbers.
-        offset: offset of the first number from the beginning of the row.
-        strides: one stride per axis of the operation.
-        length: length of the last axis.
+    source: int | Tensor | float  # the index of a buffer, a constant, or a float
+    dtype: torch.dtype  # type of the numbers
+    offset: int  # offset of the first number from the beginning of the row
+    strides: tuple[int, ...]  # one stride per axis of the operation
+    length: int  # length of the last axis
 
-    """
 
-    source: int | Tensor | float
-    dtype: torch.dtype
-    offset: int
-    strides: tuple[int, ...]
-    length: int
+class BufferUse:
+    """Which buffers an instruction or a launch uses, by their indices."""
+
+    @property
+    def reads(self) -> list[int]:
+        """The buffers that it reads."""
+        raise NotImplementedError
+
+    @property
+    def writes(self) -> list[int]:
+        """The buffers that it writes."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
-class RowOp:
-    """One operation on every row: elementwise, or over the last axis.
+class RowOp(BufferUse):
+    """One operation on every row: elementwise, or over the last axis."""
 
-    Attributes:
-        code: one of ``ROW_CODES``.
-        shape: at most ``MAX_RANK`` axes; every operand has its own length of the last one.
-        inputs: operands; for an embedding, its table, and the one index of the row if the model has computed it.
-        out: the operand for the result.
-        scalar: epsilon of a norm; the number added to a position or token id; 1 if topk sorts its result.
-        by_position: whether an embedding without an index is looked up by position instead of token id.
-
-    """
-
-    code: str
-    shape: tuple[int, ...]
+    code: str  # one of ROW_CODES
+    shape: tuple[int, ...]  # at most MAX_RANK axes; every operand has its own length of the last one
+    # operands; for an embedding, its table, and the one index of the row if the model has computed it
     inputs: tuple[Operand, ...]
-    out: Operand
-    scalar: float = 0.0
-    by_position: bool = False
+    out: Operand  # the operand for the result
+    scalar: float = 0.0  # epsilon of a norm; the number added to a position or token id; 1 if topk sorts its result
+    by_position: bool = False  # whether an embedding without an index is looked up by position instead of token id
 
     def shape_of(self, operand: Operand) -> tuple[int, ...]:
         """Return the shape of one of its operands."""
@@ -88,12 +84,10 @@ class RowOp:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [operand.source for operand in self.inputs if isinstance(operand.source, int)]
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         assert isinstance(self.out.source, int)
         return [self.out.source]
 
@@ -108,9 +102,8 @@ class Heads:
 
 
 @dataclass(frozen=True, eq=False)
-class Linear:
-    """Products of ``num_vectors`` vectors of ``in_features`` numbers per row with ``weight [out_features,
-    in_features]``.
+class Linear(BufferUse):
+    """Products of ``num_vectors`` vectors per row with ``weight [out_features, in_features]``.
 
     The weights are contiguous, or the transpose of a contiguous matrix.
     """
@@ -124,17 +117,15 @@ class Linear:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [self.source]
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         return [self.out]
 
 
 @dataclass(frozen=True, eq=False)
-class GroupedLinear:
+class GroupedLinear(BufferUse):
     """``choices`` products per row, each with the weights of another expert; see ``ops/grouped_linear.py``.
 
     Attributes:
@@ -143,7 +134,6 @@ class GroupedLinear:
         experts, experts_offset: buffer and offset of ``choices`` expert ids, whole numbers in fp32.
         weight: ``[num_experts, out_features, in_features]``; it or its ``mT`` is contiguous.
         bias: ``[num_experts, out_features]``, or None.
-
     """
 
     source: int
@@ -158,17 +148,15 @@ class GroupedLinear:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [self.source, self.experts]
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         return [self.out]
 
 
 @dataclass(frozen=True)
-class Append:
+class Append(BufferUse):
     """Write a layer's keys and values into pages."""
 
     layer: int
@@ -177,17 +165,15 @@ class Append:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [self.key.buffer, self.value.buffer]
 
     @property
     def writes(self) -> list[int]:
-        """No buffers: it writes pages."""
-        return []
+        return []  # it writes pages
 
 
 @dataclass(frozen=True, eq=False)
-class Attend:
+class Attend(BufferUse):
     """Attend over the pages of a layer."""
 
     layer: int
@@ -201,17 +187,15 @@ class Attend:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [self.query.buffer]
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         return [self.out]
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(BufferUse):
     """Take the rows whose logits are wanted."""
 
     source: int
@@ -219,12 +203,10 @@ class Gather:
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return [self.source]
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         return [self.out]
 
 
@@ -250,31 +232,17 @@ class Placed:
 
 @dataclass(frozen=True)
 class Plan:
-    """A program ready to be built.
+    """A program ready to be built."""
 
-    Attributes:
-        dtype: dtype of weights, keys and values.
-        kv_shapes: shapes of the KV cache, by layer.
-        buffers: memory of every buffer, by its index.
-        instructions: the instructions in the order in which they run.
-        arena_bytes: bytes of shared memory per row of each domain.
-        scratch_bytes: bytes of a thread's own memory.
-        vocab_size: number of logits per row.
-        logits_dtype: dtype of the logits.
-        baked: parameters and buffers of the model of which the instructions keep numbers instead of reading them.
-        tap_bytes: bytes of the hidden states of a row; 0 without taps.
-        input_bytes: bytes that a row takes besides its token; 0 if it takes nothing.
-
-    """
-
-    dtype: torch.dtype
-    kv_shapes: tuple[KVShape, ...]
-    buffers: list[Placed]
-    instructions: list[Instruction]
-    arena_bytes: tuple[int, int]
-    scratch_bytes: int
-    vocab_size: int
-    logits_dtype: torch.dtype
+    dtype: torch.dtype  # dtype of weights, keys and values
+    kv_shapes: tuple[KVShape, ...]  # shapes of the KV cache, by layer
+    buffers: list[Placed]  # memory of every buffer, by its index
+    instructions: list[Instruction]  # the instructions in the order in which they run
+    arena_bytes: tuple[int, int]  # bytes of shared memory per row of each domain
+    scratch_bytes: int  # bytes of a thread's own memory
+    vocab_size: int  # number of logits per row
+    logits_dtype: torch.dtype  # dtype of the logits
+    # parameters and buffers of the model of which the instructions keep numbers instead of reading them
     baked: tuple[Tensor, ...] = ()
-    tap_bytes: int = 0
-    input_bytes: int = 0
+    tap_bytes: int = 0  # bytes of the hidden states of a row; 0 without taps
+    input_bytes: int = 0  # bytes that a row takes besides its token; 0 if it takes nothing

@@ -62,7 +62,7 @@ def gathers_first(instructions: Sequence[Instruction], buffers: list[Buffer]) ->
 
 
 def linears_first(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Move every linear to directly after its input, so that row operations form fewer and longer runs."""
+    """Move every linear to directly after its input, so that row operations form fewer and longer fusions."""
     ordered: list[Instruction] = []
     for instruction in instructions:
         place = len(ordered)
@@ -88,16 +88,15 @@ def placed(
     from the next step on, and a thread's own memory from the next operation on.
 
     Args:
-        instructions: the instructions in the order in which they run.
+        instructions: in the order in which they run.
         buffers: all buffers.
         logits: the buffer of the logits.
         taps: the buffers of the taps, in their order; a row of the hidden states has one after the other.
         inputs: the buffer of what the rows take besides their tokens, which is read only; None: nothing.
 
     Returns:
-        The memory of every buffer, by its index; bytes of shared memory per row of each domain; bytes of a thread's
-        own memory.
-
+        The memory of every buffer, by its index; the bytes per row of each domain that are shared, and of a thread's
+        own.
     """
     steps = _steps(instructions, buffers)
     by_step, by_operation = _lives(instructions, steps.__getitem__), _lives(instructions, lambda i: i)

@@ -40,13 +40,11 @@ def working_bytes(
     """Return an upper bound of what one operation of a program allocates while it runs.
 
     Args:
-        plan: the program's plan.
-        num_rows: rows of the forward.
-        num_logit_rows: rows whose logits are wanted.
+        plan: the program's.
+        num_rows, num_logit_rows: rows of the forward, and those whose logits are wanted.
         num_threads: threads that compute it; each has working memory of its own.
         linear_bytes: from a linear's rows, inputs and outputs, whether its weight is transposed, and the threads, to
             what it allocates.
-
     """
 
     def of(step: Instruction) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec_fast.program.plan.ir import MAX_RANK, OF_ROW, GroupedLinear, Instruction, Linear, Operand, RowOp
 from specdec_fast.program.record.row_views import NotLowerableError, RowView
 from specdec_fast.program.record.tape import Tape
-from specdec_fast.program.record.tape_values import Overwritten
+from specdec_fast.program.record.tape_values import OfAllRows, Overwritten
 
 _MOST_GROUPS = 4
 
@@ -36,14 +36,7 @@ class _Visit:
 
 
 class ExpertLoop:
-    """The loop over the experts among which ``ids`` ``[T, num_choices]`` choose.
-
-    Args:
-        tape: the recording.
-        ids: the places of the ids of experts, below ``num_experts``.
-        num_experts: experts that the loop visits.
-
-    """
+    """The loop over ``num_experts`` experts, among which the numbers at ``ids`` ``[T, num_choices]`` choose."""
 
     def __init__(self, tape: Tape, ids: RowView, num_experts: int) -> None:
         self.ids, self.num_experts, self.num_choices = ids, num_experts, ids.sizes[1]
@@ -128,6 +121,23 @@ class ExpertLoop:
         is_own = replace(inside, sizes=sizes, strides=(*inside.strides, *[0] * (len(states.sizes) - 2)))
         tape.row_op("where", [is_own, states, 0.0], masked)
         return masked
+
+
+@dataclass(frozen=True, eq=False)
+class OfLoop(OfAllRows):
+    """A tensor by which a loop over experts finds the rows of each of them."""
+
+    # "one_hot"; "counts" and "chosen", per expert; "mask" of an expert's rows; their "rows" and "choices"; or the
+    # "sums" of the experts visited so far
+    kind: str
+    loop: ExpertLoop  # the loop
+    axes: tuple[str, ...] = ()  # what the axes of "one_hot" and "mask" are: "rows", "choices", "experts"
+    expert: int = 0  # that of a mask, rows and choices
+    target: RowView | None = None  # the value to which the sums are added
+
+    def with_axes(self, axes: tuple[str, ...]) -> OfLoop:
+        """Return the same with axes in another order."""
+        return replace(self, axes=axes)
 
 
 class _Repeated:

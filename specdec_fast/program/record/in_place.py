@@ -37,7 +37,6 @@ def writable(tape: Tape, tensor: Tensor) -> RowView:
 
     Raises:
         NotLowerableError: the tensors of its memory are not in one buffer, or in that of the inputs.
-
     """
     view = tape.row_view(tensor)
     if not _is_own(tape, view, tensor):

@@ -93,7 +93,6 @@ def _masked_fill(tape: Tape, result: Tensor, source: Tensor, mask: Tensor, value
 def _index_put(
     tape: Tape, result: Tensor, target: Tensor, indices: Sequence[Tensor], value: Tensor, *accumulate: bool
 ) -> None:
-    """Lower ``target[mask] = number``."""
     is_masked = len(indices) == 1 and indices[0].dtype == torch.bool and indices[0].dim() == target.dim()
     if not is_masked or any(accumulate) or tape.value(value) is not None or value.numel() != 1:
         raise NotLowerableError("numbers are written to places that are no mask of every number")
@@ -162,9 +161,9 @@ def _topk(
     if not largest:
         raise NotLowerableError("topk of the smallest")
     values, places = result
-    found = tape.fresh_like(places, view.axis, view.domain)
-    tape.row_op("topk", [view], found, scalar=float(is_sorted))
-    tape.bind(places, found)
+    chosen = tape.fresh_like(places, view.axis, view.domain)
+    tape.row_op("topk", [view], chosen, scalar=float(is_sorted))
+    tape.bind(places, chosen)
     gather(tape, values, source, axis, places)
 
 
@@ -187,7 +186,6 @@ def _argmax(tape: Tape, result: Tensor, source: Tensor, axis: int, keepdim: bool
 
 
 def _first_largest(tape: Tape, name: str, source: Tensor, axis: int) -> tuple[RowView, RowView]:
-    """Record the first place of the largest number of every vector; return the vectors and the places."""
     view = vectors_of(tape, name, source, axis)
     place = tape.fresh(view.domain, view.axis, (*view.sizes[:-1], 1), torch.int64)
     tape.row_op("argmax", [view], place)

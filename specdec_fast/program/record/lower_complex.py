@@ -63,9 +63,7 @@ def _product(tape: Tape, result: Tensor, left: Any, right: Any, *, otherwise: Ha
     tape.bind(result, Complex(out))
 
 
-LOWERED |= {
-    name: partial(_product, otherwise=lower_math.LOWERED[name]) for name in ("mul.Tensor", "mul.Scalar")
-}
+LOWERED |= {name: partial(_product, otherwise=lower_math.LOWERED[name]) for name in ("mul.Tensor", "mul.Scalar")}
 
 
 def _shaped(tape: Tape, result: Tensor, source: Tensor, *args: Any, otherwise: Handler, **kwargs: Any) -> None:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from specdec_fast.program.plan.ir import RowOp
 from specdec_fast.program.record import lower_choices, lower_complex, lower_sums, lower_tables, lower_views
-from specdec_fast.program.record.expert_loops import ExpertLoop
+from specdec_fast.program.record.expert_loops import ExpertLoop, OfLoop
 from specdec_fast.program.record.lowering_table import Handler, Lowerings
 from specdec_fast.program.record.row_views import NotLowerableError, RowView
 from specdec_fast.program.record.tape import Tape
-from specdec_fast.program.record.tape_values import OfLoop
 
 LOWERED = Lowerings()
 
@@ -31,7 +30,6 @@ def _one_hot(tape: Tape, result: Tensor, source: Tensor, num_classes: int = -1) 
 
 
 def _bound(tape: Tape, ids: RowView) -> int:
-    """Return a number above all ids."""
     writers = [step for step in tape.instructions if ids.buffer in step.writes]
     if len(writers) != 1 or not isinstance(writers[0], RowOp) or writers[0].code not in ("topk", "argmax"):
         raise NotLowerableError("one_hot of integers that are not the places of the largest numbers")
@@ -104,10 +102,10 @@ def _where(tape: Tape, result: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
         raise NotLowerableError("places of a number of entries that depends on the rows")
     value.loop.begin(value.expert)
     every = torch.arange(value.loop.num_rows, device=mask.device)
-    found = {"rows": every, "choices": torch.zeros_like(every)}
-    for name, places in found.items():
+    indices = {"rows": every, "choices": torch.zeros_like(every)}
+    for name, places in indices.items():
         tape.bind(places, OfLoop(name, value.loop, (), value.expert))
-    return [found[name] for name in value.axes]
+    return [indices[name] for name in value.axes]
 
 
 def _index(tape: Tape, result: Tensor, source: Tensor, indices: Sequence[Any], *, otherwise: Handler) -> None:

@@ -136,10 +136,7 @@ LOWERED |= {f"{code}.{form}": partial(_binary, code=code) for code in ARITHMETIC
 
 
 def _as_operand(tape: Tape, value: Any, dtype: torch.dtype, code: str) -> RowView | Tensor | float:
-    """Return an operand of a function that PyTorch computes in a dtype, to which it converts integers at first.
-
-    It converts numbers, too, except for those of arithmetic.
-    """
+    """Return an operand as PyTorch converts it: integers to the dtype, and numbers, except for those of arithmetic."""
     if isinstance(value, Tensor) and (tape.value(value) is not None or value.dim()):
         if tape.value(value) is None:
             return value

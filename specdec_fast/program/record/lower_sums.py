@@ -228,5 +228,4 @@ def product_of_matrices(tape: Tape, result: Tensor, left: Tensor, right: Tensor)
 
 
 def _narrowed(value: RowView | Tensor, axis: int, start: int) -> RowView | Tensor:
-    """Return one number along an axis."""
     return value.narrow(axis, start, 1) if isinstance(value, Tensor) else value.narrowed(axis, start, 1)

@@ -16,6 +16,8 @@ LARGEST_WHOLE = 1 << 24  # fp32 represents all whole numbers up to it
 
 def kept(constant: Tensor) -> Tensor:
     """Return a tensor that keeps the constant's memory alive, even if the model's own tensor gets other memory."""
+    if constant.is_neg():
+        raise NotLowerableError("a lazy negative view, whose memory holds its numbers with the other sign")
     return constant.detach()
 
 

@@ -15,12 +15,8 @@ from specdec_fast.program.record.tracer import Recorder
 def recording_ops(recorder: Recorder, ops: Ops, pool: PagePool, batch: RaggedBatch) -> Ops:
     """Return ops that compute as ``ops`` do, and record it.
 
-    Args:
-        recorder: the recording that is going on.
-        ops: they compute.
-        pool: the pages that the forward may write and read.
-        batch: the rows of the forward; the program's caller will lay them out, so it may use no other layout.
-
+    The forward may write and read the pages of ``pool``. It may use no other layout than that of ``batch``, because the
+    program's caller will lay out its rows.
     """
     calls = _RecordedCalls(recorder, ops.unchecked or ops, pool, batch)
     return calls.ops.replaced(

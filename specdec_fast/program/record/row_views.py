@@ -19,26 +19,15 @@ class NotLowerableError(Exception):
 
 @dataclass(frozen=True)
 class RowView:
-    """The places of a tensor's numbers in a buffer's row.
+    """The places of a tensor's numbers in a buffer's row."""
 
-    Attributes:
-        buffer: index of the buffer.
-        domain: which rows the buffer has.
-        axis: the axis of the tensor that counts the rows.
-        sizes: sizes of all axes, with 1 at ``axis``.
-        strides: strides of all axes in numbers, with 0 at ``axis``.
-        offset: offset of the first number from the beginning of the row.
-        dtype: type of the numbers.
-
-    """
-
-    buffer: int
-    domain: int
-    axis: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+    buffer: int  # index of the buffer
+    domain: int  # which rows the buffer has
+    axis: int  # the axis of the tensor that counts the rows
+    sizes: tuple[int, ...]  # sizes of all axes, with 1 at axis
+    strides: tuple[int, ...]  # strides of all axes in numbers, with 0 at axis
+    offset: int  # offset of the first number from the beginning of the row
+    dtype: torch.dtype  # type of the numbers
 
     @property
     def size(self) -> int:
@@ -103,12 +92,10 @@ def dense(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def row_axis(shape: Sequence[int], before: int, after: int, num_rows: int) -> int:
-    """Return the axis of ``shape`` that counts the rows, with ``before`` numbers before it and ``after`` numbers after
-    it.
+    """Return the axis of ``shape`` that counts the rows: ``before`` numbers are before it, ``after`` numbers after it.
 
     Raises:
         NotLowerableError: no axis counts the rows, because they have been merged with another axis.
-
     """
     for axis, size in enumerate(shape):
         if size == num_rows and prod(shape[:axis]) == before and prod(shape[axis + 1 :]) == after:
@@ -121,7 +108,7 @@ def _view_strides(
 ) -> tuple[int, ...] | None:
     """Return the strides of the same numbers in another shape, or None if it has no strides."""
     kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
-    merged: list[list[int]] = []  # runs of numbers at equal distances: [count, distance]
+    merged: list[list[int]] = []  # groups of numbers at equal distances: [count, distance]
     for size, stride in kept:
         if merged and merged[-1][1] == size * stride:
             merged[-1] = [merged[-1][0] * size, stride]
@@ -144,13 +131,7 @@ def _view_strides(
 def collapsed(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Drop axes of size 1, and merge neighbouring axes if every operand's strides allow it.
 
-    Args:
-        shape: shape of an operation.
-        strides: strides of each operand.
-
-    Returns:
-        Shape and strides with as few axes as possible, at least one.
-
+    Returns the shape and the strides of each operand with as few axes as possible, at least one.
     """
     axes: list[tuple[int, tuple[int, ...]]] = []
     for d, size in enumerate(shape):

@@ -28,7 +28,7 @@ from specdec_fast.program.plan.ir import (
 )
 from specdec_fast.program.record.operands import FLOATS, WHOLE, kept, lengths_of, operand_of, sizes_of, strides_of
 from specdec_fast.program.record.row_views import NotLowerableError, RowView, collapsed, dense, row_axis
-from specdec_fast.program.record.tape_values import Complex, Extent, Index, OfLoop, Overwritten, Value
+from specdec_fast.program.record.tape_values import Complex, Extent, Index, OfAllRows, Overwritten, Value
 
 
 class Tape:
@@ -41,10 +41,7 @@ class Tape:
         max_positions: number of positions that the batch may have; None if there is no limit.
 
     Attributes:
-        instructions: the instructions so far.
-        buffers: the buffers that they read and write.
         inputs: the buffer of what the rows take besides their tokens; None: nothing.
-
     """
 
     def __init__(
@@ -79,12 +76,12 @@ class Tape:
 
     def of_buffer(self, buffer: int) -> list[tuple[Tensor, RowView | Complex]]:
         """Return the tensors whose numbers are in a buffer, with their values."""
-        found: list[tuple[Tensor, RowView | Complex]] = []
+        pairs: list[tuple[Tensor, RowView | Complex]] = []
         for tensor, value in self._values.values():
             view = value.parts if isinstance(value, Complex) else value
             if isinstance(value, RowView | Complex) and isinstance(view, RowView) and view.buffer == buffer:
-                found.append((tensor, value))
-        return found
+                pairs.append((tensor, value))
+        return pairs
 
     def row_view(self, tensor: Tensor) -> RowView:
         """Return the places of a tensor's numbers.
@@ -92,7 +89,6 @@ class Tape:
         Raises:
             NotLowerableError: the tensor is integers of the batch or a constant, or it was changed through another
                 tensor.
-
         """
         value = self.value(tensor)
         if isinstance(value, RowView):
@@ -103,18 +99,15 @@ class Tape:
             Index: "integers of the batch",
             Extent: "a number of the whole batch",
             Complex: "complex numbers",
-            OfLoop: "choices of all rows",
+            OfAllRows: "choices of all rows",
         }
-        what = kinds.get(type(value), "a constant")
+        what = next((text for kind, text in kinds.items() if isinstance(value, kind)), "a constant")
         raise NotLowerableError(f"an operation on {what} where numbers of rows are expected")
 
     def numbers(self, tensor: Tensor, like: Tensor | None = None) -> RowView:
         """Return the places of a tensor's numbers; token ids and positions are written to a buffer.
 
-        Args:
-            tensor: rows, or integers of the batch.
-            like: a tensor of integers of the batch gets the shape and dtype of this one; None: its own.
-
+        Integers of the batch get the shape and dtype of ``like``; None: their own.
         """
         value = self.value(tensor)
         if not isinstance(value, Index) or value.kind == "logit_rows":
@@ -242,10 +235,7 @@ class Tape:
         self.instructions.append(Append(layer, self._heads(keys), self._heads(values)))
 
     def attend(self, layer: int, query: Tensor, params: AttentionParams, result: Tensor) -> None:
-        """Record the attention of ``[T, num_heads, key_head_dim]`` queries.
-
-        ``result`` is ``[T, num_heads, value_head_dim]``.
-        """
+        """Record attention, from ``[T, num_heads, key_head_dim]`` queries to ``[T, num_heads, value_head_dim]``."""
         heads, out = self._heads(query), self.fresh_like(result, 0, ROWS)
         sinks = None if params.sinks is None else self._constant(params.sinks)
         rule = (params.scale, params.sliding_window, params.softcap, sinks)

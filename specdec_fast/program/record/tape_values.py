@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from specdec_fast.program.record.row_views import RowView
-
-if TYPE_CHECKING:
-    from specdec_fast.program.record.expert_loops import ExpertLoop
 
 
 @dataclass(frozen=True)
@@ -55,28 +51,8 @@ class Overwritten:
 
 
 @dataclass(frozen=True, eq=False)
-class OfLoop:
-    """A tensor by which a loop over experts finds the rows of each of them; see ``expert_loops.py``.
-
-    Attributes:
-        kind: "one_hot"; "counts" and "chosen", per expert; "mask" of an expert's rows; their "rows" and "choices"; or
-            the "sums" of the experts visited so far.
-        loop: the loop.
-        axes: what the axes of "one_hot" and "mask" are: "rows", "choices", "experts".
-        expert: that of a mask, rows and choices.
-        target: the value to which the sums are added.
-
-    """
-
-    kind: str
-    loop: ExpertLoop
-    axes: tuple[str, ...] = ()
-    expert: int = 0
-    target: RowView | None = None
-
-    def with_axes(self, axes: tuple[str, ...]) -> OfLoop:
-        """Return the same with axes in another order."""
-        return replace(self, axes=axes)
+class OfAllRows:
+    """A tensor of choices of all rows, which only a loop over experts can use; see ``expert_loops.py``."""
 
 
-Value = RowView | Index | Extent | Complex | OfLoop | Overwritten
+Value = RowView | Index | Extent | Complex | OfAllRows | Overwritten

@@ -52,7 +52,6 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute one ATen operation, and record it if it depends on the rows."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._is_paused:

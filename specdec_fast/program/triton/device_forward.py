@@ -15,7 +15,6 @@ class DeviceForward:
 
     Raises:
         ValueError: the inputs have another size than the plan's rows take.
-
     """
 
     def __init__(

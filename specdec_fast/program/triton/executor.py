@@ -1,4 +1,4 @@
-"""Forward programs on a GPU: one Triton kernel per run of row operations, and the ops for everything else.
+"""Forward programs on a GPU: one Triton kernel per fusion of row operations, and the ops for everything else.
 
 The kernels compute what the C++ executor computes, from the same instructions. Linears and attention run on the ops
 that the engine chose, which are those of Triton; linears of one input are launched together. Buffers are allocated when
@@ -25,53 +25,51 @@ from specdec_fast.program.triton.fused_launches import fused_launches_of
 from specdec_fast.program.triton.fused_linear import EitherWay, FusedLaunch, FusedLinear
 from specdec_fast.program.triton.fused_step import fused_step, takes_few_rows
 from specdec_fast.program.triton.generated import OPTIONS, compiled
-from specdec_fast.program.triton.launches import JointLinear, RowRun, Shared, halves, launches_of
+from specdec_fast.program.triton.launches import JointLinear, RowFusion, Shared, halves, launches_of
+from specdec_fast.program.triton.row_code import NotEmittableError
 from specdec_fast.program.triton.row_kernel import RowKernel, row_kernel
-from specdec_fast.program.triton.row_values import NotEmittableError
 from specdec_fast.triton_kernels.linear import linears
 from specdec_fast.triton_kernels.overlap import overlaps
 from specdec_fast.triton_kernels.paged_attention import NUM_COUNTERS, attend
-from specdec_fast.triton_kernels.variant import Launch as KernelLaunch
+from specdec_fast.triton_kernels.variant import Launch
 
-Prepared = tuple[RowRun, RowKernel] | Shared | FusedLinear | EitherWay
+Prepared = tuple[RowFusion, RowKernel] | Shared | FusedLinear | EitherWay
 
 
 def kernels_of(plan: Plan, fuses_linears: bool = False) -> list[Prepared]:
-    """Return the launches of a plan, with the kernels of its runs.
+    """Return the launches of a plan, with the kernels of its fusions.
 
     Raises:
         NotLowerableError: an instruction has no counterpart in Triton.
-
     """
     return with_kernels(plan, fused_launches_of(plan) if fuses_linears else launches_of(plan))
 
 
 def with_kernels(plan: Plan, launches: Sequence[FusedLaunch]) -> list[Prepared]:
-    """Return launches with the kernels of their runs; a run that must read what it has written becomes two.
+    """Return launches with the kernels of their fusions; a fusion that must read what it has written becomes two.
 
     Raises:
         NotLowerableError: an instruction has no counterpart in Triton.
-
     """
     waiting: list[FusedLaunch] = [*launches][::-1]
-    found: list[Prepared] = []
+    prepared: list[Prepared] = []
     while waiting:
         launch = waiting.pop()
-        if not isinstance(launch, RowRun):
-            found.append(launch)
+        if not isinstance(launch, RowFusion):
+            prepared.append(launch)
             continue
         try:
-            found.append((launch, row_kernel(plan, launch)))
+            prepared.append((launch, row_kernel(plan, launch)))
         except NotEmittableError as error:
             if error.step <= 0:
                 raise NotLowerableError(str(error)) from None
             waiting += halves(plan, launch, error.step)[::-1]
-    return found
+    return prepared
 
 
-def launch_of(kernel: RowKernel) -> KernelLaunch:
+def launch_of(kernel: RowKernel) -> Launch:
     """Return the compile-time choices of a launch."""
-    return KernelLaunch({"OVERLAPS": overlaps()}, kernel.num_warps)
+    return Launch({"OVERLAPS": overlaps()}, kernel.num_warps)
 
 
 class TritonProgram:
@@ -85,7 +83,6 @@ class TritonProgram:
             until ``make gpu-check`` shows on a GPU that it is faster: no GPU has run these kernels yet.
         merges_attention: whether attention over split contexts is one launch (``attention_merging.py``). Off for the
             same reason. No two forwards of such a program may run at once.
-
     """
 
     def __init__(self, plan: Plan, ops: Ops, fuses_linears: bool = False, merges_attention: bool = False) -> None:
@@ -109,7 +106,6 @@ class TritonProgram:
         hidden_states: Tensor | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Compute a batch's rows; arguments and result are those of ``DeviceProgram``."""
         forward = DeviceForward(self._plan, batch, pool, logit_rows, hidden_states, inputs)
         device = batch.token_ids.device
         with (
@@ -123,7 +119,7 @@ class TritonProgram:
 
     def _step(self, launch: Prepared) -> Callable[[DeviceForward], None]:
         if isinstance(launch, tuple):
-            return self._row_run(*launch)
+            return self._row_fusion(*launch)
         make: dict[type, Callable[[Any], Callable[[DeviceForward], None]]] = {
             Linear: self._linear,
             JointLinear: self._joint_linear,
@@ -135,13 +131,13 @@ class TritonProgram:
         }
         return make[type(launch)](launch)
 
-    def _row_run(self, run: RowRun, kernel: RowKernel) -> Callable[[DeviceForward], None]:
-        function, is_logits = compiled(kernel.source), run.domain == LOGIT_ROWS
+    def _row_fusion(self, fusion: RowFusion, kernel: RowKernel) -> Callable[[DeviceForward], None]:
+        function, is_logits = compiled(kernel.source), fusion.domain == LOGIT_ROWS
         options = launch_of(kernel).options | OPTIONS
 
         def launch(forward: DeviceForward) -> None:
             num_rows = forward.num_logit_rows if is_logits else forward.num_rows
-            for buffer in run.stored:
+            for buffer in fusion.stored:
                 forward.write(buffer, num_rows, self._dtypes[buffer])
             tensors = [forward.tensor(each) for each in kernel.tensors]
             if num_rows:
@@ -229,13 +225,13 @@ class TritonProgram:
 
 def dtypes_of(plan: Plan) -> dict[int, torch.dtype]:
     """Return the dtype of every buffer that row operations store; other launches bring their own tensors."""
-    found: dict[int, torch.dtype] = {}
+    dtypes: dict[int, torch.dtype] = {}
     for step in plan.instructions:
         if isinstance(step, RowOp):
-            found[step.writes[0]] = step.out.dtype
+            dtypes[step.writes[0]] = step.out.dtype
         else:
-            found.update(dict.fromkeys(step.writes, plan.dtype))
-    return found
+            dtypes.update(dict.fromkeys(step.writes, plan.dtype))
+    return dtypes
 
 
 def _reads(launch: Prepared) -> set[int]:

@@ -1,8 +1,8 @@
 """Which row operations the kernels of linears compute.
 
-The *head* of the run after a linear joins it if it is elementwise in the outputs: the activation of gate, times up; the
-sum with a residual. The rest of the run stays a launch. A run whose only result is the input of the next linear, such
-as a norm, joins that one for few rows (``fused_linear.EitherWay``).
+The *prefix* of the fusion after a linear joins it if it is elementwise in the outputs: the activation of gate, times
+up; the sum with a residual. The rest of the fusion stays a launch. A fusion whose only result is the input of the next
+linear, such as a norm, joins that one for few rows (``fused_linear.EitherWay``).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from specdec_fast.program.triton.fused_linear import (
     linears_of,
 )
 from specdec_fast.program.triton.launches import (
-    Launch,
-    RowRun,
+    PlannedLaunch,
+    RowFusion,
+    fusion_of,
     launches_of,
     readers_of,
-    run_of,
 )
 from specdec_fast.program.triton.linear_kernel import linear_kernel
-from specdec_fast.program.triton.row_values import NotEmittableError
+from specdec_fast.program.triton.row_code import NotEmittableError
 
 _Readers = dict[int, set[int]]
 
@@ -36,59 +36,59 @@ def fused_launches_of(plan: Plan) -> list[FusedLaunch]:
     return _with_beginnings(plan, _with_ends(plan, launches_of(plan), readers), readers)
 
 
-def _with_ends(plan: Plan, launches: list[Launch], readers: _Readers) -> list[Launch | FusedLinear]:
-    waiting, found = launches[::-1], list[Launch | FusedLinear]()
+def _with_ends(plan: Plan, launches: list[PlannedLaunch], readers: _Readers) -> list[PlannedLaunch | FusedLinear]:
+    waiting, result = launches[::-1], list[PlannedLaunch | FusedLinear]()
     while waiting:
         launch = waiting.pop()
-        run = waiting[-1] if waiting else None
-        joined = _with_end(plan, linears_of(launch), run, readers) if isinstance(run, RowRun) else None
+        fusion = waiting[-1] if waiting else None
+        joined = _with_end(plan, linears_of(launch), fusion, readers) if isinstance(fusion, RowFusion) else None
         if joined is None:
-            found.append(launch)
+            result.append(launch)
             continue
         fused, rest = joined
         waiting[-1:] = [] if rest is None else [rest]
-        found.append(fused)
-    return found
+        result.append(fused)
+    return result
 
 
 def _with_end(
-    plan: Plan, steps: tuple[Linear, ...], run: RowRun, readers: _Readers
-) -> tuple[FusedLinear, RowRun | None] | None:
-    """Return linears with the head of the run after them, and the rest of it; None if they compute no head.
+    plan: Plan, steps: tuple[Linear, ...], fusion: RowFusion, readers: _Readers
+) -> tuple[FusedLinear, RowFusion | None] | None:
+    """Return linears with the prefix of the fusion after them, and the rest of it; None if they compute no prefix.
 
-    Of all heads it is the one that adds the fewest stored bytes, and of equal ones the longest.
+    Of all prefixes it is the one that adds the fewest stored bytes, and of equal ones the longest.
     """
     outputs = {step.out for step in steps}
     if len(steps) not in (1, 2) or len({step.weight.shape for step in steps}) > 1:
         return None
-    if not all(plan.buffers[each].domain == run.domain and _is_internal(plan, each, readers) for each in outputs):
+    if not all(plan.buffers[each].domain == fusion.domain and _is_internal(plan, each, readers) for each in outputs):
         return None
-    best: tuple[int, FusedLinear, RowRun | None] | None = None
-    for length in range(1, len(run.steps) + 1):
-        head, rest = _split(plan, run, length, readers)
-        if any(readers[buffer] - {id(step) for step in head.steps} for buffer in outputs):
+    best: tuple[int, FusedLinear, RowFusion | None] | None = None
+    for length in range(1, len(fusion.steps) + 1):
+        prefix, rest = _split(plan, fusion, length, readers)
+        if any(readers[buffer] - {id(step) for step in prefix.steps} for buffer in outputs):
             continue  # the outputs are read later
-        added = sum(plan.buffers[buffer].row_bytes for buffer in head.stored - run.stored)
+        added = sum(plan.buffers[buffer].row_bytes for buffer in prefix.stored - fusion.stored)
         if added > sum(plan.buffers[buffer].row_bytes for buffer in outputs) or (best and added > best[0]):
             continue
-        fused = _emittable(plan, FusedLinear(steps, run.domain, after=head))
+        fused = _emittable(plan, FusedLinear(steps, fusion.domain, after=prefix))
         if fused is None and len(steps) == 1 and steps[0].weight.shape[0] % 2 == 0:
-            fused = _emittable(plan, FusedLinear(steps, run.domain, after=head, has_halves=True))
+            fused = _emittable(plan, FusedLinear(steps, fusion.domain, after=prefix, has_halves=True))
         if fused is not None:
             best = added, fused, rest
     return None if best is None else best[1:]
 
 
 def _is_internal(plan: Plan, buffer: int, readers: _Readers) -> bool:
-    """Return whether a buffer is there for the instructions that read it alone: no logits, no hidden states."""
+    """Return whether a buffer is read by instructions alone: it has no logits and no hidden states."""
     return bool(readers.get(buffer)) and plan.buffers[buffer].place in (ARENA, SCRATCH)
 
 
-def _split(plan: Plan, run: RowRun, length: int, readers: _Readers) -> tuple[RowRun, RowRun | None]:
-    if length == len(run.steps):
-        return run, None
-    head, rest = (run_of(plan, run.domain, part, readers) for part in (run.steps[:length], run.steps[length:]))
-    return head, rest
+def _split(plan: Plan, fusion: RowFusion, length: int, readers: _Readers) -> tuple[RowFusion, RowFusion | None]:
+    if length == len(fusion.steps):
+        return fusion, None
+    prefix, rest = fusion.steps[:length], fusion.steps[length:]
+    return fusion_of(plan, fusion.domain, prefix, readers), fusion_of(plan, fusion.domain, rest, readers)
 
 
 def _emittable(plan: Plan, fused: FusedLinear) -> FusedLinear | None:
@@ -99,34 +99,37 @@ def _emittable(plan: Plan, fused: FusedLinear) -> FusedLinear | None:
     return fused
 
 
-def _with_beginnings(plan: Plan, launches: list[Launch | FusedLinear], readers: _Readers) -> list[FusedLaunch]:
-    found: list[FusedLaunch] = []
+def _with_beginnings(plan: Plan, launches: list[PlannedLaunch | FusedLinear], readers: _Readers) -> list[FusedLaunch]:
+    result: list[FusedLaunch] = []
     for launch in launches:
-        before = found[-2:] if found and isinstance(found[-1], Gather) else found[-1:]
+        before = result[-2:] if result and isinstance(result[-1], Gather) else result[-1:]
         few = _with_beginning(plan, before, launch, readers)
         if few is None:
-            found.append(launch)
+            result.append(launch)
             continue
-        found[-len(before) :] = []
-        many = tuple(each for each in before if isinstance(each, RowRun | Gather))
-        found.append(EitherWay(few, (*many, launch)))
-    return found
+        result[-len(before) :] = []
+        many = tuple(each for each in before if isinstance(each, RowFusion | Gather))
+        result.append(EitherWay(few, (*many, launch)))
+    return result
 
 
 def _with_beginning(
-    plan: Plan, before: list[FusedLaunch], launch: Launch | FusedLinear, readers: _Readers
+    plan: Plan, before: list[FusedLaunch], launch: PlannedLaunch | FusedLinear, readers: _Readers
 ) -> FusedLinear | None:
-    """Return linears that compute their vectors themselves, from what the run before them reads; None if they cannot.
+    """Return linears that compute their vectors themselves, from what the fusion before reads; None if they cannot.
 
-    Nothing else may read what the run stores.
+    Nothing else may read what the fusion stores.
     """
     steps = linears_of(launch)
-    if not steps or not before or not isinstance(run := before[0], RowRun) or steps[0].weight.shape[1] > MOST_FEATURES:
+    if not steps or not before or steps[0].weight.shape[1] > MOST_FEATURES:
+        return None
+    fusion = before[0]
+    if not isinstance(fusion, RowFusion):
         return None
     gather = before[1] if len(before) == 2 and isinstance(before[1], Gather) else None
-    if len(run.stored) != 1 or len(before) != (1 if gather is None else 2):
+    if len(fusion.stored) != 1 or len(before) != (1 if gather is None else 2):
         return None
-    chain = [*run.stored] if gather is None else [*run.stored, gather.out]
+    chain = [*fusion.stored] if gather is None else [*fusion.stored, gather.out]
     own = {id(step) for step in steps}
     expected = [own] if gather is None else [{id(gather)}, own]
     if chain[-1] != steps[0].source or not all(_is_internal(plan, each, readers) for each in chain):
@@ -134,4 +137,4 @@ def _with_beginning(
     if any(readers[each] != ids for each, ids in zip(chain, expected, strict=True)):
         return None
     fused = launch if isinstance(launch, FusedLinear) else FusedLinear(steps, plan.buffers[steps[0].out].domain)
-    return _emittable(plan, replace(fused, before=run, gather=gather))
+    return _emittable(plan, replace(fused, before=fusion, gather=gather))

@@ -8,36 +8,27 @@ import torch
 from torch import Tensor
 
 from specdec_fast.program.plan.ir import Gather, Linear
-from specdec_fast.program.triton.launches import JointLinear, Launch, RowRun, Shared
+from specdec_fast.program.triton.launches import JointLinear, PlannedLaunch, RowFusion, Shared
 
 
 @dataclass(frozen=True, eq=False)
 class FusedLinear:
-    """Linears of the same vectors, one vector per row, and the runs that their kernel computes.
+    """Linears of the same vectors, one vector per row, and the fusions that their kernel computes."""
 
-    Attributes:
-        steps: the linears.
-        domain: of the rows that it computes.
-        before: computes the vectors; what it stores is not stored. None: the vectors are in memory.
-        gather: takes the rows between ``before`` and the linears; None: they are all rows.
-        after: computes numbers from the outputs, which then are not stored. None: the outputs are stored.
-        has_halves: whether ``after`` combines both halves of the outputs of one linear.
-
-    """
-
-    steps: tuple[Linear, ...]
-    domain: int
-    before: RowRun | None = None
-    gather: Gather | None = None
-    after: RowRun | None = None
-    has_halves: bool = False
+    steps: tuple[Linear, ...]  # the linears
+    domain: int  # of the rows that it computes
+    before: RowFusion | None = None  # computes the vectors, which then are not stored. None: they are in memory.
+    gather: Gather | None = None  # takes the rows between before and the linears; None: they are all rows
+    # computes numbers from the outputs, which then are not stored. None: the outputs are stored.
+    after: RowFusion | None = None
+    has_halves: bool = False  # whether after combines both halves of the outputs of one linear
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
-        runs = [run for run in (self.before, self.after) if run is not None]
-        of_runs = [buffer for run in runs for step in run.steps for buffer in step.reads]
-        return [*self.steps[0].reads, *([] if self.gather is None else self.gather.reads), *of_runs]
+        """The buffers that it reads, by their indices."""
+        fusions = [fusion for fusion in (self.before, self.after) if fusion is not None]
+        of_fusions = [buffer for fusion in fusions for step in fusion.steps for buffer in step.reads]
+        return [*self.steps[0].reads, *([] if self.gather is None else self.gather.reads), *of_fusions]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,16 +53,10 @@ class FusedLinear:
 
 @dataclass(frozen=True, eq=False)
 class EitherWay:
-    """The same numbers in one launch for few rows, and in several for more.
+    """The same numbers in one launch for few rows, and in several for more."""
 
-    Attributes:
-        few: the launch for at most ``MOST_ROWS`` rows.
-        many: the launches for more rows.
-
-    """
-
-    few: FusedLinear
-    many: tuple[Launch | FusedLinear, ...]
+    few: FusedLinear  # the launch for at most MOST_ROWS rows
+    many: tuple[PlannedLaunch | FusedLinear, ...]  # the launches for more rows
 
 
 # Every program of a linear computes the statistics of all its rows again, which are loads of the whole row and a sum
@@ -80,10 +65,10 @@ class EitherWay:
 MOST_ROWS = 16
 MOST_FEATURES = 2048
 
-FusedLaunch = RowRun | Shared | FusedLinear | EitherWay
+FusedLaunch = RowFusion | Shared | FusedLinear | EitherWay
 
 
-def linears_of(launch: Launch | FusedLinear) -> tuple[Linear, ...]:
+def linears_of(launch: PlannedLaunch | FusedLinear) -> tuple[Linear, ...]:
     """Return the linears of a launch whose kernel may compute row operations; none if it may not.
 
     The kernel reads weights as they are stored, and one vector of each row.

@@ -1,10 +1,10 @@
 """From a plan to launches: what a GPU runs as one kernel, in order.
 
-Consecutive row operations on one domain are one launch, a ``RowRun``: each reads its own row alone, so one program can
-compute a row through all of them, and results that nothing else reads never leave its registers. The append of keys
-and values joins the run before it, because it writes numbers of the same row. Linears, grouped linears, attention and
-the choice of logit rows are launches of their own: they share weights or pages between rows. Linears of one input, such
-as queries, keys and values, are one launch, a ``JointLinear``, if that leaves every result its bits.
+Consecutive row operations on one domain are one launch, a ``RowFusion``: each reads its own row alone, so one program
+can compute a row through all of them, and results that nothing else reads never leave its registers. The append of keys
+and values joins the fusion before it, because it writes numbers of the same row. Linears, grouped linears, attention
+and the choice of logit rows are launches of their own: they share weights or pages between rows. Linears of one input,
+such as queries, keys and values, are one launch, a ``JointLinear``, if that leaves every result its bits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from specdec_fast.program.plan.ir import (
     SCRATCH,
     Append,
     Attend,
+    BufferUse,
     Gather,
     GroupedLinear,
     Instruction,
@@ -29,49 +30,35 @@ from specdec_fast.triton_kernels.linear import MAX_WEIGHTS
 
 
 @dataclass(frozen=True, eq=False)
-class RowRun:
-    """Instructions that one kernel computes, row by row.
+class RowFusion:
+    """Instructions that one kernel computes, row by row."""
 
-    Attributes:
-        domain: the rows that it computes.
-        steps: row operations and appends, in order.
-        stored: buffers that instructions outside of the run read, the logits and the taps.
-
-    """
-
-    domain: int
-    steps: tuple[RowOp | Append, ...]
-    stored: frozenset[int]
+    domain: int  # the rows that it computes
+    steps: tuple[RowOp | Append, ...]  # row operations and appends, in order
+    stored: frozenset[int]  # buffers that instructions outside of the fusion read, the logits and the taps
 
 
 @dataclass(frozen=True, eq=False)
-class JointLinear:
-    """Linears of the same vectors that one kernel computes: see ``triton_kernels.linear.linears``.
+class JointLinear(BufferUse):
+    """Linears of the same vectors that one kernel computes: see ``triton_kernels.linear.linears``."""
 
-    Attributes:
-        steps: two to ``MAX_WEIGHTS`` of them, in order.
-
-    """
-
-    steps: tuple[Linear, ...]
+    steps: tuple[Linear, ...]  # two to MAX_WEIGHTS of them, in order
 
     @property
     def reads(self) -> list[int]:
-        """Indices of buffers."""
         return self.steps[0].reads
 
     @property
     def writes(self) -> list[int]:
-        """Indices of buffers."""
         return [buffer for step in self.steps for buffer in step.writes]
 
 
 _Single = Linear | GroupedLinear | Attend | Gather
 Shared = _Single | JointLinear  # read weights or pages that rows share
-Launch = RowRun | Shared
+PlannedLaunch = RowFusion | Shared
 
 
-def launches_of(plan: Plan) -> list[Launch]:
+def launches_of(plan: Plan) -> list[PlannedLaunch]:
     """Return the launches of a plan, in the order of its instructions."""
     groups: list[tuple[int, list[Instruction]]] = []  # domain, or -1 for an instruction that is no row operation
     for step in plan.instructions:
@@ -81,22 +68,22 @@ def launches_of(plan: Plan) -> list[Launch]:
         else:
             groups.append((domain, [step]))
     readers = readers_of(plan.instructions)
-    launches: list[Launch] = []
+    launches: list[PlannedLaunch] = []
     for domain, steps in groups:
         if domain >= 0:
             own = [step for step in steps if isinstance(step, RowOp | Append)]
-            launches.append(run_of(plan, domain, own, readers))
+            launches.append(fusion_of(plan, domain, own, readers))
         else:
             launches += _joined([step for step in steps if not isinstance(step, RowOp | Append)])
     return launches
 
 
-def run_of(plan: Plan, domain: int, steps: Sequence[RowOp | Append], readers: dict[int, set[int]]) -> RowRun:
-    """Return the run of some steps; ``readers`` are the ids of the instructions that read each buffer."""
+def fusion_of(plan: Plan, domain: int, steps: Sequence[RowOp | Append], readers: dict[int, set[int]]) -> RowFusion:
+    """Return the fusion of some steps; ``readers`` are the ids of the instructions that read each buffer."""
     own = {id(step) for step in steps}
     written = {buffer for step in steps for buffer in step.writes}
     stored = {b for b in written if readers.get(b, set()) - own or plan.buffers[b].place not in (ARENA, SCRATCH)}
-    return RowRun(domain, tuple(steps), frozenset(stored))
+    return RowFusion(domain, tuple(steps), frozenset(stored))
 
 
 def _joined(steps: Sequence[_Single]) -> list[Shared]:
@@ -137,10 +124,10 @@ def _launch_of(group: Sequence[_Single]) -> Shared:
     return group[0] if len(group) == 1 else JointLinear(tuple(step for step in group if isinstance(step, Linear)))
 
 
-def halves(plan: Plan, run: RowRun, at: int) -> list[RowRun]:
-    """Return a run as two, the second of which begins with step ``at``; what passes between them is stored."""
+def halves(plan: Plan, fusion: RowFusion, at: int) -> list[RowFusion]:
+    """Return a fusion as two, the second of which begins with step ``at``; what passes between them is stored."""
     readers = readers_of(plan.instructions)
-    return [run_of(plan, run.domain, part, readers) for part in (run.steps[:at], run.steps[at:])]
+    return [fusion_of(plan, fusion.domain, part, readers) for part in (fusion.steps[:at], fusion.steps[at:])]
 
 
 def readers_of(instructions: Sequence[Instruction]) -> dict[int, set[int]]:

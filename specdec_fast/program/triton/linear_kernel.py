@@ -1,8 +1,8 @@
 """The Triton kernel of linears with row operations before and after them, as source.
 
 Sums of products are those of ``triton_kernels/linear.py``: the same tiles, the same functions. A tile of two matrices
-that a run combines, such as gate and up, has half its rows of each. What the kernel computes besides is written by
-``tile_values.py`` from the run's steps.
+that a fusion combines, such as gate and up, has half its rows of each. What the kernel computes besides is written by
+``tile_values.py`` from the fusion's steps.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from specdec_fast.program.plan.ir import Plan, RowOp
 from specdec_fast.program.triton.fused_linear import FusedLinear
-from specdec_fast.program.triton.launches import RowRun
+from specdec_fast.program.triton.launches import RowFusion
+from specdec_fast.program.triton.row_code import TYPES, NotEmittableError, Pointers
 from specdec_fast.program.triton.row_index import Axis, CutError, Place, SplitError, of_axis, padded
 from specdec_fast.program.triton.row_kernel import row_kernel, row_sizes_of
-from specdec_fast.program.triton.row_values import TYPES, NotEmittableError, Pointers
 from specdec_fast.program.triton.tile_values import (
     OF_OUTPUTS,
     OF_TWO_OUTPUTS,
@@ -35,18 +35,12 @@ _LOADED = 8192  # numbers of whole rows that a program has at once: 64 of each t
 
 @dataclass(frozen=True)
 class LinearKernel:
-    """The kernel of a ``FusedLinear``.
+    """The kernel of a ``FusedLinear``."""
 
-    Attributes:
-        source: a module with the function ``row_kernel``: of the vectors if they are in memory, the matrices, their
-            biases, the outputs and their sizes if they are stored, the tensors, the number of rows, and the stride of
-            the vectors.
-        tensors: as those of ``RowKernel``.
-
-    """
-
+    # a module with the function row_kernel: of the vectors if they are in memory, the matrices, their biases, the
+    # outputs and their sizes if they are stored, the tensors, the number of rows, and the stride of the vectors
     source: str
-    tensors: tuple[int | Tensor | str, ...]
+    tensors: tuple[int | Tensor | str, ...]  # as those of RowKernel
 
 
 @dataclass(frozen=True)
@@ -58,16 +52,10 @@ class _Code:
 
 
 def linear_kernel(plan: Plan, fused: FusedLinear, all_rows: bool = False) -> LinearKernel:
-    """Return the kernel of fused linears.
-
-    Args:
-        plan: the plan.
-        fused: the linears.
-        all_rows: whether ``fused.gather`` takes all rows in their order.
+    """Return the kernel of fused linears; ``all_rows``: whether ``fused.gather`` takes all rows in their order.
 
     Raises:
-        NotEmittableError: a run is not elementwise where it must be, or a program would write what another one reads.
-
+        NotEmittableError: a fusion is not elementwise where it must be, or a program would write what another reads.
     """
     pointers = Pointers()
     try:
@@ -92,32 +80,32 @@ def _loaded_vectors(fused: FusedLinear) -> _Code:
 
 def _computed_vectors(plan: Plan, fused: FusedLinear, pointers: Pointers, all_rows: bool) -> _Code:
     """Write statistics of the rows, and then the loop, which computes the vectors from them part by part."""
-    run, step = fused.before, fused.steps[0]
-    assert run is not None
-    _expect(run, WITH_STATISTICS)
+    fusion, step = fused.before, fused.steps[0]
+    assert fusion is not None
+    _expect(fusion, WITH_STATISTICS)
     axis, is_gathered = Axis(fused.in_features), fused.gather is not None and not all_rows
-    pieces = _pieces(plan, run, axis.size)
+    pieces = _pieces(plan, fusion, axis.size)
     inside = "" if axis.size == padded(axis) else f"(columns < {axis.size})"
     names = TileNames("some_source" if is_gathered else "some", "among", "columns", inside)
-    whole = WholeRows(run.steps, pointers, row_sizes_of(plan, run), axis, names, pieces)
+    whole = WholeRows(fusion.steps, pointers, row_sizes_of(plan, fusion), axis, names, pieces)
     values = WithStatistics(whole, TileNames("source" if is_gathered else "row", "inside", "feature", "within"))
     buffer = fused.steps[0].source if fused.gather is None else fused.gather.source
-    value = values.read(buffer, Place(step.offset).plus(of_axis(axis)), len(run.steps))
+    value = values.read(buffer, Place(step.offset).plus(of_axis(axis)), len(fusion.steps))
     result = f"inputs = tl.where(inside & within, {value.text}, 0.0).to({TYPES[fused.dtype]})"
     lines = _statistics(values, whole, pieces, pointers.name("logit_rows") if is_gathered else None)
     return _Code([*lines, *_loop(fused, [*values.lines, result])], values.loaded | whole.loaded)
 
 
-def _pieces(plan: Plan, run: RowRun, size: int) -> tuple[int, int, int, int]:
+def _pieces(plan: Plan, fusion: RowFusion, size: int) -> tuple[int, int, int, int]:
     """Return arguments of ``linear_parts.load_rows`` with which a sum has the order of the row's own kernel.
 
     There a warp has 32 threads, and each loads 16 bytes, or less if the row is shorter than that.
     """
-    warps, length = row_kernel(plan, run).num_warps, padded(Axis(size))
-    written = {buffer for step in run.steps for buffer in step.writes}
+    warps, length = row_kernel(plan, fusion).num_warps, padded(Axis(size))
+    written = {buffer for step in fusion.steps for buffer in step.writes}
     sizes = {
         operand.dtype.itemsize
-        for step in run.steps
+        for step in fusion.steps
         if isinstance(step, RowOp)
         for operand in step.inputs
         if isinstance(operand.source, int) and operand.source not in written
@@ -174,24 +162,25 @@ _STORE = [
 ]
 
 
-def _end(plan: Plan, fused: FusedLinear, run: RowRun, pointers: Pointers) -> _Code:
-    """Write what the run computes from the outputs of the tile, and what it stores of that."""
+def _end(plan: Plan, fused: FusedLinear, fusion: RowFusion, pointers: Pointers) -> _Code:
+    """Write what the fusion computes from the outputs of the tile, and what it stores of that."""
     matrices = fused.matrices()
-    _expect(run, OF_OUTPUTS if len(matrices) == 1 else OF_TWO_OUTPUTS)
+    _expect(fusion, OF_OUTPUTS if len(matrices) == 1 else OF_TWO_OUTPUTS)
     axis = Axis(matrices[0][0].shape[0])
     registers = {(buffer, offset): f"numbers_{i}" for i, (_, _, buffer, offset) in enumerate(matrices)}
-    sizes = row_sizes_of(plan, run)
-    values = TileValues(run.steps, pointers, sizes, axis, TileNames("row", "inside", "part", "within_out"), registers)
+    sizes = row_sizes_of(plan, fusion)
+    names = TileNames("row", "inside", "part", "within_out")
+    values = TileValues(fusion.steps, pointers, sizes, axis, names, registers)
     stores = []
-    for buffer in sorted(run.stored):
-        for step in run.steps:
+    for buffer in sorted(fusion.stored):
+        for step in fusion.steps:
             if not isinstance(step, RowOp) or step.out.source != buffer:
                 continue
             shape = step.shape_of(step.out)
             if [size for size in shape if size != 1] != [axis.size]:
                 raise NotEmittableError(-1, "what is stored has another shape than the outputs")
             place = Place(step.out.offset).plus(of_axis(axis).times(step.out.strides[shape.index(axis.size)]))
-            pointer, value = pointers.name(buffer), values.read(buffer, place, len(run.steps))
+            pointer, value = pointers.name(buffer), values.read(buffer, place, len(fusion.steps))
             address = f"{pointer} + row * {sizes[buffer]} + ({values.index(place).text})"
             stores.append(f"tl.store({address}, {value.text}.to({pointer}.dtype.element_ty), mask=inside & within_out)")
     return _Code([*_outputs(fused, axis.size), *values.lines, *stores], values.loaded)
@@ -211,14 +200,13 @@ def _outputs(fused: FusedLinear, size: int) -> list[str]:
     return [*lines, f"within_out = part < {size}"]
 
 
-def _expect(run: RowRun, codes: frozenset[str]) -> None:
-    other = next((step for step in run.steps if not isinstance(step, RowOp) or step.code not in codes), None)
+def _expect(fusion: RowFusion, codes: frozenset[str]) -> None:
+    other = next((step for step in fusion.steps if not isinstance(step, RowOp) or step.code not in codes), None)
     if other is not None:
         raise NotEmittableError(-1, f"a linear's kernel does not compute {getattr(other, 'code', 'an append')}")
 
 
 def _matrices(fused: FusedLinear) -> list[str]:
-    """Write which weights the tile multiplies, and which outputs it computes."""
     count = len(fused.matrices())
     if fused.after is None:
         weights, biases, sizes = (

@@ -113,12 +113,10 @@ def place_of(offset: int, strides: Sequence[int], coordinates: Sequence[Place]) 
 def located(place: Place, offset: int, shape: Sequence[int], strides: Sequence[int]) -> tuple[Place, ...] | None:
     """Return the coordinates of the numbers at ``place`` among those at ``offset + sum(coordinate * stride)``.
 
-    Returns:
-        One coordinate per axis of ``shape``; None if none of them is among these.
+    There is one per axis of ``shape``; or None if none of the numbers is among these.
 
     Raises:
         SplitError, CutError: some are, or the coordinates are no sums over the axes.
-
     """
     if 0 in shape:
         return None
@@ -138,7 +136,6 @@ def located(place: Place, offset: int, shape: Sequence[int], strides: Sequence[i
 
 
 def _divided(place: Place, by: int) -> tuple[Place, Place]:
-    """Return quotient and remainder."""
     whole = Place(0, tuple((axis, factor // by) for axis, factor in place.terms if factor % by == 0))
     rest = Place(place.constant, tuple((axis, factor) for axis, factor in place.terms if factor % by))
     quotient = rest.constant // by  # of the smallest value

@@ -1,6 +1,6 @@
-"""The Triton kernel of a run of row operations, as source.
+"""The Triton kernel of a fusion of row operations, as source.
 
-Each program computes one row, or a part of it: the numbers that the run stores fall into *units*, and a unit that
+Each program computes one row, or a part of it: the numbers that the fusion stores fall into *units*, and a unit that
 needs no sum over a whole row is divided into parts of an axis. Values that two units need are computed by both. The
 order of every sum is that of the compiled kernel, to which no number of rows is passed, so a row's bits depend on that
 row alone.
@@ -15,9 +15,10 @@ from math import prod
 from torch import Tensor
 
 from specdec_fast.program.plan.ir import LOGIT_ROWS, Append, Plan, RowOp
-from specdec_fast.program.triton.launches import RowRun
+from specdec_fast.program.triton.launches import RowFusion
+from specdec_fast.program.triton.row_code import Pointers
 from specdec_fast.program.triton.row_index import Axis, CutError, Place, SplitError, of_axis, padded, place_of
-from specdec_fast.program.triton.row_values import Pointers, Values
+from specdec_fast.program.triton.row_values import Values
 
 _TILE = 1024  # numbers that a program computes of a unit without a sum over a whole row
 _PER_WARP = 512  # numbers of the widest tensor: 16 of each thread
@@ -27,26 +28,19 @@ OF_BATCH = ("token_ids", "positions", "slot_mapping", "logit_rows")  # tensors o
 
 @dataclass(frozen=True)
 class RowKernel:
-    """The kernel of a run.
+    """The kernel of a fusion."""
 
-    Attributes:
-        source: a module with the function ``row_kernel`` of as many pointers as there are tensors.
-        tensors: what each pointer is: a buffer's row 0, a constant, the name of a tensor of the batch, or ``"keys N"``
-            and ``"values N"``, the pages of a layer.
-        num_tiles: programs per row.
-        num_warps: warps per program.
-
-    """
-
-    source: str
+    source: str  # a module with the function row_kernel of as many pointers as there are tensors
+    # what each pointer is: a buffer's row 0, a constant, the name of a tensor of the batch, or "keys N" and
+    # "values N", the pages of a layer
     tensors: tuple[int | Tensor | str, ...]
-    num_tiles: int
-    num_warps: int
+    num_tiles: int  # programs per row
+    num_warps: int  # warps per program
 
 
 @dataclass(frozen=True)
 class _Store:
-    buffer: int  # from which the numbers are read, at the end of the run
+    buffer: int  # from which the numbers are read, at the end of the fusion
     place: Place  # in a row of it
     target: int | str  # the same buffer, or the pages of a layer
     target_place: Place
@@ -60,32 +54,31 @@ class _Unit:
     size: int
 
 
-def row_kernel(plan: Plan, run: RowRun) -> RowKernel:
-    """Return the kernel of a run.
+def row_kernel(plan: Plan, fusion: RowFusion) -> RowKernel:
+    """Return the kernel of a fusion.
 
     Raises:
-        NotEmittableError: a step of the run must read memory that the run has written; see ``launches.halves``.
-
+        NotEmittableError: a step of the fusion must read memory that the fusion has written; see ``launches.halves``.
     """
-    row_sizes = row_sizes_of(plan, run)
+    row_sizes = row_sizes_of(plan, fusion)
     pointers, body, num_tiles, widest = Pointers(), "", 0, 1
-    units = _units(plan, run, row_sizes)
+    units = _units(plan, fusion, row_sizes)
     for unit in units:
-        values, stores = _evaluated(run, pointers, row_sizes, unit.stores)
+        values, stores = _evaluated(fusion, pointers, row_sizes, unit.stores)
         tile = _tile(values, stores)
         if tile is not None:
-            values, stores = _evaluated(run, pointers, row_sizes, stores, tile)
+            values, stores = _evaluated(fusion, pointers, row_sizes, stores, tile)
         tiles = 1 if tile is None else -(-tile[0].size // tile[1])
         body += _block(values, tile, num_tiles, tiles, len(units) > 1 or tiles > 1)
         num_tiles, widest = num_tiles + tiles, max(widest, values.widest)
     warps = max(1, min(_MOST_WARPS, widest // _PER_WARP))
-    return RowKernel(_source(pointers, body, run.domain), tuple(pointers.tensors), num_tiles, warps)
+    return RowKernel(_source(pointers, body, fusion.domain), tuple(pointers.tensors), num_tiles, warps)
 
 
-def row_sizes_of(plan: Plan, run: RowRun) -> dict[int, int]:
-    """Return the numbers from one row to the next, for every buffer of a run."""
+def row_sizes_of(plan: Plan, fusion: RowFusion) -> dict[int, int]:
+    """Return the numbers from one row to the next, for every buffer of a fusion."""
     sizes: dict[int, int] = {}
-    for step in run.steps:
+    for step in fusion.steps:
         if isinstance(step, RowOp):
             for operand in (*step.inputs, step.out):
                 if isinstance(operand.source, int):
@@ -96,11 +89,11 @@ def row_sizes_of(plan: Plan, run: RowRun) -> dict[int, int]:
     return sizes
 
 
-def _units(plan: Plan, run: RowRun, row_sizes: dict[int, int]) -> list[_Unit]:
-    """Group what the run stores: what needs the same sums is computed together."""
+def _units(plan: Plan, fusion: RowFusion, row_sizes: dict[int, int]) -> list[_Unit]:
+    """Group what the fusion stores: what needs the same sums is computed together."""
     units: list[_Unit] = []
-    for stores in _targets(plan, run):
-        values, _ = _evaluated(run, Pointers(), row_sizes, stores)
+    for stores in _targets(plan, fusion):
+        values, _ = _evaluated(fusion, Pointers(), row_sizes, stores)
         size = sum(prod(axis.size for axis in store.place.axes) for store in stores)
         same = next((unit for unit in units if unit.reduced.keys() & values.reduced.keys()), None)
         if same is None:
@@ -117,22 +110,22 @@ def _units(plan: Plan, run: RowRun, row_sizes: dict[int, int]) -> list[_Unit]:
     return units
 
 
-def _targets(plan: Plan, run: RowRun) -> list[list[_Store]]:
-    """Return what the run stores, buffer by buffer; tensors of one shape share their axes."""
+def _targets(plan: Plan, fusion: RowFusion) -> list[list[_Store]]:
+    """Return what the fusion stores, buffer by buffer; tensors of one shape share their axes."""
     axes: dict[tuple[int, int], Axis] = {}
 
     def coordinates(shape: Sequence[int]) -> list[Place]:
         return [of_axis(axes.setdefault((d, size), Axis(size))) for d, size in enumerate(shape)]
 
-    found: list[list[_Store]] = []
-    for buffer in sorted(run.stored):
+    targets: list[list[_Store]] = []
+    for buffer in sorted(fusion.stored):
         stores = []
-        for step in run.steps:
+        for step in fusion.steps:
             if isinstance(step, RowOp) and step.out.source == buffer and 0 not in step.shape_of(step.out):
                 place = place_of(step.out.offset, step.out.strides, coordinates(step.shape_of(step.out)))
                 stores.append(_Store(buffer, place, buffer, place))
-        found.append(stores)
-    for step in run.steps:
+        targets.append(stores)
+    for step in fusion.steps:
         if isinstance(step, Append):
             shape = plan.kv_shapes[step.layer]
             for heads, size, name in (
@@ -142,12 +135,12 @@ def _targets(plan: Plan, run: RowRun) -> list[list[_Store]]:
                 at = coordinates((shape.num_kv_heads, size))
                 place, target = place_of(heads.offset, (heads.stride, 1), at), place_of(0, (size, 1), at)
                 store = _Store(heads.buffer, place, f"{name} {step.layer}", target, shape.num_kv_heads * size)
-                found.append([store])
-    return found
+                targets.append([store])
+    return targets
 
 
 def _evaluated(
-    run: RowRun,
+    fusion: RowFusion,
     pointers: Pointers,
     row_sizes: dict[int, int],
     stores: list[_Store],
@@ -155,12 +148,12 @@ def _evaluated(
 ) -> tuple[Values, list[_Store]]:
     """Return the code that computes and stores; axes are split and cut until every place is a sum over axes."""
     while True:
-        values = Values(run.steps, pointers, row_sizes, tile)
+        values = Values(fusion.steps, pointers, row_sizes, tile)
         for store in stores:
             if len(store.place.axes) == 1:
                 values.share(store.place.axes[0])
         try:
-            written = [_written(values, pointers, row_sizes, store, len(run.steps)) for store in stores]
+            written = [_written(values, pointers, row_sizes, store, len(fusion.steps)) for store in stores]
         except (SplitError, CutError) as error:
             stores = [each for store in stores for each in _divided(store, error)]
             continue

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specdec_fast.program.plan.ir import REDUCTIONS, Append, RowOp
+from specdec_fast.program.triton.row_code import Expression, NotEmittableError, Pointers
 from specdec_fast.program.triton.row_index import Axis, Place, padded
-from specdec_fast.program.triton.row_values import FUNCTIONS, NotEmittableError, Pointers, Value, Values
+from specdec_fast.program.triton.row_values import FUNCTIONS, Values
 
 ELEMENTWISE = frozenset(FUNCTIONS)
 WITH_STATISTICS = ELEMENTWISE | {*REDUCTIONS, "softmax", "layer_norm"}
@@ -25,36 +26,25 @@ OF_TWO_OUTPUTS = OF_OUTPUTS | {"tanh", "gelu_tanh"}
 
 @dataclass(frozen=True)
 class TileNames:
-    """What the kernel calls the numbers of a tile.
+    """What the kernel calls the numbers of a tile."""
 
-    Attributes:
-        row: the rows, ``[rows, 1]``.
-        row_mask: which of them there are.
-        part: the numbers of the axis, ``[1, part]``.
-        part_mask: which of them there are; empty: all.
-
-    """
-
-    row: str
-    row_mask: str
-    part: str
-    part_mask: str
+    row: str  # the rows, [rows, 1]
+    row_mask: str  # which of them there are
+    part: str  # the numbers of the axis, [1, part]
+    part_mask: str  # which of them there are; empty: all
 
 
 class TileValues(Values):
     """The code for numbers of a tile.
 
     Args:
-        steps: the steps of the run.
-        pointers: the tensors of the kernel.
-        row_sizes: numbers from one row of a buffer to the next, by buffer.
+        steps, pointers, row_sizes: as those of ``RowCode``.
         axis: the only axis.
         names: of the tile.
         registers: names of ``[rows, part]`` that the kernel has computed, by buffer and by their offset in its row.
 
     Attributes:
         loaded: buffers that the code reads from memory.
-
     """
 
     def __init__(
@@ -72,30 +62,29 @@ class TileValues(Values):
         self.share(axis)
 
     def axis(self, axis: Axis, among: tuple[Axis, ...]) -> str:
-        """Return the name of an axis' numbers."""
         if axis is not self.own:
             raise NotEmittableError(-1, "a number depends on an axis that the tile does not have")
         return self.names.part
 
-    def load(self, source: int | Tensor, place: Place) -> Value:
+    def load(self, source: int | Tensor, place: Place) -> Expression:
         """Return numbers in memory, or those that the kernel has computed, as fp32."""
         if isinstance(source, int) and any(source == buffer for buffer, _ in self._registers):
             name = self._registers.get((source, place.constant))
             if name is None or place.terms != ((self.own, 1),):
                 raise NotEmittableError(-1, "a linear's outputs are read in another order")
-            return Value(name, (self.own,))
+            return Expression(name, (self.own,))
         if isinstance(source, int):
             self.loaded.add(source)
             return self.load_rows(source, place)
         return self.load_constant(source, place)
 
-    def load_constant(self, source: Tensor, place: Place) -> Value:
+    def load_constant(self, source: Tensor, place: Place) -> Expression:
         """Return numbers of a constant."""
         index = self.index(place)
         mask = self.names.part_mask if index.axes else ""
         return self.masked(f"{self.pointers.name(source)} + ({index.text})", mask, index.axes)
 
-    def load_rows(self, buffer: int, place: Place) -> Value:
+    def load_rows(self, buffer: int, place: Place) -> Expression:
         """Return numbers of a buffer's rows."""
         index = self.index(place)
         mask = self.names.row_mask
@@ -104,7 +93,7 @@ class TileValues(Values):
         base = f"{self.pointers.name(buffer)} + {self.names.row} * {self.row_sizes[buffer]}"
         return self.masked(f"{base} + ({index.text})", mask, index.axes)
 
-    def masked(self, address: str, mask: str, axes: tuple[Axis, ...]) -> Value:
+    def masked(self, address: str, mask: str, axes: tuple[Axis, ...]) -> Expression:
         """Add a line that loads numbers."""
         masked = f", mask={mask}, other=0.0" if mask else ""
         return self.line(f"tl.load({address}{masked}).to(tl.float32)", axes)
@@ -113,10 +102,7 @@ class TileValues(Values):
 class WholeRows(TileValues):
     """The code for statistics of whole rows: each sum has the order that the row's own kernel gives it.
 
-    Args:
-        steps, pointers, row_sizes, axis, names: as those of ``TileValues``.
-        pieces: the arguments ``SIZE`` to ``OF_THREADS`` of ``linear_parts.load_rows``.
-
+    ``pieces`` are the arguments ``SIZE`` to ``OF_THREADS`` of ``linear_parts.load_rows``.
     """
 
     prefix = "w"
@@ -133,8 +119,8 @@ class WholeRows(TileValues):
         super().__init__(steps, pointers, row_sizes, axis, names)
         self._pieces = ", ".join(map(str, pieces))
 
-    def load_rows(self, buffer: int, place: Place) -> Value:
-        """Return numbers of a buffer's rows, loaded as ``linear_parts.load_rows`` does."""
+    def load_rows(self, buffer: int, place: Place) -> Expression:
+        """Load them as ``linear_parts.load_rows`` does."""
         if not place.axes:
             return super().load_rows(buffer, place)
         if place.terms != ((self.own, 1),):
@@ -145,8 +131,7 @@ class WholeRows(TileValues):
             f"load_rows({pointer}, {row_at}, {self.names.row_mask}, {self._pieces}, WARP_SIZE)", (self.own,)
         )
 
-    def over(self, axis: Axis, how: str, value: Value, axes: tuple[Axis, ...]) -> Value:
-        """Add a line that reduces every row."""
+    def over(self, axis: Axis, how: str, value: Expression, axes: tuple[Axis, ...]) -> Expression:
         if value.axes != (self.own,):
             raise NotEmittableError(-1, "a sum over numbers that repeat")
         text = value.text
@@ -159,12 +144,9 @@ class WholeRows(TileValues):
 class WithStatistics(TileValues):
     """The code for numbers of a tile that depend on statistics of their rows.
 
-    Args:
-        whole: computes the statistics.
-
     Attributes:
+        whole: computes the statistics.
         collected: what ``whole`` calls each statistic, by the name that this code gives it.
-
     """
 
     prefix = "y"
@@ -174,8 +156,8 @@ class WithStatistics(TileValues):
         self._whole = whole
         self.collected: dict[str, str] = {}
 
-    def load_constant(self, source: Tensor, place: Place) -> Value:
-        """Return numbers of a constant, loaded for every row.
+    def load_constant(self, source: Tensor, place: Place) -> Expression:
+        """Load them for every row.
 
         Of a load of one row a thread would have two bytes at most, which the compiler does not load ahead in a loop.
         """
@@ -185,16 +167,15 @@ class WithStatistics(TileValues):
         address = f"tl.broadcast_to({self.pointers.name(source)} + ({index.text}), [BLOCK_ROWS, BLOCK_IN])"
         return self.masked(address, f"{self.names.row_mask} & {self.names.part_mask}", index.axes)
 
-    def statistics(self, number: int, step: RowOp, outer: Sequence[Place]) -> list[Value]:
-        """Return the names of a step's statistics."""
+    def statistics(self, number: int, step: RowOp, outer: Sequence[Place]) -> list[Expression]:
         if any(place.axes for place in outer):
             raise NotEmittableError(number, "statistics of a part of a row")
-        found = []
+        expressions = []
         for value in self._whole.statistics(number, step, outer):
             name = next((name for name, known in self.collected.items() if known == value.text), None)
             if name is None:
                 name = f"s{len(self.collected)}"
                 self.collected[name] = value.text
-            found.append(Value(name))
+            expressions.append(Expression(name))
         self.loaded |= self._whole.loaded
-        return found
+        return expressions

@@ -17,7 +17,8 @@ from specdec_fast.drafters.clover.model import output_layer
 from specdec_fast.ops.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from support.clover import HIDDEN, augmented, behind, logits_of, random_clover, write_clover
-from support.models import VOCAB_SIZE
+from support.lazy_signs import with_lazy_weights
+from support.models import VOCAB_SIZE, tiny_model
 
 # Nodes of one depth have different numbers of children, and a deep node is the child of a second-ranked one.
 TREE = [[0], [1], [0, 0], [1, 1], [0, 1], [1, 0], [2], [0, 0, 0], [1, 1, 0], [0, 0, 3]]
@@ -106,6 +107,15 @@ def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
     assert compared.num_empty > 0, "a prompt of one token has no hidden state at first"
     assert not engine.drafter._states, "released sequences leave nothing behind"
     assert engine.drafter.pool.is_vacant
+
+
+def test_a_shared_output_layer_has_the_sign_that_it_shows(model, folder):
+    lazy = with_lazy_weights(tiny_model("llama"))
+    engine = sd.Engine(lazy, f"clover:{folder}", max_batch_size=4, draft_tree=TREE, enforce_eager=True)
+    compared = Compared(engine.core.drafter, model, random_clover())
+    for output in engine.generate(PROMPTS[:4], PARAMS[:4]):
+        output.raise_for_error()
+    assert compared.num_trees > 5
 
 
 class Course:

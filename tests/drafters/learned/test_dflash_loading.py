@@ -16,7 +16,8 @@ from specdec_fast.drafters.dflash.model import load_dflash
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from support.dflash import FORMATS, MASK, RANK, write_checkpoint
-from support.models import TINY_GROUPED, VOCAB_SIZE
+from support.lazy_signs import with_lazy_weights
+from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model
 from support.peak_memory import peak_bytes
 
 KINDS = {"dflash": {}, "dspark": {"markov": "gated", "draft_vocab_size": 40, "own_embedding": True, "bias": True}}
@@ -139,6 +140,14 @@ def test_the_memory_of_logits_is_estimated(tmp_path, monkeypatch, settings):
     hidden = torch.randn(8 * 5, model.config.hidden_size)
     needed = peak_bytes(lambda: drafter.model.logits(hidden))
     assert needed <= drafter.step_bytes(8, 5, 8) < 1.4 * needed
+
+
+def test_a_shared_output_layer_has_the_sign_that_it_shows(tmp_path, model):
+    write_checkpoint(tmp_path, model)
+    hidden = torch.randn(4, model.config.hidden_size)
+    targets = [tiny_model("llama"), with_lazy_weights(tiny_model("llama"))]
+    plain, lazy = (load_dflash(tmp_path, RaggedModel(each, resolve(torch.device("cpu")))) for each in targets)
+    assert torch.equal(lazy.logits(hidden), plain.logits(hidden))
 
 
 WEIGHTS = {

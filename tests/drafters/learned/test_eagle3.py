@@ -215,13 +215,23 @@ def test_a_preempted_sequence_starts_again(tmp_path, target, model, enforce_eage
 
 
 def test_long_prompts_are_computed_in_portions(tmp_path, target, model, monkeypatch):
-    monkeypatch.setattr("specdec_fast.drafters.eagle3.drafter.MAX_PREFILL_ROWS", 7)
     course = make(tmp_path, target, model, {})
+    course.drafter.limit_prefill(7)
+    compute, num_rows = course.drafter._compute, []
+
+    def counted(rows):
+        num_rows.append(sum(own.count for own in rows))
+        compute(rows)
+
+    monkeypatch.setattr(course.drafter, "_compute", counted)
     sequences = [new_sequence(i, length, sd.SamplingParams(), course.rng) for i, length in enumerate((40, 3, 18))]
     course.prefill(sequences)
-    course.step(sequences, 4)
+    course.step(sequences, 4, least=1)
     course.step(sequences, 4)
     assert course.num_proposed
+    whole, rest = divmod(sum(num_rows), 7)
+    assert whole > 5
+    assert num_rows == [7] * whole + [rest] * bool(rest)
 
 
 def test_a_sequence_without_all_its_features_gets_no_draft(tmp_path, target, model):

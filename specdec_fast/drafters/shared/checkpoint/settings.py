@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,20 @@ LAYER_SIZES = (
 _INTEGERS = {*LAYER_SIZES} - {"rms_norm_eps", "hidden_act"}
 _LAYER_KEYS = (*LAYER_SIZES, "rope_theta", "rope_scaling", "rope_parameters")
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+# Of a rotary embedding; which of them it reads depends on its type.
+_ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+)
+MOST_PARTS = 1000  # layers, heads or blocks of a drafter: the names of their weights are listed before any is read
+_LARGEST_INTEGER = 2**31 - 1
+_LARGEST_NUMBER = 1e18  # what every integer and float of torch holds
 
 
 @dataclass(frozen=True)
@@ -80,7 +94,7 @@ class Settings:
         path = folder / "config.json"
         try:
             entries = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"cannot read {str(path)!r} ({error}); expected the folder of {kind}.") from None
         if not isinstance(entries, dict):
             raise ConfigError(f"{str(path)!r} holds a {type(entries).__name__}; expected a JSON object.")
@@ -109,19 +123,26 @@ class Settings:
         """Return an entry unchecked, null too; ``default`` if there is none."""
         return self.entries.get(name, default)
 
-    def positive_integer(self, name: str, default: int | None) -> int:
-        """Return a positive integer, ``default`` where none is given."""
+    def positive_integer(self, name: str, default: int | None, most: int = _LARGEST_INTEGER) -> int:
+        """Return an integer from 1 to ``most``, ``default`` where none is given."""
         value = self._given(name, default)
-        if type(value) is not int or value < 1:
-            raise self._wrong(name, value, "a positive integer")
+        if type(value) is not int or not 1 <= value <= most:
+            raise self._wrong(name, value, f"a positive integer up to {most}")
         return value
 
     def positive_number(self, name: str, default: float) -> float:
         """Return a positive finite number, ``default`` where none is given."""
         value = self._given(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self._wrong(name, value, "a positive number")
+        if type(value) not in (int, float) or not 0 < value < _LARGEST_NUMBER:
+            raise self._wrong(name, value, f"a positive number below {_LARGEST_NUMBER:g}")
         return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return true or false (also written as 1 or 0), ``default`` where none is given."""
+        value = self._given(name, default)
+        if type(value) not in (bool, int) or value not in (0, 1):
+            raise self._wrong(name, value, "true or false")
+        return bool(value)
 
     def mapping(self, name: str) -> Settings:
         """Return the entries of a JSON object, none where it is not given."""
@@ -184,7 +205,11 @@ class Settings:
         given.setdefault("num_hidden_layers", num_layers)
         for name in set(given) & _INTEGERS:
             self.positive_integer(name, given[name])
+        self.positive_integer("num_hidden_layers", num_layers, MOST_PARTS)
         self.positive_number("rms_norm_eps", 1.0)
+        for entries in (given, given.get("rope_scaling"), given.get("rope_parameters")):
+            for name in _ROPE_NUMBERS if isinstance(entries, dict) else ():
+                Settings(self.folder, entries).positive_number(name, 1.0)
         act = given.get("hidden_act", "silu")
         if not isinstance(act, str) or act not in ACT2FN:
             raise self._wrong("hidden_act", act, "the name of an activation function of transformers, such as 'silu'")
@@ -232,4 +257,6 @@ class Settings:
         return default if self.get(name) is None else self.entries[name]
 
     def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
-        return ConfigError(f"{str(self.folder / 'config.json')!r}: {name} is {value!r}; expected {expected}.")
+        return ConfigError(
+            f"{str(self.folder / 'config.json')!r}: {name} is {reprlib.repr(value)}; expected {expected}."
+        )

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +15,8 @@ from transformers import LlamaConfig
 
 from specdec_fast.drafters.shared.checkpoint.settings import LayerConfig
 from specdec_fast.errors import ConfigError
+from specdec_fast.models.loading import cause_shown, why_unreadable
+from specdec_fast.ops.checks import stored
 
 Shape = tuple[int, ...]
 WEIGHTS_FILE = "model.safetensors"
@@ -34,11 +35,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except (OSError, ValueError, EOFError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        raise ConfigError(f"cannot read the weights in {str(path)!r}: {error}") from error
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+    except Exception as error:  # bytes that are damaged can raise nearly any
+        raise ConfigError(
+            f"cannot read the weights in {str(path)!r}: {why_unreadable(error)}; expected tensors by name, in "
+            "safetensors or PyTorch's format."
+        ) from cause_shown(error)
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise ConfigError(f"{str(path)!r} holds a {type(weights).__name__}; expected tensors by name.")
-    return weights
+    if wrong := [name for name, value in weights.items() if not _is_dense(value)]:
+        raise ConfigError(f"{str(path)!r}: {wrong[0]} is no dense tensor with memory; expected dense tensors by name.")
+    return {name: stored(value) for name, value in weights.items()}  # PyTorch's format keeps lazy signs
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta and not value.is_nested
 
 
 def tensor_names(path: Path) -> list[str]:
@@ -88,7 +98,7 @@ def files_by_name(index: Path) -> dict[str, Path]:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {key: index.parent / name for key, name in names.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"cannot read the index of weights {str(index)!r}: {error}") from error
 
 

@@ -14,7 +14,9 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from specdec_fast.drafters.shared.checkpoint.settings import LAYER_SIZES
 from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE
+from specdec_fast.whole_files import replaced
 
+_CONFIG = "config.json"
 _STORED = torch.bfloat16
 
 
@@ -75,7 +77,10 @@ def write_files(
     config: dict[str, Any],
     maps: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write ``config.json`` and a file of weights.
+    """Write ``config.json``, without which no drafter loads, and a file of weights.
+
+    Both files are written before either takes its place. There is no ``config.json`` while the weights are replaced, so
+    a process that is killed there leaves no drafter instead of new weights with an old configuration.
 
     Args:
         folder: exists.
@@ -84,9 +89,13 @@ def write_files(
         config: the entries of ``config.json``.
         maps: further tensors, stored as they are.
 
+    Raises:
+        OutputError: a file cannot be written.
+
     """
     stored = {name: weight.detach().to("cpu", _STORED).contiguous() for name, weight in weights.items()}
-    path = folder / file_name
-    save_file({**stored, **(maps or {})}, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes 0600
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with replaced(folder / _CONFIG) as config_path, replaced(folder / file_name) as weights_path:  # the last is first
+        config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file({**stored, **(maps or {})}, weights_path, metadata={"format": "pt"})
+        weights_path.chmod(0o644)  # safetensors writes 0600
+        (folder / _CONFIG).unlink(missing_ok=True)
