@@ -45,7 +45,7 @@ def test_a_file_that_cannot_be_read(tmp_path, name, content):
 @pytest.mark.parametrize("content", [[torch.ones(2)], {"a": 1.5}], ids=["list", "number"])
 def test_something_else_than_tensors_by_name(tmp_path, content):
     torch.save(content, tmp_path / "w.bin")
-    with pytest.raises(sd.ConfigError, match="expected tensors by name"):
+    with pytest.raises(sd.ConfigError, match=r"expected (dense )?tensors by name"):
         read_tensors(tmp_path / "w.bin")
 
 
