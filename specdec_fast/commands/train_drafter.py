@@ -27,7 +27,8 @@ from specdec_fast.training.interrupts import Terminated, terminable
 from specdec_fast.training.texts import Texts
 from specdec_fast.training.trainer import Recipe, Trainer
 
-_REPORT, _LOCK = "report.json", ".lock"
+_REPORT = "report.json"
+_LOCK = ".lock"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument(
         "--tree-nodes", type=_positive, metavar="N", help="of their tree; also of SpecBlock (default: 16; Clover: 4)"
     )
-    recipe, default = parser.add_argument_group("training"), Recipe()
+    recipe = parser.add_argument_group("training")
+    default = Recipe()
     recipe.add_argument("--epochs", type=_positive, default=default.epochs, metavar="N", help="(default: %(default)s)")
     recipe.add_argument(
         "--batch-tokens", type=_positive, default=default.batch_tokens, metavar="N", help="(default: %(default)s)"

@@ -105,10 +105,12 @@ class Engine:
         self.target.use_graphs(Limits(self.config.max_batch_size, most + 1, tree_rows=tree_rows))
         self.memory_plan = plan_memory(self.target, drafter, self.config, drafts=draft is not None)
         if self.memory_plan is not None:
-            self.config, scheduler = self.memory_plan.config, make_scheduler(self.memory_plan.config)
+            self.config = self.memory_plan.config
+            scheduler = make_scheduler(self.memory_plan.config)
             drafter.limit_prefill(self.config.max_prefill_tokens)
             if not self.memory_plan.has_drafter:
-                draft, drafter = None, make_drafter(None, self.target, self.config, self._ops, self.tokenizer)
+                draft = None
+                drafter = make_drafter(None, self.target, self.config, self._ops, self.tokenizer)
                 self.target.use_taps(())
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
         # What a request may name: ``memory_bytes`` may have lowered K, which no request can know.
@@ -251,8 +253,10 @@ class Engine:
     def _build(self, prompts: Any, params: Any, keywords: dict[str, Any]) -> Iterator[Sequence]:
         """Check the arguments and draw the seeds; return the sequences, whose prompts are encoded as they are read."""
         self.process.expect_this()
-        options, items = PromptOptions.from_keywords(keywords), as_prompt_list(prompts)
-        builder, each = self.request_builder(), as_params_list(params, len(items))
+        options = PromptOptions.from_keywords(keywords)
+        items = as_prompt_list(prompts)
+        builder = self.request_builder()
+        each = as_params_list(params, len(items))
         seeds = [builder.seed(own) for own in each]
 
         def sequences() -> Iterator[Sequence]:
@@ -271,7 +275,8 @@ class Engine:
 
         """
         with closing(call):
-            sequences, is_first = iter(sequences), True
+            sequences = iter(sequences)
+            is_first = True
             while True:
                 new = list(islice(sequences, None if most_open is None else most_open - len(call.open)))
                 for sequence in new:

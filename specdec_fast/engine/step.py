@@ -72,10 +72,12 @@ class Step:
             last_finished: end of the step before, from which on the time is this step's; 0.0: from ``started`` on.
 
         """
-        draft_seconds, verify_seconds = self.drafted - self.started, self.verification.forward_seconds
+        draft_seconds = self.drafted - self.started
+        verify_seconds = self.verification.forward_seconds
         other_seconds = perf_counter() - (last_finished or self.started) - draft_seconds - verify_seconds
         num_accepted = [len(emission) - 1 for emission in outcome.emissions]
-        counts, seconds = (self.limits, self.depths, num_accepted), (draft_seconds, verify_seconds, other_seconds)
+        counts = (self.limits, self.depths, num_accepted)
+        seconds = (draft_seconds, verify_seconds, other_seconds)
         batch = list(self.batch)  # the policy may change it
         scores = self.draft.scores_by_sequence()
         if scores is None:
@@ -254,7 +256,8 @@ def commit_emission(
         The committed tokens.
 
     """
-    num_accepted, valid = len(emission) - 1, emission[-1] != INVALID_TOKEN
+    num_accepted = len(emission) - 1
+    valid = emission[-1] != INVALID_TOKEN
     emission = emission if valid else emission[:-1]
     tokens = sequence.append_emission(num_draft_tokens, num_accepted, emission, logprobs, depth) if emission else []
     if not valid and sequence.finish_reason is None:

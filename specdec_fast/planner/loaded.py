@@ -51,7 +51,8 @@ def loaded_memory(target: RaggedModel, drafter: HoldsMemory | None, page_size: i
 
 
 def _target_terms(target: RaggedModel, setting: EngineSetting) -> dict[str, int]:
-    rows, prefill_rows = setting.num_rows, target.row_padding.largest
+    rows = setting.num_rows
+    prefill_rows = target.row_padding.largest
     if setting.max_prefill_tokens is not None:
         prefill_rows = min(prefill_rows, setting.max_prefill_tokens)
     memory = forward_memory(target, {(rows, rows), (prefill_rows, 1)})

@@ -172,7 +172,8 @@ def _message(index: int, message: Any) -> dict[str, Any]:
     """
     if not isinstance(message, Mapping):
         raise InvalidPromptError(f"message {index} is a {type(message).__name__}; {_EXPECTED}.")
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if not isinstance(role, str) or not role:
         raise InvalidPromptError(f"message {index} has the role {role!r:.80}{_hint(message)}; {_EXPECTED}.")
     if isinstance(content, (list, tuple)):
