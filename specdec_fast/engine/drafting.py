@@ -6,6 +6,7 @@ from collections.abc import Container
 from collections.abc import Sequence as Many
 from contextlib import ExitStack
 from dataclasses import replace
+from math import inf
 
 import torch
 
@@ -28,6 +29,28 @@ def expect_max_nodes(drafter: Drafter) -> None:
     most = drafter.max_nodes
     if not isinstance(most, int) or not 0 <= most < 2**31:
         raise DrafterError(f"a drafter's max_nodes is {most!r}; expected an integer from 0 on, 0 if it drafts chains.")
+
+
+def measured_seconds(drafter: Drafter, row_counts: list[int]) -> dict[int, float] | None:
+    """Return ``forward_seconds`` of a drafter, held to the contract.
+
+    Raises:
+        DrafterError: it is neither None nor finite seconds by number of sequences.
+
+    """
+    found = drafter.forward_seconds(list(row_counts))
+    if found is None:
+        return None
+    is_valid = isinstance(found, dict) and all(
+        type(count) is int and count >= 0 and isinstance(seconds, (int, float)) and 0 <= seconds < inf
+        for count, seconds in found.items()
+    )
+    if not is_valid or not any(found):
+        raise DrafterError(
+            f"a drafter's forward_seconds are {found!r}; expected None, or seconds by number of sequences, such as "
+            "{0: 0.001, 1: 0.002, 8: 0.003}."
+        )
+    return found
 
 
 def admit_new(drafter: Drafter, batch: list[Sequence], limits: list[int], timer: StageTimer, is_tapped: bool) -> None:
@@ -84,6 +107,10 @@ def propose(
         raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")
     if not isinstance(draft, Draft):
         raise DrafterError(f"a drafter proposed a {type(draft).__name__}; expected a Draft, empty if it has no tokens.")
+    counts = draft.num_draft_tokens
+    if isinstance(counts, (list, tuple)):
+        counts = list(counts)  # the drafter may change its own later
+    draft = Draft(draft.token_ids, counts, draft.parents, draft.scores)
     depths = draft.check(limits, node_limits)
     if (scores := draft.scores_by_sequence()) is not None:
         least = policy.checked_least_score(scores)

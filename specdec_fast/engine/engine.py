@@ -16,7 +16,7 @@ from specdec_fast.cuda_graphs.buckets import Limits
 from specdec_fast.cuda_graphs.graphs import described
 from specdec_fast.drafters import Drafter, checked_draft, expect_settings_read, make_drafter
 from specdec_fast.engine.core import EngineCore
-from specdec_fast.engine.drafting import expect_max_nodes
+from specdec_fast.engine.drafting import expect_max_nodes, measured_seconds
 from specdec_fast.engine.input import RequestBuilder, as_params_list
 from specdec_fast.engine.memory import affordable_draft, plan_memory, return_freed_memory
 from specdec_fast.engine.output import Outputs, chunks_of, output_of, outputs_of
@@ -123,7 +123,7 @@ class Engine:
             self.config.max_batch_size,
             is_asynchronous,
             verify_seconds,
-            drafter.forward_seconds,
+            partial(measured_seconds, drafter),
             max_nodes,
             drafter.has_scores,
         )

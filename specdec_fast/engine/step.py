@@ -86,12 +86,14 @@ def raise_cause(error: RequestError | None) -> None:
     """Raise what failed a request's step, as it was raised there.
 
     An interrupt of another thread is raised as the StepError. So is a StopIteration: outputs are made by generators,
-    out of which Python lets no StopIteration.
+    out of which Python lets none.
     """
     if not isinstance(error, StepError):
         return
     cause = error.__cause__
-    raise cause if isinstance(cause, Exception) and not isinstance(cause, StopIteration) else error
+    if isinstance(cause, Exception) and not isinstance(cause, (StopIteration, StopAsyncIteration)):
+        raise cause
+    raise error
 
 
 def draft_limits(policy: LengthPolicy, batch: list[Sequence]) -> list[int]:
