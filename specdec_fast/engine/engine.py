@@ -19,7 +19,7 @@ from specdec_fast.engine.memory import affordable_draft, plan_memory, return_fre
 from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, outputs_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.shared_core import Call, SharedCore
-from specdec_fast.engine.step import StepOutput, expect_max_nodes, raise_cause
+from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seconds, raise_cause
 from specdec_fast.errors import ConfigError, RequestError
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
@@ -122,7 +122,7 @@ class Engine:
             self.config.max_batch_size,
             is_asynchronous,
             verify_seconds,
-            drafter.forward_seconds,
+            partial(measured_seconds, drafter),
             max_nodes,
             drafter.has_scores,
         )

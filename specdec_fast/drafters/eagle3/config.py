@@ -173,8 +173,9 @@ def layer_config(folder: Path, sizes: dict[str, Any]) -> LlamaConfig:
     positive_integer(folder, settings, "num_hidden_layers", 1, MOST_PARTS)
     positive_number(folder, settings, "rms_norm_eps", 1.0)
     for place in (settings, settings.get("rope_scaling"), settings.get("rope_parameters")):
-        for name in _ROPE_NUMBERS if isinstance(place, dict) else ():
-            positive_number(folder, place, name, 1.0)
+        if isinstance(place, dict):
+            for name in _ROPE_NUMBERS:
+                positive_number(folder, place, name, 1.0)
     act = settings.get("hidden_act", "silu")
     if not isinstance(act, str) or act not in ACT2FN:
         raise wrong_value(
