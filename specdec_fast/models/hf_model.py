@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,8 +102,9 @@ class HFModel:
             positions: ``[n]`` int64; None: the model counts itself.
 
         """
-        given = {} if positions is None else {"position_ids": positions[None]}
-        given |= {self._cache_argument: DynamicCache()}
+        given: dict[str, Any] = {self._cache_argument: DynamicCache()}
+        if positions is not None:
+            given["position_ids"] = positions[None]
         with self._lock:
             return self.model(input_ids=token_ids[None], use_cache=True, **given).logits[0]
 
@@ -167,7 +169,7 @@ class HFModel:
         self, token_ids: Tensor, positions: Tensor, cache: PagedCache | KVProbe, logit_rows: Tensor | None
     ) -> Tensor:
         """Call the Hugging Face model: ``[1, T]`` ids and positions to logits ``[1, R, vocab_size]``."""
-        given = {self._cache_argument: cache}
+        given: dict[str, Any] = {self._cache_argument: cache}
         if logit_rows is not None and self._has_logits_to_keep:
             given["logits_to_keep"] = logit_rows
         token = active_cache.set(cache)
