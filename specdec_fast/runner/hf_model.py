@@ -103,8 +103,9 @@ class HFModel:
             positions: ``[n]`` int64; None: the model counts itself.
 
         """
-        given = {} if positions is None else {"position_ids": positions[None]}
-        given |= {self._cache_argument: DynamicCache()}
+        given: dict[str, Any] = {self._cache_argument: DynamicCache()}
+        if positions is not None:
+            given["position_ids"] = positions[None]
         with self._lock:
             return self.model(input_ids=token_ids[None], use_cache=True, **given).logits[0]
 
