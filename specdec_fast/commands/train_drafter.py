@@ -100,7 +100,6 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0; 130 if it was interrupted, 143 if SIGTERM ended it.
-
     """
     _make_folder(args.output)
     try:

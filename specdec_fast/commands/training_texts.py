@@ -30,7 +30,6 @@ def training_texts(args: argparse.Namespace, target: PreTrainedModel, config: En
     Raises:
         ConfigError: the texts are those of other options or of another target; or a prompt cannot be continued.
         OutputError: the texts cannot be written.
-
     """
     path = args.output / TEXTS
     settings = _text_settings(args, target)

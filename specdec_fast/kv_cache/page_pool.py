@@ -29,20 +29,13 @@ class KVPages(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """The rows of a forward as a program takes them; the program lays them out itself.
+    """The rows of a forward as a program takes them; the program lays them out itself."""
 
-    Attributes:
-        spans: (row of ``tables``, first position, number of positions) of each sequence.
-        tables: ``[places, max_pages]`` int32, the block table of every owner.
-        pages: the pages that the tables name.
-        parents: if the rows are trees, ``[rows - B]`` int32 on the host: of every row but a sequence's first, its
-            parent, counted as in ``Draft.parents``. None: chains.
-
-    """
-
-    spans: list[tuple[int, int, int]]
-    tables: Tensor
-    pages: KVPages
+    spans: list[tuple[int, int, int]]  # (row of ``tables``, first position, number of positions) of each sequence
+    tables: Tensor  # ``[places, max_pages]`` int32, the block table of every owner
+    pages: KVPages  # the pages that the tables name
+    # if the rows are trees, ``[rows - B]`` int32 on the host: of every row but a sequence's first, its parent, counted
+    # as in ``Draft.parents``. None: chains.
     parents: Tensor | None = None
 
 
@@ -187,7 +180,6 @@ class PagePool:
 
         Raises:
             KVCacheTooSmallError: too few pages are free.
-
         """
         spans = []
         for i, (owner, start, count) in enumerate(rows):
