@@ -56,7 +56,7 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
 def renders_apart(tokenizer: Any, options: PromptOptions) -> bool:
     """Return whether ``apply_chat_template`` can make a text whose token ids, without special tokens, are the prompt.
 
-    Tokenizers with a ``apply_chat_template`` of their own need not make ids this way. Nor does transformers if it
+    Tokenizers with an ``apply_chat_template`` of their own need not make ids this way. Nor does transformers if it
     tells special tokens in messages from those of the template (``sanitize_control_tokens``).
     """
     is_known = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
