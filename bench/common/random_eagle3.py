@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.common.pairs import SEED
+from specdec_fast.drafters.eagle3.training import new_module, save_drafter
+from specdec_fast.drafters.shared.new_drafter import DrafterSize
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import default_taps
-from specdec_fast.training.eagle3 import DrafterSize, new_module, save_drafter
 
 _LAYERS_OF_DEFAULT_TAPS = 7  # the least number of layers of a target that has default taps
 

@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_fast.drafters.clover.training import new_clover, save_clover
+from specdec_fast.drafters.dflash.training import BlockSize, new_dflash, save_dflash
+from specdec_fast.drafters.eagle3.training import new_module, save_drafter
+from specdec_fast.drafters.medusa.training import new_heads, save_heads
+from specdec_fast.drafters.shared.new_drafter import DrafterSize
+from specdec_fast.drafters.shared.trainable import DrafterModule
+from specdec_fast.drafters.specblock.training import NUM_SLOTS, new_blocks, save_blocks
 from specdec_fast.errors import ConfigError
 from specdec_fast.speculation_length.choice_tree import MOST_NODES, fit_tree
-from specdec_fast.training.clover import new_clover, save_clover
-from specdec_fast.training.dflash import BlockSize, new_dflash, rarest_id, save_dflash
 from specdec_fast.training.drafter_loss import Teacher, loss_of
-from specdec_fast.training.drafter_module import DrafterModule
 from specdec_fast.training.dspark_loss import confidence_report, dspark_loss
-from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
-from specdec_fast.training.medusa import hit_counts, new_heads, save_heads
-from specdec_fast.training.specblock import NUM_SLOTS, new_blocks, save_blocks
+from specdec_fast.training.hit_counts import hit_counts
 from specdec_fast.training.specblock_loss import NUM_FEATURES, block_loss
-from specdec_fast.training.texts import Texts
+from specdec_fast.training.texts import Texts, frequent_ids, rarest_id
 from specdec_fast.training.trainer import Loss, Recipe, Trainer
 
 _SIZES = ("hidden_size", "ffn_size", "tap_layers", "draft_vocab_size")
@@ -108,7 +110,7 @@ class SpecBlockKind(Eagle3Kind):
             )
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
-        """Write the weights, and the configuration that ``specblock_config.py`` reads."""
+        """Write the weights, and the configuration that ``specblock/checkpoint.py`` reads."""
         save_blocks(self._module, folder, self._target, self._taps, self._draft_ids, self._num_nodes)
         return {}
 

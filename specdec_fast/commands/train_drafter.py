@@ -22,10 +22,10 @@ from specdec_fast.commands.training_texts import TEXTS, training_texts
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.loading import load_model
-from specdec_fast.training.files import replaced
 from specdec_fast.training.interrupts import Terminated, terminable
 from specdec_fast.training.texts import Texts
 from specdec_fast.training.trainer import Recipe, Trainer
+from specdec_fast.whole_files import replaced
 
 _REPORT = "report.json"
 _LOCK = ".lock"

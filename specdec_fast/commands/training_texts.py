@@ -17,8 +17,8 @@ from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.model_checks import max_positions
 from specdec_fast.sampling_params import SamplingParams
-from specdec_fast.training.files import replaced
 from specdec_fast.training.texts import Texts, write_texts
+from specdec_fast.whole_files import replaced
 
 TEXTS = "texts.safetensors"
 _TEXT_SETTINGS = "texts.json"

@@ -379,7 +379,6 @@ class NoDrafter(Drafter):
 
     @property
     def name(self) -> str:
-        """The drafter's name in reports."""
         return "none"
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:

@@ -15,19 +15,19 @@ from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters.base import Drafter, DrafterContext, NoDrafter
+from specdec_fast.drafters.clover.checkpoint import is_clover
 from specdec_fast.drafters.clover.drafter import CloverDrafter
-from specdec_fast.drafters.clover.weights import is_clover
-from specdec_fast.drafters.dflash.config import is_dflash
+from specdec_fast.drafters.dflash.checkpoint import is_dflash
 from specdec_fast.drafters.dflash.drafter import DFlashDrafter
 from specdec_fast.drafters.draft_model.drafter import ROWS_EACH, ModelDrafter
-from specdec_fast.drafters.eagle3.config import is_eagle3
+from specdec_fast.drafters.eagle3.checkpoint import is_eagle3
 from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
+from specdec_fast.drafters.medusa.checkpoint import is_medusa
 from specdec_fast.drafters.medusa.drafter import MedusaDrafter
-from specdec_fast.drafters.medusa.weights import is_medusa
 from specdec_fast.drafters.mtp.drafter import MtpDrafter, holds_mtp
 from specdec_fast.drafters.ngram.drafter import NgramDrafter
 from specdec_fast.drafters.ngram.trie_drafter import NgramTrieDrafter
-from specdec_fast.drafters.specblock.config import is_specblock
+from specdec_fast.drafters.specblock.checkpoint import is_specblock
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
 from specdec_fast.models.loading import load_model

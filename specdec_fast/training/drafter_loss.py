@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specdec_fast.training.drafter_module import DrafterModule, Drafts
+from specdec_fast.drafters.shared.trainable import DrafterModule, Drafts
 
 STEP_DISCOUNT = 0.8  # weight of a step's loss over that of the step before (SpecForge, vLLM's speculators)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from specdec_fast.training.dflash_module import DFlashModule
+from specdec_fast.drafters.dflash.module import DFlashModule
 from specdec_fast.training.drafter_loss import STEP_DISCOUNT, Lesson, cross_entropy
 
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
+from specdec_fast.drafters.specblock.training import load_blocks, save_blocks
 from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import ConfigError, EngineBusyError
 from specdec_fast.results import GenerationOutput
 from specdec_fast.training.drafter_loss import Teacher, padded
-from specdec_fast.training.specblock import load_blocks, save_blocks
 from specdec_fast.training.specblock_loss import block_loss
 from specdec_fast.training.trainer import LARGEST_GRADIENT, Recipe, grouped, optimizers_of
 from specdec_fast.training.update_bandit import HEAD, SKIP, UpdateBandit

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from specdec_fast.drafters.specblock.module import SpecBlockModule
 from specdec_fast.training.drafter_loss import STEP_DISCOUNT, Lesson
-from specdec_fast.training.specblock_module import SpecBlockModule
 
 _NUM_CLASSES, NUM_FEATURES = 4, 20
 _CLASS_BUDGET = 10  # positions of a class and slot that count in full

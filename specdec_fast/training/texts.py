@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import ConfigError
 from specdec_fast.sampling_params import SamplingParams
-from specdec_fast.training.files import replaced
+from specdec_fast.whole_files import replaced
 
 _CALL = 256  # largest number of pairs of texts per call of the engine: the bar moves after each
 _FIRST_CALL = 16  # of the first call, which shows how long texts are
@@ -201,3 +201,24 @@ def _first_token(engine: Engine) -> int:
             "the target has no token that begins a text (bos_token_id); pass prompts that it can continue."
         )
     return token
+
+
+def frequent_ids(texts: Texts, vocab_size: int, count: int | None) -> Tensor | None:
+    """Return the ``count`` most frequent ids of texts, ``[count]`` int64 in rising order; None if that is all ids.
+
+    Raises:
+        ConfigError: ``count`` is not from 1 to ``vocab_size``.
+
+    """
+    if count is None or count == vocab_size:
+        return None
+    if not 1 <= count <= vocab_size:
+        raise ConfigError(f"a draft vocabulary of {count} ids; expected 1 to {vocab_size}, the target's.")
+    frequencies = torch.bincount(texts.token_ids.long(), minlength=vocab_size)
+    return frequencies.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def rarest_id(texts: Texts, vocab_size: int) -> int:
+    """Return the id that texts use least, among equals the largest: it will stand for tokens to be drafted."""
+    frequencies = torch.bincount(texts.token_ids.long(), minlength=vocab_size)
+    return vocab_size - 1 - int(frequencies.flip(0).argmin())

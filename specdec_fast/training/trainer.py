@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from specdec_fast.drafters.shared.trainable import DrafterModule
 from specdec_fast.errors import ConfigError, TrainingError
 from specdec_fast.models.loading import cause_shown, why_unreadable
 from specdec_fast.training.drafter_loss import Lesson, Teacher, agreement, loss_of, padded
-from specdec_fast.training.drafter_module import DrafterModule
-from specdec_fast.training.files import replaced
 from specdec_fast.training.interrupts import deferred
+from specdec_fast.whole_files import replaced
 
 Loss = Callable[[Any, Tensor, Lesson, int], Tensor]
 

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from specdec_fast.assets import demo_pair
 from specdec_fast.cli import main
-from specdec_fast.drafters.clover.weights import is_clover
-from specdec_fast.drafters.dflash.config import is_dflash
-from specdec_fast.drafters.eagle3.config import is_eagle3
+from specdec_fast.drafters.clover.checkpoint import is_clover
+from specdec_fast.drafters.dflash.checkpoint import is_dflash
+from specdec_fast.drafters.eagle3.checkpoint import is_eagle3
 from specdec_fast.drafters.eagle3.model import load_eagle3
-from specdec_fast.drafters.medusa.weights import is_medusa
-from specdec_fast.drafters.specblock.config import is_specblock, read_config
+from specdec_fast.drafters.medusa.checkpoint import is_medusa
+from specdec_fast.drafters.specblock.checkpoint import is_specblock, read_config
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 

@@ -8,10 +8,10 @@ import pytest
 
 import specdec_fast as sd
 from specdec_fast.drafters import is_draft_model
-from specdec_fast.drafters.clover.weights import read_clover
-from specdec_fast.drafters.dflash.config import read_config as read_dflash
-from specdec_fast.drafters.eagle3.config import read_config as read_eagle3
-from specdec_fast.drafters.specblock.config import read_config as read_specblock
+from specdec_fast.drafters.clover.checkpoint import read_clover
+from specdec_fast.drafters.dflash.checkpoint import read_config as read_dflash
+from specdec_fast.drafters.eagle3.checkpoint import read_config as read_eagle3
+from specdec_fast.drafters.specblock.checkpoint import read_config as read_specblock
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 97}
 READERS = {

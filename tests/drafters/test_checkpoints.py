@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 import specdec_fast as sd
-from specdec_fast.drafters.shared.checkpoints import check_whole, read_tensors
+from specdec_fast.drafters.shared.checkpoint.target import check_whole
+from specdec_fast.drafters.shared.checkpoint.weights import read_tensors
 from support.lazy_signs import negative_view
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3)}

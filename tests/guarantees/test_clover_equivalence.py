@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from specdec_fast.training.clover import new_clover, save_clover
+from specdec_fast.drafters.clover.training import new_clover, save_clover
 from specdec_fast.training.drafter_loss import Teacher
 from specdec_fast.training.texts import write_texts
 from specdec_fast.training.trainer import Recipe, Trainer

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import specdec_fast as sd
+from specdec_fast.drafters.medusa.training import new_heads, save_heads
 from specdec_fast.training.drafter_loss import Teacher
-from specdec_fast.training.medusa import new_heads, save_heads
 from specdec_fast.training.texts import write_texts
 from specdec_fast.training.trainer import Recipe, Trainer
 from support.mixed_batch import PROMPTS, outputs_of

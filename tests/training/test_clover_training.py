@@ -11,9 +11,9 @@ from torch import nn
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import make_drafter
+from specdec_fast.drafters.clover.training import new_clover, save_clover
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
-from specdec_fast.training.clover import new_clover, save_clover
 from specdec_fast.training.drafter_loss import Teacher, loss_of, padded
 from specdec_fast.training.trainer import Recipe, Trainer
 from support import clover

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from specdec_fast.drafters.dflash.model import load_dflash
+from specdec_fast.drafters.dflash.training import BlockSize, new_dflash, save_dflash
+from specdec_fast.drafters.shared.new_drafter import DrafterSize
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
-from specdec_fast.training.dflash import BlockSize, new_dflash, rarest_id, save_dflash
 from specdec_fast.training.drafter_loss import Teacher, agreement, loss_of, padded
 from specdec_fast.training.dspark_loss import confidence_report, dspark_loss
-from specdec_fast.training.eagle3 import DrafterSize
-from specdec_fast.training.texts import Texts
+from specdec_fast.training.texts import Texts, rarest_id
 from specdec_fast.training.trainer import Recipe, Trainer
 from support import dflash
 from support.models import VOCAB_SIZE, tiny_model

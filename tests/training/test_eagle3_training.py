@@ -7,11 +7,12 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.drafters.eagle3.model import load_eagle3
+from specdec_fast.drafters.eagle3.training import new_module, save_drafter
+from specdec_fast.drafters.shared.new_drafter import DrafterSize
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.training.drafter_loss import Teacher, loss_of, padded
-from specdec_fast.training.eagle3 import DrafterSize, frequent_ids, new_module, save_drafter
-from specdec_fast.training.texts import Texts, write_texts
+from specdec_fast.training.texts import Texts, frequent_ids, write_texts
 from specdec_fast.training.trainer import Recipe, Trainer
 from support import eagle3
 from support.models import TINY_GROUPED, VOCAB_SIZE

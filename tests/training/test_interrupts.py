@@ -16,14 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import specdec_fast as sd
-from specdec_fast.training import files
+from specdec_fast.drafters.medusa.training import new_heads
+from specdec_fast.drafters.shared.checkpoint import writing
+from specdec_fast.drafters.shared.checkpoint.writing import write_files
 from specdec_fast.training import texts as texts_module
 from specdec_fast.training.drafter_loss import Teacher
-from specdec_fast.training.files import replaced, write_drafter
 from specdec_fast.training.interrupts import Terminated, deferred, terminable
-from specdec_fast.training.medusa import new_heads
 from specdec_fast.training.texts import Texts
 from specdec_fast.training.trainer import Recipe, Trainer
+from specdec_fast.whole_files import replaced
 
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 
@@ -174,7 +175,7 @@ def test_a_kill_while_a_drafter_is_written_leaves_a_whole_one_or_none(tmp_path, 
     states = []
     for num_operations in range(10):
         with monkeypatch.context() as patch:
-            write_drafter(tmp_path, "model.safetensors", {"w": torch.tensor([1])}, {"number": 1})
+            write_files(tmp_path, "model.safetensors", {"w": torch.tensor([1])}, {"number": 1})
             left = num_operations
 
             def counted(operation):
@@ -189,9 +190,9 @@ def test_a_kill_while_a_drafter_is_written_leaves_a_whole_one_or_none(tmp_path, 
 
             for name in ("write_text", "chmod", "unlink", "replace"):
                 patch.setattr(Path, name, counted(getattr(Path, name)))
-            patch.setattr(files, "save_file", counted(files.save_file))
+            patch.setattr(writing, "save_file", counted(writing.save_file))
             with suppress(KilledError):
-                write_drafter(tmp_path, "model.safetensors", {"w": torch.tensor([2])}, {"number": 2})
+                write_files(tmp_path, "model.safetensors", {"w": torch.tensor([2])}, {"number": 2})
         config = tmp_path / "config.json"
         number = json.loads(config.read_text())["number"] if config.exists() else None
         states.append((number, load_file(tmp_path / "model.safetensors")["w"].item()))

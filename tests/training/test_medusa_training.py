@@ -11,10 +11,11 @@ from torch import nn
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import make_drafter
+from specdec_fast.drafters.medusa.training import new_heads, save_heads
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.training.drafter_loss import Teacher, loss_of, padded
-from specdec_fast.training.medusa import hit_counts, new_heads, save_heads
+from specdec_fast.training.hit_counts import hit_counts
 from specdec_fast.training.trainer import Recipe, Trainer
 from support.models import VOCAB_SIZE
 

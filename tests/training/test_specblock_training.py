@@ -8,13 +8,13 @@ from transformers import LlamaConfig
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import make_drafter
+from specdec_fast.drafters.shared.new_drafter import DrafterSize
+from specdec_fast.drafters.specblock.module import SpecBlockModule
+from specdec_fast.drafters.specblock.training import new_blocks, save_blocks
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.training.drafter_loss import Lesson, Teacher, padded
-from specdec_fast.training.eagle3 import DrafterSize
-from specdec_fast.training.specblock import new_blocks, save_blocks
 from specdec_fast.training.specblock_loss import _rank_loss, _slots_loss, block_loss, rank_labels
-from specdec_fast.training.specblock_module import SpecBlockModule
 from specdec_fast.training.trainer import Recipe, Trainer
 from support.models import VOCAB_SIZE
 from support.specblock import HIDDEN, TAPS, K, config_of, dense_blocks, random_weights

@@ -15,8 +15,8 @@ from torch.nn.functional import embedding, rms_norm, silu
 from transformers.activations import ACT2FN
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
-from specdec_fast.drafters.clover.weights import CloverConfig, read_clover
-from specdec_fast.drafters.eagle3.model import check_target
+from specdec_fast.drafters.clover.checkpoint import CloverConfig, read_clover
+from specdec_fast.drafters.shared.checkpoint.target import check_target
 from specdec_fast.drafters.shared.layers import LayerWeights, RotaryTable, joined, rotated
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.layer_layout import KVLayout

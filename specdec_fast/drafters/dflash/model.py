@@ -14,20 +14,17 @@ from torch.nn.functional import embedding, rms_norm
 from transformers.activations import ACT2FN
 
 from specdec_fast.batch.ragged_batch import PagedBatch, RaggedBatch
+from specdec_fast.drafters.dflash.checkpoint import DFlashConfig, check_weights, read_config
 from specdec_fast.drafters.dflash.confidence_head import ConfidenceHead
-from specdec_fast.drafters.dflash.config import DFlashConfig, read_config
 from specdec_fast.drafters.dflash.markov_head import MarkovHead
-from specdec_fast.drafters.dflash.weights import check_weights
-from specdec_fast.drafters.eagle3.model import check_target, taps_of
-from specdec_fast.drafters.eagle3.weights import read_weights, target_ids
+from specdec_fast.drafters.shared.checkpoint.target import check_target, taps_of
+from specdec_fast.drafters.shared.checkpoint.weights import placed, read_weights, target_ids
 from specdec_fast.drafters.shared.layers import LayerWeights, RotaryTable, rotated
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops.checks import stored
 from specdec_fast.runner.ragged_model import RaggedModel
-
-_UNPLACED = ("d2t", "t2d")  # maps of ids
 
 
 def load_dflash(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] | None = None) -> DFlashModel:
@@ -79,21 +76,21 @@ class DFlashModel:
         self.ops, self.vocab_size = target.ops, target.vocab_size
         ids = target_ids(config, weights)
         self.target_ids = None if ids is None else ids.to(device)
-        placed = {n: w.to(device, dtype).contiguous() for n, w in weights.items() if not n.startswith(_UNPLACED)}
-        self._fc, self._hidden_norm, self._norm = (placed[f"{name}.weight"] for name in ("fc", "hidden_norm", "norm"))
-        self._embedding = placed.get("embed_tokens.weight")
+        own = placed(weights, dtype, device)
+        self._fc, self._hidden_norm, self._norm = (own[f"{name}.weight"] for name in ("fc", "hidden_norm", "norm"))
+        self._embedding = own.get("embed_tokens.weight")
         if self._embedding is None:
             self._embedding = _shared(config, target.model.get_input_embeddings(), "embed_tokens")
-        self._head: tuple[Tensor, Tensor | None] = (placed.get("lm_head.weight"), None)  # type: ignore[assignment]
+        self._head: tuple[Tensor, Tensor | None] = (own.get("lm_head.weight"), None)  # type: ignore[assignment]
         if self._head[0] is None:
             layer_of_target = target.model.get_output_embeddings()
             bias = getattr(layer_of_target, "bias", None)
             self._head = _shared(config, layer_of_target, "lm_head"), None if bias is None else stored(bias.detach())
-        self.markov = MarkovHead(config.markov_head_type, placed, self._ops) if config.markov_rank else None
+        self.markov = MarkovHead(config.markov_head_type, own, self._ops) if config.markov_rank else None
         with_markov = config.confidence_with_markov
-        self.confidence = None if with_markov is None else ConfidenceHead(placed, with_markov)
+        self.confidence = None if with_markov is None else ConfidenceHead(own, with_markov)
         windows = enumerate(config.sliding_windows)
-        self._layers = [LayerWeights(placed, i, window, layer.head_dim) for i, window in windows]
+        self._layers = [LayerWeights(own, i, window, layer.head_dim) for i, window in windows]
         self._epsilon, self._act = layer.rms_norm_eps, ACT2FN[layer.hidden_act]
         kv_heads, self._head_dim, self.hidden_size = layer.num_key_value_heads, layer.head_dim, layer.hidden_size
         self._query_size = layer.num_attention_heads * self._head_dim

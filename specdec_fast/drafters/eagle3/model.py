@@ -15,18 +15,14 @@ from torch.nn.functional import embedding, rms_norm
 from transformers.activations import ACT2FN
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
-from specdec_fast.drafters.eagle3.config import Eagle3Config, LayerConfig, read_config
-from specdec_fast.drafters.eagle3.weights import check_weights, read_weights, target_ids
-from specdec_fast.drafters.shared.checkpoints import check_whole
+from specdec_fast.drafters.eagle3.checkpoint import PREFIXES, Eagle3Config, check_weights, read_config
+from specdec_fast.drafters.shared.checkpoint.target import check_target, taps_of, target_embedding
+from specdec_fast.drafters.shared.checkpoint.weights import placed, read_weights, target_ids
 from specdec_fast.drafters.shared.layers import LayerWeights, RotaryTable, rotated
-from specdec_fast.errors import ConfigError, SpecDecError, VocabularyMismatchError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.models.hidden_states import checked_taps, default_taps
 from specdec_fast.ops import Ops
 from specdec_fast.runner.ragged_model import RaggedModel
-
-_MAPS = ("d2t", "t2d")  # between the ids of drafter and target
 
 
 def load_eagle3(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] | None = None) -> Eagle3Model:
@@ -45,48 +41,9 @@ def load_eagle3(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] |
     config = read_config(folder)
     check_target(config, target)
     taps = taps_of(config, target, tap_layers)
-    weights = read_weights(folder)
+    weights = read_weights(folder, PREFIXES)
     check_weights(config, len(taps), weights)
     return Eagle3Model(config, taps, weights, target)
-
-
-def taps_of(config: LayerConfig, target: RaggedModel, tap_layers: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the taps that are passed, or those that the checkpoint names, or the default ones.
-
-    Raises:
-        ConfigError: the target has no such taps.
-
-    """
-    try:
-        taps = tap_layers or config.tap_layers or default_taps(target.layout.num_layers)
-        return checked_taps(taps, target.layout.num_layers)  # type: ignore[return-value]
-    except SpecDecError as error:
-        where = repr(str(config.folder))
-        raise ConfigError(f"the taps of {where} do not fit {target.name}: {error} Pass tap_layers.") from error
-
-
-def check_target(config: LayerConfig, target: RaggedModel) -> None:
-    """Check that a checkpoint was made for a target.
-
-    Raises:
-        ConfigError, VocabularyMismatchError: it was made for another one, or the target is sharded.
-
-    """
-    where, name = repr(str(config.folder)), type(target.model).__name__
-    check_whole(target)
-    if config.verifiers and name not in config.verifiers:
-        raise ConfigError(f"{where} was made for {', '.join(config.verifiers)}; the target is a {name}.")
-    if config.layer.vocab_size != target.vocab_size:
-        raise VocabularyMismatchError(
-            f"{where} was made for {config.layer.vocab_size} ids, target {target.name} has {target.vocab_size}; pass a "
-            "drafter that was trained for this target."
-        )
-    hidden_size = target.hf.config.hidden_size
-    if config.target_hidden_size != hidden_size:
-        raise ConfigError(
-            f"{where} was made for hidden states of {config.target_hidden_size}, target {target.name} has "
-            f"{hidden_size}; pass a drafter that was trained for this target."
-        )
 
 
 class _Layer(LayerWeights):
@@ -121,7 +78,7 @@ class Eagle3Model:
         self.ops, self.vocab_size = target.ops, target.vocab_size
         ids = target_ids(config, weights)
         self.target_ids = None if ids is None else ids.to(device)
-        own = {name: weight.to(device, dtype).contiguous() for name, weight in weights.items() if name not in _MAPS}
+        own = placed(weights, dtype, device)
         self._embedding = own.get("embed_tokens.weight")
         if self._embedding is None:
             self._embedding = target_embedding(config, target)
@@ -244,14 +201,3 @@ class Eagle3Model:
         if self._is_recorded:
             return self._rotary.computed(batch.positions)
         return self._rotary.at(batch.positions, batch.max_seqlen_k)
-
-
-def target_embedding(config: LayerConfig, target: RaggedModel) -> Tensor:
-    """Return the target's embedding ``[vocab_size, H]``, which a checkpoint without its own shares."""
-    weight: Tensor = target.model.get_input_embeddings().weight.detach()
-    if weight.shape[1] != config.layer.hidden_size:
-        raise ConfigError(
-            f"{str(config.folder)!r} has no embed_tokens, and the target's embedding is {weight.shape[1]} wide instead "
-            f"of {config.layer.hidden_size}; take a complete checkpoint."
-        )
-    return weight

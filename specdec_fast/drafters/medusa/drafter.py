@@ -19,8 +19,9 @@ from torch.nn.functional import silu
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext, StepResult, TreeDrafter
-from specdec_fast.drafters.medusa.weights import Head, MedusaWeights, read_config, read_heads
-from specdec_fast.drafters.shared.checkpoints import check_whole
+from specdec_fast.drafters.medusa.checkpoint import Head, MedusaWeights, read_heads
+from specdec_fast.drafters.shared.checkpoint.settings import Settings
+from specdec_fast.drafters.shared.checkpoint.target import check_whole
 from specdec_fast.drafters.shared.static_trees import (
     empty_draft,
     num_nodes_of,
@@ -171,7 +172,7 @@ class MedusaDrafter(TreeDrafter):
 
     def _choices(self, num_nodes: int) -> tuple[tuple[int, ...], ...]:
         """Return the tree of the checkpoint, or else one for the recorded hit rates."""
-        named = read_config(Path(self._folder)).get("medusa_choices")
+        named = Settings.read_if_any(Path(self._folder)).get("medusa_choices")
         if named is not None:
             return checked_choices(named, f"medusa_choices of {self._folder!r}")
         rates = [_RECORDED[min(depth, len(_RECORDED) - 1)] for depth in range(len(self._heads))]

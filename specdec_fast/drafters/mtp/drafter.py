@@ -12,8 +12,8 @@ from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import DrafterContext
+from specdec_fast.drafters.mtp.checkpoint import MtpWeights, read_mtp
 from specdec_fast.drafters.mtp.model import MtpModel
-from specdec_fast.drafters.mtp.weights import MtpWeights, read_mtp
 from specdec_fast.drafters.shared.chain_drafter import ChainDrafter
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.errors import ConfigError

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
-from specdec_fast.drafters.mtp.weights import MtpWeights
-from specdec_fast.drafters.shared.checkpoints import check_whole
+from specdec_fast.drafters.mtp.checkpoint import MtpWeights
+from specdec_fast.drafters.shared.checkpoint.target import check_whole
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.hidden_states import FINAL

@@ -25,7 +25,6 @@ class NgramDrafter(Drafter):
 
     @property
     def name(self) -> str:
-        """The drafter's name in reports."""
         return "ngram"
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:

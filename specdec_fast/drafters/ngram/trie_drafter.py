@@ -37,7 +37,6 @@ class NgramTrieDrafter(TreeDrafter):
 
     @property
     def name(self) -> str:
-        """The drafter's name in reports."""
         return "ngram-trie"
 
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:

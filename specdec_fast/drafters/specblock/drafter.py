@@ -27,10 +27,10 @@ from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.drafters.specblock.candidates import Candidates
+from specdec_fast.drafters.specblock.checkpoint import check_weights
 from specdec_fast.drafters.specblock.model import SpecBlockModel, load_specblock
 from specdec_fast.drafters.specblock.rows import BlockRows
 from specdec_fast.drafters.specblock.tree import BEAM, ROOT, BlockTree, Node
-from specdec_fast.drafters.specblock.weights import check_weights
 from specdec_fast.errors import ConfigError, DrafterError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
@@ -44,7 +44,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
 
     Args:
         context: the target, the settings (``tap_layers``, ``draft_tree``) and the device.
-        folder: the checkpoint; see ``specblock_config.py``.
+        folder: the checkpoint; see ``checkpoint.py``.
 
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
@@ -133,16 +133,13 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         return forward + self._num_slots * ends * ranked + self._kept_bytes(num_sequences, blocks)
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
-        """Bound its forwards over queued features, as ``step_bytes`` counts them."""
         super().limit_prefill(max_prefill_tokens)
         self._most_rows = max(1, self._most_rows // self._num_slots)  # blocks, each of a feature
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the present one; forget what an interrupted run left."""
         super().prepare(self._num_slots * num_tokens, self._num_slots * page_size)
 
     def grow(self, num_tokens: int) -> None:
-        """Replace the pool by a larger one that holds the same pages."""
         super().grow(self._num_slots * num_tokens)
 
     @torch.inference_mode()

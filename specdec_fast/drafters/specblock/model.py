@@ -18,18 +18,15 @@ from torch.nn.functional import embedding, rms_norm, silu
 from transformers.activations import ACT2FN
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
-from specdec_fast.drafters.eagle3.model import check_target, taps_of, target_embedding
-from specdec_fast.drafters.eagle3.weights import read_weights, target_ids
+from specdec_fast.drafters.shared.checkpoint.target import check_target, taps_of, target_embedding
+from specdec_fast.drafters.shared.checkpoint.weights import placed, read_weights, target_ids
 from specdec_fast.drafters.shared.layers import LayerWeights, RotaryTable, rotated
-from specdec_fast.drafters.specblock.config import NUM_FEATURES, SpecBlockConfig, read_config
-from specdec_fast.drafters.specblock.weights import check_weights
+from specdec_fast.drafters.specblock.checkpoint import NUM_FEATURES, SpecBlockConfig, check_weights, read_config
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.program import RowFunction
 from specdec_fast.runner.ragged_model import RaggedModel
-
-_MAPS = ("d2t", "t2d")  # between the ids of drafter and target
 
 
 def load_specblock(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] | None = None) -> SpecBlockModel:
@@ -86,7 +83,7 @@ class SpecBlockModel:
         self._ops = target.ops.unchecked or target.ops
         ids = target_ids(config, weights)
         self.target_ids = None if ids is None else ids.to(device)
-        own = {name: weight.to(device, dtype).contiguous() for name, weight in weights.items() if name not in _MAPS}
+        own = placed(weights, dtype, device)
         first = {name.removeprefix("input_layer."): weight for name, weight in own.items() if "input_layer." in name}
         self._embedding = first.get("embed_tokens.weight")
         if self._embedding is None:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, make_drafter
-from specdec_fast.drafters.dflash.config import is_dflash, read_config
+from specdec_fast.drafters.dflash.checkpoint import is_dflash, read_config
 from specdec_fast.drafters.dflash.drafter import DFlashDrafter
 from specdec_fast.drafters.dflash.model import load_dflash
 from specdec_fast.ops import resolve

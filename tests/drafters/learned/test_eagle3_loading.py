@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import CHECKPOINT_DRAFTERS, DrafterContext, make_drafter
-from specdec_fast.drafters.eagle3.config import is_eagle3, read_config
+from specdec_fast.drafters.eagle3.checkpoint import is_eagle3, read_config
 from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
 from specdec_fast.drafters.eagle3.model import load_eagle3
-from specdec_fast.drafters.shared.checkpoints import read_tensors
+from specdec_fast.drafters.shared.checkpoint.weights import read_tensors
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from support.eagle3 import FORMATS, HIDDEN, write_checkpoint
@@ -109,7 +109,7 @@ CONFIGS = {
     "kind": ({"speculators_model_type": "dflash"}, "kind 'dflash'"),
     "no layer": ({"transformer_layer_config": None}, "transformer_layer_config"),
     "vocabulary to draft": ({"draft_vocab_size": "many"}, "draft_vocab_size is 'many'"),
-    "taps": ({"eagle_aux_hidden_state_layer_ids": "all"}, "tap layers 'all'"),
+    "taps": ({"eagle_aux_hidden_state_layer_ids": "all"}, "eagle_aux_hidden_state_layer_ids is 'all'"),
     "no such tap": ({"eagle_aux_hidden_state_layer_ids": [0, 1, 77]}, "contain 77"),
 }
 

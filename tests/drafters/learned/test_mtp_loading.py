@@ -14,8 +14,8 @@ import specdec_fast as sd
 from specdec_fast.cli import main
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import CHECKPOINT_DRAFTERS, DrafterContext, checked_draft, make_drafter
+from specdec_fast.drafters.mtp.checkpoint import read_mtp
 from specdec_fast.drafters.mtp.drafter import MtpDrafter
-from specdec_fast.drafters.mtp.weights import read_mtp
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from support.models import tiny_model

@@ -11,7 +11,7 @@ import specdec_fast as sd
 from specdec_fast.commands.tap_offsets import agreements
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, make_drafter
-from specdec_fast.drafters.specblock.config import is_specblock
+from specdec_fast.drafters.specblock.checkpoint import is_specblock
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.drafters.specblock.model import load_specblock
 from specdec_fast.ops import resolve

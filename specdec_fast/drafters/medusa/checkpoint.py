@@ -7,19 +7,18 @@ because the numbers in published ``config.json`` files are wrong.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from specdec_fast.drafters.shared.checkpoints import read_tensors
-from specdec_fast.drafters.shared.config_values import names
+from specdec_fast.drafters.shared.checkpoint.settings import Settings
+from specdec_fast.drafters.shared.checkpoint.weights import read_tensors
 from specdec_fast.errors import ConfigError
 
-_OWN_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+HEADS_FILE = "medusa_lm_head.safetensors"
+_OWN_FILES = (HEADS_FILE, "medusa_lm_head.pt")
 _FILES = (*_OWN_FILES, "model.safetensors", "pytorch_model.bin")
 _PREFIXES = ("medusa_head.", "medusa_heads.")
 _BLOCK = re.compile(r"(?:(\d+)\.(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)")
@@ -65,18 +64,9 @@ def is_medusa(folder: Path) -> bool:
     """
     if any((folder / name).exists() for name in _OWN_FILES):
         return True
-    config = read_config(folder)
-    found = [str(config.get("model_type")), *names(folder, config, "architectures")]
+    settings = Settings.read_if_any(folder)  # heads need none
+    found = [str(settings.get("model_type")), *settings.names("architectures")]
     return any(name.lower() in ("medusa", "medusamodel") for name in found)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return what ``config.json`` says; empty if there is none, because heads need none."""
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def read_heads(folder: Path, hidden_size: int) -> MedusaWeights:

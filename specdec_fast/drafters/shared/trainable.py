@@ -1,10 +1,12 @@
-"""What the trainer trains: a module that drafts from every position of a text at once."""
+"""What the trainer trains: a module that drafts from every position of a text at once, and parts of such modules."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import LlamaConfig
 
 Drafts = list[tuple[Tensor, slice | Tensor]]  # see ``DrafterModule.drafts``
 
@@ -39,3 +41,34 @@ class DrafterModule(nn.Module, ABC):
         """
         logits = self.unroll(features, token_ids, num_steps)
         return [(drafted, slice(step + 1, None)) for step, drafted in enumerate(logits)]
+
+
+class MLP(nn.Module):
+    """The gated MLP of a layer."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return ``[..., hidden_size]``."""
+        output: Tensor = self.down_proj(silu(self.gate_proj(rows)) * self.up_proj(rows))
+        return output
+
+
+class ResidualBlock(nn.Module):
+    """``x + SiLU(W x + b)``; it begins as the identity."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Apply the block to ``[..., H]``."""
+        output: Tensor = rows + silu(self.linear(rows))
+        return output

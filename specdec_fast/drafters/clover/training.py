@@ -13,17 +13,15 @@ from torch.nn.functional import cosine_similarity
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from specdec_fast.drafters.clover.checkpoint import MODEL_TYPE
 from specdec_fast.drafters.clover.model import normalised, output_layer
-from specdec_fast.drafters.clover.weights import MODEL_TYPE, WEIGHTS_FILE
-from specdec_fast.drafters.eagle3.config import LAYER_SIZES
+from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE
+from specdec_fast.drafters.shared.checkpoint.writing import layer_settings, write_files
+from specdec_fast.drafters.shared.new_drafter import DrafterSize, layer_config
+from specdec_fast.drafters.shared.trainable import DrafterModule, ResidualBlock
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import decoder_layers
-from specdec_fast.training.drafter_module import DrafterModule
-from specdec_fast.training.eagle3 import DrafterSize, layer_config
-from specdec_fast.training.files import write_drafter
-from specdec_fast.training.medusa import ResidualBlock
 
-_STORED = torch.bfloat16
 _NOISE = 0.1  # length of the noise in a row of the projections, whose identity has length 1
 
 
@@ -124,15 +122,12 @@ def save_clover(module: CloverModule, folder: Path, choices: list[list[int]]) ->
         choices: the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
 
     """
-    weights = {name: w.detach().to("cpu", _STORED).contiguous() for name, w in module.state_dict().items()}
-    layer = module.config
     config = {
         "architectures": ["CloverModel"],
         "model_type": MODEL_TYPE,
         "clover_num_heads": len(module.heads),
         "clover_num_layers": len(module.heads[0].blocks),  # type: ignore[arg-type]
         "clover_choices": choices,
-        **{name: getattr(layer, name) for name in LAYER_SIZES},
-        "rope_parameters": layer.rope_parameters,
+        **layer_settings(module.config),
     }
-    write_drafter(folder, WEIGHTS_FILE, weights, config)
+    write_files(folder, WEIGHTS_FILE, module.state_dict(), config)

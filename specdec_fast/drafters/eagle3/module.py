@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from specdec_fast.training.drafter_module import DrafterModule
+from specdec_fast.drafters.shared.trainable import MLP, DrafterModule
 
 
 class _Attention(nn.Module):
@@ -32,22 +31,6 @@ class _Attention(nn.Module):
         )
         groups = self.num_heads // self.num_kv_heads
         return query, key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-
-
-class MLP(nn.Module):
-    """The gated MLP of a layer."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Return ``[..., hidden_size]``."""
-        output: Tensor = self.down_proj(silu(self.gate_proj(rows)) * self.up_proj(rows))
-        return output
 
 
 class _Layer(nn.Module):

@@ -8,8 +8,7 @@ from torch.nn.functional import embedding, linear
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from specdec_fast.training.drafter_module import DrafterModule, Drafts
-from specdec_fast.training.eagle3_module import MLP
+from specdec_fast.drafters.shared.trainable import MLP, DrafterModule, Drafts
 
 _ANCHORS_PER_BLOCK = 2  # blocks that start in as many positions as a block has rows
 

@@ -10,29 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
+from specdec_fast.drafters.medusa.checkpoint import HEADS_FILE
+from specdec_fast.drafters.shared.checkpoint.writing import write_files
+from specdec_fast.drafters.shared.trainable import DrafterModule, ResidualBlock
 from specdec_fast.errors import ConfigError
-from specdec_fast.training.drafter_module import DrafterModule
-from specdec_fast.training.files import write_drafter
-
-_STORED = torch.bfloat16
-
-
-class ResidualBlock(nn.Module):
-    """``x + SiLU(W x + b)``; it begins as the identity."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Apply the block to ``[..., H]``."""
-        output: Tensor = rows + silu(self.linear(rows))
-        return output
 
 
 class MedusaModule(DrafterModule):
@@ -90,40 +73,10 @@ def save_heads(module: MedusaModule, folder: Path, choices: list[list[int]]) -> 
         choices: the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
 
     """
-    weights = {name: w.detach().to("cpu", _STORED).contiguous() for name, w in module.heads.state_dict().items()}
     config = {
         "model_type": "medusa",
         "medusa_num_heads": len(module.heads),
         "medusa_num_layers": len(module.heads[0]) - 1,  # type: ignore[arg-type]
         "medusa_choices": choices,
     }
-    write_drafter(folder, "medusa_lm_head.safetensors", weights, config)
-
-
-@torch.no_grad()
-def hit_counts(module: DrafterModule, features: Tensor, token_ids: Tensor, lengths: Tensor, shape: list[int]) -> Tensor:
-    """Count how often the token at each depth is the one of each rank, where all tokens before it had a counted rank.
-
-    Args:
-        module: drafts; step d has depth d.
-        features: ``[B, L, feature_size]`` of texts.
-        token_ids: ``[B, L]`` int64, the texts, padded at the end.
-        lengths: ``[B]``.
-        shape: ``[depths, ranks]`` to count; texts of L tokens have L - 2 depths at most.
-
-    Returns:
-        ``[depths, 1 + ranks]`` int64: the number of positions that were looked at, then those of each rank.
-
-    """
-    num_depths, num_ranks = shape
-    counts = torch.zeros(num_depths, 1 + num_ranks, dtype=torch.int64, device="cpu")
-    reached = torch.ones_like(token_ids, dtype=torch.bool)
-    for depth, logits in enumerate(module.unroll(features, token_ids, min(num_depths, token_ids.shape[1] - 2))):
-        positions = torch.arange(2 + depth, token_ids.shape[1], device=token_ids.device)
-        valid = reached[:, : len(positions)] & (positions < lengths[:, None])
-        best = logits[:, : len(positions)].topk(num_ranks, dim=-1).indices
-        is_hit = (best == token_ids[:, 2 + depth :, None]) & valid[..., None]
-        counts[depth, 0] += valid.sum().cpu()
-        counts[depth, 1:] += is_hit.sum((0, 1)).cpu()
-        reached = is_hit.any(-1)
-    return counts
+    write_files(folder, HEADS_FILE, module.heads.state_dict(), config)

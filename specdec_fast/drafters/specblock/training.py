@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_fast.drafters.eagle3.weights import read_weights, target_ids
-from specdec_fast.drafters.specblock.config import read_config
-from specdec_fast.training.eagle3 import DrafterSize, copy_ends, layer_config, write_checkpoint
-from specdec_fast.training.specblock_module import SpecBlockModule
+from specdec_fast.drafters.shared.checkpoint.weights import read_weights, target_ids
+from specdec_fast.drafters.shared.checkpoint.writing import write_checkpoint
+from specdec_fast.drafters.shared.new_drafter import DrafterSize, copy_ends, layer_config
+from specdec_fast.drafters.specblock.checkpoint import read_config
+from specdec_fast.drafters.specblock.module import SpecBlockModule
 
 NUM_SLOTS = 4
 _NUM_LAYERS, _NOISE = 2, 0.02

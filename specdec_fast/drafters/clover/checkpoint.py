@@ -15,16 +15,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec_fast.drafters.eagle3.config import LayerConfig, expect_no_windows, layer_config
-from specdec_fast.drafters.eagle3.weights import Shapes, expect_shapes, layer_shapes
-from specdec_fast.drafters.shared.checkpoints import read_tensors
-from specdec_fast.drafters.shared.config_values import MOST_PARTS, positive_integer, read_json
-from specdec_fast.errors import ConfigError
+from specdec_fast.drafters.shared.checkpoint.settings import MOST_PARTS, LayerConfig, Settings
+from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE, WeightTable, read_tensors, renamed
 from specdec_fast.speculation_length.choice_tree import checked_choices
 
-WEIGHTS_FILE = "model.safetensors"
 MODEL_TYPE = "clover"
-_BLOCK = "augmenting_block."
+_PREFIXES = {"augmenting_block.": "layers.0."}  # of names in files, and what they are here
 _KIND = "a Clover drafter"
 
 
@@ -46,10 +42,7 @@ class CloverConfig(LayerConfig):
 
 def is_clover(folder: Path) -> bool:
     """Return whether a folder has the ``config.json`` of Clover heads."""
-    try:
-        return read_json(folder, _KIND).get("model_type") == MODEL_TYPE
-    except ConfigError:
-        return False
+    return bool(Settings.read_if_any(folder).get("model_type") == MODEL_TYPE)
 
 
 def read_clover(folder: Path) -> tuple[CloverConfig, dict[str, Tensor]]:
@@ -62,10 +55,10 @@ def read_clover(folder: Path) -> tuple[CloverConfig, dict[str, Tensor]]:
         ConfigError: a file is missing or damaged, or a setting or weight is missing, unknown or of another shape.
 
     """
-    found = read_json(folder, _KIND)
-    layer = layer_config(folder, found)
-    expect_no_windows(folder, found, layer.num_hidden_layers)
-    choices = found.get("clover_choices")
+    settings = Settings.read(folder, _KIND)
+    layer = settings.layer()
+    settings.expect_no_windows(layer.num_hidden_layers)
+    choices = settings.get("clover_choices")
     config = CloverConfig(
         folder=folder,
         layer=layer,
@@ -74,26 +67,25 @@ def read_clover(folder: Path) -> tuple[CloverConfig, dict[str, Tensor]]:
         target_hidden_size=layer.hidden_size,
         tap_layers=None,
         verifiers=(),
-        num_heads=positive_integer(folder, found, "clover_num_heads", 3, MOST_PARTS),
-        num_blocks=positive_integer(folder, found, "clover_num_layers", 1, MOST_PARTS),
+        num_heads=settings.positive_integer("clover_num_heads", 3, MOST_PARTS),
+        num_blocks=settings.positive_integer("clover_num_layers", 1, MOST_PARTS),
         choices=None if choices is None else checked_choices(choices, f"clover_choices of {str(folder)!r}"),
     )
-    weights = {
-        f"layers.0.{name.removeprefix(_BLOCK)}" if name.startswith(_BLOCK) else name: weight
-        for name, weight in read_tensors(folder / WEIGHTS_FILE).items()
-    }
-    needed, optional = layer_shapes(layer, 0, layer.hidden_size)
-    expect_shapes(folder, "Clover", weights, (needed | _head_shapes(config), optional), {})
+    weights = renamed(read_tensors(folder / WEIGHTS_FILE), _PREFIXES)
+    weight_table(config).check(folder, weights)
     return config, weights
 
 
-def _head_shapes(config: CloverConfig) -> Shapes:
-    shapes: Shapes = {}
+def weight_table(config: CloverConfig) -> WeightTable:
+    """Return names and shapes of the weights."""
     hidden = config.layer.hidden_size
+    table = WeightTable("Clover")
+    table.add_layer(config.layer, 0, hidden)
     for head in range(config.num_heads):
-        shapes[f"heads.{head}.norm.weight"] = (hidden,)
-        shapes |= {f"heads.{head}.{name}_proj.weight": (hidden, hidden) for name in "qkv"}
+        table.needed[f"heads.{head}.norm.weight"] = (hidden,)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            table.needed[f"heads.{head}.{name}.weight"] = (hidden, hidden)
         for block in range(config.num_blocks):
-            shapes[f"heads.{head}.blocks.{block}.linear.weight"] = (hidden, hidden)
-            shapes[f"heads.{head}.blocks.{block}.linear.bias"] = (hidden,)
-    return shapes
+            table.needed[f"heads.{head}.blocks.{block}.linear.weight"] = (hidden, hidden)
+            table.needed[f"heads.{head}.blocks.{block}.linear.bias"] = (hidden,)
+    return table

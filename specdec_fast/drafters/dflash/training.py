@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec_fast.drafters.eagle3.config import LAYER_SIZES
+from specdec_fast.drafters.dflash.module import DFlashModule
+from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE
+from specdec_fast.drafters.shared.checkpoint.writing import layer_settings, write_files
+from specdec_fast.drafters.shared.new_drafter import DrafterSize, layer_config
 from specdec_fast.errors import ConfigError
-from specdec_fast.training.dflash_module import DFlashModule
-from specdec_fast.training.eagle3 import DrafterSize, layer_config
-from specdec_fast.training.files import write_drafter
-from specdec_fast.training.texts import Texts
-
-_STORED = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -33,12 +29,6 @@ class BlockSize:
     num_layers: int = 2
     block_size: int = 8
     markov_rank: int = 0
-
-
-def rarest_id(texts: Texts, vocab_size: int) -> int:
-    """Return the id that texts use least, among equals the largest: it will stand for tokens to be drafted."""
-    frequencies = torch.bincount(texts.token_ids.long(), minlength=vocab_size)
-    return vocab_size - 1 - int(frequencies.flip(0).argmin())
 
 
 def new_dflash(target: PreTrainedModel, size: DrafterSize, block: BlockSize, mask_token_id: int) -> DFlashModule:
@@ -78,17 +68,13 @@ def save_dflash(module: DFlashModule, folder: Path, target: PreTrainedModel, tap
         taps: ``DrafterSize.taps``.
 
     """
-    layer = module.config
-    weights = {name: weight.detach().to("cpu", _STORED).contiguous() for name, weight in module.named_parameters()}
     head = module.markov_head
     markov = {} if head is None else {"markov_rank": head.markov_w1.embedding_dim, "markov_head_type": "vanilla"}
     markov |= {} if head is None else {"enable_confidence_head": True, "confidence_head_with_markov": True}
     config = {
         "architectures": ["DFlashDraftModel" if head is None else "DSparkDraftModel"],
         "model_type": "qwen3",
-        **{name: getattr(layer, name) for name in LAYER_SIZES},
-        "rope_parameters": layer.rope_parameters,
-        "rope_theta": layer.rope_parameters["rope_theta"],  # the name that transformers 4 looks for
+        **layer_settings(module.config),
         "attention_bias": False,
         "num_target_layers": target.config.get_text_config(decoder=True).num_hidden_layers,
         "block_size": module.block_size,
@@ -98,4 +84,4 @@ def save_dflash(module: DFlashModule, folder: Path, target: PreTrainedModel, tap
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    write_drafter(folder, "model.safetensors", weights, config)
+    write_files(folder, WEIGHTS_FILE, dict(module.named_parameters()), config)

@@ -11,15 +11,14 @@ names are known (``FORMATS``):
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
+from specdec_fast.drafters.shared.checkpoint.weights import files_by_name, read_tensor, tensor_names
 from specdec_fast.errors import ConfigError
 
 _FILES = ("model.safetensors.index.json", "model.safetensors")
@@ -132,9 +131,9 @@ def _layer(source: str, kind: Format, own: dict[str, str], files: dict[str, Path
     parts, block = {}, {}
     for key, name in own.items():
         if name in known:
-            parts[known[name]] = _read(files[key], key)
+            parts[known[name]] = read_tensor(files[key], key)
         else:
-            block[name.removeprefix(kind.block)] = _read(files[key], key)
+            block[name.removeprefix(kind.block)] = read_tensor(files[key], key)
     return MtpWeights(source, kind, parts, block, 1 + len(further) + _num_further(kind, files, num_layers))
 
 
@@ -156,13 +155,7 @@ def _files_of(source: str) -> dict[str, Path]:
             f"{source!r} is no folder or downloaded model with weights in safetensors; expected one of "
             f"{', '.join(_FILES)}."
         )
-    if path.suffix != ".json":
-        return dict.fromkeys(_keys(path), path)
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {key: path.parent / name for key, name in names.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(f"cannot read the index of weights {str(path)!r}: {error}") from error
+    return files_by_name(path) if path.suffix == ".json" else dict.fromkeys(tensor_names(path), path)
 
 
 def _path(source: str, name: str) -> Path | None:
@@ -174,20 +167,3 @@ def _path(source: str, name: str) -> Path | None:
     except OSError:
         return None
     return None if found is None else Path(found)
-
-
-def _keys(path: Path) -> list[str]:
-    try:
-        with safe_open(path, "pt") as file:
-            return list(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read the weights in {str(path)!r}: {error}") from error
-
-
-def _read(path: Path, key: str) -> Tensor:
-    try:
-        with safe_open(path, "pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-            return tensor
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {key} in {str(path)!r}: {error}") from error

@@ -8,8 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from specdec_fast.training.drafter_module import DrafterModule
-from specdec_fast.training.eagle3_module import MLP
+from specdec_fast.drafters.shared.trainable import MLP, DrafterModule
 
 _RANK_FEATURES, _RANK_HIDDEN, _NUM_CLASSES = 15, 256, 4
 KeyValues = list[tuple[Tensor, Tensor]]  # per layer, ``[B, heads, rows, head_dim]`` each
