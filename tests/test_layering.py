@@ -18,7 +18,7 @@ from support.source_tree import PACKAGE, ROOT, SOURCES, TESTS, shown
 
 
 def floors() -> tuple[dict[str, int], dict[str, set[str]]]:
-    """Read docs/design/index.md: the floor of every room (module or subpackage), and rooms that may import only some."""
+    """Read docs/design/index.md: the floor of every room (module or subpackage), and rooms that import only some."""
     section = (ROOT / "docs/design/index.md").read_text().split("## Where things are")[1].split("\n## ")[0]
     rank: dict[str, int] = {}
     narrow: dict[str, set[str]] = {}
