@@ -38,20 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="where the drafter goes")
     parser.add_argument("--resume", action="store_true", help="go on with the texts and the training in --output")
     parser.add_argument("--dtype", default=None, help="of the target (default: the checkpoint's)")
-    texts = parser.add_argument_group("texts")
-    texts.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="prompts to continue (default: none)")
-    texts.add_argument(
-        "--text-tokens", type=_positive, default=1_000_000, metavar="N", help="of all texts (default: %(default)s)"
-    )
-    texts.add_argument(
-        "--max-new-tokens", type=_positive, default=256, metavar="N", help="per text (default: %(default)s)"
-    )
-    texts.add_argument(
-        "--batch-size", type=_positive, default=64, metavar="N", help="of the engine (default: %(default)s)"
-    )
-    texts.add_argument(
-        "--held-out", type=_positive, default=256, metavar="N", help="texts to measure on (default: %(default)s)"
-    )
+    _add_text_options(parser)
     size = parser.add_argument_group("size of an EAGLE-3 or SpecBlock drafter, which has --tap-layers too")
     size.add_argument("--hidden-size", type=_positive, metavar="N", help="(default: the target's)")
     size.add_argument("--ffn-size", type=_positive, metavar="N", help="(default: in proportion to the hidden size)")
@@ -93,6 +80,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_tap_layers(parser, "2, half of the layers, the last but 3")
     add_backend_options(parser)
+
+
+def _add_text_options(parser: argparse.ArgumentParser) -> None:
+    texts = parser.add_argument_group("texts")
+    texts.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="prompts to continue (default: none)")
+    texts.add_argument(
+        "--text-tokens", type=_positive, default=1_000_000, metavar="N", help="of all texts (default: %(default)s)"
+    )
+    texts.add_argument(
+        "--max-new-tokens", type=_positive, default=256, metavar="N", help="per text (default: %(default)s)"
+    )
+    texts.add_argument(
+        "--batch-size", type=_positive, default=64, metavar="N", help="of the engine (default: %(default)s)"
+    )
+    texts.add_argument(
+        "--held-out", type=_positive, default=256, metavar="N", help="texts to measure on (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -101,6 +101,7 @@ class Engine:
         if drafter.max_nodes:
             self.target.expect_trees()
         most = self.config.most_draft_tokens
+        self._asked_draft_tokens = most
         tree_rows = max(most, drafter.max_nodes) + 1 if drafter.max_nodes else 0
         self.target.use_graphs(Limits(self.config.max_batch_size, most + 1, tree_rows=tree_rows))
         self.memory_plan = plan_memory(self.target, drafter, self.config, drafts=draft is not None)
@@ -113,8 +114,6 @@ class Engine:
                 drafter = make_drafter(None, self.target, self.config, self._ops, self.tokenizer)
                 self.target.use_taps(())
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
-        # What a request may name: ``memory_bytes`` may have lowered K, which no request can know.
-        self._most_draft_tokens = most if length_policy.max_draft_tokens else 0
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
         is_asynchronous = self.target.layout.device.type != "cpu"
         max_nodes = drafter.max_nodes if self.memory_plan is None else self.memory_plan.max_nodes
@@ -247,8 +246,12 @@ class Engine:
             )
 
     def request_builder(self) -> RequestBuilder:
-        """Return what makes sequences of prompts for this engine."""
-        return RequestBuilder(self.target, self.tokenizer, self._most_draft_tokens)
+        """Return what makes sequences of prompts for this engine.
+
+        A request may name the K that was configured: whether ``memory_bytes`` has lowered it, no caller can know.
+        """
+        most = self._asked_draft_tokens if self.core.length_policy.max_draft_tokens else 0
+        return RequestBuilder(self.target, self.tokenizer, most)
 
     def _build(self, prompts: Any, params: Any, keywords: dict[str, Any]) -> Iterator[Sequence]:
         """Check the arguments and draw the seeds; return the sequences, whose prompts are encoded as they are read."""
