@@ -46,6 +46,8 @@ def _torch_settings():
     Uninitialised memory is filled with NaN or the largest integer, so reading any is noticed. The garbage collector
     does not look at what is imported: that takes 0.2 s each time.
     """
+    from support import shared_plans
+
     gc.freeze()
     gc.enable()
     logging.set_verbosity_error()
@@ -57,8 +59,20 @@ def _torch_settings():
         from support import triton_interpreter
 
         triton_interpreter.speed_up()
+    shared_plans.share_plans()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory):
+    """Triton's compiler, in a process that imports it once."""
+    pytest.importorskip("triton")
+    from support.compiler import Compiler
+
+    found = Compiler(str(tmp_path_factory.mktemp("triton_cache")))
+    yield found
+    found.close()
 
 
 @pytest.fixture(scope="session")
