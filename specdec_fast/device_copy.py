@@ -67,7 +67,8 @@ def _in_one_copy(arrays: Sequence[np.ndarray], device: torch.device) -> list[Ten
 
 def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return where each of several arrays begins in one buffer, and the size of the buffer, all in bytes."""
-    starts, size = [], 0
+    starts = []
+    size = 0
     for own in sizes:
         starts.append(size)
         size += -(-own // _ALIGNMENT) * _ALIGNMENT
@@ -160,7 +161,8 @@ def to_host(tensors: Sequence[Tensor] | Joined) -> list[list[int]]:
 
 
 def _split(values: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     for length in lengths:
         pieces.append(values[start : start + length])
         start += length

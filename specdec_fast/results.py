@@ -74,7 +74,8 @@ class _Stage:
     __slots__ = ("_name", "_seconds", "_start")
 
     def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds, self._name = seconds, name
+        self._seconds = seconds
+        self._name = name
 
     def __enter__(self) -> None:
         self._start = perf_counter()
@@ -101,7 +102,8 @@ class StageTimer:
 
     def lap(self) -> dict[str, float]:
         """Return the seconds per stage since the last lap (or the beginning)."""
-        before, self._at_last_lap = self._at_last_lap, dict(self.seconds)
+        before = self._at_last_lap
+        self._at_last_lap = dict(self.seconds)
         return {stage: total - before.get(stage, 0.0) for stage, total in self.seconds.items()}
 
     def shares(self) -> dict[str, float]:

@@ -39,7 +39,8 @@ def one_thread() -> Iterator[None]:
 
 def invariant_call(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that gives a row the same bits whatever the other rows, on all threads even in ``one_thread``."""
-    threads, token = _threads.get(), _in_invariant_call.set(True)
+    threads = _threads.get()
+    token = _in_invariant_call.set(True)
     if threads is not None:
         _setter()(threads)
     try:
@@ -66,7 +67,8 @@ def _setter() -> Callable[[int], Any]:
         setter = ctypes.CDLL(None).omp_set_num_threads
     except (OSError, AttributeError, TypeError):
         return torch.set_num_threads
-    setter.argtypes, setter.restype = [ctypes.c_int], None
+    setter.argtypes = [ctypes.c_int]
+    setter.restype = None
     setter(before + 1)
     is_used = torch.get_num_threads() == before + 1
     setter(before)

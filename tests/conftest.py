@@ -62,6 +62,17 @@ def _torch_settings():
 
 
 @pytest.fixture(scope="session")
+def compiler(tmp_path_factory):
+    """Triton's compiler, in a process that imports it once."""
+    pytest.importorskip("triton")
+    from support.compiler import Compiler
+
+    found = Compiler(str(tmp_path_factory.mktemp("triton_cache")))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
 def target():
     return AutoModelForCausalLM.from_pretrained(demo_pair() / "target", dtype=torch.float32).eval()
 

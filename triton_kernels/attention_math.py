@@ -35,7 +35,8 @@ def shift_of(maximum):
 def merge(sums, maximum, total, later_sums, later_maximum, later_total):
     """Combine two softmax states; an empty state does not change the other one."""
     both = tl.maximum(maximum, later_maximum)
-    weight, later_weight = tl.exp2(maximum - shift_of(both)), tl.exp2(later_maximum - shift_of(both))
+    weight = tl.exp2(maximum - shift_of(both))
+    later_weight = tl.exp2(later_maximum - shift_of(both))
     total = tl.fma(total, weight, later_total * later_weight)
     sums = tl.fma(sums, weight[:, None], later_sums * later_weight[:, None])
     return sums, both, total

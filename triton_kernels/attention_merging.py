@@ -38,13 +38,15 @@ def merging_kernel(
 ):  # fmt: skip
     """Compute one piece of a tile's context, and merge all of them if the others are there."""
     wait(OVERLAPS)
-    kv_head, place = (tl.program_id(0) % num_kv_heads).to(tl.int64), tl.program_id(0) // num_kv_heads
+    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    place = tl.program_id(0) // num_kv_heads
     sequence = (place // max_tiles).to(tl.int64)
     first_pair = (max_tiles - 1 - place % max_tiles) * BLOCK_M  # last tiles first: they see most positions
     first_query, num_rows, prefix, first_row, last_row, begin, end = tile_of(
         cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE
     )
-    piece, last_piece = begin // PIECE, (end - 1) // PIECE
+    piece = begin // PIECE
+    last_piece = (end - 1) // PIECE
     piece += tl.program_id(1)
     last_piece = tl.minimum(last_piece, piece)
     if (first_pair >= num_rows * GROUP) | (piece > last_piece):

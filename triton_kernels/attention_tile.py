@@ -85,7 +85,8 @@ def _fold(
 
     PARTIAL: some rows may not see some of the entries. Otherwise every row sees all entries, and nothing is masked.
     """
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
     for tile in tl.range(start, stop, BLOCK_N, num_stages=1 if PARTIAL else None, disable_licm=True):
         position = tile + tl.arange(0, BLOCK_N)
         inside = position < end
@@ -136,7 +137,10 @@ def reduce_piece(
     full_stop = tl.maximum(tl.minimum(stop, all_end // BLOCK_N * BLOCK_N), start)
     full_start = tl.minimum(tl.maximum(start, tl.cdiv(all_begin, BLOCK_N) * BLOCK_N), full_stop)
     sums, maximum, total = empty_state(BLOCK_M, BLOCK_V)
-    position, path, path_end, begun = row_position, paths, end, 0
+    position = row_position
+    path = paths
+    path_end = end
+    begun = 0
     # First the edge of the window and the entries that every row sees; then the newest entries, in a tree run by run.
     for phase in range(last_row - first_row + 2 if TREE else 2):
         if TREE:
@@ -146,9 +150,11 @@ def reduce_piece(
         for part in tl.static_range(2):
             if part == 0:
                 newest = tl.minimum(stop, path_end) if TREE else stop
-                first, last = tl.where(phase == 0, start, full_stop), tl.where(phase == 0, full_start, newest)
+                first = tl.where(phase == 0, start, full_stop)
+                last = tl.where(phase == 0, full_start, newest)
             else:
-                first, last = full_start, tl.where(phase == 0, full_stop, full_start)
+                first = full_start
+                last = tl.where(phase == 0, full_stop, full_start)
             sums, maximum, total = _fold(
                 sums, maximum, total, first, last, queries, position, key_cache, value_cache, pages, path,
                 num_kv_heads, prefix, path_end, window, inner_scale, score_scale,
@@ -168,8 +174,10 @@ def state_of_tile(
     ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax state of a tile over some pieces of its context."""
-    pair, dims = first_pair + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    row, head = tl.minimum(pair // GROUP, last_row), pair % GROUP  # pairs that pad the tile repeat the last row
+    pair = first_pair + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    row = tl.minimum(pair // GROUP, last_row)
+    head = pair % GROUP  # pairs that pad the tile repeat the last row
     mask = (pair < num_rows * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     query_at = (first_query + row).to(tl.int64) * stride_query_row + (kv_head * GROUP + head) * stride_query_head
     queries = tl.load(query + tl.multiple_of(query_at, ALIGNMENT)[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -212,14 +220,16 @@ def store_tile(
     first_query, num_rows, _, first_row, last_row, _, _ = tile_of(
         cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE
     )
-    pair, dims = first_pair + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_V)
+    pair = first_pair + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_V)
     inside = pair < num_rows * GROUP
     mask = inside[:, None] & (dims < VALUE_DIM)[None, :]
     # The address of the tile's first row; the other rows are near, so that their distances fit int32.
     at = (first_query + first_row).to(tl.int64) * num_heads + kv_head * GROUP
     distance = (tl.minimum(pair // GROUP, last_row) - first_row) * num_heads + pair % GROUP
     if num_splits > 0:
-        at, distance = at * num_splits + tl.program_id(1), distance * num_splits
+        at = at * num_splits + tl.program_id(1)
+        distance = distance * num_splits
         partial_states += at * 2
         tl.store(partial_sums + at * VALUE_DIM + (distance * VALUE_DIM)[:, None] + dims[None, :], sums, mask=mask)
         tl.store(partial_states + distance * 2, maximum, mask=inside)
@@ -237,7 +247,8 @@ def merge_pieces(
     SINKS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Merge the states of all pieces of some pairs, in their order, and write the result."""
-    pair, dims = first_pair + tl.arange(0, PAIRS), tl.arange(0, BLOCK_V)
+    pair = first_pair + tl.arange(0, PAIRS)
+    dims = tl.arange(0, BLOCK_V)
     inside = pair < num_rows * GROUP
     mask = inside[:, None] & (dims < VALUE_DIM)[None, :]
     head = kv_head * GROUP + pair % GROUP

@@ -29,7 +29,8 @@ def _paths_kernel(
     tree_words,
     WORD_BITS: tl.constexpr,
 ):  # fmt: skip
-    row, bit = tl.program_id(0).to(tl.int64), tl.arange(0, WORD_BITS)
+    row = tl.program_id(0).to(tl.int64)
+    bit = tl.arange(0, WORD_BITS)
     path = paths + row * (1 + tree_words * WORD_BITS)
     depth = -1  # of the row: its own bit counts no ancestor
     for word in range(tree_words):
@@ -76,7 +77,8 @@ def run_of(
     its positions, 0 if no run ends here; the next ``begun``.
     """
     own = tl.maximum(phase - 1, 0)
-    path, is_last = paths + own * path_width, first_row + own >= last_row
+    path = paths + own * path_width
+    is_last = first_row + own >= last_row
     next_depth = tl.load(path + path_width, mask=not is_last, other=0)
     parent_of_next = tl.load(path + path_width + next_depth, mask=next_depth > 0, other=-1)  # a root has none
     ends = is_last | (parent_of_next != first_row + own)

@@ -49,11 +49,13 @@ def _compact_kernel(
     BLOCK_MOVES: tl.constexpr,
     BLOCK_ENTRY: tl.constexpr,
 ):
-    sequence, plane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(0).to(tl.int64)
+    plane = tl.program_id(1).to(tl.int64)
     numbers = tl.program_id(2) * BLOCK_ENTRY + tl.arange(0, BLOCK_ENTRY)[None, :]  # [1, BLOCK_ENTRY]
     entries = kv_cache + plane * num_pages * PAGE_SIZE * ENTRY + numbers
     pages = block_table + sequence * max_pages
-    start, stop = tl.load(cu_moves + sequence), tl.load(cu_moves + sequence + 1)
+    start = tl.load(cu_moves + sequence)
+    stop = tl.load(cu_moves + sequence + 1)
     num_tiles = tl.cdiv(stop - start, BLOCK_MOVES)
     for i in range(2 * num_tiles):  # first the moves down, tile by tile, then the moves up in falling order
         falling = i >= num_tiles

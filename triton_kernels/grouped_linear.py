@@ -80,7 +80,9 @@ def _launch(dtype: torch.dtype, in_features: int, num_choices: int, is_transpose
 
 def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Launch the kernel; the contract is the oracle's, except that expert ids are not checked."""
-    (_, num_vectors, in_features), num_choices, out_features = rows.shape, expert_ids.shape[1], weight.shape[1]
+    (_, num_vectors, in_features) = rows.shape
+    num_choices = expert_ids.shape[1]
+    out_features = weight.shape[1]
     out = torch.empty(*expert_ids.shape, out_features, dtype=rows.dtype, device=rows.device)
     if out.numel() == 0:
         return out

@@ -70,12 +70,14 @@ def _linear_kernel(
         (out_features_0, out_features_1, out_features_2), num_rows.to(tl.int64), NUM_WEIGHTS, BLOCK_OUT,
     )  # fmt: skip
     output = tile.to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)  # [BLOCK_OUT]
-    weight_at, weight_mask = weight + (output * IN_FEATURES)[:, None], (output < out_features)[:, None]
+    weight_at = weight + (output * IN_FEATURES)[:, None]
+    weight_mask = (output < out_features)[:, None]
     if OVERLAPS:
         prefetch_rows(weight, output, out_features, IN_FEATURES, _PREFETCHED)
     wait(OVERLAPS)
     row = (tl.program_id(0) % groups).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row_at, row_mask = rows + tl.multiple_of(row * stride_rows_row, ALIGNMENT)[:, None], (row < num_rows)[:, None]
+    row_at = rows + tl.multiple_of(row * stride_rows_row, ALIGNMENT)[:, None]
+    row_mask = (row < num_rows)[:, None]
     sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for first in range(0, IN_FEATURES, BLOCK_IN):
         feature = first + tl.arange(0, BLOCK_IN)[None, :]  # [1, BLOCK_IN]
@@ -97,15 +99,20 @@ def _launch(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows
     which reads weights once; many rows get tiles that are also wide. fp32 uses no tensor cores; larger tiles would
     spill. Splitting sums instead of outputs would need a second launch.
     """
-    alignment, num_outputs = _alignment(dtype, in_features), sum(sizes)
-    block_rows, block_in, num_warps = 16 if num_rows <= 16 or alignment == 1 else 64, 128, 4
+    alignment = _alignment(dtype, in_features)
+    num_outputs = sum(sizes)
+    block_rows = 16 if num_rows <= 16 or alignment == 1 else 64
+    block_in = 128
+    num_warps = 4
     if dtype == torch.float32:
-        block_out, block_in = 32 if num_outputs >= 32 * _ENOUGH_PROGRAMS else 16, 32
+        block_out = 32 if num_outputs >= 32 * _ENOUGH_PROGRAMS else 16
+        block_in = 32
         num_warps = 8 if block_out * block_rows > 1024 else 4
     elif num_rows <= 64 or alignment == 1:
         block_out = 64
     else:
-        block_rows, block_in = 128, 64
+        block_rows = 128
+        block_in = 64
         has_many = triton.cdiv(num_rows, 128) * triton.cdiv(num_outputs, 128) >= 2 * _ENOUGH_PROGRAMS
         block_out, num_warps = (128, 8) if has_many else (64, 4)
     constexprs = {
@@ -170,7 +177,8 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | 
         weights: 1 to ``MAX_WEIGHTS`` matrices ``[out_features_i, in_features]``, contiguous.
         biases: ``[out_features_i]`` for each matrix, or None. Results are ``[T, out_features_i]``, contiguous.
     """
-    (num_rows, in_features), sizes = rows.shape, [len(weight) for weight in weights]
+    (num_rows, in_features) = rows.shape
+    sizes = [len(weight) for weight in weights]
     out = torch.empty(num_rows * sum(sizes), dtype=rows.dtype, device=rows.device)
     pieces = out.split([num_rows * size for size in sizes])
     outs = [piece.view(num_rows, size) for piece, size in zip(pieces, sizes, strict=True)]
@@ -218,7 +226,8 @@ def variants() -> Iterator[Variant]:
             aligned = (*_POINTERS, *_SIZES) if all(size % 16 == 0 for size in sizes) else _POINTERS
             name = f"{kind}_{in_features}x{'_'.join(map(str, sizes))}{'_bias' * has_bias}"
             for launch in _launches(dtype, in_features, sizes):
-                tile, launched = launch.constexprs, _with(launch, len(sizes), has_bias)
+                tile = launch.constexprs
+                launched = _with(launch, len(sizes), has_bias)
                 suffix = f"{tile['BLOCK_OUT']}x{tile['BLOCK_ROWS']}"
                 yield launched.variant(f"{name}_{suffix}", _linear_kernel, signature, aligned)
         (launch,) = _launches(dtype, 67, (33,))

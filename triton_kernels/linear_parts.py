@@ -15,16 +15,26 @@ def matrix_of(
     tile, weights, biases, out, sizes, num_rows, NUM_WEIGHTS: tl.constexpr, BLOCK_OUT: tl.constexpr
 ):  # fmt: skip
     """Return weights, bias, results and outputs of the matrix of a tile of outputs, and the tile within it."""
-    weight, bias, out_at, out_features, place = weights[0], biases[0], out, sizes[0], tile
+    weight = weights[0]
+    bias = biases[0]
+    out_at = out
+    out_features = sizes[0]
+    place = tile
     if NUM_WEIGHTS > 1:
         begin = tl.cdiv(sizes[0], BLOCK_OUT)
         if tile >= begin:
-            weight, bias, out_features, place = weights[1], biases[1], sizes[1], tile - begin
+            weight = weights[1]
+            bias = biases[1]
+            out_features = sizes[1]
+            place = tile - begin
             out_at = out + num_rows * sizes[0]
     if NUM_WEIGHTS > 2:
         begin += tl.cdiv(sizes[1], BLOCK_OUT)
         if tile >= begin:
-            weight, bias, out_features, place = weights[2], biases[2], sizes[2], tile - begin
+            weight = weights[2]
+            bias = biases[2]
+            out_features = sizes[2]
+            place = tile - begin
             out_at = out + num_rows * (sizes[0] + sizes[1])
     return weight, bias, out_at, out_features, place
 

@@ -29,12 +29,17 @@ def _noise_words_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, places = columns < num_tokens, row * num_tokens + columns
-    token, position = tl.load(token_ids + places, mask=inside, other=0), tl.load(positions + row)
-    c0, zeros = (token // 4).to(tl.uint32), tl.zeros([BLOCK], tl.uint32)
-    c1, c2 = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    inside = columns < num_tokens
+    places = row * num_tokens + columns
+    token = tl.load(token_ids + places, mask=inside, other=0)
+    position = tl.load(positions + row)
+    c0 = (token // 4).to(tl.uint32)
+    zeros = tl.zeros([BLOCK], tl.uint32)
+    c1 = (position & 0xFFFFFFFF).to(tl.uint32)
+    c2 = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(tl.load(seeds + row), c0, zeros + c1, zeros + c2, zeros)
-    low, high = tl.where(token % 2 == 0, w0, w1), tl.where(token % 2 == 0, w2, w3)
+    low = tl.where(token % 2 == 0, w0, w1)
+    high = tl.where(token % 2 == 0, w2, w3)
     tl.store(words + places, tl.where(token % 4 < 2, low, high).to(tl.int64), mask=inside)
 
 

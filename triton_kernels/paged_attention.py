@@ -60,13 +60,15 @@ def _attention_kernel(
     ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait(OVERLAPS)
-    kv_head, place = (tl.program_id(0) % num_kv_heads).to(tl.int64), tl.program_id(0) // num_kv_heads
+    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    place = tl.program_id(0) // num_kv_heads
     sequence = (place // max_tiles).to(tl.int64)
     first_pair = (max_tiles - 1 - place % max_tiles) * BLOCK_M  # last tiles first: they see most positions
     first_query, num_rows, prefix, first_row, last_row, begin, end = tile_of(
         cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE
     )
-    piece, last_piece = begin // PIECE, (end - 1) // PIECE
+    piece = begin // PIECE
+    last_piece = (end - 1) // PIECE
     if num_splits > 0:
         piece += tl.program_id(1)
         last_piece = tl.minimum(last_piece, piece)
@@ -98,8 +100,10 @@ def _merge_kernel(
     PIECE: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait(OVERLAPS)
-    kv_head, place = (tl.program_id(0) % num_kv_heads).to(tl.int64), tl.program_id(0) // num_kv_heads
-    sequence, first_pair = (place // max_tiles).to(tl.int64), place % max_tiles * PAIRS
+    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    place = tl.program_id(0) // num_kv_heads
+    sequence = (place // max_tiles).to(tl.int64)
+    first_pair = place % max_tiles * PAIRS
     # The pieces of these pairs are those of their tile in the first kernel.
     first_query, num_rows, _, _, _, begin, end = tile_of(
         cu_seqlens_q, seqused_k, sequence, first_pair // BLOCK_M * BLOCK_M, window, GROUP, BLOCK_M, TREE
@@ -122,9 +126,15 @@ def launch_config(dtype: torch.dtype, head_dim: int, value_dim: int, group: int)
     block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     larger = max(block_d, block_v)
     if dtype == torch.float32:
-        block_m, block_n, num_warps, num_stages = 32 if block_v <= 64 else 16, 16, 4 if block_v <= 128 else 8, 2
+        block_m = 32 if block_v <= 64 else 16
+        block_n = 16
+        num_warps = 4 if block_v <= 128 else 8
+        num_stages = 2
     else:
-        block_m, block_n, num_warps, num_stages = 32, 64 if larger <= 64 else 32, 4 if larger <= 128 else 8, 5
+        block_m = 32
+        block_n = 64 if larger <= 64 else 32
+        num_warps = 4 if larger <= 128 else 8
+        num_stages = 5
     constexprs = {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
@@ -188,14 +198,18 @@ def attend(
     These are ``[NUM_COUNTERS]`` int32, zeros, and zeros again afterwards. No two launches that may run at once may have
     the same.
     """
-    (num_rows, num_heads, head_dim), (num_kv_heads, value_dim) = query.shape, kv[1].shape[2:]
+    (num_rows, num_heads, head_dim) = query.shape
+    (num_kv_heads, value_dim) = kv[1].shape[2:]
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     if out.numel() == 0:
         return out
-    group, tree, sinks = num_heads // num_kv_heads, batch.tree_mask is not None, params.sinks
+    group = num_heads // num_kv_heads
+    tree = batch.tree_mask is not None
+    sinks = params.sinks
     launch = launch_config(query.dtype, head_dim, value_dim, group)
     launch = _with(launch, SOFTCAP=params.softcap is not None, TREE=tree, SINKS=sinks is not None)
-    sinks, block_m = query if sinks is None else sinks, launch.constexprs["BLOCK_M"]
+    sinks = query if sinks is None else sinks
+    block_m = launch.constexprs["BLOCK_M"]
     max_tiles = triton.cdiv(batch.max_seqlen_q * group, block_m)
     columns = batch.seqused_k.numel() * num_kv_heads
     window = min(params.sliding_window or _NO_WINDOW, _NO_WINDOW)
@@ -225,7 +239,8 @@ def attend(
         params.scale / (params.softcap or 1.0),
         _LOG2_E * (params.softcap or params.scale),
     )
-    grid, options = (columns * max_tiles, max(1, num_splits)), _with(launch, PAGE_SIZE=kv[0].shape[1]).options
+    grid = (columns * max_tiles, max(1, num_splits))
+    options = _with(launch, PAGE_SIZE=kv[0].shape[1]).options
     if num_splits and counters is not None and grid[0] <= len(counters):
         merging_kernel[grid](*arguments, counters, **options)
         return out
@@ -259,7 +274,8 @@ def variants() -> Iterator[Variant]:
     """Yield the compilations for usual models: each head size, group, flag and kernel at least once per type."""
     yield from path_variants()
     numbers = dict.fromkeys(BATCH_NUMBERS, "i32") | dict.fromkeys(("inner_scale", "score_scale"), "fp32")
-    lengths, partials = ("block_table", "cu_seqlens_q", "seqused_k", "paths"), ("partial_sums", "partial_states")
+    lengths = ("block_table", "cu_seqlens_q", "seqused_k", "paths")
+    partials = ("partial_sums", "partial_states")
     for dtype, kind in TYPE_NAMES.items():
         pointers = ("query", "key_cache", "value_cache", "out")
         types = dict.fromkeys((*pointers, "sinks"), f"*{kind}") | dict.fromkeys(lengths, "*i32") | numbers
@@ -270,11 +286,13 @@ def variants() -> Iterator[Variant]:
             launch = _with(launch, **flags)
             dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}_{value_dim}"
             name = "_".join((kind, f"dim{dims}", f"group{group}", *(flag.lower() for flag in flags)))
-            paged, divisible = _with(launch, PAGE_SIZE=page_size), (*pointers, *partials)
+            paged = _with(launch, PAGE_SIZE=page_size)
+            divisible = (*pointers, *partials)
             yield paged.variant(name, _attention_kernel, types, divisible)
             if kind != "fp32" and flags.keys() - {"TREE"} == {"SINKS"}:  # a model may keep sinks in fp32
                 yield paged.variant(f"{name}_fp32", _attention_kernel, types | {"sinks": "*fp32"}, divisible)
             if name.removeprefix(f"{kind}_") in ("dim128_group4", "dim128_group4_tree", "dim64_group8_sinks"):
                 yield _merge_launch(launch).variant(f"{name}_merge", _merge_kernel, merging, (*partials, "out"))
-                at_once, aligned = types | {"counters": "*i32"}, (*divisible, "counters")
+                at_once = types | {"counters": "*i32"}
+                aligned = (*divisible, "counters")
                 yield paged.variant(f"{name}_merging", merging_kernel, at_once, aligned)

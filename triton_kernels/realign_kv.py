@@ -44,11 +44,13 @@ def _realign_kernel(
     BLOCK_DIM: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     shift = tl.load(shifts + row)
     if shift == 0:
         return
-    start, length = tl.load(starts + row), tl.load(lengths + row)
+    start = tl.load(starts + row)
+    length = tl.load(lengths + row)
     plane = tl.load(addresses + tl.program_id(2)).to(tl.pointer_type(ELEMENT))
     if ALIGNMENT > 1:  # the compiler cannot know the alignment of a loaded address, and would use no vectors
         plane = tl.multiple_of(plane, 16)
@@ -86,7 +88,8 @@ def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths
         return
     batch_size, num_kv_heads, _, head_dim = first.shape
     pointers = [tensor.data_ptr() for layer in layers for tensor in layer]
-    strides, itemsize = first.stride()[:3], first.element_size()
+    strides = first.stride()[:3]
+    itemsize = first.element_size()
     aligned = all(place % 16 == 0 for place in (*pointers, *(stride * itemsize for stride in strides)))
     _realign_kernel[batch_size, num_kv_heads, len(pointers)](
         _on_device(pointers, first.device), starts, lengths, shifts, *strides,

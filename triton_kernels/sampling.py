@@ -87,7 +87,9 @@ def choose_tokens(
     ``logits [T, vocab_size]`` have a contiguous last axis; neither axis is empty. ``token_ids [T]`` are int64,
     ``cu_seqlens [B + 1]`` and ``parents [T]`` int32; None: chains.
     """
-    (num_rows, vocab_size), device, batch = logits.shape, logits.device, sampling
+    (num_rows, vocab_size) = logits.shape
+    device = logits.device
+    batch = sampling
     num_tiles = triton.cdiv(vocab_size, _TILE)
     seen = torch.zeros(num_rows, triton.cdiv(vocab_size, 32), dtype=torch.int32, device=device)
     sequences, row_tokens, tokens, keys = torch.empty(4, num_rows, dtype=torch.int32, device=device)
@@ -97,7 +99,9 @@ def choose_tokens(
     row_best, row_limit, row_drawn = torch.empty(3, num_rows, dtype=torch.float64, device=device)
     candidates = torch.empty(num_rows, _CANDIDATES, dtype=torch.float64, device=device)
     sizes = (logits.stride(0), seen.stride(0), vocab_size)
-    temperatures, penalties, seeds = batch.temperatures, batch.repetition_penalties, batch.seeds
+    temperatures = batch.temperatures
+    penalties = batch.repetition_penalties
+    seeds = batch.seeds
 
     row_kernel[(num_rows,)](
         token_ids, cu_seqlens if parents is None else parents, cu_seqlens, penalties, batch.positions, batch.seen_ids,

@@ -51,17 +51,20 @@ def row_kernel(
     has_penalty = tl.load(penalties + sequence) != 1.0
     depth = row - start
     if TREE:
-        depth, ancestor = tl.full((), 0, tl.int64), row
+        depth = tl.full((), 0, tl.int64)
+        ancestor = row
         while ancestor > start:
             if has_penalty:
                 _mark(seen + row * stride_seen_row, tl.load(token_ids + ancestor), True, vocab_size)
-            ancestor, depth = start + tl.load(parents + ancestor).to(tl.int64), depth + 1
+            ancestor = start + tl.load(parents + ancestor).to(tl.int64)
+            depth = depth + 1
         if has_penalty:
             _mark(seen + row * stride_seen_row, tl.load(token_ids + start), True, vocab_size)
     tl.store(row_sequences + row, sequence)
     tl.store(row_positions + row, tl.load(positions + sequence) + depth)
     if has_penalty:
-        seen_start, seen_stop = tl.load(cu_seen + sequence), tl.load(cu_seen + sequence + 1)
+        seen_start = tl.load(cu_seen + sequence)
+        seen_stop = tl.load(cu_seen + sequence + 1)
         for first in range(seen_start, seen_stop, BLOCK):
             places = first + tl.arange(0, BLOCK)
             ids = tl.load(seen_ids + places, mask=places < seen_stop, other=-1)
@@ -90,7 +93,8 @@ def best_kernel(
     TILE: tl.constexpr,
 ):
     """Find the best token of a tile, and with ``top_p`` the tile's mass."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     sequence = tl.load(row_sequences + row)
     ids = tile * TILE + tl.arange(0, TILE)
     penalty = tl.load(penalties + sequence)
@@ -136,14 +140,17 @@ def draw_kernel(
     TILE: tl.constexpr,
 ):
     """Draw from a tile. A tile is skipped if none of its tokens can reach the sum of the likeliest token."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     place = row * tl.num_programs(1) + tile
     to_beat = tl.load(row_drawn + row)
     drawn = tl.full((), float("-inf"), tl.float64)
     token = tl.full((), NO_ID, tl.int32)
     if to_beat < float("inf"):
         sequence = tl.load(row_sequences + row)
-        temperature, best, limit = tl.load(temperatures + sequence), tl.load(row_best + row), tl.load(row_limit + row)
+        temperature = tl.load(temperatures + sequence)
+        best = tl.load(row_best + row)
+        limit = tl.load(row_limit + row)
         nearest = (best - tl.load(tile_best + place)) / temperature
         if (nearest <= limit) & (_LARGEST_NOISE - nearest >= to_beat):
             words = tile_words(tl.load(seeds + sequence), tl.load(row_positions + row), tile, TILE)
@@ -151,7 +158,8 @@ def draw_kernel(
             if tl.max(words, axis=0).to(tl.float64) >= _smallest_word(to_beat + nearest):
                 ids = tile * TILE + tl.arange(0, TILE)
                 inside = ids < vocab_size
-                row_logits, row_seen = logits + row * stride_logits_row, seen + row * stride_seen_row
+                row_logits = logits + row * stride_logits_row
+                row_seen = seen + row * stride_seen_row
                 values = load_logits(row_logits, row_seen, ids, inside, tl.load(penalties + sequence))
                 gaps = (best - values) / temperature
                 sums = tl.where(inside & (gaps <= limit), gumbel(words) - gaps, float("-inf"))
@@ -177,7 +185,8 @@ def pick_kernel(
     tiles = tl.arange(0, BLOCK_TILES)
     drawn = tl.load(tile_drawn + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf"))
     ids = tl.load(tile_ids + row * num_tiles + tiles, mask=tiles < num_tiles, other=NO_ID)
-    likeliest, highest = tl.load(row_token + row), tl.load(row_drawn + row)
+    likeliest = tl.load(row_token + row)
+    highest = tl.load(row_drawn + row)
     largest = tl.max(drawn, axis=0)
     lowest = tl.min(tl.where(drawn == largest, ids, NO_ID), axis=0)
     token = tl.where(largest > highest, lowest, likeliest)

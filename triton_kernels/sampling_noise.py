@@ -32,7 +32,8 @@ def philox_kernel(
 def tile_words(seed, position, tile, TILE: tl.constexpr):
     """Return the random word of every token of a tile, [TILE] uint32."""
     c0 = (tile * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
-    c1, c2 = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c1 = (position & 0xFFFFFFFF).to(tl.uint32)
+    c2 = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zeros = tl.zeros([TILE // 4], tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, c0, zeros + c1, zeros + c2, zeros)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))

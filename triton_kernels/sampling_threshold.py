@@ -45,7 +45,8 @@ def _middle(lowest, highest, step):
     if step < 32:
         middle = tl.minimum(2 * lowest + 1, lowest + (highest - lowest) * 0.5)
     else:  # The bits of such numbers sort as the numbers do, so any bounds meet within 64 more steps.
-        low, high = lowest.to(tl.int64, bitcast=True), highest.to(tl.int64, bitcast=True)
+        low = lowest.to(tl.int64, bitcast=True)
+        high = highest.to(tl.int64, bitcast=True)
         middle = (low + ((high - low) >> 1)).to(tl.float64, bitcast=True)
     return tl.where(middle < highest, middle, lowest)
 
@@ -158,8 +159,10 @@ def _search(
             logits, seen, tile_best, middle, penalty, best, temperature, vocab_size, num_tiles, TILES, TILE, MASS
         )
         enough = weight >= wanted
-        highest, below_highest = tl.where(enough, nearer, highest), tl.where(enough, count, below_highest)
-        lowest, below = tl.where(enough, lowest, farther), tl.where(enough, below, count)
+        highest = tl.where(enough, nearer, highest)
+        below_highest = tl.where(enough, count, below_highest)
+        lowest = tl.where(enough, lowest, farther)
+        below = tl.where(enough, below, count)
         weight_below = tl.where(enough, weight_below, weight)
         step += 1
     if lowest < highest:

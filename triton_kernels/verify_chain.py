@@ -51,7 +51,8 @@ def _chunk_kernel(
     vocab_size,
     CHUNK: tl.constexpr,
 ):
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
     inside = ids < vocab_size
     keys = _key(tl.load(logits + row * stride_logits_row + ids, mask=inside, other=float("-inf")))
@@ -77,7 +78,8 @@ def _accept_kernel(
     BLOCK_CHUNKS: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
-    start, stop = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
+    start = tl.load(cu_seqlens + sequence)
+    stop = tl.load(cu_seqlens + sequence + 1)
     chunks = tl.arange(0, BLOCK_CHUNKS)[None, :]  # [1, BLOCK_CHUNKS]
     last = stop  # the row after the accepted ones; `stop` until it is found
     following = start.to(tl.int64)  # its token
@@ -116,8 +118,10 @@ def _walk_kernel(
 ):
     """Walk down a sequence's tree: from a row to its first child whose token is the target's token after that row."""
     sequence = tl.program_id(0).to(tl.int64)
-    start, stop = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
-    row, count = start * 0, start * 0  # counted from `start`
+    start = tl.load(cu_seqlens + sequence)
+    stop = tl.load(cu_seqlens + sequence + 1)
+    row = start * 0
+    count = start * 0  # counted from `start`
     wanted = tl.load(target_tokens + start)
     for first in range(0, stop - start, BLOCK_ROWS):  # parents precede their children, so blocks need no second visit
         rows = first + tl.arange(0, BLOCK_ROWS)
@@ -127,7 +131,8 @@ def _walk_kernel(
         child = tl.min(tl.where(inside & (above == row) & (tokens == wanted), rows, _LARGEST), axis=0)
         while child != _LARGEST:
             tl.store(accepted_rows + start + count, child)
-            row, count = child, count + 1
+            row = child
+            count = count + 1
             wanted = tl.load(target_tokens + start + row)
             child = tl.min(tl.where(inside & (above == row) & (tokens == wanted), rows, _LARGEST), axis=0)
     tl.store(num_accepted + sequence, count)
@@ -159,7 +164,9 @@ def verify_chain(
 
     The contract is the oracle's.
     """
-    (num_rows, vocab_size), batch_size, device = logits.shape, cu_seqlens.numel() - 1, logits.device
+    (num_rows, vocab_size) = logits.shape
+    batch_size = cu_seqlens.numel() - 1
+    device = logits.device
     target_tokens = torch.empty_like(token_ids)
     num_accepted = torch.empty(batch_size, dtype=torch.int32, device=device)
     next_tokens = torch.empty(batch_size, dtype=torch.int64, device=device)

@@ -114,8 +114,10 @@ class RaggedBatch(PagedBatch):
 
     def one_by_one(self) -> list[RaggedBatch]:
         """Return a batch for each row of chains, in order; a row attends to the KV entries of the rows before it."""
-        owners, one = self._owners(), self.cu_seqlens.new_tensor([0, 1])
-        tables, used = self.block_table[owners], (self.positions + 1).int()
+        owners = self._owners()
+        one = self.cu_seqlens.new_tensor([0, 1])
+        tables = self.block_table[owners]
+        used = (self.positions + 1).int()
         return [
             RaggedBatch(
                 token_ids=self.token_ids[row : row + 1],

@@ -65,7 +65,8 @@ def after(sampling: Sampling, token_ids: Tensor) -> Sampling:
     positions = sampling.positions + 1
     if not sampling.seen_ids.numel():
         return replace(sampling, positions=positions)
-    batch_size, num_seen = len(token_ids), sampling.seen_ids.numel()
+    batch_size = len(token_ids)
+    num_seen = sampling.seen_ids.numel()
     places = torch.arange(max(batch_size + 1, num_seen), device=token_ids.device)
     cu_seen = sampling.cu_seen + places[: batch_size + 1].int()
     owner = torch.repeat_interleave(places[:batch_size], sampling.cu_seen.diff().long(), output_size=num_seen)

@@ -81,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer every request; report every line that has no answer. Exit status 1 if there is one."""
     lines = read_batch(args.input, args.served_model_name or [args.target])
-    options, config = chat_options(args), engine_config(args, args.dtype)
+    options = chat_options(args)
+    config = engine_config(args, args.dtype)
     SamplingParams(max_new_tokens=args.max_new_tokens)
     with reserved_output(args, args.input):
         return _answer(args, lines, options, config)
@@ -117,7 +118,8 @@ def read_batch(path: Path, model_names: list[str]) -> list[BatchLine]:
     Raises:
         ConfigError: the file is empty.
     """
-    lines, seen = [], set()
+    lines = []
+    seen = set()
     for number, text in enumerate(read_lines(path), start=1):
         line = _parse_line(number, text, model_names)
         if line.custom_id in seen:
@@ -135,7 +137,9 @@ def _parse_line(number: int, text: bytes, model_names: list[str]) -> BatchLine:
     except BadLineError as error:
         return BatchLine(number, problem=Problem(400, str(error)), code="invalid_json_line")
     fields = record if isinstance(record, dict) else {}
-    custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
+    custom_id = fields.get("custom_id")
+    url = fields.get("url")
+    body = fields.get("body")
     line = BatchLine(number, custom_id if isinstance(custom_id, str) and custom_id else None)
     wrong = [
         message
@@ -149,7 +153,8 @@ def _parse_line(number: int, text: bytes, model_names: list[str]) -> BatchLine:
         if not is_right
     ]
     if wrong:
-        line.problem, line.code = Problem(400, f"{wrong[0]}."), "invalid_request"
+        line.problem = Problem(400, f"{wrong[0]}.")
+        line.code = "invalid_request"
         return line
     line.endpoint = _URLS[fields["url"]]
     try:
@@ -181,7 +186,8 @@ def _served(
         owners += [line] * len(own)
         missing[line.number] = len(own)
     outputs: dict[int, list[GenerationOutput]] = defaultdict(list)
-    prompts, params = [prompt for prompt, _ in choices], [each for _, each in choices]
+    prompts = [prompt for prompt, _ in choices]
+    params = [each for _, each in choices]
     for output in engine.as_completed(prompts, params) if engine else ():
         line = owners[output.index]
         outputs[line.number].append(output)
@@ -201,7 +207,8 @@ def _choices(
     try:
         merged = {**options, **own, "chat_template_kwargs": variables}
         ids = [engine.encode(prompt, **merged) for prompt in line.body.prompts]
-        requests, num_each = line.body.requests(defaults), line.body.n or 1
+        requests = line.body.requests(defaults)
+        num_each = line.body.n or 1
         return [(ids[i // num_each], choice) for i, (_, choice) in enumerate(requests)]
     except SpecDecError as error:
         line.problem = problem_of(error)
@@ -217,14 +224,18 @@ def _record(
     if line.code is not None and line.problem is not None:
         error = {"code": line.code, "message": line.problem.message, "param": None, "line": line.number}
         return record | {"error": error}, failure
-    request_id, status, body = uuid.uuid4().hex, _OK, {}
+    request_id = uuid.uuid4().hex
+    status = _OK
+    body = {}
     if line.problem is None and line.endpoint is not None and line.body is not None:
         try:
             body = line.endpoint.answer(line.body, request_id, line.body.model or "", tokenizer).whole(outputs)
         except SpecDecError as error:
-            failure, line.problem = str(error), problem_of(error)
+            failure = str(error)
+            line.problem = problem_of(error)
     if line.problem is not None:
-        status, body = line.problem.status, line.problem.body()
+        status = line.problem.status
+        body = line.problem.body()
     return record | {"response": {"status_code": status, "request_id": request_id, "body": body}}, failure
 
 
@@ -232,7 +243,8 @@ def _number_of(record: Any, numbers: dict[str, int]) -> int | None:
     """Return the line of an answered request; None if it is to be tried again."""
     if not isinstance(record, dict) or not {"custom_id", "response", "error"} <= record.keys():
         raise BadLineError("not a result of a batch")
-    custom_id, response = record["custom_id"], record["response"]
+    custom_id = record["custom_id"]
+    response = record["response"]
     if custom_id is None:  # of a line that is no request
         return None
     if not isinstance(custom_id, str) or custom_id not in numbers:

@@ -72,7 +72,9 @@ class Chat:
     """
 
     def __init__(self, engine: Engine, args: argparse.Namespace, options: dict[str, Any]) -> None:
-        self._engine, self._args, self._options = engine, args, options
+        self._engine = engine
+        self._args = args
+        self._options = options
         self._num_messages = 0
         self.num_failed = 0
         self.reset()
@@ -100,11 +102,13 @@ class Chat:
         messages = [*self._messages, {"role": "user", "content": message}]
         self._num_messages += 1
         params = sampling_params(self._args, self._num_messages)
-        text, reason = "", "interrupt"
+        text = ""
+        reason = "interrupt"
         with _stop_event() as stop, closing(self._engine.stream(messages, params, **self._options)) as chunks:
             for chunk in chunks:
                 print(chunk.text or "", end="", flush=True)
-                text, reason = text + (chunk.text or ""), chunk.finish_reason or "interrupt"
+                text = text + (chunk.text or "")
+                reason = chunk.finish_reason or "interrupt"
                 if chunk.error is not None:
                     self._report(chunk.error)
                     return

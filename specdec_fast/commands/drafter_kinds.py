@@ -29,7 +29,9 @@ from specdec_fast.training.texts import Texts, frequent_ids, rarest_id
 from specdec_fast.training.trainer import Loss, Recipe, Trainer
 
 _SIZES = ("hidden_size", "ffn_size", "tap_layers", "draft_vocab_size")
-_NUM_HEADS, _TREE_NODES, _MOST_RANKS = 3, 16, 10
+_NUM_HEADS = 3
+_TREE_NODES = 16
+_MOST_RANKS = 10
 
 
 class DrafterKind(ABC):
@@ -46,7 +48,8 @@ class DrafterKind(ABC):
         names = {name for kind in KINDS.values() for name in kind.options} - set(self.options)
         if foreign := sorted(name for name in names if getattr(args, name) is not None):
             raise ConfigError(f"--{foreign[0].replace('_', '-')} is no option of --kind {args.kind}; leave it out.")
-        self._target, self._config = target, target.config.get_text_config(decoder=True)
+        self._target = target
+        self._config = target.config.get_text_config(decoder=True)
 
     @property
     @abstractmethod
@@ -76,7 +79,8 @@ class Eagle3Kind(DrafterKind):
         self._draft_ids: Tensor | None = None
 
     def start(self, texts: Texts) -> tuple[DrafterModule, Teacher]:
-        size, vocab_size = self._size.draft_vocab_size, self._config.vocab_size
+        size = self._size.draft_vocab_size
+        vocab_size = self._config.vocab_size
         ids = frequent_ids(texts, vocab_size, size)
         self._draft_ids = None if ids is None else ids.to(self._target.device)
         self._module = self.begin(self._target, self._size, size or vocab_size, self._draft_ids)
@@ -119,7 +123,8 @@ class _HeadsKind(DrafterKind):
 
     def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(args, target)
-        self._num_heads, self._num_nodes = args.num_heads or _NUM_HEADS, _tree_nodes(args, self.tree_nodes)
+        self._num_heads = args.num_heads or _NUM_HEADS
+        self._num_nodes = _tree_nodes(args, self.tree_nodes)
 
     @property
     def num_steps(self) -> int:

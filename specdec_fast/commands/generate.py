@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Decode every valid line; report every invalid line by its number. Exit status 1 if there is an invalid line."""
-    lines, options = read_prompts(args.prompts), chat_options(args)
+    lines = read_prompts(args.prompts)
+    options = chat_options(args)
     config = engine_config(args, args.dtype)
     common = sampling_params(args, logprobs=args.logprobs)  # refuses wrong values before the models are loaded
     with reserved_output(args, args.prompts):

@@ -113,7 +113,8 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
             raise ConfigError(f"--{name} is missing.")
     for name in ("prompt_tokens", "new_tokens", "memory"):
         expect_at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
-    traffic, acceptance = Traffic(args.prompt_tokens, args.new_tokens), read_acceptance(args.acceptance)
+    traffic = Traffic(args.prompt_tokens, args.new_tokens)
+    acceptance = read_acceptance(args.acceptance)
     make = _computed if args.no_measure else _measured
     memory, times, most_prefill_rows = make(args, _config(args), traffic, acceptance)
     choices = choose(memory, args.memory, args.batch_sizes, traffic, acceptance, times, most_prefill_rows)
@@ -148,7 +149,8 @@ def _computed(
             )
     dtype: Any = config.dtype
     draft = checked_draft(args.draft, config)
-    target, has_model = checkpoint_sizes(args.target, dtype), is_draft_model(draft)
+    target = checkpoint_sizes(args.target, dtype)
+    has_model = is_draft_model(draft)
     if draft is not None and not has_model and draft != args.draft:
         raise ConfigError(f"--draft {args.draft}: its sizes are known only when it is loaded; leave --no-measure out.")
     of_draft = checkpoint_sizes(draft, dtype) if has_model else None

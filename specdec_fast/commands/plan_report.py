@@ -30,7 +30,8 @@ class PlanReport(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        balance, limits = self.times.balance(), self.batch_sizes
+        balance = self.times.balance()
+        limits = self.batch_sizes
         best_k = {size: best_draft_tokens(balance, size) for size in limits}
         has_fit = len(limits) > 1 and balance != float("inf")
         return {
@@ -82,7 +83,8 @@ def print_plan(plan: PlanReport) -> None:
             rows.append([size, *["-"] * 4, "does not fit", "-", "-"])
             continue
         gain = choice.tokens_per_second / choice.plain_tokens_per_second
-        speed, limit = f"{choice.tokens_per_second:.4g}", plan.times.limit(choice.setting.num_rows)
+        speed = f"{choice.tokens_per_second:.4g}"
+        limit = plan.times.limit(choice.setting.num_rows)
         cells = [size, choice.setting.num_draft_tokens, speed, f"{gain:.2f}x", f"{choice.expected_tokens:.2f}"]
         rows.append([*cells, shown(choice.total_bytes), choice.largest_term, limit])
     print(format_table(header, rows))

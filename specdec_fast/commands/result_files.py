@@ -71,7 +71,8 @@ class ResultFile:
     """
 
     def __init__(self, path: Path, resume: bool, number_of: Callable[[Any], int | None], beginning: bytes) -> None:
-        self._path, self._beginning = path, beginning
+        self._path = path
+        self._beginning = beginning
         self._places: dict[int, tuple[int, int]] = {}  # by input line: where its last result begins, and its bytes
         self._end = 0  # bytes of whole lines
         self._lacks_newline = False

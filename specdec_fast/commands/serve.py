@@ -204,7 +204,9 @@ async def _serve(app: FastAPI, engine: AsyncEngine, listener: socket.socket, arg
         timeout_graceful_shutdown=_FLUSH_SECONDS,
         access_log=not args.no_access_log,
     )
-    server, loop, closing = Server(config), asyncio.get_running_loop(), [args.shutdown_timeout, 0.0]
+    server = Server(config)
+    loop = asyncio.get_running_loop()
+    closing = [args.shutdown_timeout, 0.0]
     tasks: list[asyncio.Task[None]] = []
     last_resort = threading.Timer(_LAST_SECONDS, _leave, (1,))
     last_resort.daemon = True

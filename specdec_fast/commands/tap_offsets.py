@@ -67,12 +67,14 @@ def agreements(
     params = SamplingParams(max_new_tokens=-(-num_tokens // len(prompts)), ignore_eos=True)
     result = []
     for offset in OFFSETS if has_neighbours else (0,):
-        measured, shifted = engine, taps
+        measured = engine
+        shifted = taps
         if offset:
             moved = tuple(tap + offset for tap in layers)
             if min(moved) < 0 or max(moved) > engine.target.layout.num_layers:
                 continue
-            measured, shifted = Engine(target, drafter, replace(config, tap_layers=moved)), moved
+            measured = Engine(target, drafter, replace(config, tap_layers=moved))
+            shifted = moved
         stats = [output.raise_for_error().stats for output in measured.generate(prompts, params, progress=False)]
         counts = (sum(each.num_accepted_tokens for each in stats), sum(each.num_draft_tokens for each in stats))
         result.append(Agreement(offset, shifted, *counts))

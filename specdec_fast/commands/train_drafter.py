@@ -27,7 +27,8 @@ from specdec_fast.training.texts import Texts
 from specdec_fast.training.trainer import Recipe, Trainer
 from specdec_fast.whole_files import replaced
 
-_REPORT, _LOCK = "report.json", ".lock"
+_REPORT = "report.json"
+_LOCK = ".lock"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,20 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="where the drafter goes")
     parser.add_argument("--resume", action="store_true", help="go on with the texts and the training in --output")
     parser.add_argument("--dtype", default=None, help="of the target (default: the checkpoint's)")
-    texts = parser.add_argument_group("texts")
-    texts.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="prompts to continue (default: none)")
-    texts.add_argument(
-        "--text-tokens", type=_positive, default=1_000_000, metavar="N", help="of all texts (default: %(default)s)"
-    )
-    texts.add_argument(
-        "--max-new-tokens", type=_positive, default=256, metavar="N", help="per text (default: %(default)s)"
-    )
-    texts.add_argument(
-        "--batch-size", type=_positive, default=64, metavar="N", help="of the engine (default: %(default)s)"
-    )
-    texts.add_argument(
-        "--held-out", type=_positive, default=256, metavar="N", help="texts to measure on (default: %(default)s)"
-    )
+    _add_text_options(parser)
     size = parser.add_argument_group("size of an EAGLE-3 or SpecBlock drafter, which has --tap-layers too")
     size.add_argument("--hidden-size", type=_positive, metavar="N", help="(default: the target's)")
     size.add_argument("--ffn-size", type=_positive, metavar="N", help="(default: in proportion to the hidden size)")
@@ -64,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument(
         "--tree-nodes", type=_positive, metavar="N", help="of their tree; also of SpecBlock (default: 16; Clover: 4)"
     )
-    recipe, default = parser.add_argument_group("training"), Recipe()
+    recipe = parser.add_argument_group("training")
+    default = Recipe()
     recipe.add_argument("--epochs", type=_positive, default=default.epochs, metavar="N", help="(default: %(default)s)")
     recipe.add_argument(
         "--batch-tokens", type=_positive, default=default.batch_tokens, metavar="N", help="(default: %(default)s)"
@@ -93,12 +82,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_backend_options(parser)
 
 
+def _add_text_options(parser: argparse.ArgumentParser) -> None:
+    texts = parser.add_argument_group("texts")
+    texts.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="prompts to continue (default: none)")
+    texts.add_argument(
+        "--text-tokens", type=_positive, default=1_000_000, metavar="N", help="of all texts (default: %(default)s)"
+    )
+    texts.add_argument(
+        "--max-new-tokens", type=_positive, default=256, metavar="N", help="per text (default: %(default)s)"
+    )
+    texts.add_argument(
+        "--batch-size", type=_positive, default=64, metavar="N", help="of the engine (default: %(default)s)"
+    )
+    texts.add_argument(
+        "--held-out", type=_positive, default=256, metavar="N", help="texts to measure on (default: %(default)s)"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Write texts, train, and measure the agreement on texts that were held out.
 
     Returns:
         0; 130 if it was interrupted, 143 if SIGTERM ended it.
-
     """
     _make_folder(args.output)
     try:

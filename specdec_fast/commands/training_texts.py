@@ -20,7 +20,8 @@ from specdec_fast.sampling_params import SamplingParams
 from specdec_fast.training.texts import Texts, write_texts
 from specdec_fast.whole_files import replaced
 
-TEXTS, _TEXT_SETTINGS = "texts.safetensors", "texts.json"
+TEXTS = "texts.safetensors"
+_TEXT_SETTINGS = "texts.json"
 
 
 def training_texts(args: argparse.Namespace, target: PreTrainedModel, config: EngineConfig) -> Texts:
@@ -29,9 +30,9 @@ def training_texts(args: argparse.Namespace, target: PreTrainedModel, config: En
     Raises:
         ConfigError: the texts are those of other options or of another target; or a prompt cannot be continued.
         OutputError: the texts cannot be written.
-
     """
-    path, settings = args.output / TEXTS, _text_settings(args, target)
+    path = args.output / TEXTS
+    settings = _text_settings(args, target)
     if args.resume and path.exists():
         _expect_settings(args.output / _TEXT_SETTINGS, settings)
         texts = Texts.load(path)
@@ -53,7 +54,8 @@ def training_texts(args: argparse.Namespace, target: PreTrainedModel, config: En
 
 def _expect_prompts(path: Path | None, lines: list[PromptLine], engine: Engine) -> None:
     """Refuse a prompt that the target cannot continue now, not when its turn comes, which would lose all texts."""
-    builder, params = RequestBuilder(engine.target, engine.tokenizer), SamplingParams()
+    builder = RequestBuilder(engine.target, engine.tokenizer)
+    params = SamplingParams()
     for line in lines:
         if (error := builder.build(line.number, line.prompt, params).error) is not None:
             raise ConfigError(f"{path and path.name}, line {line.number}: {error}") from error

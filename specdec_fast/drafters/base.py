@@ -141,7 +141,9 @@ class Draft:
             )
 
     def _checked_depths(self, limits: list[int]) -> list[int]:
-        nodes, first, depths = self._per_token("parents", self.parents, torch.int32).tolist(), 0, []
+        nodes = self._per_token("parents", self.parents, torch.int32).tolist()
+        first = 0
+        depths = []
         # Reading the tokens would wait for a device. There the first of equal children is the one that is accepted.
         tokens = self.token_ids.tolist() if self.token_ids.device.type == "cpu" else range(len(nodes))
         for count, limit in zip(self.num_draft_tokens, limits, strict=True):

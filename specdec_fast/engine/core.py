@@ -97,19 +97,23 @@ class EngineCore:
         config: EngineConfig,
         max_nodes: int,
     ) -> None:
-        self.target, self.drafter = target, drafter
-        self.scheduler, self.length_policy = scheduler, length_policy
+        self.target = target
+        self.drafter = drafter
+        self.scheduler = scheduler
+        self.length_policy = length_policy
         self.stats = RunStats()
         self.is_called = False
         self._pools = Pools(target, drafter, config)
         self._row_limit = RowLimit()
         self._prefilling = Prefilling(target, drafter, config.max_prefill_tokens, self._row_limit)
         self._residents = Residents(self._pools, self._prefilling, scheduler, drafter, config, max_nodes)
-        self.waiting, self.resident = self._residents.waiting, self._residents.resident
+        self.waiting = self._residents.waiting
+        self.resident = self._residents.resident
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
         self.failed: list[Sequence] = []
         self._requests: dict[int, Sequence] = {}
-        self._num_added, self._finished = 0, 0.0  # when the last step ended; 0.0 if the next one has more work to do
+        self._num_added = 0
+        self._finished = 0.0  # when the last step ended; 0.0 if the next one has more work to do
         self._launched: Step | None = None
         self._launch_error: Exception | None = None
 
@@ -147,7 +151,8 @@ class EngineCore:
         self._requests[self._num_added] = request
         request.request_id = self._num_added
         self.waiting.append(request)
-        self._pools.is_sized, self._finished = False, 0.0
+        self._pools.is_sized = False
+        self._finished = 0.0
         return self._num_added
 
     @outermost
@@ -197,11 +202,13 @@ class EngineCore:
 
         """
         if self._launch_error is not None:  # from launching early: the previous call still returned its outputs
-            error, self._launch_error = self._launch_error, None
+            error = self._launch_error
+            self._launch_error = None
             raise error
         if not self.has_work:
             return []
-        step, self._launched = self._launched or self._launch_next(), None
+        step = self._launched or self._launch_next()
+        self._launched = None
         outputs = [] if step is None else self._outputs_of(step)
         may_launch = step is not None and self._overlap
         del step  # it keeps the logits of its rows, and the next launch allocates
@@ -233,7 +240,9 @@ class EngineCore:
         for sequence in in_step if isinstance(error, Exception) else self.resident:
             if self._requests.pop(sequence.request_id, None) is not None:
                 sequence.fail(step_error(error))  # if it has ended, ``step`` has not returned that
-        self._launched, self._launch_error, self._in_step = None, None, []
+        self._launched = None
+        self._launch_error = None
+        self._in_step = []
         self._pools.is_sized = False  # the next step checks the pools again
         self._leave([s for s in (*self.resident, *self.waiting) if s.request_id not in self._requests])
 
@@ -256,7 +265,8 @@ class EngineCore:
         self._residents.admit()
         if self._prefilling.sequences:
             chunk = self._prefilling.next_chunk()
-            self._in_step, self._finished = list(chunk), 0.0
+            self._in_step = list(chunk)
+            self._finished = 0.0
             with self.stats.timer("prefill"):
                 self._prefilling.compute(self._pools.pool(), chunk)
         ready = self._prefilling.ready(self.resident) if self._prefilling.sequences else self.resident
@@ -279,11 +289,13 @@ class EngineCore:
     def _launch(self, batch: list[Sequence], limits: list[int], node_limits: list[int]) -> Step:
         """Draft and verify for one batch; on a GPU this only queues the work."""
         timer = self.stats.timer
-        started, self._row_limit.num_rows = perf_counter(), len(batch) + sum(node_limits)
+        started = perf_counter()
+        self._row_limit.num_rows = len(batch) + sum(node_limits)
         admit_new(self.drafter, batch, limits, timer, self._prefilling.is_tapped)
         with timer("draft"):
             draft, depths = propose(self.drafter, self.length_policy, batch, limits, node_limits)
-        drafted, drafts = perf_counter(), (draft.token_ids, draft.num_draft_tokens, draft.parents)
+        drafted = perf_counter()
+        drafts = (draft.token_ids, draft.num_draft_tokens, draft.parents)
         with timer("verify"):
             verification = self.target.verify_step(self._pools.pool(), batch, *drafts)
         timer.move(verification.accept_seconds, "verify", "accept")
@@ -306,7 +318,8 @@ class EngineCore:
 
     def _outputs_of(self, step: Step) -> list[StepOutput]:
         """Finish a step, and let the sequences that have ended leave."""
-        self._in_step, self._row_limit.num_rows = step.batch, sum(step.verification.counts)
+        self._in_step = step.batch
+        self._row_limit.num_rows = sum(step.verification.counts)
         outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in self._finish(step)]
         self._leave([s for s in self.resident if s.finish_reason is not None or s.request_id not in self._requests])
         return outputs
@@ -314,7 +327,9 @@ class EngineCore:
     @torch.inference_mode()
     def _finish(self, step: Step) -> list[tuple[Sequence, list[int]]]:
         """Accept and commit the tokens of a launched step; return the tokens that each sequence emitted."""
-        timer, batch, verification = self.stats.timer, step.batch, step.verification
+        timer = self.stats.timer
+        batch = step.batch
+        verification = step.verification
         try:
             with timer("accept"):
                 outcome = verification.outcome()

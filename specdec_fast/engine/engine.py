@@ -19,7 +19,7 @@ from specdec_fast.engine.memory import affordable_draft, plan_memory, return_fre
 from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, outputs_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.shared_core import Call, SharedCore
-from specdec_fast.engine.step import StepOutput, expect_max_nodes, raise_cause
+from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seconds, raise_cause
 from specdec_fast.errors import ConfigError, RequestError
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
@@ -101,18 +101,19 @@ class Engine:
         if drafter.max_nodes:
             self.target.expect_trees()
         most = self.config.most_draft_tokens
+        self._asked_draft_tokens = most
         tree_rows = max(most, drafter.max_nodes) + 1 if drafter.max_nodes else 0
         self.target.use_graphs(Limits(self.config.max_batch_size, most + 1, tree_rows=tree_rows))
         self.memory_plan = plan_memory(self.target, drafter, self.config, drafts=draft is not None)
         if self.memory_plan is not None:
-            self.config, scheduler = self.memory_plan.config, make_scheduler(self.memory_plan.config)
+            self.config = self.memory_plan.config
+            scheduler = make_scheduler(self.memory_plan.config)
             drafter.limit_prefill(self.config.max_prefill_tokens)
             if not self.memory_plan.has_drafter:
-                draft, drafter = None, make_drafter(None, self.target, self.config, self._ops, self.tokenizer)
+                draft = None
+                drafter = make_drafter(None, self.target, self.config, self._ops, self.tokenizer)
                 self.target.use_taps(())
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
-        # What a request may name: ``memory_bytes`` may have lowered K, which no request can know.
-        self._most_draft_tokens = most if length_policy.max_draft_tokens else 0
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
         is_asynchronous = self.target.layout.device.type != "cpu"
         max_nodes = drafter.max_nodes if self.memory_plan is None else self.memory_plan.max_nodes
@@ -120,7 +121,7 @@ class Engine:
             self.config.max_batch_size,
             is_asynchronous,
             verify_seconds,
-            drafter.forward_seconds,
+            partial(measured_seconds, drafter),
             max_nodes,
             drafter.has_scores,
         )
@@ -245,14 +246,20 @@ class Engine:
             )
 
     def request_builder(self) -> RequestBuilder:
-        """Return what makes sequences of prompts for this engine."""
-        return RequestBuilder(self.target, self.tokenizer, self._most_draft_tokens)
+        """Return what makes sequences of prompts for this engine.
+
+        A request may name the K that was configured: whether ``memory_bytes`` has lowered it, no caller can know.
+        """
+        most = self._asked_draft_tokens if self.core.length_policy.max_draft_tokens else 0
+        return RequestBuilder(self.target, self.tokenizer, most)
 
     def _build(self, prompts: Any, params: Any, keywords: dict[str, Any]) -> Iterator[Sequence]:
         """Check the arguments and draw the seeds; return the sequences, whose prompts are encoded as they are read."""
         self.process.expect_this()
-        options, items = PromptOptions.from_keywords(keywords), as_prompt_list(prompts)
-        builder, each = self.request_builder(), as_params_list(params, len(items))
+        options = PromptOptions.from_keywords(keywords)
+        items = as_prompt_list(prompts)
+        builder = self.request_builder()
+        each = as_params_list(params, len(items))
         seeds = [builder.seed(own) for own in each]
 
         def sequences() -> Iterator[Sequence]:
@@ -271,7 +278,8 @@ class Engine:
 
         """
         with closing(call):
-            sequences, is_first = iter(sequences), True
+            sequences = iter(sequences)
+            is_first = True
             while True:
                 new = list(islice(sequences, None if most_open is None else most_open - len(call.open)))
                 for sequence in new:

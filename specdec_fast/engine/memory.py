@@ -131,7 +131,8 @@ def _numbers_of_nodes(drafter: Drafter, config: EngineConfig) -> list[int]:
     K is lowered down to 1, unless the caller's own policy chooses it. A tree that does not fit is no tree of fewer
     nodes: most drafters of trees draft a chain then.
     """
-    most, is_own = config.most_draft_tokens, not isinstance(config.num_draft_tokens, (int, str))
+    most = config.most_draft_tokens
+    is_own = not isinstance(config.num_draft_tokens, (int, str))
     lengths = [most] if is_own or not most else list(range(most, 0, -1))
     return [drafter.max_nodes, *lengths] if drafter.max_nodes > most > 0 else lengths
 
@@ -150,7 +151,8 @@ def _ask(config: EngineConfig, target: RaggedModel, lengths: list[int], position
 
 def _plan(memory: EngineMemory, setting: EngineSetting, target: RaggedModel, config: EngineConfig) -> MemoryPlan:
     """Take what is left of the budget for KV positions, as many as the resident sequences can have at most."""
-    budget, num_positions = config.memory_bytes or 0, config.kv_cache_tokens
+    budget = config.memory_bytes or 0
+    num_positions = config.kv_cache_tokens
     if num_positions is None:
         num_positions = memory.positions_within(budget, setting)
         if target.max_positions is not None:

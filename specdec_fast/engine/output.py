@@ -63,7 +63,8 @@ class ChunkMaker:
 
     def make(self, output: StepOutput) -> StreamChunk:
         """Make the chunk of one step's output; the last one has whatever a failed step has left."""
-        sequence, start = self._sequence, self._num_tokens
+        sequence = self._sequence
+        start = self._num_tokens
         is_last = output.finish_reason is not None
         tokens = sequence.emitted_ids[start:] if is_last else output.token_ids
         self._num_tokens += len(tokens)

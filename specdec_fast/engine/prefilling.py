@@ -38,7 +38,10 @@ class Prefilling:
     """
 
     def __init__(self, target: RaggedModel, drafter: Drafter, max_tokens: int | None, row_limit: RowLimit) -> None:
-        self._target, self._drafter, self._max_tokens, self._row_limit = target, drafter, max_tokens, row_limit
+        self._target = target
+        self._drafter = drafter
+        self._max_tokens = max_tokens
+        self._row_limit = row_limit
         self.sequences: list[Sequence] = []
         self.is_tapped = bool(drafter.taps)
 
@@ -54,7 +57,8 @@ class Prefilling:
         """
         if self.is_tapped:
             self.drop(sequences)
-            others, self.sequences = self.sequences, []  # which joined later
+            others = self.sequences  # which joined later
+            self.sequences = []
             for sequence in sequences:
                 sequence.target_kv_length = 0
                 self.add(sequence)
@@ -76,7 +80,8 @@ class Prefilling:
         chunk: dict[Sequence, int] = {}
         left = min((most for most in (self._max_tokens, self._row_limit.most) if most is not None), default=None)
         for sequence in self.sequences:
-            start, stop = sequence.target_kv_length, sequence.length - 1
+            start = sequence.target_kv_length
+            stop = sequence.length - 1
             if left is not None:
                 stop = min(stop, start + left)
                 left -= stop - start

@@ -36,8 +36,10 @@ class Pools:
     """
 
     def __init__(self, target: RaggedModel, drafter: Drafter, config: EngineConfig) -> None:
-        self._target, self._drafter = target, drafter
-        self._page_size, self._fixed_tokens = config.page_size, config.kv_cache_tokens
+        self._target = target
+        self._drafter = drafter
+        self._page_size = config.page_size
+        self._fixed_tokens = config.kv_cache_tokens
         self._size_option = "kv_cache_tokens" if config.memory_bytes is None else "memory_bytes"
         # Beyond the positions of a sequence, so that a tree at its end need not shrink.
         self._spare_tokens = drafter.max_nodes
@@ -58,7 +60,8 @@ class Pools:
         """
         needed = request.max_length - 1
         if self._fixed_tokens is not None and self._rounded(needed) > self._rounded(self._fixed_tokens):
-            positions, new_tokens = self._rounded(self._fixed_tokens), request.max_length - request.prompt_length
+            positions = self._rounded(self._fixed_tokens)
+            new_tokens = request.max_length - request.prompt_length
             raise KVCacheTooSmallError(
                 f"the request needs {needed} KV positions (prompt {request.prompt_length}, the rest new tokens), but "
                 f"the whole pool has {positions}; raise {self._size_option}, or lower max_new_tokens: the longest "
@@ -188,8 +191,10 @@ class Residents:
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.resident: list[Sequence] = []
-        self._pools, self._prefilling = pools, prefilling
-        self._scheduler, self._drafter = scheduler, drafter
+        self._pools = pools
+        self._prefilling = prefilling
+        self._scheduler = scheduler
+        self._drafter = drafter
         self._max_nodes = max_nodes
         # At least a step, so that what is admitted is not preempted in its first one.
         self._headroom = max(_HEADROOM_PAGES * config.page_size, config.most_draft_tokens + 1)
@@ -197,7 +202,8 @@ class Residents:
     def admit(self) -> None:
         """Admit the first waiting sequences: as many as the scheduler allows and as there is room for."""
         self._pools.size(self.resident, self.waiting, self._scheduler.checked_max_resident())
-        pool, places = self._pools.pool(), self._scheduler.checked_num_to_admit(len(self.resident))
+        pool = self._pools.pool()
+        places = self._scheduler.checked_num_to_admit(len(self.resident))
         while self.waiting and places > 0 and self._has_room(self.waiting[0]):
             sequence = self.waiting.popleft()
             pool.add(sequence)
@@ -219,9 +225,11 @@ class Residents:
             may_branch: whether trees may have more nodes than a chain has tokens.
 
         """
-        pool, node_limits = self._pools.pool(), self._node_limits(limits) if may_branch else limits
+        pool = self._pools.pool()
+        node_limits = self._node_limits(limits) if may_branch else limits
         ends = [s.length + limit for s, limit in zip(batch, node_limits, strict=True)]
-        num_missing, num_preempted = sum(map(pool.num_missing, batch, ends)), 0
+        num_missing = sum(map(pool.num_missing, batch, ends))
+        num_preempted = 0
         if num_missing > pool.num_free_pages and node_limits is not limits:
             return self.make_room(batch, limits, may_branch=False)
         if not num_missing:

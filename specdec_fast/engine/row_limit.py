@@ -76,7 +76,8 @@ class RowLimit:
         if self.num_rows <= 1:
             return False
         self._failed_rows = max(self._failed_rows, self.num_rows)
-        self.most, self._num_steps = self.num_rows // 2, 0
+        self.most = self.num_rows // 2
+        self._num_steps = 0
         return True
 
     def passed(self) -> None:
@@ -84,9 +85,11 @@ class RowLimit:
         assert self.most is not None
         self._num_steps += 1
         if self._num_steps == _STEPS:
-            self.most, self._num_steps = 2 * self.most, 0
+            self.most = 2 * self.most
+            self._num_steps = 0
             if self.most >= self._failed_rows:
-                self.most, self._failed_rows = None, 0
+                self.most = None
+                self._failed_rows = 0
 
     def fit(self, batch: list[Sequence], limits: list[int]) -> tuple[list[Sequence], list[int]]:
         """Return the oldest sequences of a step, and their numbers of draft tokens, that are within the limit.
@@ -95,7 +98,8 @@ class RowLimit:
         than ``max_wait_steps`` times in a row: until the limit is raised, or older sequences have ended.
         """
         assert self.most is not None
-        left, kept = self.most, {}
+        left = self.most
+        kept = {}
         for sequence, limit in sorted(zip(batch, limits, strict=True), key=lambda pair: pair[0].request_id):
             if left:
                 kept[sequence] = min(limit, left - 1)

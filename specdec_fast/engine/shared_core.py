@@ -42,7 +42,8 @@ class Call:
 
     def __init__(self, shared: SharedCore, returns: bool, ends_only: bool) -> None:
         self._shared = shared
-        self.returns, self.ends_only = returns, ends_only
+        self.returns = returns
+        self.ends_only = ends_only
         self.open: set[Sequence] = set()
         self.inbox: SimpleQueue[list[StepOutput]] = SimpleQueue()  # an empty list: the core is free
 
@@ -125,7 +126,9 @@ class _Lead:
     """The right to run steps, for a ``with`` block."""
 
     def __init__(self, shared: SharedCore, call: Call | None) -> None:
-        self._shared, self.call, self.thread = shared, call, get_ident()
+        self._shared = shared
+        self.call = call
+        self.thread = get_ident()
 
     def __enter__(self) -> None:
         pass
@@ -155,7 +158,8 @@ class SharedCore:
     """
 
     def __init__(self, core: EngineCore, process: OwnProcess) -> None:
-        self.core, self.process = core, process
+        self.core = core
+        self.process = process
         self.run = RunStats()
         self._started = 0.0
         # Guards all below; no thread holds it during a step. It is reentrant because the garbage collector may close an
@@ -325,7 +329,8 @@ class SharedCore:
     def _end_lost(self, error: RequestError) -> None:
         """End the requests that the core no longer has."""
         with self._lock:
-            core, added = self.core, [change.request for change in self._changes]
+            core = self.core
+            added = [change.request for change in self._changes]
             kept = {*core.waiting, *core.resident, *core.failed, *added}
             lost = [request for request in self._calls if request not in kept]
         for request in lost:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Many
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import inf
 from time import perf_counter
 from typing import NamedTuple
 
@@ -72,10 +73,12 @@ class Step:
             last_finished: end of the step before, from which on the time is this step's; 0.0: from ``started`` on.
 
         """
-        draft_seconds, verify_seconds = self.drafted - self.started, self.verification.forward_seconds
+        draft_seconds = self.drafted - self.started
+        verify_seconds = self.verification.forward_seconds
         other_seconds = perf_counter() - (last_finished or self.started) - draft_seconds - verify_seconds
         num_accepted = [len(emission) - 1 for emission in outcome.emissions]
-        counts, seconds = (self.limits, self.depths, num_accepted), (draft_seconds, verify_seconds, other_seconds)
+        counts = (self.limits, self.depths, num_accepted)
+        seconds = (draft_seconds, verify_seconds, other_seconds)
         batch = list(self.batch)  # the policy may change it
         scores = self.draft.scores_by_sequence()
         if scores is None:
@@ -107,6 +110,28 @@ def expect_max_nodes(drafter: Drafter) -> None:
     most = drafter.max_nodes
     if not isinstance(most, int) or not 0 <= most < 2**31:
         raise DrafterError(f"a drafter's max_nodes is {most!r}; expected an integer from 0 on, 0 if it drafts chains.")
+
+
+def measured_seconds(drafter: Drafter, row_counts: list[int]) -> dict[int, float] | None:
+    """Return ``forward_seconds`` of a drafter, held to the contract.
+
+    Raises:
+        DrafterError: it is neither None nor finite seconds by number of sequences.
+
+    """
+    found = drafter.forward_seconds(list(row_counts))
+    if found is None:
+        return None
+    is_valid = isinstance(found, dict) and all(
+        type(count) is int and count >= 0 and isinstance(seconds, (int, float)) and 0 <= seconds < inf
+        for count, seconds in found.items()
+    )
+    if not is_valid or not any(found):
+        raise DrafterError(
+            f"a drafter's forward_seconds are {found!r}; expected None, or seconds by number of sequences, such as "
+            "{0: 0.001, 1: 0.002, 8: 0.003}."
+        )
+    return found
 
 
 def admit_new(drafter: Drafter, batch: list[Sequence], limits: list[int], timer: StageTimer, is_tapped: bool) -> None:
@@ -155,6 +180,10 @@ def propose(
         raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")
     if not isinstance(draft, Draft):
         raise DrafterError(f"a drafter proposed a {type(draft).__name__}; expected a Draft, empty if it has no tokens.")
+    counts = draft.num_draft_tokens
+    if isinstance(counts, (list, tuple)):
+        counts = list(counts)  # the drafter may change its own later
+    draft = Draft(draft.token_ids, counts, draft.parents, draft.scores)
     depths = draft.check(limits, node_limits)
     if (scores := draft.scores_by_sequence()) is not None:
         least = policy.checked_least_score(scores)
@@ -254,7 +283,8 @@ def commit_emission(
         The committed tokens.
 
     """
-    num_accepted, valid = len(emission) - 1, emission[-1] != INVALID_TOKEN
+    num_accepted = len(emission) - 1
+    valid = emission[-1] != INVALID_TOKEN
     emission = emission if valid else emission[:-1]
     tokens = sequence.append_emission(num_draft_tokens, num_accepted, emission, logprobs, depth) if emission else []
     if not valid and sequence.finish_reason is None:
@@ -320,9 +350,11 @@ def raise_cause(error: RequestError | None) -> None:
     """Raise what failed a request's step, as it was raised there.
 
     An interrupt of another thread is raised as the StepError. So is a StopIteration: outputs are made by generators,
-    out of which Python lets no StopIteration.
+    out of which Python lets none.
     """
     if not isinstance(error, StepError):
         return
     cause = error.__cause__
-    raise cause if isinstance(cause, Exception) and not isinstance(cause, StopIteration) else error
+    if isinstance(cause, Exception) and not isinstance(cause, (StopIteration, StopAsyncIteration)):
+        raise cause
+    raise error

@@ -119,7 +119,9 @@ def compare(
         prompts, outputs, expected: ids of each prompt, of its output, and of the reference's.
         logprobs: of the outputs and of the reference, one per token; None if not known.
     """
-    divergences, equal_tokens, equal_logprobs = [], 0, 0
+    divergences = []
+    equal_tokens = 0
+    equal_logprobs = 0
     for index, (prompt, got, want) in enumerate(zip(prompts, outputs, expected, strict=True)):
         position = next(
             (i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want))
@@ -131,7 +133,8 @@ def compare(
         if got != want:
             divergences.append(Divergence(index, position, best_logits(model, prompt + want[:position])))
     exact = 1 - len(divergences) / max(1, len(prompts))
-    partial, bits = equal_tokens / max(1, sum(map(len, expected))), equal_logprobs / max(1, equal_tokens)
+    partial = equal_tokens / max(1, sum(map(len, expected)))
+    bits = equal_logprobs / max(1, equal_tokens)
     return Comparison(setting, exact, partial, divergences, None if logprobs is None else bits)
 
 

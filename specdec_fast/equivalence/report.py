@@ -98,7 +98,9 @@ class Models:
     """The models of one dtype, and the prompts."""
 
     def __init__(self, matrix: Matrix, dtype: str, prompts: list[list[int]]) -> None:
-        self.matrix, self.dtype, self.prompts = matrix, dtype, prompts
+        self.matrix = matrix
+        self.dtype = dtype
+        self.prompts = prompts
         config = replace(matrix.config, dtype=dtype, max_batch_size=1, window_size=None, method="eqspec")
         self.alone = Engine(matrix.target, None, config)
         self.target: PreTrainedModel = self.alone.target.model
@@ -131,7 +133,8 @@ class Models:
             found = replace(setting, dtype=self.dtype, sampling=name, drafter=Path(setting.drafter).name)
             rounds = self.matrix.rounds
             limit = None if rounds is None else rounds * setting.batch_size
-            got, want = self._decode(engine, name, limit), self._reference(name, setting.enforce_eager)[:limit]
+            got = self._decode(engine, name, limit)
+            want = self._reference(name, setting.enforce_eager)[:limit]
             logprobs = (_logprobs(got), _logprobs(want))
             yield compare(found, self.target, self.prompts[:limit], _tokens(got), _tokens(want), logprobs)
 
@@ -144,7 +147,8 @@ class Models:
 
     def noise_floor(self, batch_size: int) -> Comparison:
         """Compare plain batched decoding in ``transformers`` with its own batch 1."""
-        outputs, stop_ids = self._transformers(batch_size), eos_token_ids(self.target)
+        outputs = self._transformers(batch_size)
+        stop_ids = eos_token_ids(self.target)
         # generate() has one limit per batch, set by the longest prompt, so texts are compared up to that limit
         pairs = zip(self._transformers(1), outputs, strict=True)
         expected = [want if got[-1] in stop_ids else want[: len(got)] for want, got in pairs]
@@ -162,7 +166,8 @@ class Models:
         return self._expected_eagerly[sampling]
 
     def _decode(self, engine: Engine, sampling: str, limit: int | None = None) -> list[GenerationOutput]:
-        first, prompts = replace(self.matrix.samplings[sampling], logprobs=True), self.prompts[:limit]
+        first = replace(self.matrix.samplings[sampling], logprobs=True)
+        prompts = self.prompts[:limit]
         seeds = [None if first.seed is None else first.seed + i for i in range(len(prompts))]
         outputs = engine.generate(prompts, [replace(first, seed=seed) for seed in seeds], progress=False)
         return [output.raise_for_error() for output in outputs]

@@ -68,7 +68,8 @@ class BatchGenerator:
         self._prompt_options = {name: keywords.pop(name) for name in PROMPT_KEYWORDS if name in keywords}
         PromptOptions.from_keywords(self._prompt_options)
         self._params = params if callable(params) else _with_seed(as_sampling_params(params))
-        self._prompt_column, self._prefix = prompt_column, output_prefix
+        self._prompt_column = prompt_column
+        self._prefix = output_prefix
         wants_logprobs = callable(self._params) or self._params.logprobs
         self._added = ["text", "token_ids", "finish_reason", "error", "stats"] + ["logprobs"] * wants_logprobs
         self.engine = Engine(target, draft, as_config(config, keywords), tokenizer=tokenizer)

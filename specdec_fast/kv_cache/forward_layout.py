@@ -80,7 +80,8 @@ def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[
     Raises:
         KVCacheTooSmallError: too few pages are free.
     """
-    places, ends = [], []
+    places = []
+    ends = []
     each = [ahead] * len(rows) if isinstance(ahead, int) else ahead
     for (owner, start, count), further in zip(rows, each, strict=True):
         ends.append(start + count)
@@ -144,7 +145,8 @@ def batch_without_pages(token_ids: Tensor) -> RaggedBatch:
 def _without_pages(num_rows: int, device: torch.device) -> partial[RaggedBatch]:
     layout = row_layout((1,) * num_rows, device)
     table = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
-    positions, used = torch.zeros(num_rows, dtype=torch.int64, device=device), torch.ones_like(table[:, 0])
+    positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    used = torch.ones_like(table[:, 0])
     return _forward(layout, table, 1, positions, table[:, 0].contiguous(), used)
 
 
@@ -155,7 +157,8 @@ def _laid_out(
 
     Returns it, each span's place and end (``[B]`` each), and the block table of all forwards.
     """
-    host, device = lay_out_on_host(pool, rows, later), pool.layout.device
+    host = lay_out_on_host(pool, rows, later)
+    device = pool.layout.device
     layout = row_layout(tuple([count for _, _, count in rows]), device)
     arrays = (host.table, host.positions, host.slots, host.end.astype(np.int32))
     on_device, *per_row = all_to_device(arrays, device)
@@ -170,7 +173,8 @@ def _one_row_each(
     device = pool.layout.device
     layout = row_layout((1,) * len(end), device)
     positions = end + np.arange(num_forwards)[:, None]  # [num_forwards, B]
-    slots, used = pool.slots[place, positions], (positions + 1).astype(np.int32)
+    slots = pool.slots[place, positions]
+    used = (positions + 1).astype(np.int32)
     longest = int(end.max()) + 1
     per_forward = zip(*(array.unbind() for array in all_to_device((positions, slots, used), device)), strict=True)
     return [_forward(layout, table, longest + i, *arrays) for i, arrays in enumerate(per_forward)]

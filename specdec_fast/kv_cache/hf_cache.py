@@ -44,7 +44,8 @@ class PagedCache(Cache):
         num_logit_rows: int | None = None,
     ) -> None:
         # The base class is not initialised: every attribute of it that is not defined here raises, see below.
-        self.pool, self.batch = pool, batch
+        self.pool = pool
+        self.batch = batch
         self.claimed_length = 0  # `check_ignores_answers` refuses a model whose logits depend on it
         self.questions: set[str] = set()  # the methods that returned it
         self._num_rows = batch.positions.shape[0]
@@ -91,7 +92,8 @@ class PagedCache(Cache):
 
     def _check(self, name: str, layer_idx: int, states: Tensor, head_dim: int, heads_fit: bool) -> None:
         """Check the model's tensors against the pool's layout: with others a kernel would read and write past rows."""
-        layout, num_rows = self.pool.layout, self._num_rows + self._padding
+        layout = self.pool.layout
+        num_rows = self._num_rows + self._padding
         fits = heads_fit and (states.shape[0], *states.shape[2:]) == (1, num_rows, head_dim)
         if not fits or states.dtype != layout.dtype:
             raise UnsupportedModelError(

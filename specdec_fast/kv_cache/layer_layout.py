@@ -79,6 +79,7 @@ class KVLayout:
             ]
             allocated = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
             tensors += allocated
-            keys, values = allocated[0][:, 0], allocated[-1][:, -1]
+            keys = allocated[0][:, 0]
+            values = allocated[-1][:, -1]
             layers |= zip(members, zip(keys, values, strict=True), strict=True)
         return tuple(tensors), [layers[source] for source in self.sources]

@@ -29,20 +29,13 @@ class KVPages(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """The rows of a forward as a program takes them; the program lays them out itself.
+    """The rows of a forward as a program takes them; the program lays them out itself."""
 
-    Attributes:
-        spans: (row of ``tables``, first position, number of positions) of each sequence.
-        tables: ``[places, max_pages]`` int32, the block table of every owner.
-        pages: the pages that the tables name.
-        parents: if the rows are trees, ``[rows - B]`` int32 on the host: of every row but a sequence's first, its
-            parent, counted as in ``Draft.parents``. None: chains.
-
-    """
-
-    spans: list[tuple[int, int, int]]
-    tables: Tensor
-    pages: KVPages
+    spans: list[tuple[int, int, int]]  # (row of ``tables``, first position, number of positions) of each sequence
+    tables: Tensor  # ``[places, max_pages]`` int32, the block table of every owner
+    pages: KVPages  # the pages that the tables name
+    # if the rows are trees, ``[rows - B]`` int32 on the host: of every row but a sequence's first, its parent, counted
+    # as in ``Draft.parents``. None: chains.
     parents: Tensor | None = None
 
 
@@ -64,7 +57,8 @@ class PagePool:
     def __init__(
         self, layout: KVLayout, num_tokens: int, page_size: int, row_padding: RowPadding | None = None
     ) -> None:
-        self.layout, self.row_padding = layout, row_padding or RowPadding()
+        self.layout = layout
+        self.row_padding = row_padding or RowPadding()
         self.page_size = page_size
         self.num_pages = -(-num_tokens // page_size)  # without the scratch page
         try:
@@ -134,8 +128,11 @@ class PagePool:
         for smaller, larger in zip(self.tensors, pool.tensors, strict=True):
             larger[:, :, : self.num_pages + 1] = smaller
         pool._free = [*range(pool.num_pages, self.num_pages, -1), *self._free]
-        pool._pages_of, pool._places, pool._free_places = self._pages_of, self._places, self._free_places
-        pool.tables, pool.slots = self.tables, self.slots
+        pool._pages_of = self._pages_of
+        pool._places = self._places
+        pool._free_places = self._free_places
+        pool.tables = self.tables
+        pool.slots = self.slots
         return pool
 
     def place(self, owner: Hashable) -> int:
@@ -159,7 +156,8 @@ class PagePool:
         pages = self._pages_of[owner]
         if num_tokens <= len(pages) * self.page_size:
             return
-        needed, place = self.num_pages_for(num_tokens), self._places[owner]
+        needed = self.num_pages_for(num_tokens)
+        place = self._places[owner]
         if needed - len(pages) > len(self._free):
             raise KVCacheTooSmallError(
                 f"{num_tokens} KV positions need {needed} pages; the owner holds {len(pages)}, and {len(self._free)} "
@@ -167,7 +165,8 @@ class PagePool:
             )
         self.widen(needed)
         while len(pages) < needed:
-            page, start = self._free.pop(), len(pages) * self.page_size
+            page = self._free.pop()
+            start = len(pages) * self.page_size
             self.tables[place, len(pages)] = page
             self.slots[place, start : start + self.page_size] = page * self.page_size + self._in_page
             pages.append(page)
@@ -181,7 +180,6 @@ class PagePool:
 
         Raises:
             KVCacheTooSmallError: too few pages are free.
-
         """
         spans = []
         for i, (owner, start, count) in enumerate(rows):

@@ -83,7 +83,8 @@ class Taps:
     def __init__(
         self, model: nn.Module, ids: tuple[int | str, ...], num_layers: int, run: Callable[[], object]
     ) -> None:
-        self.ids, self._name = ids, type(model).__name__
+        self.ids = ids
+        self._name = type(model).__name__
         decoder = _decoder(model)
         layers = _decoder_layers(decoder, num_layers) if set(ids) != {FINAL} else nn.ModuleList()
         self._places = [self._place(tap, index, decoder, layers) for index, tap in enumerate(ids)]
@@ -154,7 +155,8 @@ class Taps:
                 f"{self._name} computes something between its decoder and its output layer, so {FINAL!r} is not what "
                 "its decoder returns; ask for other taps."
             )
-        self._size, self._dtype = tensors[0].shape[-1], tensors[0].dtype
+        self._size = tensors[0].shape[-1]
+        self._dtype = tensors[0].dtype
 
 
 def _forward(

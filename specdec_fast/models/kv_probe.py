@@ -35,7 +35,7 @@ class KVProbe(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Note that a layer has passed keys and values, and return them as they are."""
+        """Note the layer; nothing is kept."""
         self._cached.add(layer_idx)
         return key_states, value_states
 

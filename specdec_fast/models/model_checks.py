@@ -110,7 +110,8 @@ def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
     A layer whose window is only in its mask would see too much. The probe is too short to notice a window, so the
     config decides. A window of all positions that the model can serve hides nothing (Phi-3.5-MoE has one).
     """
-    window, positions = getattr(config, "sliding_window", None), max_positions(config)
+    window = getattr(config, "sliding_window", None)
+    positions = max_positions(config)
     if window and positions and window >= positions:
         return frozenset()
     layer_types = getattr(config, "layer_types", None)
@@ -166,7 +167,8 @@ def _logits(
     forward: ProbeForward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
 ) -> tuple[list[Tensor], set[str]]:
     pool = pool_of_two(layout, page_size)
-    computed, questions = [], set()
+    computed = []
+    questions = set()
     for rows in _FORWARDS:
         token_ids = torch.arange(sum(each.count for each in rows), device=layout.device) % 2  # any tokens will do
         batch = lay_out(pool, rows, token_ids)

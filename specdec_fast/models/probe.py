@@ -68,7 +68,8 @@ def _known_cause(model: nn.Module) -> str:
 def _innermost(model: nn.Module, error: Exception) -> str:
     """Return the name of the deepest submodule whose method was running; empty if there is none."""
     names = {id(module): name for name, module in model.named_modules()}
-    found, step = "", error.__traceback__
+    found = ""
+    step = error.__traceback__
     while step is not None:
         found = names.get(id(step.tb_frame.f_locals.get("self")), "") or found
         step = step.tb_next

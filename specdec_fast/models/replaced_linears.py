@@ -80,9 +80,12 @@ class Linears:
             bias: ``[out_features]``.
         """
         if rows.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):  # spares three calls of `stored`
-            rows, weight, bias = stored(rows), stored(weight), None if bias is None else stored(bias)
+            rows = stored(rows)
+            weight = stored(weight)
+            bias = None if bias is None else stored(bias)
         flat = rows.reshape(-1, rows.shape[-1])
-        num_rows, num_real = len(flat), len(flat)
+        num_rows = len(flat)
+        num_real = len(flat)
         if self.real_rows is not None:
             num_real = self.real_rows.get(num_rows, num_rows)
         smallest = SMALLEST if self.real_rows is None else 0
@@ -123,7 +126,8 @@ def _in_chunks(function: str, flat: Tensor, num_rows: int, weight: Tensor, bias:
     flat = flat.contiguous()
     if (missing := sum(sizes) - len(flat)) > 0:
         flat = pad(flat, (0, 0, 0, missing))
-    outputs, start = [], 0
+    outputs = []
+    start = 0
     for size in sizes:
         piece = flat[start : start + size]
         outputs.append(FUNCTIONS[function](piece if is_aligned(piece) else piece.clone(), weight, bias))

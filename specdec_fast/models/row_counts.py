@@ -17,10 +17,8 @@ from torch.nn import functional
 
 # From few rows, below which padding costs too much, to so many that reading the weights costs nothing.
 _COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-_LARGE_WEIGHT, _MOST_OF_LARGE = (
-    1 << 25,
-    64,
-)  # a weight with so many numbers takes long to try on a CPU; most rows tried with it
+_LARGE_WEIGHT = 1 << 25  # numbers of a weight that takes long to try on a CPU
+_MOST_OF_LARGE = 64  # most rows tried with it
 _EXPECTED = (1, 6, 8, 48, 512)  # rows of the forwards for which sizes are chosen
 _CALL = 8  # rows that are computed in the time that reading the weights takes
 _ALIGNMENT = 64  # bytes; libraries choose kernels by it
@@ -132,8 +130,10 @@ def revealing(kind: Kind, num_rows: int) -> tuple[Tensor, Tensor, Tensor | None]
     """
     in_features, out_features = kind.shape[::-1] if kind.function == "linear" else kind.shape
     generator = torch.Generator(device="cpu").manual_seed(0)
-    half, num_distinct = in_features // 2, min(out_features, _DISTINCT)
-    shape, most = (num_distinct, half), 8 if kind.dtype == torch.float16 else 16
+    half = in_features // 2
+    num_distinct = min(out_features, _DISTINCT)
+    shape = (num_distinct, half)
+    most = 8 if kind.dtype == torch.float16 else 16
     rows = torch.randn(num_rows, 1, generator=generator, device="cpu").to(kind.dtype).repeat(1, in_features)
     numbers = torch.randn(shape, generator=generator, device="cpu")
     numbers *= 2.0 ** torch.randint(-most // 2, most + 1, shape, generator=generator, device="cpu")

@@ -30,7 +30,8 @@ def append_kv_(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tenso
 
 
 def _check(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-    device, dtype = key_cache.device, (key_cache.dtype,)
+    device = key_cache.device
+    dtype = (key_cache.dtype,)
     expect_tensor("key_cache", key_cache, (None,) * 4, FLOATS, device)
     expect_tensor("value_cache", value_cache, (*key_cache.shape[:3], None), dtype, device)
     num_rows = key.shape[0]

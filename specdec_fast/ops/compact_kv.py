@@ -41,7 +41,8 @@ def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources
 
 
 def _check(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    device, num_moves = kv_cache.device, sources.shape[0]
+    device = kv_cache.device
+    num_moves = sources.shape[0]
     expect_tensor("kv_cache", kv_cache, (None,) * 6, FLOATS, device)
     expect_tensor("block_table", block_table, (None, None), (torch.int32,), device)
     expect_tensor("cu_moves", cu_moves, (block_table.shape[0] + 1,), (torch.int32,), device)

@@ -36,7 +36,9 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     if query.stride(-1) != 1:
         query = query.contiguous()
     num_pages, page_size, num_kv_heads, head_dim = kv[0].shape
-    value_dim, tree_mask, sinks = kv[1].shape[3], batch.tree_mask, params.sinks
+    value_dim = kv[1].shape[3]
+    tree_mask = batch.tree_mask
+    sinks = params.sinks
     out = torch.empty(*query.shape[:2], value_dim, dtype=query.dtype, device=query.device)
     _C.paged_attention(
         DTYPE_CODES[query.dtype],

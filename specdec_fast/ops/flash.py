@@ -121,7 +121,10 @@ def _expect_served(
     query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams, package: bool
 ) -> None:
     takes_any_page = not package and attention.current_flash_attention_impl() is not None
-    head_dim, value_dim, page_size, limits = query.shape[2], kv[1].shape[3], kv[0].shape[1], []
+    head_dim = query.shape[2]
+    value_dim = kv[1].shape[3]
+    page_size = kv[0].shape[1]
+    limits = []
     if query.dtype not in (torch.float16, torch.bfloat16):
         limits.append(f"{query.dtype}; it takes float16 and bfloat16")
     if head_dim % 8 != 0 or head_dim > 256:

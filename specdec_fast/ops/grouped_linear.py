@@ -67,7 +67,8 @@ def _make(
     device: torch.device,
 ) -> dict[str, Any]:
     """Make normal numbers; ``shape``: rows, in_features, out_features; ``choices``: choices per row, experts."""
-    (num_rows, in_features, out_features), (num_choices, num_experts) = shape, choices
+    (num_rows, in_features, out_features) = shape
+    (num_choices, num_experts) = choices
     rows = torch.randn(
         num_rows, num_choices if one_per_choice else 1, in_features, generator=generator, device="cpu"
     ).to(dtype)

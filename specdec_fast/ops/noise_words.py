@@ -21,7 +21,9 @@ def noise_words(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     token ids from 0 on, the ``[N]`` int64 seeds of the requests, and the ``[N]`` int64 positions at which the tokens
     would stand.
     """
-    seeds, positions, zero = seeds[:, None], positions[:, None], torch.zeros_like(token_ids)
+    seeds = seeds[:, None]
+    positions = positions[:, None]
+    zero = torch.zeros_like(token_ids)
     counter = (token_ids // 4, zero + (positions & WORD_MASK), zero + ((positions >> 32) & WORD_MASK), zero)
     words = torch.stack(philox4x32(counter, (seeds & WORD_MASK, (seeds >> 32) & WORD_MASK)))
     return words.gather(0, (token_ids % 4)[None])[0]

@@ -35,9 +35,11 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     """
     out = query.new_empty(*query.shape[:2], kv[1].shape[3])
     page_size = kv[0].shape[1]
-    starts, lengths = batch.cu_seqlens_q.tolist(), batch.seqused_k.tolist()
+    starts = batch.cu_seqlens_q.tolist()
+    lengths = batch.seqused_k.tolist()
     for b, context in enumerate(lengths):
-        first, stop = starts[b], starts[b + 1]
+        first = starts[b]
+        stop = starts[b + 1]
         pages = batch.block_table[b, : -(-context // page_size)].long()
         key, value = (cache[pages].flatten(0, 1) for cache in kv)  # [places, H_kv, D]
         if batch.tree_mask is None:
@@ -124,16 +126,19 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, para
 
 
 def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> None:
-    device, dtype = query.device, (query.dtype,)
+    device = query.device
+    dtype = (query.dtype,)
     key_cache, value_cache = kv
     expect_tensor("query", query, (None,) * 3, FLOATS, device)
     expect_tensor("key cache", key_cache, (None, None, None, query.shape[2]), dtype, device)
     expect_tensor("value cache", value_cache, (*key_cache.shape[:3], None), dtype, device)
-    heads, kv_heads = query.shape[1], key_cache.shape[2]
+    heads = query.shape[1]
+    kv_heads = key_cache.shape[2]
     expect(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads.")
     _check_batch(batch, query.shape[0], device)
     expect(all(x.is_contiguous() for x in kv), "the caches must be contiguous.")
-    window, softcap = params.sliding_window, params.softcap
+    window = params.sliding_window
+    softcap = params.softcap
     expect(window is None or window > 0, f"sliding_window={window}; expected None or > 0.")
     expect(softcap is None or softcap > 0, f"softcap={softcap}; expected None or > 0.")
     if params.sinks is not None:
@@ -202,7 +207,8 @@ def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device:
         max_seqlen_k=max(shape.contexts, default=0),
         tree_mask=_random_trees(shape.rows, generator).to(device) if shape.tree else None,
     )
-    sinks, dims = None, (shape.head_dim, value_dim)
+    sinks = None
+    dims = (shape.head_dim, value_dim)
     if shape.sinks:
         sinks = torch.randn(shape.heads, generator=generator, device="cpu").to(shape.sinks_dtype or dtype).to(device)
     return {
@@ -278,7 +284,8 @@ def _bytes_moved(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, pa
     entries = batch.seqused_k
     if params.sliding_window is not None:
         entries = entries.minimum(params.sliding_window + batch.cu_seqlens_q.diff() - 1)
-    (num_rows, num_heads, head_dim), (num_kv_heads, value_dim) = query.shape, kv[1].shape[2:]
+    (num_rows, num_heads, head_dim) = query.shape
+    (num_kv_heads, value_dim) = kv[1].shape[2:]
     numbers = int(entries.sum()) * num_kv_heads + num_rows * num_heads  # keys and queries, values and output
     return numbers * (head_dim + value_dim) * query.element_size()
 

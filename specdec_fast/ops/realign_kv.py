@@ -39,7 +39,10 @@ def _check(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths: Ten
     expect(len(layers) > 0, "layers is empty; expected keys and values of at least one layer.")
     first = layers[0][0]
     expect_tensor("keys of layer 0", first, (None,) * 4, FLOATS, first.device)
-    shape, stride, dtype, device = first.shape, first.stride(), first.dtype, first.device
+    shape = first.shape
+    stride = first.stride()
+    dtype = first.dtype
+    device = first.device
     for i, (keys, values) in enumerate(layers):
         for name, t in (("keys", keys), ("values", values)):
             # Names are made only for an error, because small caches move in ten microseconds.
@@ -106,10 +109,8 @@ def _cases() -> Iterator[Case]:
 
 
 def _benchmarks() -> Iterator[Case]:
-    emitted, context = (
-        (1, 6, 3, 2, 1, 4, 6, 2),
-        1024,
-    )  # a batch of equal lengths; every emitted token adds a column of KV
+    emitted = (1, 6, 3, 2, 1, 4, 6, 2)  # every emitted token adds a column of KV
+    context = 1024  # a batch of equal lengths
     moves = tuple((0, context + e, max(emitted) - e) for e in emitted)
     shape = _Shape(moves, context + max(emitted), num_layers=8, heads=8, head_dim=128)
     yield Case("step", "batch 8, K 5, 8 layers of Qwen3-8B", partial(_make, shape))

@@ -219,7 +219,8 @@ def resolve(device: torch.device, backend: str = AUTO, dtype: torch.dtype | None
     """
     if backend != AUTO and backend not in BACKENDS:
         raise ConfigError(f"backend={backend!r}: expected one of {', '.join([AUTO, *BACKENDS])}.")
-    chosen, missing = {}, {}
+    chosen = {}
+    missing = {}
     for op in all_ops().values():
         is_left_to_auto = backend != AUTO and BACKENDS[backend].partial and backend not in op.implementations
         choice = _best(op, device, dtype) if backend == AUTO or is_left_to_auto else backend

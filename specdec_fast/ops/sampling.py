@@ -34,8 +34,12 @@ def philox4x32(counter: Words, key: tuple[int, int] | tuple[Tensor, Tensor]) -> 
         # int64 overflows, but the shift and the mask keep the correct bits of the 64-bit product
         high0, low0 = _halves(c0 * _MULTIPLIERS[0])
         high1, low1 = _halves(c2 * _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _KEY_STEPS[0]) & WORD_MASK, (k1 + _KEY_STEPS[1]) & WORD_MASK
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = (k0 + _KEY_STEPS[0]) & WORD_MASK
+        k1 = (k1 + _KEY_STEPS[1]) & WORD_MASK
     return c0, c1, c2, c3
 
 
@@ -56,7 +60,8 @@ def sampled_tokens(
     logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Sampling, parents: Tensor | None = None
 ) -> Tensor:
     """Return the token that each row chooses, ``[T]`` int64; see ``verify_chain`` for the rule and the arguments."""
-    starts, cu_seen = cu_seqlens.tolist(), sampling.cu_seen.tolist()
+    starts = cu_seqlens.tolist()
+    cu_seen = sampling.cu_seen.tolist()
     tokens = []
     for b in range(len(starts) - 1):
         committed = sampling.seen_ids[cu_seen[b] : cu_seen[b + 1]]

@@ -66,7 +66,8 @@ def verify_chain(
         target_tokens = torch.where(logits.isnan().any(dim=-1), INVALID_TOKEN, best)
     else:
         target_tokens = sampled_tokens(logits, token_ids, cu_seqlens, sampling, parents)
-    row_tokens, wanted = token_ids.tolist(), target_tokens.tolist()
+    row_tokens = token_ids.tolist()
+    wanted = target_tokens.tolist()
     num_accepted, next_tokens, accepted_rows = _accepted(row_tokens, wanted, cu_seqlens, parents)
     outputs = (
         target_tokens,
@@ -81,7 +82,9 @@ def verify_chain(
 def _accepted(
     row_tokens: list[int], wanted: list[int], cu_seqlens: Tensor, parents: Tensor | None
 ) -> tuple[list[int], list[int], list[int]]:
-    num_accepted, next_tokens, accepted_rows = [], [], []
+    num_accepted = []
+    next_tokens = []
+    accepted_rows = []
     for start, stop in pairwise(cu_seqlens.tolist()):
         above = range(-1, stop - start - 1) if parents is None else parents[start:stop].tolist()
         path = _accepted_path(row_tokens[start:stop], wanted[start:stop], above)
@@ -92,7 +95,8 @@ def _accepted(
 
 
 def _accepted_path(row_tokens: list[int], wanted: list[int], parents: Sequence[int]) -> list[int]:
-    path, row = [], 0
+    path = []
+    row = 0
     for child in range(1, len(row_tokens)):  # parents precede their children
         if parents[child] == row and row_tokens[child] == wanted[row]:
             path.append(child)
@@ -118,7 +122,8 @@ def _check(
     sampling: Sampling | None = None,
     parents: Tensor | None = None,
 ) -> None:
-    rows, device = logits.shape[0], logits.device
+    rows = logits.shape[0]
+    device = logits.device
     expect_tensor("logits", logits, (None, None), FLOATS, device)
     expect_tensor("token_ids", token_ids, (rows,), (torch.int64,), device)
     expect_tensor("cu_seqlens", cu_seqlens, (None,), (torch.int32,), device)

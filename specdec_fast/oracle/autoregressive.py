@@ -29,7 +29,8 @@ def autoregressive(
     device = next(target.parameters()).device
     given = {cache_argument(target): transformers.DynamicCache()}
     emitted: list[int] = []
-    new_ids, position = prompt_ids, 0
+    new_ids = prompt_ids
+    position = 0
     while True:
         logits = target(
             input_ids=torch.tensor([new_ids], device=device),

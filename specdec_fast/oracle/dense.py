@@ -101,7 +101,8 @@ class DenseModel:
     """
 
     def __init__(self, model: PreTrainedModel, lag: int) -> None:
-        self.model, self.lag = model, lag
+        self.model = model
+        self.lag = lag
         self._cache = transformers.DynamicCache()
         self._cache_argument = cache_argument(model)
         self._max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -117,7 +118,8 @@ class DenseModel:
             self._cache = transformers.DynamicCache(layers or None)
             return
         for layer, (keys, values) in zip(self._cache.layers, layers, strict=True):
-            layer.keys, layer.values = keys, values
+            layer.keys = keys
+            layer.values = values
 
     @property
     def device(self) -> torch.device:
@@ -135,7 +137,8 @@ class DenseModel:
 
         ``token_ids`` is ``[B, n]``; ``padding [B]`` counts the columns of padding at the left.
         """
-        first, stop = self.num_columns, self.num_columns + token_ids.shape[1]
+        first = self.num_columns
+        stop = self.num_columns + token_ids.shape[1]
         columns = torch.arange(stop, device=self.device)
         positions = (columns[first:] - padding[:, None]).clamp_min(0)
         if self._max_positions is not None:

@@ -54,7 +54,8 @@ def exspec(
     """
     run = OracleRun()
     rows = make_rows(prompts, limits)
-    target_rows, drafter = DenseModel(target, lag=1), make_dense_drafter(draft)
+    target_rows = DenseModel(target, lag=1)
+    drafter = make_dense_drafter(draft)
     models = [target_rows] + ([drafter.model] if drafter.model else [])
     stores: list[OwnKV] = [{} for _ in models]
     waiting: deque[Row] = deque(rows)

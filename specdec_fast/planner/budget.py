@@ -109,7 +109,8 @@ def largest_within(memory: EngineMemory, budget: int, ask: Ask) -> EngineSetting
     Every term grows with every field of a setting, so the last setting of a batch size needs the least, and the batch
     sizes that fit are those up to some size.
     """
-    fits, too_large = 0, ask.batch_size + 1
+    fits = 0
+    too_large = ask.batch_size + 1
     while too_large - fits > 1:
         middle = (fits + too_large) // 2
         if memory.total(ask.settings(middle)[-1]) <= budget:
@@ -148,9 +149,11 @@ def budget_error(
     sequence; None if no traffic is planned.
     """
     terms = memory.terms(least)
-    missing, largest = sum(terms.values()) - budget, max(terms, key=terms.__getitem__)
+    missing = sum(terms.values()) - budget
+    largest = max(terms, key=terms.__getitem__)
     held = ", ".join(f"{name} {size}" for name, size in terms.items() if size)
-    positions, at_most = memory.positions_within(budget, least), "at most " if memory.is_estimate else ""
+    positions = memory.positions_within(budget, least)
+    at_most = "at most " if memory.is_estimate else ""
     if new_tokens is None:
         longest = f"{positions} KV positions fit"
     else:
@@ -174,7 +177,8 @@ def longest_prompt(num_positions: int, new_tokens: int) -> int:
 
 def _exactly(num_bytes: int) -> str:
     """Show the number of bytes, and in a larger unit as well if there is one of it."""
-    exact, short = f"{num_bytes} bytes", shown(num_bytes)
+    exact = f"{num_bytes} bytes"
+    short = shown(num_bytes)
     return exact if short == exact else f"{exact} ({short})"
 
 

@@ -29,7 +29,8 @@ class MeasuredTimes:
     """The profile of an engine's models on this machine, over short contexts, for up to ``most_rows`` rows."""
 
     def __init__(self, costs: StepCosts, most_rows: int) -> None:
-        self._costs, self._most_rows = costs, max(2, most_rows)
+        self._costs = costs
+        self._most_rows = max(2, most_rows)
 
     def seconds(self, batch_size: int, num_draft_tokens: int) -> float:
         """Return ``verify(B (K + 1)) + K draft(B) + once``."""

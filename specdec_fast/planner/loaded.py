@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specdec_fast.errors import DrafterError
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 from specdec_fast.runner.model_memory import forward_memory, logits_bytes, storage_bytes, weights_of
 from specdec_fast.runner.ragged_model import RaggedModel
@@ -35,23 +36,41 @@ class HoldsMemory(Protocol):
 
 
 def loaded_memory(target: RaggedModel, drafter: HoldsMemory | None, page_size: int) -> EngineMemory:
-    """Return the memory of an engine of loaded models; the target has the row padding with which it will run."""
+    """Return the memory of an engine of loaded models; the target has the row padding with which it will run.
+
+    Raises:
+        DrafterError: the drafter's weights are no tensors, or it names a number of bytes that is none.
+    """
     own = storage_bytes(weights_of(target.model))
     part = Part(sum(own.values()), target.layout.bytes_per_token, partial(_target_terms, target))
     if drafter is None:
         return EngineMemory(part, None, page_size, target.program is None)
-    others = {address: size for address, size in storage_bytes(drafter.weights()).items() if address not in own}
+    others = {address: size for address, size in _weights_of(drafter).items() if address not in own}
 
     def drafter_terms(setting: EngineSetting) -> dict[str, int]:
         counts = setting.batch_size, setting.num_draft_tokens, setting.max_prefill_tokens
-        return {"drafter steps": drafter.step_bytes(*counts)}
+        return {"drafter steps": _checked_bytes("step_bytes", drafter.step_bytes(*counts))}
 
-    drafts = Part(sum(others.values()), drafter.bytes_per_token, drafter_terms)
+    drafts = Part(sum(others.values()), _checked_bytes("bytes_per_token", drafter.bytes_per_token), drafter_terms)
     return EngineMemory(part, drafts, page_size, target.program is None or drafter.estimates_memory)
 
 
+def _weights_of(drafter: HoldsMemory) -> dict[int, int]:
+    try:
+        return storage_bytes(drafter.weights())
+    except (TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
+        raise DrafterError(f"a drafter's weights cannot be counted: {error}; expected dense tensors.") from error
+
+
+def _checked_bytes(name: str, value: int) -> int:
+    if not isinstance(value, int) or not 0 <= value < 2**63:
+        raise DrafterError(f"a drafter's {name} is {value!r}; expected a number of bytes, an integer from 0 on.")
+    return value
+
+
 def _target_terms(target: RaggedModel, setting: EngineSetting) -> dict[str, int]:
-    rows, prefill_rows = setting.num_rows, target.row_padding.largest
+    rows = setting.num_rows
+    prefill_rows = target.row_padding.largest
     if setting.max_prefill_tokens is not None:
         prefill_rows = min(prefill_rows, setting.max_prefill_tokens)
     memory = forward_memory(target, {(rows, rows), (prefill_rows, 1)})

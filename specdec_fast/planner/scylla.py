@@ -59,7 +59,8 @@ def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray]
         ConfigError: there are fewer than two different x, an x is not positive, or a number is not finite, or so large
             that the fit is not.
     """
-    xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    xs = np.asarray(x, np.float64)
+    ys = np.asarray(y, np.float64)
     is_usable = xs.shape == ys.shape and xs.ndim == 1 and np.isfinite(xs).all() and np.isfinite(ys).all()
     if not is_usable or (xs <= 0).any() or len(np.unique(xs)) < _LEAST_POINTS:
         raise ConfigError(

@@ -56,7 +56,7 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
 def renders_apart(tokenizer: Any, options: PromptOptions) -> bool:
     """Return whether ``apply_chat_template`` can make a text whose token ids, without special tokens, are the prompt.
 
-    Tokenizers with a ``apply_chat_template`` of their own need not make ids this way. Nor does transformers if it
+    Tokenizers with an ``apply_chat_template`` of their own need not make ids this way. Nor does transformers if it
     tells special tokens in messages from those of the template (``sanitize_control_tokens``).
     """
     is_known = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
@@ -172,7 +172,8 @@ def _message(index: int, message: Any) -> dict[str, Any]:
     """
     if not isinstance(message, Mapping):
         raise InvalidPromptError(f"message {index} is a {type(message).__name__}; {_EXPECTED}.")
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if not isinstance(role, str) or not role:
         raise InvalidPromptError(f"message {index} has the role {role!r:.80}{_hint(message)}; {_EXPECTED}.")
     if isinstance(content, (list, tuple)):

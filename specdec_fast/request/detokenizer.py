@@ -16,10 +16,8 @@ from specdec_fast.request.token_decoders import rule_of
 
 INCOMPLETE = "\ufffd"  # a decoder's mark for a character whose bytes are incomplete
 _MOST_INCOMPLETE = 3  # bytes, and so marks, of an incomplete character at most
-_LONGEST_WINDOW, _KEPT_WINDOW = (
-    32,
-    8,
-)  # most tokens that are decoded again with new ones; tokens kept when there are more
+_LONGEST_WINDOW = 32  # most tokens that are decoded again with new ones
+_KEPT_WINDOW = 8  # tokens kept when there are more
 _LEAST_CONTEXT = 4  # characters after which bytes are at the beginning of a character again
 _CANNOT_DECODE = (
     "the tokenizer cannot decode token_ids, which are kept (decode them otherwise, or correct tokenizer=...)"
@@ -187,7 +185,8 @@ class Detokenizer:
             if len(token_ids) > 1:  # so that the certain text does not depend on how many tokens are added at a time
                 del self._window[before:]
                 return "".join(self._add([token]) for token in token_ids)
-            self.error, self._waits = error, True
+            self.error = error
+            self._waits = True
             return ""
 
     def _take(self, token_ids: list[int]) -> str:
@@ -224,7 +223,8 @@ class Detokenizer:
         if start <= 0 or num_taken < _LEAST_CONTEXT:
             self._longest_window = 2 * len(self._window)
             return
-        self._window, self._num_taken = self._window[start:], num_taken
+        self._window = self._window[start:]
+        self._num_taken = num_taken
         self._longest_window = max(_LONGEST_WINDOW, 2 * len(self._window))
         self._decoded = None if self._num_bytes else shorter
 

@@ -67,10 +67,12 @@ def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
     if not is_tokenized(encoding):
         hint = "put the message into a list" if "role" in encoding else "expected a list, or input_ids"
         raise ConfigError(f"prompts is a mapping of {', '.join(map(repr, encoding))}; {hint}.")
-    ids, mask = as_list(encoding["input_ids"]), as_list(encoding.get("attention_mask"))
+    ids = as_list(encoding["input_ids"])
+    mask = as_list(encoding.get("attention_mask"))
     is_list = isinstance(ids, (list, tuple))
     if _is_vector(encoding["input_ids"]) or (is_list and ids and isinstance(ids[0], Integral)):
-        ids, mask = [ids], None if mask is None else [mask]
+        ids = [ids]
+        mask = None if mask is None else [mask]
     if not is_list or not isinstance(mask, (list, tuple, type(None))):
         kinds = f"input_ids is a {type(ids).__name__}, attention_mask a {type(mask).__name__}"
         raise ConfigError(f"{kinds}; expected lists of prompts, or tensors.")

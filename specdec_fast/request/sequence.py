@@ -115,4 +115,5 @@ class Sequence:
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error; it keeps the tokens that it has emitted."""
-        self.finish_reason, self.error = "error", error
+        self.finish_reason = "error"
+        self.error = error

@@ -75,7 +75,8 @@ def _encodes_plainly(tokenizer: Any) -> bool:
 def _bound_of_fast(tokenizer: Any) -> _Bound | None:
     backend = tokenizer.backend_tokenizer
     try:
-        normalizing, splitting = steps_of(backend.normalizer), steps_of(backend.pre_tokenizer)
+        normalizing = steps_of(backend.normalizer)
+        splitting = steps_of(backend.pre_tokenizer)
     except Exception:  # a step written in Python has no state
         return None
     if not all(map(_keeps_length, normalizing)) or not all(map(_keeps_text, splitting)):

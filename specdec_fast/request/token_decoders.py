@@ -66,7 +66,8 @@ def rule_of(tokenizer: Any) -> DecodingRule:
 
 
 def _rule_of_fast(tokenizer: Any) -> DecodingRule:
-    kind, backend = type(tokenizer), tokenizer.backend_tokenizer
+    kind = type(tokenizer)
+    backend = tokenizer.backend_tokenizer
     is_plain = (
         kind.decode is PreTrainedTokenizerBase.decode
         and kind._decode is PreTrainedTokenizerFast._decode
@@ -100,7 +101,8 @@ def _is_known(steps: list[dict[str, Any]]) -> bool:
     """Return whether adding tokens changes only the end of a text."""
     names = [step["type"] for step in steps]
     joined = next((i for i, name in enumerate(names) if name in _JOINS), len(names))
-    before, after = names[:joined], steps[joined + 1 :]
+    before = names[:joined]
+    after = steps[joined + 1 :]
     # The steps after the join change the whole text; only one that strips its beginning is known.
     strips = all(step["type"] == "Fuse" or (step["type"] == "Strip" and step["stop"] == 0) for step in after)
     return set(before) <= _BY_TOKEN | {"ByteFallback"} and strips

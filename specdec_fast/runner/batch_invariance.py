@@ -35,7 +35,8 @@ ROW_MULTIPLE = 64
 _LARGEST_OF_PROGRAM = 512  # rows of a prefill forward
 _OTHER_BITS = "rows had other bits in another batch"
 _TEXT = 80  # tokens of the text that the model computes in several ways
-_OTHER, _NUM_OTHERS = 32, 3  # tokens of another sequence, and the number of such sequences
+_OTHER = 32  # tokens of another sequence
+_NUM_OTHERS = 3  # such sequences
 
 
 def make_deterministic(model: RaggedModel) -> None:
@@ -118,12 +119,15 @@ def _reproduces(model: RaggedModel, row_padding: RowPadding) -> bool:
     length, other = (min(n, model.max_positions or n) for n in (text, _OTHER))
     crowd = [Rows(f"other {i}", 0, other) for i in range(_NUM_OTHERS)]
     pieces = [[Rows("other 0", 0, 5), Rows("text", 0, length // 2)]]
-    start, beside = length // 2, 5
+    start = length // 2
+    beside = 5
     for wanted in (1, 6, 1, 2, 9, 1, 4, length):  # rows of plain decoding, of verifications, of prefill
         if count := min(wanted, length - start):
             pieces.append([Rows("text", start, count), *([Rows("other 0", beside, 1)] if beside < other else [])])
-        start, beside = start + count, beside + 1
-    whole, decoded = Rows("text", 0, length), [[Rows("text", i, 1)] for i in range(min(4, length))]
+        start = start + count
+        beside = beside + 1
+    whole = Rows("text", 0, length)
+    decoded = [[Rows("text", i, 1)] for i in range(min(4, length))]
     after = [[Rows("text", 4, length - 4)]] if length > 4 else []
     ways = [pieces] if row_padding.one_by_one else [[*decoded, *after], pieces, [[*crowd, whole]]]
     expected = _logits(model, row_padding, [[whole]])

@@ -57,7 +57,8 @@ class HFModel:
     """
 
     def __init__(self, model: PreTrainedModel, ops: Ops, token_ids: Tensor) -> None:
-        self.model, self._ops = model, ops
+        self.model = model
+        self._ops = ops
         self.config = model.config.get_text_config(decoder=True)
         self.linears = Linears(model, ops)
         self._expert_configs = expert_configs(model)
@@ -102,8 +103,9 @@ class HFModel:
             positions: ``[n]`` int64; None: the model counts itself.
 
         """
-        given = {} if positions is None else {"position_ids": positions[None]}
-        given |= {self._cache_argument: DynamicCache()}
+        given: dict[str, Any] = {self._cache_argument: DynamicCache()}
+        if positions is not None:
+            given["position_ids"] = positions[None]
         with self._lock:
             return self.model(input_ids=token_ids[None], use_cache=True, **given).logits[0]
 
@@ -140,11 +142,16 @@ class HFModel:
         return self.taps.written(hidden_states)
 
     def _forward(self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None) -> Tensor:
-        token_ids, positions, wanted, row_padding = batch.token_ids, batch.positions, logit_rows, pool.row_padding
-        num_rows, num_wanted = len(token_ids), len(token_ids) if wanted is None else len(wanted)
+        token_ids = batch.token_ids
+        positions = batch.positions
+        wanted = logit_rows
+        row_padding = pool.row_padding
+        num_rows = len(token_ids)
+        num_wanted = len(token_ids) if wanted is None else len(wanted)
         cache = self.make_cache(pool, batch, num_wanted)
         if missing := row_padding.padding(num_rows):  # padding rows: token 0 at position 0, which every model has
-            token_ids, positions = pad(token_ids, (0, missing)), pad(positions, (0, missing))
+            token_ids = pad(token_ids, (0, missing))
+            positions = pad(positions, (0, missing))
         if wanted is not None and (missing := row_padding.padding(num_wanted)):
             wanted = pad(wanted, (0, missing))
         self.linears.real_rows = cache.real_rows if row_padding.multiple > 1 else None
@@ -190,7 +197,8 @@ class HFModel:
         callbacks may run the caller's model between steps.
         """
         with self.hooked(), self.linears.attached():
-            before, self._attached_by = self._attached_by, get_ident()
+            before = self._attached_by
+            self._attached_by = get_ident()
             try:
                 yield
             finally:

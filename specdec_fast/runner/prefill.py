@@ -54,6 +54,7 @@ def _prefill_forwards(
             start += count
             if len(token_ids) == most_rows:
                 yield rows, token_ids
-                rows, token_ids = [], []
+                rows = []
+                token_ids = []
     if rows:
         yield rows, token_ids

@@ -65,7 +65,9 @@ class RaggedModel:
 
     def __init__(self, model: PreTrainedModel, ops: Ops, page_size: int = 16, enforce_eager: bool = False) -> None:
         model_checks.check_decoder(model)
-        self.model, self.ops, self.page_size = model, ops, page_size
+        self.model = model
+        self.ops = ops
+        self.page_size = page_size
         self._row_padding = RowPadding(largest=MAX_PREFILL_ROWS)
         self.verifies = Event()
         self.verifies.set()
@@ -76,10 +78,14 @@ class RaggedModel:
         self._executor, self.why_no_program = executor_for(ops, model.device)
         self._capture = capture_for(model.device)
         if enforce_eager:
-            self._executor, self.why_no_program, self._capture = None, "enforce_eager=True", None
+            self._executor = None
+            self.why_no_program = "enforce_eager=True"
+            self._capture = None
         self.is_sharded = is_sharded(model)
         if self.is_sharded:  # a program and a graph would lack what its hooks send to the other processes
-            self._executor, self.why_no_program, self._capture = None, "its weights are sharded over processes", None
+            self._executor = None
+            self.why_no_program = "its weights are sharded over processes"
+            self._capture = None
         self.graphs: Graphs | None = None
         self.eos_token_ids = eos_token_ids(model)
         config = model.config.get_text_config(decoder=True)
@@ -98,7 +104,8 @@ class RaggedModel:
             if not self.has_program:
                 self.check_logits(probe, logits)
             with self.hf.hooked():
-                hf, name = self.hf, type(model).__name__
+                hf = self.hf
+                name = type(model).__name__
                 model_checks.check_ignores_answers(name, hf.call, self.layout, hf.make_cache, page_size)
 
     @property

@@ -49,7 +49,8 @@ def check_reproduces(
         UnsupportedModelError: they are further apart than that; the message says why, as far as that can be found.
 
     """
-    name, bound = type(hf.model).__name__, torch.finfo(hf.layout.dtype).eps ** 0.5
+    name = type(hf.model).__name__
+    bound = torch.finfo(hf.layout.dtype).eps ** 0.5
     is_short = torch.finfo(hf.layout.dtype).bits == 16
     pool = pool_of_two(hf.layout, page_size)
     reference_pool = pool_of_two(hf.layout, page_size) if is_short and reference is not None else None
@@ -85,5 +86,6 @@ def _distances(found: Tensor, expected: Tensor, dim: int | tuple[int, int] = -1)
     all zeros.
     """
     is_same = found.isinf() & (found == expected)
-    found, expected = found.masked_fill(is_same, 0), expected.masked_fill(is_same, 0)
+    found = found.masked_fill(is_same, 0)
+    expected = expected.masked_fill(is_same, 0)
     return (found - expected).norm(dim=dim) / expected.norm(dim=dim).clamp(min=torch.finfo(torch.float32).tiny)

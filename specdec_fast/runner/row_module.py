@@ -44,12 +44,14 @@ class RowModule:
     """
 
     def __init__(self, function: RowFunction, ops: Ops, page_size: int, enforce_eager: bool = False) -> None:
-        self.function, self._ops = function, ops
+        self.function = function
+        self._ops = ops
         self.program: ForwardProgram | None = None
         self.device_program: DeviceProgram | None = None
         executor, self.why_no_program = executor_for(ops, function.layout.device)
         if enforce_eager:
-            executor, self.why_no_program = None, "enforce_eager=True"
+            executor = None
+            self.why_no_program = "enforce_eager=True"
         if executor is None:
             return
         try:
@@ -176,7 +178,8 @@ class RowModule:
     def _run(
         self, programs: Programs, pool: PagePool, batch: RaggedBatch, inputs: Tensor, logit_rows: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        size, (program, device_program) = self.function.hidden_size, programs
+        size = self.function.hidden_size
+        (program, device_program) = programs
         hidden = inputs.new_empty(len(inputs), size) if size else None
         if program is None:
             assert device_program is not None

@@ -26,7 +26,8 @@ class ExspecScheduler(Scheduler):
         """Choose the due sequences, then the largest groups of equal length; equal groups by their longest wait."""
         by_wait = sorted(resident, key=lambda sequence: -sequence.passed_over)  # stable: ties keep their order
         num_due = self._num_due(by_wait)
-        chosen, rest = by_wait[:num_due], by_wait[num_due:]
+        chosen = by_wait[:num_due]
+        rest = by_wait[num_due:]
         groups: dict[int, list[Sequence]] = defaultdict(list)
         for sequence in rest:
             groups[sequence.length].append(sequence)

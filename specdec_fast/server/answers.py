@@ -14,7 +14,8 @@ from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _INCOMPLETE = "\ufffd"
-_TEXT, _TOKEN = "\0", -1  # mark the places of a text and of token ids; no name has a NUL character
+_TEXT = "\0"  # marks the place of a text; no name has a NUL character
+_TOKEN = -1  # marks the place of token ids
 
 
 @dataclass
@@ -145,11 +146,13 @@ class Answer(ABC):
         is_event: bool = False,
     ) -> dict[str, Any]:
         state = self._choices.setdefault(index, _Choice())
-        is_first, state.has_begun = not state.has_begun, True
+        is_first = not state.has_begun
+        state.has_begun = True
         state.num_tokens += len(token_ids)
         if is_first:
             echoed = self._echo(index, prompt_ids)
-            text, state.text_offset = echoed + text, len(echoed)
+            text = echoed + text
+            state.text_offset = len(echoed)
         choice = {"index": index, **self._content(text, is_first, is_event)}
         choice["logprobs"] = None if logprobs is None else self._logprobs(token_ids, logprobs, state)
         if self._ids:
@@ -211,7 +214,8 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
     def _logprobs(self, token_ids: list[int], logprobs: list[float], state: _Choice) -> dict[str, Any]:
-        texts, offsets = self._token_texts(token_ids, state), []
+        texts = self._token_texts(token_ids, state)
+        offsets = []
         for text in texts:
             offsets.append(state.text_offset)
             state.text_offset += len(text)
@@ -222,7 +226,8 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     """The answer of ``/v1/chat/completions``."""
 
-    kind, event_kind = "chat.completion", "chat.completion.chunk"
+    kind = "chat.completion"
+    event_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
     has_prompt_per_choice = False  # as in vLLM; all choices of a chat have one prompt
     body: ChatBody

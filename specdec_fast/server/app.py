@@ -143,8 +143,11 @@ class _Api:
         default_params: SamplingParams,
         stream_interval: int,
     ) -> None:
-        self._engine, self._names, self._timeout = engine, names, timeout
-        self._default_params, self._stream_interval = default_params, stream_interval
+        self._engine = engine
+        self._names = names
+        self._timeout = timeout
+        self._default_params = default_params
+        self._stream_interval = stream_interval
         self._created = int(time.time())
         self._warm_up: asyncio.Task[None] | None = None
         self.metrics = Metrics(engine, names[0])

@@ -34,7 +34,8 @@ class Gate:
     def __init__(
         self, app: ASGIApp, api_key: str | None, max_request_bytes: int, on_response: Callable[[int], None]
     ) -> None:
-        self._app, self._on_response = app, on_response
+        self._app = app
+        self._on_response = on_response
         self._key = None if api_key is None else api_key.encode()
         self._max_bytes = max_request_bytes
         # Ids are no secrets. ``os.urandom`` would give up the interpreter's lock, and a busy engine returns it late.
@@ -45,7 +46,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, num_bytes = Headers(scope=scope), 0
+        headers = Headers(scope=scope)
+        num_bytes = 0
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"{self._random.getrandbits(128):032x}"
         scope.setdefault("state", {})["request_id"] = request_id
@@ -75,7 +77,8 @@ class Gate:
         if self._key is not None and path not in _OPEN and not self._has_key(headers):
             message = "the API key is missing or wrong; send it in the header 'Authorization: Bearer KEY'."
             return Problem(401, message, code="invalid_api_key")
-        length, limit = headers.get("content-length", ""), str(self._max_bytes)
+        length = headers.get("content-length", "")
+        limit = str(self._max_bytes)
         digits = length.lstrip("0") if length.isascii() and length.isdigit() else ""
         # As numbers, but without int(), which raises for more than 4300 digits.
         return self._too_large() if (len(digits), digits) > (len(limit), limit) else None

@@ -46,7 +46,8 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Resul
         ClientDisconnect: it left.
 
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
     gone.add_done_callback(lambda _: task.cancel())
     try:
         return await task
@@ -133,7 +134,10 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
-        self._answer, self._streams, self._chunks, self._to_problem = answer, streams, chunks, to_problem
+        self._answer = answer
+        self._streams = streams
+        self._chunks = chunks
+        self._to_problem = to_problem
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the end, or until the client leaves."""

@@ -79,7 +79,8 @@ class _EngineCollector(Collector):
     """Reads an engine's counts when they are asked for."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
-        self._engine, self._model = engine, model
+        self._engine = engine
+        self._model = model
 
     def describe(self) -> list[Metric]:
         """Return nothing, so that registering does not read the engine."""
@@ -107,7 +108,8 @@ class _EngineCollector(Collector):
                 family = kind(_PREFIX + name, text, labels=["model_name"])
                 family.add_metric([self._model], value)
                 yield family
-        name, labels = f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos", ["model_name", "position"]
+        name = f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos"
+        labels = ["model_name", "position"]
         accepted = CounterMetricFamily(name, "Draft tokens accepted, by position in the draft.", labels=labels)
         for position, number in enumerate(decoding.accepted_per_position):
             accepted.add_metric([self._model, str(position)], number)

@@ -126,7 +126,8 @@ class RequestBody(BaseModel):
             InvalidParamsError: a parameter is out of range.
 
         """
-        params, n = self._sampling_params(defaults), self.n or 1
+        params = self._sampling_params(defaults)
+        n = self.n or 1
         return [(prompt, params.with_seed_offset(i)) for prompt in self.prompts for i in range(n)]
 
     @abstractmethod

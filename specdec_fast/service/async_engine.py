@@ -67,7 +67,8 @@ class AsyncEngine:
         kv_token_budget: int | None = None,
         **keywords: Any,
     ) -> None:
-        max_waiting, kv_token_budget = as_plain(max_waiting), as_plain(kv_token_budget)
+        max_waiting = as_plain(max_waiting)
+        kv_token_budget = as_plain(kv_token_budget)
         expect_at_least("max_waiting", max_waiting, 0)
         if kv_token_budget is not None:
             expect_at_least("kv_token_budget", kv_token_budget, 1)

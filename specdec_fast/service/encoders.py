@@ -35,7 +35,6 @@ class UnreadPrompt:
 
     Raises:
         InvalidParamsError, ConfigError, NotYetSupportedError: a parameter or a keyword is wrong.
-
     """
 
     def __init__(self, builder: RequestBuilder, prompt: Any, params: Any, keywords: dict[str, Any]) -> None:
@@ -48,14 +47,10 @@ class UnreadPrompt:
         self.size = size_of(self._prompt, self._options)
 
     def read(self) -> Sequence:
-        """Encode the prompt.
-
-        Returns:
-            The sequence of the request; if the prompt is wrong, it has failed.
+        """Encode the prompt into the sequence of its request, which has failed if the prompt is wrong.
 
         Raises:
             ConfigError: the prompt is none, or several.
-
         """
         prompts = as_prompt_list(self._prompt) or [self._prompt]
         if len(prompts) != 1:
@@ -86,7 +81,6 @@ class Encoders:
 
         Raises:
             EngineClosedError: the threads have been closed.
-
         """
         executor = self._short if size <= SHORT else self._long
         with self._lock:

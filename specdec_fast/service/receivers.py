@@ -57,7 +57,8 @@ class Receiver:
     """
 
     def __init__(self, loop: AbstractEventLoop) -> None:
-        self.loop, self.mailbox = loop, mailbox_of(loop)
+        self.loop = loop
+        self.mailbox = mailbox_of(loop)
         self._item: Item | None = None
         self._waiter: Future[None] | None = None
 
@@ -77,7 +78,8 @@ class Receiver:
                 await self._waiter
             finally:
                 self._waiter = None
-        item, self._item = self._item, None
+        item = self._item
+        self._item = None
         if isinstance(item, Exception):
             raise item
         return item

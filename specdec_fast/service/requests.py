@@ -33,7 +33,9 @@ class ServedRequest:
     """
 
     def __init__(self, receiver: Receiver, is_stream: bool, deadline: float | None) -> None:
-        self.receiver, self.is_stream, self.deadline = receiver, is_stream, deadline
+        self.receiver = receiver
+        self.is_stream = is_stream
+        self.deadline = deadline
         self.request_id = ""
         self.sequence: Sequence | None = None
         self.is_served = False
@@ -48,7 +50,8 @@ class ServedRequest:
 
     def begin(self, sequence: Sequence, tokenizer: object) -> None:
         """Set the sequence, and the tokenizer that makes its text."""
-        self.sequence, self._tokenizer = sequence, tokenizer
+        self.sequence = sequence
+        self._tokenizer = tokenizer
         if self.is_stream:
             self._chunks = ChunkMaker(sequence, tokenizer)
 
@@ -68,7 +71,8 @@ class ServedRequest:
         """Return what is known of a request that ends now; its prompt has been encoded."""
         sequence = self.sequence
         assert sequence is not None
-        since, first = sequence.resident_since, self.first_token_at
+        since = sequence.resident_since
+        first = self.first_token_at
         return RequestRecord(
             finish_reason,  # type: ignore[arg-type]
             sequence.prompt_length,
@@ -88,7 +92,8 @@ class LiveRequests:
     """
 
     def __init__(self, most_requests: int, most_positions: int | None) -> None:
-        self.most_requests, self.most_positions = most_requests, most_positions
+        self.most_requests = most_requests
+        self.most_positions = most_positions
         self._lock = Lock()
         self._requests: dict[str, ServedRequest] = {}
         self._num_positions = 0

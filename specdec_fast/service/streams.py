@@ -19,7 +19,8 @@ class AsyncStream:
 
     def __init__(self, request: ServedRequest, worker: Worker) -> None:
         self.request_id = request.request_id
-        self._request, self._worker = request, worker
+        self._request = request
+        self._worker = worker
         self._has_ended = False
         self._prompt_ids: list[int] = []
 

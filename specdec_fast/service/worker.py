@@ -37,7 +37,8 @@ class Worker:
     """
 
     def __init__(self, engine: Engine, live: LiveRequests) -> None:
-        self._engine, self._live = engine, live
+        self._engine = engine
+        self._live = live
         self._call = engine.shared.call()
         self._executor = ThreadPoolExecutor(1, "specdec_fast-worker")
         self._writer = ThreadPoolExecutor(1, "specdec_fast-writer")
@@ -134,7 +135,8 @@ class Worker:
             sequences = list(self._served)
             totals = self._ended.with_(sequences)
         core = self._engine.core
-        num_running, pool = len({*core.resident} & {*sequences}), core.pool
+        num_running = len({*core.resident} & {*sequences})
+        pool = core.pool
         kv_usage = 0.0 if pool is None else 1 - pool.num_free_pages / pool.num_pages
         num_waiting = max(0, len(self._live) - num_running)
         counts = (totals.num_prompt_tokens, totals.num_preemptions, totals.decoding)
@@ -165,7 +167,8 @@ class Worker:
 
     def _taken(self, outputs: list[StepOutput]) -> list[tuple[ServedRequest, StepOutput]]:
         """Find the requests of a step's outputs; those that have ended are not served any more."""
-        taken, now = [], monotonic()
+        taken = []
+        now = monotonic()
         with self._lock:
             for output in outputs:
                 is_last = output.finish_reason is not None
@@ -224,7 +227,8 @@ class Worker:
         if now < self._next_deadline:
             return
         with self._lock:
-            late, to_come = [], [float("inf")]
+            late = []
+            to_come = [float("inf")]
             for request in self._served.values():
                 if request.deadline is not None and request.error is None:
                     late.append(request) if request.deadline <= now else to_come.append(request.deadline)

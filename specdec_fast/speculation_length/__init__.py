@@ -24,7 +24,7 @@ def make_length_policy(num_draft_tokens: Any) -> LengthPolicy:
     """
     if isinstance(num_draft_tokens, LengthPolicy):
         most = getattr(num_draft_tokens, "max_draft_tokens", None)
-        if not isinstance(most, int) or most < 0:
+        if type(most) is not int or not 0 <= most < 2**63:
             name = type(num_draft_tokens).__name__
             raise ConfigError(f"max_draft_tokens of {name}: {most!r}; expected an int, the largest K that it gives.")
         return num_draft_tokens

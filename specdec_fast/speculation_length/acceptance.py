@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_PRIOR, _PRIOR_TOKENS = 0.95, 4.0  # optimistic: acceptance can be observed only by drafting
+_PRIOR = 0.95  # optimistic: acceptance can be observed only by drafting
+_PRIOR_TOKENS = 4.0
 _WINDOW = 64.0  # draft tokens that are remembered: 5% standard error, and a change is followed in as many
 _LEAST_KEPT = 0.5  # of the past per update: large batches fill the window in a step
 _CHANGE = 3.0  # standard deviations (of a count, plus 1) between what was accepted and what was expected
@@ -25,8 +26,10 @@ class Acceptance:
 
     def __init__(self, max_draft_tokens: int) -> None:
         none = [0.0] * (max_draft_tokens - 1)
-        self._accepted, self._tried = [_PRIOR * _PRIOR_TOKENS, *none], [_PRIOR_TOKENS, *none]
-        self._proposed, self._asked = [1.0, *none], [1.0, *none]
+        self._accepted = [_PRIOR * _PRIOR_TOKENS, *none]
+        self._tried = [_PRIOR_TOKENS, *none]
+        self._proposed = [1.0, *none]
+        self._asked = [1.0, *none]
 
     @property
     def num_tried(self) -> float:
@@ -44,7 +47,12 @@ class Acceptance:
         With acceptance a at every position, ``(1 - a^(K + 1)) / (1 - a)`` (Leviathan et al., arXiv 2211.17192,
         section 3.1). A position counts only as often as the drafter proposes a token there.
         """
-        tokens, total, reached, before, share, weight = [1.0], 1.0, 1.0, self.average, 1.0, 0.0
+        tokens = [1.0]
+        total = 1.0
+        reached = 1.0
+        before = self.average
+        share = 1.0
+        weight = 0.0
         counts = zip(self._accepted, self._tried, self._proposed, self._asked, strict=True)
         for accepted, tried, proposed, asked in counts:
             before = (accepted + _NEIGHBOUR_TOKENS * before) / (tried + _NEIGHBOUR_TOKENS)
@@ -81,7 +89,10 @@ class Acceptance:
         accepted = tried = proposed = asked = 0  # drafts of at least j + 1 tokens
         for j in range(len(self._tried) - 1, -1, -1):
             a, t, p, d = ends[j + 1]
-            accepted, tried, proposed, asked = accepted + a, tried + t, proposed + p, asked + d
+            accepted = accepted + a
+            tried = tried + t
+            proposed = proposed + p
+            asked = asked + d
             self._accepted[j] = keep * self._accepted[j] + accepted
             self._tried[j] = keep * self._tried[j] + tried
             self._proposed[j] = keep * self._proposed[j] + proposed

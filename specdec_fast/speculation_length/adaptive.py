@@ -12,16 +12,20 @@ from specdec_fast.speculation_length.verify_budget import VerifyBudget
 
 # A choice holds for 4 to 32 steps, as long as what is accepted is within 1.5 standard deviations of what was expected:
 # it takes about a tenth of a millisecond, a third of a short step.
-_STEPS, _LEAST_STEPS, _SURPRISE = 32, 4, 1.5
+_STEPS = 32
+_LEAST_STEPS = 4
+_SURPRISE = 1.5
 _KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, and every step is a choice
 _PROBE_K = 3  # draft tokens of a probe after one that was accepted whole, and the most of an engine's first drafts
 _PROBE_SHARE = 0.01  # of the time of plain steps that probes may lose
 _PROBE_KEEPS = 0.9  # share of their weight that earlier counts keep after a probe
 # Least expected speed of drafting over plain decoding: to begin (the draft model must prefill), and to go on (estimates
 # vary).
-_LEAST_GAIN, _LEAST_KEPT_GAIN = 1.02, 0.98
+_LEAST_GAIN = 1.02
+_LEAST_KEPT_GAIN = 0.98
 # Drafting steps after which a few plain ones show what they take, or the other way round: the first time, and later.
-_FIRST_OTHER, _OTHER_EVERY = 16, 512
+_FIRST_OTHER = 16
+_OTHER_EVERY = 512
 _LEAST_TRIED_GAIN = 2 / 3  # of steps of a K that was never timed, over plain decoding: they may be faster than expected
 
 
@@ -105,10 +109,13 @@ class AdaptiveLength(LengthPolicy):
         return self._budget.least_score(scores, self._k) if self._has_budget and not self._is_probing else float("-inf")
 
     def observe(self, step: StepObservation) -> None:
-        k, profiled = self._k, self._costs.profile(len(step.batch))[self._k]
-        seconds, other = step.draft_seconds + step.verify_seconds, step.other_seconds
+        k = self._k
+        profiled = self._costs.profile(len(step.batch))[self._k]
+        seconds = step.draft_seconds + step.verify_seconds
+        other = step.other_seconds
         if self._is_asynchronous:
-            seconds, other = seconds + other, 0.0
+            seconds = seconds + other
+            other = 0.0
         if not k:
             self._num_plain += 1
             self._probe_budget = min(0.0, self._probe_budget + _PROBE_SHARE * (seconds + other))
@@ -129,7 +136,8 @@ class AdaptiveLength(LengthPolicy):
 
     def _keep_drafts(self, step: StepObservation) -> bool:
         """Keep what was accepted; return whether the seconds of the step are those of steps with its K."""
-        drafts, num = self._drafts, 0
+        drafts = self._drafts
+        num = 0
         counts = zip(step.batch, step.limits, step.num_draft_tokens, step.num_accepted, strict=True)
         for sequence, limit, proposed, accepted in counts:
             if limit:
@@ -162,7 +170,8 @@ class AdaptiveLength(LengthPolicy):
             self._learn_from_probe()
         if self._drafts:
             self._acceptance.add(self._drafts)
-        self._drafts, self._times = {}, []
+        self._drafts = {}
+        self._times = []
 
     def _learn_from_probe(self) -> None:
         """Weigh the past by how probable it made what the probe shows."""
@@ -177,7 +186,8 @@ class AdaptiveLength(LengthPolicy):
 
     def _choose(self, batch: list[Sequence]) -> None:
         self.num_choices += 1
-        size, was_plain = len(batch), not self._k or self._is_probing or self._is_trying
+        size = len(batch)
+        was_plain = not self._k or self._is_probing or self._is_trying
         tokens = self._of_chains.expected_tokens()
         if self._of_trees is not None:
             tokens += self._of_trees.expected_tokens()[1:]
@@ -189,23 +199,36 @@ class AdaptiveLength(LengthPolicy):
         self.may_branch = k > self.max_draft_tokens
         self._acceptance = self._of_trees if self.may_branch and self._of_trees else self._of_chains
         num_tried = int(self._acceptance.num_tried)
-        self._k, self._num_drafting, self._size = k, maxsize, size
-        self._steps_left, self._steps_more = _STEPS, 0
+        self._k = k
+        self._num_drafting = maxsize
+        self._size = size
+        self._steps_left = _STEPS
+        self._steps_more = 0
         self._is_probing = self._is_trying = False
         if not k:
             self._num_drafted = 0
             if self._may_try(best, gain):
-                self._k, self._steps_left, self._is_trying, self._num_plain = best, _LEAST_STEPS, True, 0
+                self._k = best
+                self._steps_left = _LEAST_STEPS
+                self._is_trying = True
+                self._num_plain = 0
             elif self._may_probe(batch, speeds[0]):
-                self._k, self._num_drafting, self._steps_left, self._is_probing = self._probe_k, 1, 1, True
+                self._k = self._probe_k
+                self._num_drafting = 1
+                self._steps_left = 1
+                self._is_probing = True
         elif self._wants_plain_steps(batch, gain):
-            self._k, self._steps_left, self._num_drafted = 0, _LEAST_STEPS, 0
+            self._k = 0
+            self._steps_left = _LEAST_STEPS
+            self._num_drafted = 0
         elif num_tried < _KNOWN:
             depth = self._costs.depth(k)
-            self._k, self._steps_left = k - depth + min(depth, max(_PROBE_K, num_tried)), 1
+            self._k = k - depth + min(depth, max(_PROBE_K, num_tried))
+            self._steps_left = 1
             self._num_drafting = max(1, size // 8, num_tried)
         else:
-            self._steps_left, self._steps_more = _LEAST_STEPS, _STEPS - _LEAST_STEPS
+            self._steps_left = _LEAST_STEPS
+            self._steps_more = _STEPS - _LEAST_STEPS
         self._depth = self._costs.depth(self._k)
 
     def _may_probe(self, batch: list[Sequence], plain_speed: float) -> bool:
@@ -230,7 +253,8 @@ class AdaptiveLength(LengthPolicy):
     def _speeds(self, batch: list[Sequence], tokens: list[float]) -> list[float]:
         """Return the tokens per second of a sequence, by K, of which each step emits ``tokens``."""
         # Where anything is drafted, every token pays its share of the draft model's prefill of the prompts.
-        prefill, seconds = self._prefill_seconds(batch), self._costs.seconds(len(batch))
+        prefill = self._prefill_seconds(batch)
+        seconds = self._costs.seconds(len(batch))
         speeds = [emitted / (each + prefill * emitted) for emitted, each in zip(tokens, seconds, strict=True)]
         speeds[0] = 1 / seconds[0]
         return speeds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from math import isnan
+from math import inf
 from typing import NamedTuple
 
 from specdec_fast.errors import LengthPolicyError
@@ -134,7 +134,7 @@ class LengthPolicy(ABC):
             LengthPolicyError: ``least_score`` is not a number.
         """
         least = self.least_score([list(own) for own in scores])
-        if not isinstance(least, (int, float)) or isnan(least):
+        if not isinstance(least, (int, float)) or not -inf <= least <= inf:  # NaN
             raise LengthPolicyError(
                 f"least_score of {type(self).__name__}: {least!r}; expected a number, such as -inf to verify all."
             )

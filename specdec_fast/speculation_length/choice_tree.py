@@ -80,7 +80,8 @@ def checked_choices(value: Any, source: str) -> tuple[tuple[int, ...], ...]:
         )
     known = set(choices)
     if orphan := next((path for path in choices if len(path) > 1 and path[:-1] not in known), None):
-        node, parent = reprlib.repr(list(orphan)), reprlib.repr(list(orphan[:-1]))
+        node = reprlib.repr(list(orphan))
+        parent = reprlib.repr(list(orphan[:-1]))
         raise ConfigError(f"{source} has the node {node} without its parent {parent}; add it.")
     return choices
 

@@ -52,8 +52,10 @@ class StepCosts:
         is_asynchronous: bool = False,
     ) -> None:
         self._verify = _Curve(verify)
-        self._has_trees, self._scores_chains = max_nodes > max_draft_tokens, has_scores and not max_nodes
-        self._max_draft_tokens, self._max_nodes = max_draft_tokens, 0 if has_scores else max_nodes
+        self._has_trees = max_nodes > max_draft_tokens
+        self._scores_chains = has_scores and not max_nodes
+        self._max_draft_tokens = max_draft_tokens
+        self._max_nodes = 0 if has_scores else max_nodes
         self._lengths = range(max_draft_tokens * (2 if self._has_trees else 1) + 1)
         self._is_asynchronous = is_asynchronous
         self._draft = _Curve({n: s for n, s in draft.items() if n}) if draft else None
@@ -71,7 +73,8 @@ class StepCosts:
     @classmethod
     def measured(cls, profiler: Profiler, max_draft_tokens: int) -> StepCosts:
         """Time the forwards of both models at every row count that a step can have, roughly."""
-        num, max_nodes = profiler.max_batch_size, profiler.max_nodes
+        num = profiler.max_batch_size
+        max_nodes = profiler.max_nodes
         most = min(num * (max(max_draft_tokens, max_nodes) + 1), max(num, _MOST_PROFILED_ROWS))
         verify = profiler.verify_seconds(_row_counts(most))
         draft = profiler.draft_seconds(_row_counts(max(num, _CATCH_UP_ROWS)))
@@ -105,14 +108,16 @@ class StepCosts:
 
     def observe_nodes(self, size: int, k: int, count: float) -> None:
         """Learn how many draft tokens are verified in a step, if they have scores."""
-        verified, count = self._verified.setdefault(size.bit_length(), {}), count / size
+        verified = self._verified.setdefault(size.bit_length(), {})
+        count = count / size
         before = verified.get(k, count)
         verified[k] = before + _OWN_RATE * (count - before)
         self._profiles.clear()
 
     def seconds(self, size: int) -> list[float]:
         """Return the seconds expected now, by K."""
-        plain, drafting = self.other(size, 0), self.other(size, 1)
+        plain = self.other(size, 0)
+        drafting = self.other(size, 1)
         factors = self._factors.get(size.bit_length(), self._latest)
         seconds = [each * exp(factor) + drafting for each, factor in zip(self.profile(size), factors, strict=True)]
         seconds[0] += plain - drafting
@@ -123,7 +128,8 @@ class StepCosts:
 
         Steps that draft take longer than plain ones. Until such steps were observed, they count as the others did.
         """
-        others, length = self._others, size.bit_length()
+        others = self._others
+        length = size.bit_length()
         return others.get((length, k > 0), others.get((length, k == 0), self._latest_other))
 
     def verify_seconds(self, size: int, rows: float) -> float:
@@ -145,7 +151,10 @@ class StepCosts:
 
         ``ratio`` is that of the forwards' seconds to those profiled; ``other`` are the seconds besides forwards.
         """
-        length, kinds, observed, is_new = size.bit_length(), self._kinds, self._observed, not self.is_observed(size, k)
+        length = size.bit_length()
+        kinds = self._kinds
+        observed = self._observed
+        is_new = not self.is_observed(size, k)
         self._latest = factors = self._factors.setdefault(length, list(self._latest))
         is_drafter_unknown = k > 0 and not self._draft
         surprise = log(max(ratio, 1e-6)) - factors[k]
@@ -181,7 +190,8 @@ class _Curve:
         self._values = list(accumulate(reversed(values), min))[::-1]  # and more rows cost no less
 
     def __call__(self, rows: float) -> float:
-        counts, values = self._counts, self._values
+        counts = self._counts
+        values = self._values
         if len(counts) == 1:
             return values[0] * max(1.0, rows / counts[0])
         i = min(max(bisect_right(counts, rows), 1), len(counts) - 1)

@@ -21,7 +21,8 @@ class HitRates:
 
     def __init__(self) -> None:
         own = [exp(-_BIN * (i + 0.5)) for i in range(_NUM_BINS)]
-        self._accepted, self._tried = [_PRIOR_NODES * rate for rate in own], [_PRIOR_NODES] * _NUM_BINS
+        self._accepted = [_PRIOR_NODES * rate for rate in own]
+        self._tried = [_PRIOR_NODES] * _NUM_BINS
         self._rates = own
 
     def add(self, scores: list[float], accepted: list[int]) -> None:
@@ -53,7 +54,8 @@ class VerifyBudget:
     """
 
     def __init__(self, costs: StepCosts) -> None:
-        self._costs, self._rates = costs, HitRates()
+        self._costs = costs
+        self._rates = HitRates()
         self._counts: list[int] = []  # nodes of the steps since the last choice
         self._key = (0, 0)  # K and B of these
         self._seconds: list[float] = []  # of a step by its number of nodes, as far as they were needed
@@ -63,14 +65,18 @@ class VerifyBudget:
         falling = sorted((score for own in scores for score in own), reverse=True)
         size = len(scores)
         if self._key != (k, size):
-            self._key, self._counts, self._seconds = (k, size), [], []
+            self._key = (k, size)
+            self._counts = []
+            self._seconds = []
         self._time(len(falling))
         tokens = float(size)
-        best, most = float("inf"), tokens / self._seconds[0]
+        best = float("inf")
+        most = tokens / self._seconds[0]
         for score, seconds in zip(falling, self._seconds[1:], strict=False):
             tokens += self._rates(score)
             if tokens > most * seconds:
-                best, most = score, tokens / seconds
+                best = score
+                most = tokens / seconds
         return best
 
     def observe(self, k: int, scores: list[list[float]], accepted: list[list[int]], is_usual: bool) -> None:
@@ -93,7 +99,8 @@ class VerifyBudget:
         if self._counts:
             k, size = self._key
             self._costs.observe_nodes(size, k, sum(self._counts) / len(self._counts))
-        self._counts, self._seconds = [], []
+        self._counts = []
+        self._seconds = []
 
     def _time(self, num_nodes: int) -> None:
         k, size = self._key

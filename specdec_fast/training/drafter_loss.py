@@ -44,7 +44,9 @@ class Teacher:
     """
 
     def __init__(self, target: PreTrainedModel, tap_layers: tuple[int, ...], draft_ids: Tensor | None) -> None:
-        self._target, self._tap_layers, self._draft_ids = target, tap_layers, draft_ids
+        self._target = target
+        self._tap_layers = tap_layers
+        self._draft_ids = draft_ids
         self._draft_id_of: Tensor | None = None
         if draft_ids is not None:
             vocab_size = target.config.get_text_config(decoder=True).vocab_size
@@ -67,7 +69,8 @@ class Teacher:
         logits = output.logits
         best = logits.argmax(-1)
         if self._draft_ids is not None and self._draft_id_of is not None:
-            logits, best = logits[..., self._draft_ids], self._draft_id_of[best]
+            logits = logits[..., self._draft_ids]
+            best = self._draft_id_of[best]
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)
         return Lesson(features, logits.float().softmax(-1), best, positions < lengths[:, None] - 1)
 
@@ -89,12 +92,14 @@ def loss_of(module: DrafterModule, token_ids: Tensor, lesson: Lesson, num_steps:
 
 def cross_entropy(drafts: Drafts, lesson: Lesson) -> Tensor:
     """Return the loss of ``loss_of`` for results of ``DrafterModule.drafts``."""
-    total, weights = lesson.features.new_zeros(()), 0.0
+    total = lesson.features.new_zeros(())
+    weights = 0.0
     for step, (drafted, rows) in enumerate(drafts):
         learnt = (lesson.counts & (lesson.best >= 0))[:, rows]
         if not learnt.any():
             continue
-        logits, wanted = drafted.float(), lesson.probabilities[:, rows]
+        logits = drafted.float()
+        wanted = lesson.probabilities[:, rows]
         loss = logits.logsumexp(-1) - (wanted * logits).sum(-1)
         total = total + STEP_DISCOUNT**step * loss[learnt].mean()
         weights += STEP_DISCOUNT**step
@@ -113,7 +118,8 @@ def agreement(module: DrafterModule, token_ids: Tensor, lesson: Lesson, num_step
     for step, (logits, rows) in enumerate(module.drafts(lesson.features, token_ids, num_steps)):
         valid = lesson.counts[:, rows]
         agrees = (logits.argmax(-1) == lesson.best[:, rows]) & valid
-        counts[step, 0], counts[step, 1] = agrees.sum(), valid.sum()
+        counts[step, 0] = agrees.sum()
+        counts[step, 1] = valid.sum()
     return counts
 
 

@@ -25,7 +25,8 @@ def dspark_loss(module: DFlashModule, token_ids: Tensor, lesson: Lesson, num_ste
 
     """
     drafts, scored = module.scored_drafts(lesson.features, token_ids, num_steps)
-    total, weights = lesson.features.new_zeros(()), 0.0
+    total = lesson.features.new_zeros(())
+    weights = 0.0
     for step, ((logits, rows), estimates) in enumerate(zip(drafts, scored, strict=True)):
         valid = lesson.counts[:, rows]
         if valid.any():

@@ -104,7 +104,8 @@ class OnlineUpdates:
                 f"the engine drafts with {engine.drafter.name!r}; only SpecBlock drafters are updated: pass "
                 "draft='specblock:FOLDER' to the engine."
             )
-        self._engine, self._drafter = engine, engine.drafter
+        self._engine = engine
+        self._drafter = engine.drafter
         self.settings = OnlineSettings() if settings is None else settings
         self._target = _twin(engine.target.model)
         config = self._drafter.model.config

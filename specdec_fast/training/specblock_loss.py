@@ -9,7 +9,8 @@ from torch.nn.functional import one_hot
 from specdec_fast.drafters.specblock.module import SpecBlockModule
 from specdec_fast.training.drafter_loss import STEP_DISCOUNT, Lesson
 
-_NUM_CLASSES, NUM_FEATURES = 4, 20
+_NUM_CLASSES = 4
+NUM_FEATURES = 20
 _CLASS_BUDGET = 10  # positions of a class and slot that count in full
 _STRIDE = 4  # one of so many positions gets a second block, because these attend without a fused kernel
 
@@ -43,19 +44,22 @@ def block_loss(module: SpecBlockModule, token_ids: Tensor, lesson: Lesson, num_s
 
 def _slots_loss(module: SpecBlockModule, hidden: Tensor, token_ids: Tensor, lesson: Lesson, starts: Tensor) -> Tensor:
     """Return the loss of blocks ``[B, N, K, H]`` whose slot k drafts the token behind position ``starts + k``."""
-    last, num_slots = token_ids.shape[1] - 1, hidden.shape[2]
+    last = token_ids.shape[1] - 1
+    num_slots = hidden.shape[2]
     places = starts[:, None] + torch.arange(num_slots, device=starts.device)
     at = places.clamp(max=last)  # the last position counts nowhere
     normed = module.norm(hidden)
     logits = module.lm_head(normed).float()
-    drafted, best = logits.detach().argmax(-1), lesson.best[:, at]
+    drafted = logits.detach().argmax(-1)
+    best = lesson.best[:, at]
     text = module.draft_ids_of(token_ids)[:, (at + 1).clamp(max=last)]
     valid = torch.cat([torch.ones_like(text[..., :1]), (drafted == text).long().cumprod(-1)[..., :-1]], dim=-1) > 0
     learnt = valid & lesson.counts[:, at] & (best >= 0)
     slots = torch.arange(num_slots, device=starts.device).expand_as(learnt)[learnt]
     if not len(slots):
         return logits.sum() * 0.0
-    rows, wanted = logits[learnt], lesson.probabilities[:, at][learnt]
+    rows = logits[learnt]
+    wanted = lesson.probabilities[:, at][learnt]
     losses = rows.logsumexp(-1) - (wanted * rows).sum(-1)
     counts = torch.bincount(slots, minlength=num_slots).clamp(min=1)
     weights = STEP_DISCOUNT ** torch.arange(num_slots, device=starts.device)

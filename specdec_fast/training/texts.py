@@ -154,7 +154,8 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
             new = [list(filter(_is_long, pair)) for pair in zip_longest(sampled, greedy, fillvalue=nothing)]
             pairs += new
             added = sum(map(_num_tokens, new))
-            total, num_begun = total + added, begun.stop
+            total = total + added
+            num_begun = begun.stop
             if not total and num_begun >= _CALL:
                 raise ConfigError(
                     f"the target ends its texts within {_SHORTEST} tokens; pass prompts that it can continue."

@@ -22,7 +22,8 @@ from specdec_fast.whole_files import replaced
 
 Loss = Callable[[Any, Tensor, Lesson, int], Tensor]
 
-_BETAS, LARGEST_GRADIENT = (0.9, 0.95), 1.0
+_BETAS = (0.9, 0.95)
+LARGEST_GRADIENT = 1.0
 _MUON_DECAY = 0.01
 _SORTED_TOGETHER = 64  # batches; texts are sorted by length among so many
 _EARLY_STEPS = 2
@@ -87,11 +88,17 @@ class Trainer:
         folder: Path,
         loss: Loss = loss_of,
     ) -> None:
-        self.module, self._teacher, self._texts, self.recipe, self._loss_of = module, teacher, texts, recipe, loss
+        self.module = module
+        self._teacher = teacher
+        self._texts = texts
+        self.recipe = recipe
+        self._loss_of = loss
         self.device = next(module.parameters()).device
         self._state_file = folder / "training_state.pt"
         self._optimizers = optimizers_of(module, recipe)
-        self.step, self.seconds, self.loss = 0, 0.0, math.nan
+        self.step = 0
+        self.seconds = 0.0
+        self.loss = math.nan
         self.num_steps = sum(1 for epoch in range(recipe.epochs) for _ in self._batches(epoch))
 
     def run(self, checkpoint_seconds: float) -> None:
@@ -176,7 +183,9 @@ class Trainer:
         self.module.load_state_dict(state["module"])
         for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(own)
-        self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
+        self.step = state["step"]
+        self.seconds = state["seconds"]
+        self.loss = state["loss"]
 
     def _identity(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self.module.named_parameters()}

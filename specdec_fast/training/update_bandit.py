@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log, sqrt
 
-SKIP, HEAD, FULL = "skip", "head", "full"
+SKIP = "skip"
+HEAD = "head"
+FULL = "full"
 ARMS = (SKIP, HEAD, FULL)
 _DISCOUNT = 0.98  # of earlier gains, per choice
 _LEAST_DEVIATION = 0.005  # of gains, in tokens per step
@@ -79,7 +81,8 @@ class UpdateBandit:
                 arm.count *= _DISCOUNT
                 arm.gain *= _DISCOUNT
                 arm.square *= _DISCOUNT
-            taken, gain = self._arms[self._last], tokens_per_step - self.tokens_per_step
+            taken = self._arms[self._last]
+            gain = tokens_per_step - self.tokens_per_step
             taken.count += 1
             taken.gain += gain
             taken.square += gain**2
@@ -118,7 +121,8 @@ class UpdateBandit:
 
     def _bound(self, arm: str) -> float:
         """Return the upper confidence bound on the gain of an arm; that of an arm never taken exceeds all others."""
-        own, arms = self._arms[arm], self._arms.values()
+        own = self._arms[arm]
+        arms = self._arms.values()
         if not own.count:
             return 0.0 if arm == SKIP else 1.0
         total = sum(each.count for each in arms)

@@ -164,6 +164,7 @@ def test_a_drafter_may_change_its_lists(target, prompt_ids, expected):
         def commit(self, sequences, result):
             sequences.clear()
             result.accepted_rows.clear()
+            self.draft.num_draft_tokens.clear()
 
     drafter = Clearing(lambda s, limit: [3] * limit)
     outputs = sd.Engine(target, drafter, max_batch_size=4).generate(prompt_ids, PARAMS)
@@ -197,6 +198,32 @@ def test_a_drafter_cannot_change_limits_or_tokens(target, prompt_ids, expected):
         drafter.propose = broken
         with pytest.raises(sd.DrafterError, match=message):
             engine.generate(prompt_ids[:1], PARAMS)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [5, {}, {0: 0.0}, {1: "x"}, {1: float("nan")}, {1: -1.0}, {1: float("inf")}, {"a": 1.0}, {-1: 1.0}],
+    ids=str,
+)
+def test_seconds_that_are_none_are_refused(target, seconds):
+    drafter = Scripted(lambda s, limit: [])
+    drafter.forward_seconds = lambda row_counts: seconds
+    with pytest.raises(sd.DrafterError, match=r"forward_seconds are .*; expected None, or seconds by number"):
+        sd.Engine(target, drafter, num_draft_tokens="auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("weights", None), ("weights", [1]), ("weights", [torch.eye(2).to_sparse()]), ("step_bytes", None),
+     ("step_bytes", -1), ("step_bytes", 1.5), ("step_bytes", 10**400), ("bytes_per_token", "x"),
+     ("bytes_per_token", -1)],
+    ids=lambda value: str(value)[:12],
+)  # fmt: skip
+def test_memory_that_cannot_be_counted_is_refused(target, name, value):
+    attribute = property(lambda self: value) if name == "bytes_per_token" else lambda self, *counts: value
+    drafter = type("Own", (Scripted,), {name: attribute})(lambda s, limit: [])
+    with pytest.raises(sd.DrafterError, match=rf"{name} (is .*; expected a number of bytes|cannot be counted)"):
+        sd.Engine(target, drafter, memory_bytes=10**9)
 
 
 def test_engine_survives_an_exception_on_release(target, prompt_ids, expected):

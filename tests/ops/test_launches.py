@@ -1,19 +1,11 @@
 """All launches are listed in the kernel files, and no batch makes Triton compile again while it serves.
 
-The checks run in other processes, because this one has Triton's interpreter instead of its compiler.
+The checks run in processes of the fixture ``compiler``, because this one has Triton's interpreter in its place.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-
 import pytest
-
-from support.source_tree import ROOT
 
 pytest.importorskip("triton")
 
@@ -49,50 +41,10 @@ def unlisted(notes):  # no file can list the sizes of every model, but tiles and
 """
 
 
-# Loaded once, the packages serve every check: each is a child of this process.
-SERVER = (
-    COMMON
-    + """
-import json, os, sys, traceback
-torch.set_num_threads(1)  # a forked process has no pool of threads
-for line in sys.stdin:
-    reading, writing = os.pipe()
-    if os.fork() == 0:
-        os.dup2(writing, 1)
-        os.dup2(writing, 2)
-        failed = False
-        try:
-            exec(json.loads(line), globals())
-        except BaseException:
-            failed = True
-            traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(failed)
-    os.close(writing)
-    with os.fdopen(reading) as file:
-        found = file.read()
-    print(json.dumps([os.wait()[1], found]), flush=True)
-"""
-)
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Callable[[str], str]]:
-    """Return a function that runs a script after COMMON, in a process of its own, and returns what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", SERVER]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
-
-        def run(script: str) -> str:
-            print(json.dumps(script), file=server.stdin, flush=True)
-            status, found = json.loads(server.stdout.readline())
-            assert status == 0, found
-            return found
-
-        yield run
-        server.stdin.close()
+@pytest.fixture
+def run(compiler):
+    """Return a function that runs a script after COMMON, and returns what it prints."""
+    return lambda script: compiler.run(COMMON + script)
 
 
 def test_the_cases_of_the_ops_launch_what_is_listed(run):

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
-
-from support.source_tree import ROOT
 
 pytest.importorskip("triton")
 
@@ -36,14 +30,9 @@ for variant in [multiplying, *others, variant_of(plan, kernel, "row kernel")]:
 
 
 @pytest.mark.grid
-def test_kernels_wait_before_they_touch_memory():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT / "tests")
-    command = [sys.executable, "-W", "ignore", "-c", PLACES]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_kernels_wait_before_they_touch_memory(compiler):
     seen = []
-    for line in done.stdout.splitlines():
+    for line in compiler.run(PLACES).splitlines():
         target, kernel, *places = line.split("|")
         wait, access, prefetch, launch = map(int, places)
         seen.append((target, kernel))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -13,7 +9,6 @@ pytest.importorskip("triton")
 from specdec_fast.ops.paged_attention import _Shape
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.triton_kernels import paged_attention as module
-from support.source_tree import ROOT
 from support.triton_attention import attention, launches, make
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.gpu; this is about the interpreter")
@@ -56,8 +51,9 @@ LAYOUTS = r"""
 import re, sys
 from bench.aot import TARGETS, compile_variant
 from specdec_fast.triton_kernels.paged_attention import variants
-chosen = [variant for variant in variants() if variant.name in sys.argv[1:]]
-for name in ("sm_80", "sm_90"):
+targets, *names = sys.argv[1:]
+chosen = [variant for variant in variants() if variant.name in names]
+for name in targets.split(","):
     for variant in chosen:
         code = compile_variant(variant, TARGETS[name]).asm["ttgir"]
         layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
@@ -70,22 +66,27 @@ for name in ("sm_80", "sm_90"):
 """
 
 
-def test_sums_over_a_tile_have_one_order():
+@pytest.mark.parametrize(
+    ("targets", "kinds"),
+    [
+        pytest.param(["sm_90"], ["_tree"], id="slice"),
+        pytest.param(["sm_80", "sm_90"], ["_tree", "_merging"], id="all", marks=pytest.mark.grid),
+    ],
+)
+def test_sums_over_a_tile_have_one_order(compiler, targets, kinds):
     """Whether a tile is partly hidden, in a tree or not, the compiler adds up its weights in the same layout.
 
     So it does if the program that is last to end merges the pieces.
 
     The interpreter cannot show that; the order of a sum on a GPU is that of its layout.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    names = ("fp16_dim128_group4", "fp16_dim128_group4_tree", "fp16_dim128_group4_merging")
-    command = [sys.executable, "-c", LAYOUTS, *names]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 6, done.stderr
-    for chain, *others in (lines[:3], lines[3:]):
-        assert others == [chain, chain], "a tree's rows have the bits of chains"
-        _, *layouts = chain
+    names = [f"fp16_dim128_group4{kind}" for kind in ("", *kinds)]
+    lines = [line.split() for line in compiler.run(LAYOUTS, ",".join(targets), *names).splitlines()]
+    assert len(lines) == len(targets) * len(names)
+    for target in targets:
+        chain, *others = (layouts for name, *layouts in lines if name == target)
+        assert others == [chain] * len(kinds), "a tree's rows have the bits of chains"
+        layouts = chain
         assert len(layouts) == 8, "a maximum, a sum and two products, of tiles that all rows see and of others"
         assert len(set(layouts[:4])) == 1
         assert layouts[4:6] == layouts[6:]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-
-from support.source_tree import ROOT
 
 pytest.importorskip("triton")
 
@@ -172,17 +167,13 @@ for variant in variants():
     ],
     ids=["slice", "all"],
 )
-def test_products_are_the_same_instruction_in_all_tiles(targets, pattern):
+def test_products_are_the_same_instruction_in_all_tiles(compiler, targets, pattern):
     """The interpreter has no instructions. On a GPU the order within a product is that of its instruction.
 
     Hopper and later have instructions of many sizes, of which ``bench.gpu`` compares the bits.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", INSTRUCTIONS, targets, pattern]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
     found: dict[tuple[str, str], set[tuple[str, ...]]] = {}
-    for line in done.stdout.splitlines():
+    for line in compiler.run(INSTRUCTIONS, targets, pattern).splitlines():
         target, kind, products, *layouts = line.split("|")
         assert int(products) >= 1
         found.setdefault((target, kind), set()).add(tuple(layouts))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,7 +27,6 @@ from support.grids import grid
 from support.models import CONFIGS, TINY_GROUPED, VOCAB_SIZE, tiny_model, truncated_copy
 from support.programs import CPU, needs_programs
 from support.repeated import Repeated
-from support.source_tree import ROOT
 
 pytest.importorskip("triton")
 
@@ -185,16 +181,6 @@ def test_models_on_gpus_are_programs_in_graphs(monkeypatch):
     assert all(map(torch.equal, *launched))
 
 
-def resources(targets, models):
-    """Compile in a process of its own, because this one has the interpreter instead of the compiler."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT / "tests")
-    command = [sys.executable, "-m", "support.device_programs", targets, *models]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("targets", "models"),
@@ -212,8 +198,9 @@ def resources(targets, models):
         ),
     ],
 )
-def test_kernels_compile_without_spills(targets, models):
+def test_kernels_compile_without_spills(compiler, targets, models):
     """``wide`` are the sizes of a model of 8 billion parameters, ``experts`` routers of 128 and 256 experts."""
-    rows = resources(targets, models)
+    printed = compiler.run("from support.device_programs import main; main()", targets, *models)
+    rows = json.loads(printed.splitlines()[-1])
     assert [row for row in rows if row["error"] or row["spill_bytes"]] == []
     assert len(rows) >= 4 * len(models) * len(targets.split(",")), "each of them has several kernels"

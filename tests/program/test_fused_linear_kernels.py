@@ -6,15 +6,11 @@ The interpreter cannot show these: the order of a sum on a GPU is that of its la
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from support.programs import needs_programs
-from support.source_tree import ROOT
 
 pytest.importorskip("triton")
 
@@ -66,15 +62,6 @@ for target in sys.argv[1].split(","):
 """
 
 
-def compiled_for(targets, sizes):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT / "tests")
-    command = [sys.executable, "-W", "ignore", "-c", COMPILED, targets, sizes]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-
-
 def order_of(shape, layout):
     """Return which bits of a place in a row are numbers of one thread, threads of a warp, and warps, in their order."""
     length = shape[-1]
@@ -92,16 +79,11 @@ def order_of(shape, layout):
     return order
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("targets", "sizes"),
-    [
-        pytest.param("sm_90", "1024", id="slice"),
-        pytest.param("sm_80,sm_90,sm_100,gfx942", "512,896,1024,2048", id="all", marks=pytest.mark.grid),
-    ],
-)
-def test_sums_and_products_have_the_order_of_separate_kernels(targets, sizes):
-    found = compiled_for(targets, sizes)
+def test_sums_and_products_have_the_order_of_separate_kernels(compiler):
+    printed = compiler.run(COMPILED, "sm_80,sm_90,sm_100,gfx942", "512,896,1024,2048")
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith("[")]
     plain = {
         target: {str(products[1]) for _, products in kernels.values()} for target, size, kernels in found if not size
     }

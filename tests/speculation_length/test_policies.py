@@ -79,8 +79,10 @@ def test_a_policy_without_a_largest_k_is_refused():
         def limits(self, batch):
             return [0] * len(batch)
 
-    for value in (Unbounded(), InTurn):  # the class is no instance
-        with pytest.raises(sd.ConfigError, match=r"max_draft_tokens of Unbounded|expected an integer"):
+    huge = InTurn()
+    huge.max_draft_tokens = 10**30
+    for value in (Unbounded(), InTurn, huge):  # the class is no instance
+        with pytest.raises(sd.ConfigError, match=r"max_draft_tokens of (Unbounded|InTurn)|expected an integer"):
             sd.EngineConfig(num_draft_tokens=value)
 
 
@@ -137,6 +139,20 @@ def test_a_policy_that_clears_what_it_observes_harms_no_other_request(target, pr
         engine.core.step()
     engine.core.drop_failed(raised.value)
     assert sum(request.error is not None for request in requests) == 2, "those of the step"
+
+
+@pytest.mark.parametrize("least", [None, "x", float("nan"), torch.tensor(-1.0)], ids=str)
+def test_the_least_score_is_a_number(least):
+    policy = InTurn()
+    policy.least_score = lambda scores: least
+    with pytest.raises(sd.LengthPolicyError, match="least_score of InTurn"):
+        policy.checked_least_score([[-1.0]])
+
+
+def test_the_least_score_may_be_any_integer():
+    policy = InTurn()
+    policy.least_score = lambda scores: -(10**400)
+    assert policy.checked_least_score([[-1.0]]) < -1e308
 
 
 def test_a_policy_that_clears_the_scores_still_decides_what_is_verified(target, prompt_ids, monkeypatch):

@@ -132,7 +132,9 @@ MAKERS = {
     "experts": (many_experts, torch.bfloat16),
 }
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Print the resources of the kernels of some models, ``tiny.llama`` for example, for some targets, as JSON."""
     chosen_targets, *models = sys.argv[1:]
     rows = [row for model in models for row in compiled_for(*model.split(".", 1), chosen_targets.split(","))]
     print(table(rows, chosen_targets.split(",")), file=sys.stderr)

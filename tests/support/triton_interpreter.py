@@ -1,11 +1,13 @@
-"""Triton's interpreter without its largest waste; what kernels compute is the same.
+"""Triton's interpreter without its largest wastes; what kernels compute is the same.
 
 It replaces the functions of ``triton.language`` at every call of a device function, which takes a third of the time of
-our kernels; here it does so once per launch.
+our kernels; here it does so once per launch. For every sum and product of integers it also computes whether that
+overflows, and does nothing with the result, because only its debug mode asserts it; that is another third.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -43,6 +45,9 @@ def _languages_of(fn: Any) -> frozenset[str]:
 
 
 def speed_up() -> None:
-    """Install it, if this Triton's interpreter can undo what it replaces."""
+    """Install it: the scopes, if this Triton's interpreter can undo what it replaces."""
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = _OncePerLaunch(interpreter._patch_lang)
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)

@@ -67,7 +67,9 @@ class CloverDrafter(TappedDrafter, TreeDrafter):
         with torch.inference_mode():
             self.model = load_clover(Path(folder), context.target)
         super().__init__(self.model.layout, context)
-        config, ops, settings = self.model.config, self.model.ops, context.config
+        config = self.model.config
+        ops = self.model.ops
+        settings = context.config
         functions = self.model.row_functions()
         self._heads = [RowModule(each, ops, settings.page_size, settings.enforce_eager) for each in functions]
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -95,7 +97,8 @@ class CloverDrafter(TappedDrafter, TreeDrafter):
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         """Estimate what the augmenting block needs, the features that wait, and the widest level's rows and logits."""
-        model, itemsize = self.model, self.model.layout.dtype.itemsize
+        model = self.model
+        itemsize = self.model.layout.dtype.itemsize
         rows = max(prefill_rows or MAX_PREFILL_ROWS, num_sequences * (num_draft_tokens + 1))
         level = num_sequences * self._levels.widest * (8 * model.hidden_size + 3 * model.vocab_size)
         forward = self._heads[0].step_bytes(rows, num_sequences) or rows * model.row_bytes
@@ -126,7 +129,8 @@ class CloverDrafter(TappedDrafter, TreeDrafter):
 
     def _ranked(self, sequences: list[Sequence], depth: int) -> Tensor:
         """Return ``[B, width]`` int64: for each level of ``depth``, the likeliest tokens behind each of its nodes."""
-        model, num_sequences = self.model, len(sequences)
+        model = self.model
+        num_sequences = len(sequences)
         if sum(map(self._num_queued, sequences)) > self._most_rows:
             self._catch_up(sequences)
         batch, hidden = self._first(self._queued_rows(sequences))
@@ -135,11 +139,13 @@ class CloverDrafter(TappedDrafter, TreeDrafter):
         for head, level in enumerate(self._levels.levels[:depth]):
             if found:
                 hidden = hidden.unflatten(0, (num_sequences, -1))[:, level.origins].flatten(0, 1)
-                batch, last = batch_without_pages(found[-1][:, level.places].flatten()), None
+                batch = batch_without_pages(found[-1][:, level.places].flatten())
+                last = None
             logits, hidden = self._heads[head](self._pool(), batch, hidden, last)
             tokens = batch.token_ids
             if last is not None:
-                hidden, tokens = hidden[last], tokens[last]
+                hidden = hidden[last]
+                tokens = tokens[last]
             owners = [sequence for sequence in sequences for _ in range(level.num_nodes)]
             sampling = sampling_of(owners, self._device, ahead=head)
             found.append(ranked_tokens(model.ops, logits, level.num_ranks, tokens, sampling).view(num_sequences, -1))
@@ -171,7 +177,8 @@ class _Levels:
         self.levels: list[_Level] = []
         self._first: list[int] = []  # the place of each level's first token
         self._index: dict[tuple[int, ...], int] = {}  # of each node that has children, among those of its level
-        self.widest, width = 1, 0
+        self.widest = 1
+        width = 0
         before: list[tuple[int, ...]] = []
         for depth, num_ranks in enumerate(tree.num_ranks):
             paths = sorted({choice[:-1] for choice in tree.choices if len(choice) == depth + 1})
@@ -182,7 +189,8 @@ class _Levels:
             self.levels.append(_Level(len(paths), num_ranks, index[0], index[1]))
             self._first.append(width)
             width += len(paths) * num_ranks
-            self.widest, before = max(self.widest, len(paths)), paths
+            self.widest = max(self.widest, len(paths))
+            before = paths
         self.picked = cache(self._picked)
 
     def _picked(self, depth: int, num_nodes: int) -> tuple[list[int], list[int]]:

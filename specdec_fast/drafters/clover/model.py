@@ -50,7 +50,8 @@ class _Head:
     def __init__(self, weights: dict[str, Tensor], index: int, num_blocks: int) -> None:
         prefix = f"heads.{index}."
         own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        self.norm, self.query = own["norm.weight"], joined(own, ["q_proj"])
+        self.norm = own["norm.weight"]
+        self.query = joined(own, ["q_proj"])
         self.key_value = joined(own, ["k_proj", "v_proj"])
         self.blocks = [joined(own, [f"blocks.{block}.linear"]) for block in range(num_blocks)]
 
@@ -77,20 +78,26 @@ class CloverModel:
     """
 
     def __init__(self, config: CloverConfig, weights: dict[str, Tensor], target: RaggedModel) -> None:
-        self.config, layer = config, config.layer
-        device, dtype = target.layout.device, target.layout.dtype
+        self.config = config
+        layer = config.layer
+        device = target.layout.device
+        dtype = target.layout.dtype
         self._ops = target.ops.unchecked or target.ops
-        self.ops, self.vocab_size, self.hidden_size = target.ops, target.vocab_size, layer.hidden_size
+        self.ops = target.ops
+        self.vocab_size = target.vocab_size
+        self.hidden_size = layer.hidden_size
         own = {name: weight.to(device, dtype).contiguous() for name, weight in weights.items()}
         self._block = LayerWeights(own, 0, None, layer.head_dim)
         self._heads = [_Head(own, index, config.num_blocks) for index in range(config.num_heads)]
         self._output = _output_layer(target)
-        self._epsilon, self._act = layer.rms_norm_eps, ACT2FN[layer.hidden_act]
+        self._epsilon = layer.rms_norm_eps
+        self._act = ACT2FN[layer.hidden_act]
         kv_heads = layer.num_key_value_heads
         self._sizes = [heads * layer.head_dim for heads in (layer.num_attention_heads, kv_heads, kv_heads)]
         self._gates = (layer.num_attention_heads, layer.hidden_size // layer.num_attention_heads)
         self.layout = KVLayout.uniform(1, kv_heads, layer.head_dim, dtype, device)
-        self._rotary, self._is_recorded = RotaryTable(layer, dtype, device), False
+        self._rotary = RotaryTable(layer, dtype, device)
+        self._is_recorded = False
 
     def weights(self) -> list[Tensor]:
         """Return all tensors that it keeps; the output layer is the target's."""
@@ -167,7 +174,8 @@ class CloverModel:
                 model = self
                 if ops is not self.ops:  # it is recorded
                     model = copy(self)
-                    model._ops, model._is_recorded = ops, True
+                    model._ops = ops
+                    model._is_recorded = True
                 if index == 0:
                     hidden = model.augment(batch, pool, hidden)
                 hidden = model.step(index, hidden, batch.token_ids)

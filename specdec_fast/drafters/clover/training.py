@@ -77,7 +77,8 @@ class CloverModule(DrafterModule):
         factors = self._rotary(features, torch.arange(length, device=token_ids.device)[None])
         # Without a mask the layer's attention is causal. Padding comes last, so no other row sees it.
         hidden = self.augmenting_block(features, position_embeddings=factors)
-        embedded, logits = self._embedding[token_ids], []  # type: ignore[index]
+        embedded = self._embedding[token_ids]  # type: ignore[index]
+        logits = []
         for step, head in enumerate(self.heads[:num_steps]):
             hidden = head(hidden[:, : length - 1 - step], embedded[:, step + 1 :])
             rows = hidden

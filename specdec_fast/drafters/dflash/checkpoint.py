@@ -16,9 +16,11 @@ from specdec_fast.drafters.shared.checkpoint.weights import Shape, WeightTable
 from specdec_fast.errors import ConfigError
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
-_DFLASH, _KINDS = "a DFlash or DSpark drafter", ("dflash", "dspark")
+_DFLASH = "a DFlash or DSpark drafter"
+_KINDS = ("dflash", "dspark")
 _SOFTCAP = "final_logit_softcapping"
-_TAPS, _TAPS_OF_SPECULATORS = "target_layer_ids", "aux_hidden_state_layer_ids"
+_TAPS = "target_layer_ids"
+_TAPS_OF_SPECULATORS = "aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,8 @@ def check_weights(config: DFlashConfig, num_taps: int, weights: dict[str, Tensor
 
 def _heads(config: DFlashConfig) -> dict[str, Shape]:
     """Return the shapes of the Markov head and the confidence head."""
-    hidden, rank = config.layer.hidden_size, config.markov_rank
+    hidden = config.layer.hidden_size
+    rank = config.markov_rank
     shapes: dict[str, Shape] = {}
     if rank:
         shapes["markov_head.markov_w1.weight"] = (config.layer.vocab_size, rank)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, logsigmoid
 
-_PREFIX, _MARKOV_EMBEDDING = "confidence_head.proj.", "markov_head.markov_w1.weight"
+_PREFIX = "confidence_head.proj."
+_MARKOV_EMBEDDING = "markov_head.markov_w1.weight"
 
 
 class ConfidenceHead:

@@ -78,7 +78,8 @@ class DFlashDrafter(TappedDrafter):
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         """Estimate what its forwards need, the logits of all blocks and their copies, and the features that wait."""
-        model, itemsize = self.model, self.model.layout.dtype.itemsize
+        model = self.model
+        itemsize = self.model.layout.dtype.itemsize
         drafted = num_sequences * min(num_draft_tokens, model.config.most_draft_tokens)
         rows = max(prefill_rows or MAX_PREFILL_ROWS, drafted + num_sequences)
         copies = 3 if model.config.softcap is not None else 2 if model.config.output_scale != 1 else 1
@@ -119,7 +120,8 @@ class DFlashDrafter(TappedDrafter):
         if num_before:
             ends = accumulate(own.count for own in rows)
             drafting = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
-            hidden, tokens = hidden[to_device(drafting, self._device)], tokens[to_device(drafting, self._device)]
+            hidden = hidden[to_device(drafting, self._device)]
+            tokens = tokens[to_device(drafting, self._device)]
         logits = self.model.logits(hidden)
         if self.model.markov is not None:
             drafted = self._left_to_right(members, counts, logits, hidden)
@@ -148,7 +150,8 @@ class DFlashDrafter(TappedDrafter):
             sampling = sampling_of([members[i] for i in chosen], self._device, ahead=len(drafted))
             if chosen != before:
                 kept = to_device([before.index(i) for i in chosen], self._device)
-                previous, state = previous[kept], None if state is None else state[kept]
+                previous = previous[kept]
+                state = None if state is None else state[kept]
             each = torch.arange(len(chosen) + 1, dtype=torch.int32, device=self._device)
             for _ in range(num_rows):
                 rows = to_device([firsts[i] + len(drafted) for i in chosen], self._device)

@@ -30,7 +30,8 @@ class MarkovHead:
     """
 
     def __init__(self, kind: str, weights: dict[str, Tensor], ops: Ops) -> None:
-        self._kind, self._ops = kind, ops
+        self._kind = kind
+        self._ops = ops
         self._own = {name.removeprefix(_PREFIX): w for name, w in weights.items() if name.startswith(_PREFIX)}
 
     def weights(self) -> list[Tensor]:
@@ -57,7 +58,8 @@ class MarkovHead:
             gate, candidate, output = self._linear("joint_proj", torch.cat([state, embedded, hidden], dim=-1)).chunk(
                 3, dim=-1
             )
-            gate, embedded = gate.sigmoid(), output.tanh()
+            gate = gate.sigmoid()
+            embedded = output.tanh()
             state = gate * state + (1 - gate) * candidate.tanh()
         return self._linear("markov_w2", embedded), state
 

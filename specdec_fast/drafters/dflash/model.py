@@ -70,10 +70,14 @@ class DFlashModel:
     def __init__(
         self, config: DFlashConfig, taps: tuple[int, ...], weights: dict[str, Tensor], target: RaggedModel
     ) -> None:
-        self.config, self.taps = config, taps
-        layer, device, dtype = config.layer, target.layout.device, target.layout.dtype
+        self.config = config
+        self.taps = taps
+        layer = config.layer
+        device = target.layout.device
+        dtype = target.layout.dtype
         self._ops = target.ops.unchecked or target.ops
-        self.ops, self.vocab_size = target.ops, target.vocab_size
+        self.ops = target.ops
+        self.vocab_size = target.vocab_size
         ids = target_ids(config, weights)
         self.target_ids = None if ids is None else ids.to(device)
         own = placed(weights, dtype, device)
@@ -91,8 +95,11 @@ class DFlashModel:
         self.confidence = None if with_markov is None else ConfidenceHead(own, with_markov)
         windows = enumerate(config.sliding_windows)
         self._layers = [LayerWeights(own, i, window, layer.head_dim) for i, window in windows]
-        self._epsilon, self._act = layer.rms_norm_eps, ACT2FN[layer.hidden_act]
-        kv_heads, self._head_dim, self.hidden_size = layer.num_key_value_heads, layer.head_dim, layer.hidden_size
+        self._epsilon = layer.rms_norm_eps
+        self._act = ACT2FN[layer.hidden_act]
+        kv_heads = layer.num_key_value_heads
+        self._head_dim = layer.head_dim
+        self.hidden_size = layer.hidden_size
         self._query_size = layer.num_attention_heads * self._head_dim
         self.layout = KVLayout.uniform(layer.num_hidden_layers, kv_heads, layer.head_dim, dtype, device)
         self._rotary = RotaryTable(layer, dtype, device)
@@ -170,7 +177,8 @@ class DFlashModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return ``[N, draft_vocab_size]`` for results ``[N, H]`` of ``forward``, without the Markov head."""
-        logits, config = self._linear(hidden, self._head), self.config
+        logits = self._linear(hidden, self._head)
+        config = self.config
         if config.output_scale != 1:
             logits = logits * config.output_scale
         return logits if config.softcap is None else config.softcap * torch.tanh(logits / config.softcap)
@@ -185,9 +193,11 @@ class DFlashModel:
     ) -> Tensor:
         """Write keys and values of rows; return their queries ``[T, heads, head_dim]``."""
         states = self._linear(rows, layer.qkv).unflatten(1, (-1, self._head_dim))
-        num_queries, kv_heads = self._query_size // self._head_dim, self.config.layer.num_key_value_heads
+        num_queries = self._query_size // self._head_dim
+        kv_heads = self.config.layer.num_key_value_heads
         query, key, value = states.split([num_queries, kv_heads, kv_heads], dim=1)
-        query, key = self._normed(query, layer.q_norm), self._normed(key, layer.k_norm)
+        query = self._normed(query, layer.q_norm)
+        key = self._normed(key, layer.k_norm)
         self._ops.append_kv_(*pages, rotated(key, *factors), value, slots)
         return rotated(query, *factors)
 

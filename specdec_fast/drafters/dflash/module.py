@@ -18,8 +18,10 @@ class _Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        hidden, head_dim = config.hidden_size, config.head_dim
-        self.head_dim, self.groups = head_dim, config.num_attention_heads // config.num_key_value_heads
+        hidden = config.hidden_size
+        head_dim = config.head_dim
+        self.head_dim = head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
         self.q_proj = nn.Linear(hidden, config.num_attention_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=False)
@@ -45,7 +47,8 @@ class _Layer(nn.Module):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn, self.mlp = _Attention(config), MLP(config)
+        self.self_attn = _Attention(config)
+        self.mlp = MLP(config)
 
 
 class _MarkovHead(nn.Module):
@@ -97,7 +100,9 @@ class DFlashModule(DrafterModule):
         shared: tuple[Tensor, Tensor],
     ) -> None:
         super().__init__()
-        self.config, self.block_size, self.mask_token_id = config, block_size, mask_token_id
+        self.config = config
+        self.block_size = block_size
+        self.mask_token_id = mask_token_id
         self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
@@ -174,7 +179,8 @@ class DFlashModule(DrafterModule):
             ``[B, N, num_steps, H]`` after the last norm: step k for the token at position ``rows[n] + 2 + k``.
 
         """
-        length, device = token_ids.shape[1], token_ids.device
+        length = token_ids.shape[1]
+        device = token_ids.device
         size = num_steps + (self.markov_head is None)
         positions = rows[:, None] + 1 + torch.arange(size, device=device)
         fed = torch.full((len(token_ids), *positions.shape), self.mask_token_id, device=device)
@@ -185,7 +191,8 @@ class DFlashModule(DrafterModule):
         visible = torch.arange(length, device=device) <= rows[:, None, None]  # [N, 1, L]
         hidden = embedding(fed, self._embedding).flatten(1, 2)
         for layer in self.layers:
-            states, attention = layer.input_layernorm(hidden), layer.self_attn  # type: ignore[operator]
+            states = layer.input_layernorm(hidden)  # type: ignore[operator]
+            attention = layer.self_attn
             own = attention.entries(states, within)  # type: ignore[union-attr,operator]
             of_context = attention.entries(context, everywhere)  # type: ignore[union-attr,operator]
             query = attention.queries(states, within)  # type: ignore[union-attr,operator]
@@ -232,7 +239,8 @@ def _attended(
 
     """
     blocks = [states.unflatten(2, (-1, size)) for states in (query, *own)]  # [B, heads, N, size, head_dim]
-    scale, length = query.shape[-1] ** -0.5, visible.shape[-1]
+    scale = query.shape[-1] ** -0.5
+    length = visible.shape[-1]
     scores = (query @ context[0].mT).unflatten(2, (-1, size)).masked_fill(~visible, float("-inf"))
     weights = (torch.cat([scores, blocks[0] @ blocks[1].mT], dim=-1) * scale).softmax(-1)
     seen = weights[..., :length].flatten(2, 3) @ context[1]

@@ -68,7 +68,8 @@ class ModelDrafter(PooledDrafter):
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         """Return what the draft model's forwards need, and the logits of one row per sequence."""
-        largest, decoding = self.model.row_padding.largest, num_sequences * ROWS_EACH
+        largest = self.model.row_padding.largest
+        decoding = num_sequences * ROWS_EACH
         if prefill_rows is None:  # a draft may begin with all tokens that a sequence has got without one
             row_counts = {(max(decoding, largest), num_sequences)}
         else:
@@ -156,7 +157,8 @@ class ModelDrafter(PooledDrafter):
         """
         stops = {}
         for i, sequence in enumerate(sequences):
-            start, stop = self.draft_kv_length.get(sequence, 0), sequence.length - 1
+            start = self.draft_kv_length.get(sequence, 0)
+            stop = sequence.length - 1
             if limits[i] and stop - start >= ROWS_EACH:
                 stops[sequence] = min(stop, start + left)
                 left -= stops[sequence] - start

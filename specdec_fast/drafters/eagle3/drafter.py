@@ -58,7 +58,8 @@ class Eagle3Drafter(ChainDrafter):
         config = context.config
         super().__init__(self.model.layout, context)
         self.taps = self.model.taps
-        ops, page_size = self.model.ops, config.page_size
+        ops = self.model.ops
+        page_size = config.page_size
         self.rows = RowModule(layers_of(self.model), ops, page_size, config.enforce_eager)
         # A program projects within the call that drafts; where there is no such call, PyTorch projects.
         self._projection = RowModule(projection_of(self.model), ops, page_size, self.rows.program is None)
@@ -89,7 +90,8 @@ class Eagle3Drafter(ChainDrafter):
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         """Estimate what its forwards need, its logits, and the hidden states that wait."""
-        model, itemsize = self.model, self.model.layout.dtype.itemsize
+        model = self.model
+        itemsize = self.model.layout.dtype.itemsize
         verified = num_sequences * (num_draft_tokens + 1)
         widths = model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
         rows = max(prefill_rows or MAX_PREFILL_ROWS, verified)
@@ -128,7 +130,8 @@ class Eagle3Drafter(ChainDrafter):
         self, trees: Eagle3Trees, sequences: list[Sequence], limits: list[tuple[int, int]]
     ) -> DraftedTrees:
         rows = self._queued_rows(sequences)
-        token_ids, inputs = tokens_after(rows), self._inputs(rows)
+        token_ids = tokens_after(rows)
+        inputs = self._inputs(rows)
         choice = self._choice(sampling_of(sequences, self._device))
         return self.rows.draft_trees(self._pool(), rows, token_ids, inputs, trees.rules(limits), choice)
 
@@ -150,7 +153,8 @@ class Eagle3Drafter(ChainDrafter):
 
     def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
         """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""
-        members, counts = list(drafting), list(drafting.values())
+        members = list(drafting)
+        counts = list(drafting.values())
         if self._drafts_in_one_call(members):
             queued = self._queued_rows(members)
             token_ids = tokens_after(queued)
@@ -163,7 +167,8 @@ class Eagle3Drafter(ChainDrafter):
 
     def _inputs(self, queued: list[Rows]) -> Tensor | Projection:
         """Remove and return all queued features of some sequences; the call of a program projects them as well."""
-        pieces, program = self._pieces(queued), self._projection.program
+        pieces = self._pieces(queued)
+        program = self._projection.program
         if program is None or pieces[0].dtype != self.model.layout.dtype:
             return self._projected(torch.cat(pieces))
         return Projection(program, pieces)

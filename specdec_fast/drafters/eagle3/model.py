@@ -72,26 +72,36 @@ class Eagle3Model:
     def __init__(
         self, config: Eagle3Config, taps: tuple[int, ...], weights: dict[str, Tensor], target: RaggedModel
     ) -> None:
-        self.config, self.taps = config, taps
-        layer, device, dtype = config.layer, target.layout.device, target.layout.dtype
+        self.config = config
+        self.taps = taps
+        layer = config.layer
+        device = target.layout.device
+        dtype = target.layout.dtype
         self._ops = target.ops.unchecked or target.ops
-        self.ops, self.vocab_size = target.ops, target.vocab_size
+        self.ops = target.ops
+        self.vocab_size = target.vocab_size
         ids = target_ids(config, weights)
         self.target_ids = None if ids is None else ids.to(device)
         own = placed(weights, dtype, device)
         self._embedding = own.get("embed_tokens.weight")
         if self._embedding is None:
             self._embedding = target_embedding(config, target)
-        self._fc, self._norm, self._head = own["fc.weight"], own["norm.weight"], own["lm_head.weight"]
+        self._fc = own["fc.weight"]
+        self._norm = own["norm.weight"]
+        self._head = own["lm_head.weight"]
         self._input_norm = own.get("input_norm.weight")
         self._fc_norms = [own[f"fc_norm.{i}.weight"] for i in range(len(taps))] if config.fc_norm else None
         windows = enumerate(config.sliding_windows)
         self._layers = [_Layer(own, i, window, layer.head_dim) for i, window in windows]
-        self._epsilon, self._act = layer.rms_norm_eps, ACT2FN[layer.hidden_act]
-        self._head_dim, self.hidden_size, kv_heads = layer.head_dim, layer.hidden_size, layer.num_key_value_heads
+        self._epsilon = layer.rms_norm_eps
+        self._act = ACT2FN[layer.hidden_act]
+        self._head_dim = layer.head_dim
+        self.hidden_size = layer.hidden_size
+        kv_heads = layer.num_key_value_heads
         self._heads = (layer.num_attention_heads, kv_heads, kv_heads)
         self.layout = KVLayout.uniform(layer.num_hidden_layers, kv_heads, layer.head_dim, dtype, device)
-        self._rotary, self._is_recorded = RotaryTable(layer, dtype, device), False
+        self._rotary = RotaryTable(layer, dtype, device)
+        self._is_recorded = False
 
     def weights(self) -> list[Tensor]:
         """Return all tensors that it keeps; the embedding may be the target's."""
@@ -163,7 +173,8 @@ class Eagle3Model:
     def recorded_with(self, ops: Ops) -> Eagle3Model:
         """Return this model on ops that record; rotary factors are computed in every forward, because a table grows."""
         model = copy(self)
-        model._ops, model._is_recorded = ops, True
+        model._ops = ops
+        model._is_recorded = True
         return model
 
     def _attend(
@@ -183,7 +194,8 @@ class Eagle3Model:
             query = self._normed(query, layer.q_norm)
         if layer.k_norm is not None:
             key = self._normed(key, layer.k_norm)
-        query, key = rotated(query, *factors), rotated(key, *factors)
+        query = rotated(query, *factors)
+        key = rotated(key, *factors)
         pages = pool.layers[index]
         self._ops.append_kv_(*pages, key, value, batch.slot_mapping)
         attended = self._ops.paged_attention(query, pages, batch, layer.attention)

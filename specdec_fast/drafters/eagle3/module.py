@@ -15,9 +15,11 @@ class _Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
-        hidden, kv_size = config.hidden_size, self.num_kv_heads * self.head_dim
+        hidden = config.hidden_size
+        kv_size = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(2 * hidden, self.num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(2 * hidden, kv_size, bias=False)
         self.v_proj = nn.Linear(2 * hidden, kv_size, bias=False)
@@ -36,11 +38,13 @@ class _Attention(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        hidden, epsilon = config.hidden_size, config.rms_norm_eps
+        hidden = config.hidden_size
+        epsilon = config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(hidden, epsilon)
         self.hidden_norm = nn.RMSNorm(hidden, epsilon)
         self.post_attention_layernorm = nn.RMSNorm(hidden, epsilon)
-        self.self_attn, self.mlp = _Attention(config), MLP(config)
+        self.self_attn = _Attention(config)
+        self.mlp = MLP(config)
 
 
 class Eagle3Module(DrafterModule):
@@ -79,11 +83,15 @@ class Eagle3Module(DrafterModule):
             Per step k, logits ``[B, L - 1 - k, draft_vocab_size]``: row i for the token at position ``i + 2 + k``.
 
         """
-        length, attention = token_ids.shape[1], self.midlayer.self_attn
+        length = token_ids.shape[1]
+        attention = self.midlayer.self_attn
         cos, sin = self._rotary(features, torch.arange(length, device=token_ids.device)[None])
-        embedded, hidden = self.embed_tokens(token_ids), self.fc(features)
+        embedded = self.embed_tokens(token_ids)
+        hidden = self.fc(features)
         visible = torch.ones(length, length, dtype=torch.bool, device=token_ids.device).tril()
-        keys, values, logits = [], [], []
+        keys = []
+        values = []
+        logits = []
         for step in range(num_steps):
             count = length - 1 - step
             hidden = hidden[:, :count]
@@ -117,7 +125,8 @@ def _attended(query: Tensor, keys: list[Tensor], values: list[Tensor], visible: 
         ``[B, n, heads * head_dim]``.
 
     """
-    count, scale = query.shape[2], query.shape[3] ** -0.5
+    count = query.shape[2]
+    scale = query.shape[3] ** -0.5
     scores = (query @ keys[0][:, :, :count].mT) * scale
     scores = scores.masked_fill(~visible, float("-inf"))
     own = [(query * key[:, :, :count]).sum(-1, keepdim=True) * scale for key in keys[1:]]

@@ -79,7 +79,8 @@ def trees_of(model: Eagle3Model, rows: RowModule, context: DrafterContext) -> Ea
         NotYetSupportedError: the target verifies chains only.
 
     """
-    wanted, num_ids = context.config.draft_tree, model.config.draft_vocab_size
+    wanted = context.config.draft_tree
+    num_ids = model.config.draft_vocab_size
     if wanted is None or isinstance(wanted, str):
         return None
     if isinstance(wanted, tuple) and (beyond := [choice for choice in wanted if max(choice) >= num_ids]):
@@ -157,7 +158,9 @@ class Eagle3Trees:
             last: of each sequence.
 
         """
-        states, logits, batch_size = torch.cat([last.inputs, last.hidden]), last.logits, len(sequences)
+        states = torch.cat([last.inputs, last.hidden])
+        logits = last.logits
+        batch_size = len(sequences)
         trees = [
             _Growing(sequence, DynamicTree(num_nodes, self._width), depth, i, {ROOT: batch_size + i})
             for i, (sequence, (depth, num_nodes)) in enumerate(zip(sequences, limits, strict=True))
@@ -181,7 +184,9 @@ class Eagle3Trees:
 
     def _add_children(self, growing: list[_Growing], logits: Tensor, depth: int) -> None:
         """Add children to the nodes of all frontiers, which have the rows of ``logits``."""
-        owners, fed, ends = [], [], [0]
+        owners = []
+        fed = []
+        ends = [0]
         for each in growing:
             owners += [each.sequence] * len(each.tree.frontier)
             fed += [_token(each, node) for node in each.tree.frontier]
@@ -200,9 +205,13 @@ class Eagle3Trees:
         """Compute the frontiers; return logits and results of their nodes."""
         spans: list[Rows] = []
         tokens: list[int] = []
-        sources, parents, counts, wanted = [], [], [], []
+        sources = []
+        parents = []
+        counts = []
+        wanted = []
         for each in growing:
-            tree, sequence = each.tree, each.sequence
+            tree = each.tree
+            sequence = each.sequence
             nodes, above = tree.frontier_rows()
             rows = {node: row for row, node in enumerate(nodes, start=len(tokens) + 1)}
             wanted += [rows[node] for node in tree.frontier]

@@ -24,7 +24,8 @@ _PREFIXES = ("medusa_head.", "medusa_heads.")
 _BLOCK = re.compile(r"(?:(\d+)\.(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)")
 _OUTPUT = re.compile(r"(\d+)\.(\d+)\.weight")
 _OUTPUT_OF_VLLM = re.compile(r"lm_heads\.(\d+)\.weight")
-_SHARED_OUTPUT, _TOKEN_MAP = "lm_head.weight", "token_map"
+_SHARED_OUTPUT = "lm_head.weight"
+_TOKEN_MAP = "token_map"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class _Found:
     """The weights of one file, sorted by head and block."""
 
     def __init__(self, path: Path, hidden_size: int) -> None:
-        self._where, self._hidden_size = repr(str(path)), hidden_size
+        self._where = repr(str(path))
+        self._hidden_size = hidden_size
         self._blocks: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._outputs: dict[int, tuple[int | None, Tensor]] = {}  # with the number of blocks, if the name says it
         self._shared: Tensor | None = None
@@ -115,9 +117,11 @@ class _Found:
 
     def _add_output(self, key: str, name: str, value: Tensor) -> None:
         if match := _OUTPUT.fullmatch(name):
-            index, num_blocks = int(match[1]), int(match[2])
+            index = int(match[1])
+            num_blocks = int(match[2])
         elif match := _OUTPUT_OF_VLLM.fullmatch(name):
-            index, num_blocks = int(match[1]), None
+            index = int(match[1])
+            num_blocks = None
         elif name == _SHARED_OUTPUT:
             index = None
         else:

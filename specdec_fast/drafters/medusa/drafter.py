@@ -68,15 +68,19 @@ class MedusaDrafter(TreeDrafter):
     taps = (FINAL,)
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
-        self._folder, target = folder, context.target
+        self._folder = folder
+        target = context.target
         check_whole(target)
         weights = read_heads(Path(folder), target.hf.config.hidden_size)
         self._target_ids = _checked_ids(weights, target, folder)
         self._heads = tuple(_placed(head, target) for head in weights.heads)
         self._draft_vocab_size = len(weights.heads[0].output)
-        self._ops, self._unchecked = target.ops, target.ops.unchecked or target.ops
-        self._vocab_size, self._hidden_size = target.vocab_size, target.hf.config.hidden_size
-        self._device, self._itemsize = context.device, target.layout.dtype.itemsize
+        self._ops = target.ops
+        self._unchecked = target.ops.unchecked or target.ops
+        self._vocab_size = target.vocab_size
+        self._hidden_size = target.hf.config.hidden_size
+        self._device = context.device
+        self._itemsize = target.layout.dtype.itemsize
         wanted = context.config.draft_tree
         choices = self._choices(wanted if isinstance(wanted, int) else _DEFAULT_NODES)
         self.tree = static_tree(context, choices, len(self._heads), self._draft_vocab_size)
@@ -155,10 +159,12 @@ class MedusaDrafter(TreeDrafter):
         hidden = torch.stack([self._hidden[sequence][1] for sequence in sequences]).to(self._heads[0].output.dtype)
         sampling = sampling_of(sequences, self._device)
         fed = None if sampling is None else to_device([s.token_ids[-1] for s in sequences], self._device)
-        columns, ids = [], None if self._target_ids is None else (self._target_ids, self._vocab_size)
+        columns = []
+        ids = None if self._target_ids is None else (self._target_ids, self._vocab_size)
         for ahead, head in enumerate(self._heads[:depth]):
             later = sampling and replace(sampling, positions=sampling.positions + ahead)
-            logits, num_ranks = self._logits(head, hidden), self.tree.num_ranks[ahead]
+            logits = self._logits(head, hidden)
+            num_ranks = self.tree.num_ranks[ahead]
             columns.append(ranked_tokens(self._ops, logits, num_ranks, fed, later, ids))
         return torch.cat(columns, dim=1)
 
@@ -180,7 +186,8 @@ class MedusaDrafter(TreeDrafter):
 
 
 def _placed(head: Head, target: RaggedModel) -> Head:
-    device, dtype = target.layout.device, target.layout.dtype
+    device = target.layout.device
+    dtype = target.layout.dtype
 
     def placed(weight: Tensor) -> Tensor:
         return weight.to(device, dtype).contiguous()
@@ -196,7 +203,8 @@ def _checked_ids(weights: MedusaWeights, target: RaggedModel, folder: str) -> Te
         VocabularyMismatchError: the heads were trained for another number of ids.
 
     """
-    ids, size = weights.target_ids, len(weights.heads[0].output)
+    ids = weights.target_ids
+    size = len(weights.heads[0].output)
     if ids is None and size != target.vocab_size:
         raise VocabularyMismatchError(
             f"the heads in {folder!r} know {size} ids, target {target.name} has {target.vocab_size}; pass heads that "

@@ -128,7 +128,8 @@ def _layer(source: str, kind: Format, own: dict[str, str], files: dict[str, Path
             f"{source!r} lacks weights of its MTP layer ({next(iter(own))}, ...): {', '.join(missing)}; take a "
             "complete checkpoint."
         )
-    parts, block = {}, {}
+    parts = {}
+    block = {}
     for key, name in own.items():
         if name in known:
             parts[known[name]] = read_tensor(files[key], key)

@@ -55,7 +55,8 @@ class MtpModel:
         self._weights = weights
         model, norm = _one_layer(weights, target)
         model.eval().requires_grad_(requires_grad=False)  # before it gets the target's modules, which stay as they are
-        parts, like = weights.parts, next(norm.parameters())
+        parts = weights.parts
+        like = next(norm.parameters())
         hidden_size = target.hf.config.hidden_size
         norms = [_filled(norm, parts[f"{name}.weight"], f"{name} of {weights.where!r}") for name in ("enorm", "hnorm")]
         projection = nn.Linear(2 * hidden_size, hidden_size, bias=False, device=like.device, dtype=like.dtype)
@@ -110,7 +111,10 @@ class _Inputs(nn.Module):
         self, embedding: nn.Module, enorm: nn.Module, hnorm: nn.Module, eh_proj: nn.Linear, is_hidden_first: bool
     ) -> None:
         super().__init__()
-        self.embedding, self.enorm, self.hnorm, self.eh_proj = embedding, enorm, hnorm, eh_proj
+        self.embedding = embedding
+        self.enorm = enorm
+        self.hnorm = hnorm
+        self.eh_proj = eh_proj
         self.hidden: Tensor | None = None
         self._is_hidden_first = is_hidden_first
 
@@ -134,11 +138,14 @@ def _expect_full_attention(target: RaggedModel) -> None:
 
 def _one_layer(weights: MtpWeights, target: RaggedModel) -> tuple[PreTrainedModel, nn.Module]:
     """Return a model of the target's class with the decoder layer of an MTP layer, and its final norm, not filled."""
-    kind, where = type(target.model), repr(weights.where)
+    kind = type(target.model)
+    where = repr(weights.where)
     if target.model.config.get_text_config(decoder=True) is not target.model.config:
         raise NotYetSupportedError(f"{kind.__name__} reads more than text; MTP layers are served for models of text.")
     config = _config_of(weights, target.hf.config)
-    base, hidden_size, dtype = kind.base_model_prefix, target.hf.config.hidden_size, target.model.dtype
+    base = kind.base_model_prefix
+    hidden_size = target.hf.config.hidden_size
+    dtype = target.model.dtype
     given = {f"{base}.layers.0.{name}": tensor for name, tensor in weights.block.items()}
     given |= {f"{base}.norm.weight": torch.zeros(hidden_size, device="cpu")}
     few_ids = torch.zeros(_FEW_IDS, hidden_size, device="cpu")
@@ -171,7 +178,9 @@ def _config_of(weights: MtpWeights, config: Any) -> Any:
     """Return the config of a model of one layer, that of the MTP layer."""
     is_mixture = any(name.startswith(("mlp.experts.", "mlp.gate.")) for name in weights.block)
     own = copy.deepcopy(config)
-    own.num_hidden_layers, own.vocab_size, own.tie_word_embeddings = 1, _FEW_IDS, False
+    own.num_hidden_layers = 1
+    own.vocab_size = _FEW_IDS
+    own.tie_word_embeddings = False
     own.pad_token_id = None
     settings = {
         "layer_types": [_FULL],

@@ -43,7 +43,8 @@ class ChainDrafter(TappedDrafter):
 
     def __init__(self, layout: KVLayout, context: DrafterContext) -> None:
         super().__init__(layout, context)
-        config, capture = context.config, capture_for(context.device)
+        config = context.config
+        capture = capture_for(context.device)
         most = config.most_draft_tokens
         limits = Limits(config.max_batch_size, most + 1, most)
         self._addresses: list[int] = []  # of the weights that graphs read
@@ -103,7 +104,8 @@ class ChainDrafter(TappedDrafter):
 
     def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
         """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""
-        members, counts = list(drafting), list(drafting.values())
+        members = list(drafting)
+        counts = list(drafting.values())
         queued = self._queued_rows(members)
         features = self._hidden_states(queued)
         of_graph = self._by_graph(queued, features, counts)

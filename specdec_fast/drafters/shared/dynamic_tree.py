@@ -70,7 +70,8 @@ class DynamicTree:
     """
 
     def __init__(self, max_nodes: int, width: int) -> None:
-        self._max_nodes, self._width = max_nodes, width
+        self._max_nodes = max_nodes
+        self._width = width
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._ranks: list[int] = []

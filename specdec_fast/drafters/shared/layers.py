@@ -29,8 +29,10 @@ class LayerWeights:
     def __init__(self, weights: dict[str, Tensor], index: int, window: int | None, head_dim: int) -> None:
         prefix = f"layers.{index}."
         own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        self.input_norm, self.mlp_norm = own["input_layernorm.weight"], own["post_attention_layernorm.weight"]
-        self.q_norm, self.k_norm = own.get("self_attn.q_norm.weight"), own.get("self_attn.k_norm.weight")
+        self.input_norm = own["input_layernorm.weight"]
+        self.mlp_norm = own["post_attention_layernorm.weight"]
+        self.q_norm = own.get("self_attn.q_norm.weight")
+        self.k_norm = own.get("self_attn.k_norm.weight")
         self.qkv = joined(own, [f"self_attn.{name}_proj" for name in "qkv"])
         self.output = joined(own, ["self_attn.o_proj"])
         self.gate_up = joined(own, ["mlp.gate_proj", "mlp.up_proj"])

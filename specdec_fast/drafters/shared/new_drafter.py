@@ -57,7 +57,8 @@ def copy_ends(
         embed_tokens.requires_grad_(False)
     else:
         directions = torch.linalg.svd(embedding, full_matrices=False).Vh[: embed_tokens.embedding_dim].T
-        embedding, output = embedding @ directions, output @ directions
+        embedding = embedding @ directions
+        output = output @ directions
     with torch.no_grad():
         embed_tokens.weight.copy_(embedding)
         lm_head.weight.copy_(output if draft_ids is None else output[draft_ids.cpu()])
@@ -70,7 +71,8 @@ def layer_config(config: Any, size: DrafterSize, num_layers: int = 1) -> LlamaCo
         ConfigError: the sizes do not go together.
 
     """
-    hidden, head_dim = size.hidden_size or config.hidden_size, getattr(config, "head_dim", None)
+    hidden = size.hidden_size or config.hidden_size
+    head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     heads = max(1, config.num_attention_heads * hidden // config.hidden_size)
     groups = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

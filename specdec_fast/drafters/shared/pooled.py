@@ -21,7 +21,8 @@ class PooledDrafter(Drafter):
     """
 
     def __init__(self, layout: KVLayout, row_padding: RowPadding | None = None) -> None:
-        self._kv_layout, self._row_padding = layout, row_padding
+        self._kv_layout = layout
+        self._row_padding = row_padding
         self.pool: PagePool | None = None
 
     @property

@@ -31,7 +31,9 @@ class KeptStates:
     __slots__ = ("_num_spans", "_total", "hidden_states")
 
     def __init__(self, hidden_states: Tensor, total: KeptRows) -> None:
-        self.hidden_states, self._total, self._num_spans = hidden_states, total, 0
+        self.hidden_states = hidden_states
+        self._total = total
+        self._num_spans = 0
 
     def hold(self) -> None:
         """Count a span of rows that waits."""
@@ -71,7 +73,8 @@ class QueuedFeatures:
     def take(self, count: int) -> list[Tensor]:
         """Remove the first ``count`` positions; return their hidden states piece by piece, ``[n, taps, H]`` each."""
         pieces: list[Tensor] = []
-        num_done, left = 0, count
+        num_done = 0
+        left = count
         while left:
             kept, start, stop = self.queued[num_done]
             end = min(stop, start + left)
@@ -98,7 +101,8 @@ class QueuedFeatures:
         """Forget what waits."""
         for kept, _, _ in self.queued:
             kept.drop()
-        self.queued, self.num_queued = [], 0
+        self.queued = []
+        self.num_queued = 0
 
 
 def _spans(rows: Many[int]) -> Iterator[tuple[int, int]]:
@@ -130,5 +134,6 @@ def portions(rows: list[Rows], most: int) -> list[list[Rows]]:
                 left = most
             size = min(left, count - done)
             portions[-1].append(Rows(owner, start + done, size))
-            done, left = done + size, left - size
+            done = done + size
+            left = left - size
     return portions

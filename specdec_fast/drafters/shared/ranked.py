@@ -53,7 +53,9 @@ class TokenRanker:
     """
 
     def __init__(self, ops: Ops, vocab_size: int, target_ids: Tensor | None = None) -> None:
-        self._ops, self._vocab_size, self._target_ids = ops, vocab_size, target_ids
+        self._ops = ops
+        self._vocab_size = vocab_size
+        self._target_ids = target_ids
 
     def __call__(
         self, logits: Tensor, sequences: list[Sequence], fed: list[int], ahead: int, num_ranks: int
@@ -117,7 +119,8 @@ def drawn_ranks(
     logits = torch.nan_to_num(logits)  # a copy; with a NaN, a row would get the same id for each rank
     if own_ids is not None:
         logits = widened(logits, *own_ids)
-    ids, values = [], []
+    ids = []
+    values = []
     for _ in range(num_ranks):
         ids.append(chosen_tokens(ops, logits, logits.shape[1], sampling, fed))
         values.append(logits.gather(1, ids[-1][:, None]))

@@ -101,7 +101,9 @@ def picked_draft(
         device: of the tokens.
 
     """
-    counts, places, parents = [0] * num_sequences, [], []
+    counts = [0] * num_sequences
+    places = []
+    parents = []
     for row, (i, (own, shape)) in enumerate(picked.items()):
         places += [row * tokens.shape[1] + place for place in own]
         parents += shape

@@ -20,7 +20,8 @@ from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.sampling_params import SamplingParams
 
 # Of hidden states that are kept, per admitted sequence: so many rows, or so many bytes if these are more rows.
-MOST_QUEUED, MOST_QUEUED_BYTES = 64, 512 << 10
+MOST_QUEUED = 64
+MOST_QUEUED_BYTES = 512 << 10
 
 
 class TappedDrafter(PooledDrafter):
@@ -46,7 +47,8 @@ class TappedDrafter(PooledDrafter):
 
     def __init__(self, layout: KVLayout, context: DrafterContext) -> None:
         super().__init__(layout)
-        self._device, self._page_size = context.device, context.config.page_size
+        self._device = context.device
+        self._page_size = context.config.page_size
         self._target_size: int = context.target.hf.config.hidden_size
         self._states: dict[Sequence, QueuedFeatures] = {}
         self._kept = KeptRows()
@@ -116,7 +118,8 @@ class TappedDrafter(PooledDrafter):
     def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
         """Keep a copy of the hidden states of prompts; if they are too many, compute their rows instead."""
         is_kept = self._kept.num_rows + len(features) <= self._most_kept(features)
-        kept, end = KeptStates(features.clone() if is_kept else features, self._kept), 0
+        kept = KeptStates(features.clone() if is_kept else features, self._kept)
+        end = 0
         for sequence, own in zip(sequences, positions, strict=True):
             self._states[sequence].add(kept, range(end, end + len(own)))
             end += len(own)

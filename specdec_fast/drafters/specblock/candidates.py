@@ -29,7 +29,8 @@ class Candidates:
     """
 
     def __init__(self, model: SpecBlockModel, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self._model = model
+        self._device = device
 
     def of(
         self, hidden: Tensor, logits: Tensor, owners: list[Sequence], depths: list[int], fed: list[int]
@@ -46,7 +47,8 @@ class Candidates:
         """
         k = self._model.num_slots
         ids, log_probs, classes = self._model.ranked(hidden.flatten(0, 1), logits)
-        ids, log_probs = ids[:, :BEAM], log_probs[:, :BEAM]
+        ids = ids[:, :BEAM]
+        log_probs = log_probs[:, :BEAM]
         ids = ids if self._model.target_ids is None else self._model.target_ids[ids]
         found = [Slot(*own) for own in zip(ids.tolist(), log_probs.tolist(), classes.tolist(), strict=True)]
         sampled = [n for n, owner in enumerate(owners) if owner.samples]
@@ -70,7 +72,8 @@ class Candidates:
         """
         sampling = sampling_of([s for s, _, _ in rows], self._device)
         assert sampling is not None
-        ahead, fed = to_device([a for _, a, _ in rows], self._device), to_device([t for _, _, t in rows], self._device)
+        ahead = to_device([a for _, a, _ in rows], self._device)
+        fed = to_device([t for _, _, t in rows], self._device)
         sampling = replace(sampling, positions=sampling.positions + ahead)
         ids = self._model.target_ids
         own_ids = None if ids is None else (ids, self._model.vocab_size)

@@ -14,10 +14,12 @@ from specdec_fast.speculation_length.choice_tree import MOST_NODES
 
 _KIND = "a SpecBlock drafter"
 _SLOTS = "diffspec_draft_token_num"  # the name that published configurations have
-NUM_CLASSES, NUM_FEATURES = 4, 20  # of the rank head; ids whose logits it reads
+NUM_CLASSES = 4  # of the rank head
+NUM_FEATURES = 20  # ids whose logits it reads
 RANK_FEATURES = 15  # beside the hidden state: ten log-probabilities, three gaps, the top probability, the entropy
 _RANK_HIDDEN = 256
-_DEFAULT_SLOTS, _DEFAULT_NODES = 4, 16
+_DEFAULT_SLOTS = 4
+_DEFAULT_NODES = 16
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,9 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
     settings = ("tap_layers", "draft_tree")
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
-        self._folder, self._target, wanted = folder, context.target, context.config.draft_tree
+        self._folder = folder
+        self._target = context.target
+        wanted = context.config.draft_tree
         if isinstance(wanted, tuple):
             raise ConfigError(
                 "a SpecBlock drafter makes a tree of its own in each step; pass draft_tree='chain', a number of nodes, "
@@ -63,7 +65,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             )
         with torch.inference_mode():
             self.model: SpecBlockModel = load_specblock(Path(folder), context.target, context.config.tap_layers)
-        self.taps, self._num_slots = self.model.taps, self.model.num_slots
+        self.taps = self.model.taps
+        self._num_slots = self.model.num_slots
         super().__init__(self.model.layout, context)
         if isinstance(wanted, int):
             context.target.expect_trees()
@@ -90,7 +93,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             raise DrafterError(
                 f"{len(self._states)} sequences are admitted; replace the weights when no call of the engine is open."
             )
-        config, taps = self.model.config, self.model.taps
+        config = self.model.config
+        taps = self.model.taps
         check_weights(config, len(taps), weights)
         with torch.inference_mode():
             self.model.assign(SpecBlockModel(config, taps, weights, self._target))
@@ -122,7 +126,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         """Estimate what its forwards need, its logits, and the features that wait."""
-        model, itemsize = self.model, self.model.layout.dtype.itemsize
+        model = self.model
+        itemsize = self.model.layout.dtype.itemsize
         # Blocks with logits. Where memory is counted, a tree has as many nodes as a chain, so the second call expands
         # no more.
         ends = num_sequences * (min(BEAM, num_draft_tokens) if num_draft_tokens > self._num_slots else 1)
@@ -146,7 +151,9 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
         """Draft in one call for all sequences, and in a second one behind the nodes that these have found."""
         chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
-        counts, tokens, parents = [0] * len(sequences), [], []
+        counts = [0] * len(sequences)
+        tokens = []
+        parents = []
         if chosen:
             drafting = [sequences[i] for i in chosen]
             trees = [self._new_tree(limits[i], node_limits[i]) for i in chosen]
@@ -182,7 +189,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             Conditions ``[N, H]``, hidden states ``[N, K, H]``, and logits.
 
         """
-        conditions, k = self._taken(rows), self._num_slots
+        conditions = self._taken(rows)
+        k = self._num_slots
         bases = [start + i for _, start, count in rows for i in range(count)]
         blocks = [Rows(owner, k * start, k * count) for owner, start, count in rows]
         return conditions, *self.rows(self._pool(), blocks, conditions, bases, tokens_after(rows), wanted)
@@ -201,7 +209,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         conditions, hidden, logits = self._computed(queued, self._slots_of(ends))
         if len(hidden) > len(drafting):
             last = to_device(ends, self._device)
-            conditions, hidden = conditions[last], hidden[last]
+            conditions = conditions[last]
+            hidden = hidden[last]
         slots = self._candidates.of(hidden, logits, drafting, [0] * len(drafting), [s.token_ids[-1] for s in drafting])
         for tree, own in zip(trees, slots, strict=True):
             tree.add_block(ROOT, own)
@@ -227,7 +236,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             hidden: ``[B, K, H]``, their results.
 
         """
-        k, new = self._num_slots, []
+        k = self._num_slots
+        new = []
         spans: list[Rows] = []
         bases: list[int] = []
         tokens: list[int] = []
@@ -247,11 +257,14 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
                 parents += [node.depth - 2, *range(k * place - 1, k * place + k - 2)]
                 new.append((i, node, len(bases) - 1 - len(nodes) + place))
         counts = [span.count - 1 for span in spans]
-        inputs, ends = states[to_device(sources, self._device)], [block for _, _, block in new]
-        wanted, above = self._slots_of(ends), rows_of_trees(parents, counts)
+        inputs = states[to_device(sources, self._device)]
+        ends = [block for _, _, block in new]
+        wanted = self._slots_of(ends)
+        above = rows_of_trees(parents, counts)
         found, logits = self.rows(self._pool(), spans, inputs, bases, tokens, wanted, above)
         behind = found[to_device(ends, self._device)]
-        owners, depths = [drafting[i] for i, _, _ in new], [node.depth for _, node, _ in new]
+        owners = [drafting[i] for i, _, _ in new]
+        depths = [node.depth for _, node, _ in new]
         slots = self._candidates.of(behind, logits, owners, depths, [node.token_id for _, node, _ in new])
         for (i, node, _), own in zip(new, slots, strict=True):
             trees[i].add_block(node.place, own)

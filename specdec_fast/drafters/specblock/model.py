@@ -77,9 +77,14 @@ class SpecBlockModel:
     def __init__(
         self, config: SpecBlockConfig, taps: tuple[int, ...], weights: dict[str, Tensor], target: RaggedModel
     ) -> None:
-        self.config, self.taps, self.num_slots = config, taps, config.num_slots
-        layer, device, dtype = config.layer, target.layout.device, target.layout.dtype
-        self.ops, self.vocab_size = target.ops, target.vocab_size
+        self.config = config
+        self.taps = taps
+        self.num_slots = config.num_slots
+        layer = config.layer
+        device = target.layout.device
+        dtype = target.layout.dtype
+        self.ops = target.ops
+        self.vocab_size = target.vocab_size
         self._ops = target.ops.unchecked or target.ops
         ids = target_ids(config, weights)
         self.target_ids = None if ids is None else ids.to(device)
@@ -88,14 +93,18 @@ class SpecBlockModel:
         self._embedding = first.get("embed_tokens.weight")
         if self._embedding is None:
             self._embedding = target_embedding(config, target)
-        self._project, self._condition_norm = first["condition_proj.weight"], first["condition_norm.weight"]
-        self._token_norm, self._epsilon = first["token_norm.weight"], layer.rms_norm_eps
-        self.hidden_size, self._head_dim = layer.hidden_size, layer.head_dim
+        self._project = first["condition_proj.weight"]
+        self._condition_norm = first["condition_norm.weight"]
+        self._token_norm = first["token_norm.weight"]
+        self._epsilon = layer.rms_norm_eps
+        self.hidden_size = layer.hidden_size
+        self._head_dim = layer.head_dim
         self._fuse = first["fuse.weight"][:, : 2 * self.hidden_size].contiguous()
         queries = self._normed(first["position_queries.weight"], first["query_norm.weight"])
         self._queries = queries @ first["fuse.weight"][:, 2 * self.hidden_size :].T  # the same for all blocks: [K, H]
         self._layers = [_Layer(own, i, layer.head_dim) for i in range(layer.num_hidden_layers)]
-        self._norm, self._head = own["norm.weight"], own["lm_head.weight"]
+        self._norm = own["norm.weight"]
+        self._head = own["lm_head.weight"]
         self._rank_in = _without_gaps(own["rank_head.0.weight"], self.hidden_size)
         self._rank_out = own["rank_head.2.weight"]
         self._act = ACT2FN[layer.hidden_act]
@@ -263,8 +272,10 @@ def _without_gaps(weight: Tensor, hidden_size: int) -> Tensor:
         ``[256, H + 12]``.
 
     """
-    log_probs, gaps = weight[:, hidden_size : hidden_size + 10].clone(), weight[:, hidden_size + 10 : hidden_size + 13]
+    log_probs = weight[:, hidden_size : hidden_size + 10].clone()
+    gaps = weight[:, hidden_size + 10 : hidden_size + 13]
     log_probs[:, 0] += gaps.sum(dim=1)
     log_probs[:, [1, 2, 4]] -= gaps
-    top, entropy = weight[:, hidden_size + 13 : hidden_size + 14], weight[:, hidden_size + 14 :]
+    top = weight[:, hidden_size + 13 : hidden_size + 14]
+    entropy = weight[:, hidden_size + 14 :]
     return torch.cat([weight[:, :hidden_size], log_probs, top, -entropy], dim=1)

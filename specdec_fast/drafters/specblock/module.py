@@ -10,7 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from specdec_fast.drafters.shared.trainable import MLP, DrafterModule
 
-_RANK_FEATURES, _RANK_HIDDEN, _NUM_CLASSES = 15, 256, 4
+_RANK_FEATURES = 15
+_RANK_HIDDEN = 256
+_NUM_CLASSES = 4
 KeyValues = list[tuple[Tensor, Tensor]]  # per layer, ``[B, heads, rows, head_dim]`` each
 
 
@@ -19,7 +21,8 @@ class _InputLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig, feature_size: int, num_slots: int) -> None:
         super().__init__()
-        hidden, epsilon = config.hidden_size, config.rms_norm_eps
+        hidden = config.hidden_size
+        epsilon = config.rms_norm_eps
         self.condition_proj = nn.Linear(feature_size, hidden, bias=False)
         self.condition_norm = nn.RMSNorm(hidden, epsilon)
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
@@ -38,8 +41,10 @@ class _InputLayer(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_dim, self.groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
-        size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
@@ -59,10 +64,12 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        hidden, epsilon = config.hidden_size, config.rms_norm_eps
+        hidden = config.hidden_size
+        epsilon = config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(hidden, epsilon)
         self.post_attention_layernorm = nn.RMSNorm(hidden, epsilon)
-        self.self_attn, self.mlp = _Attention(config), MLP(config)
+        self.self_attn = _Attention(config)
+        self.mlp = MLP(config)
 
 
 class SpecBlockModule(DrafterModule):
@@ -88,7 +95,8 @@ class SpecBlockModule(DrafterModule):
         if draft_ids is not None:
             ids = torch.full_like(ids, -1).index_copy_(0, draft_ids.cpu(), ids[:draft_vocab_size])
         self.register_buffer("_draft_id_of", ids, persistent=False)
-        self.config, self.num_slots = config, num_slots
+        self.config = config
+        self.num_slots = num_slots
         self.input_layer = _InputLayer(config, feature_size, num_slots)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         shifts = (nn.Linear(2 * hidden, hidden, bias=False) for _ in range(config.num_hidden_layers - 1))
@@ -179,7 +187,8 @@ class SpecBlockModule(DrafterModule):
         self, query: Tensor, own: tuple[Tensor, Tensor], above: tuple[Tensor, Tensor], seen: Tensor
     ) -> Tensor:
         """Attend from blocks to the first ``seen`` slots of true blocks, and to the own slots so far."""
-        shape, scale = (-1, self.num_slots), query.shape[-1] ** -0.5
+        shape = (-1, self.num_slots)
+        scale = query.shape[-1] ** -0.5
         columns = torch.arange(above[0].shape[2], device=query.device)
         hidden = (columns >= seen[:, None]).repeat_interleave(self.num_slots, dim=0)
         scores = (query @ above[0].mT * scale).masked_fill(hidden, float("-inf"))

@@ -29,7 +29,8 @@ class BlockRows:
     """
 
     def __init__(self, model: SpecBlockModel, page_size: int, enforce_eager: bool) -> None:
-        self._model, self._device = model, model.layout.device
+        self._model = model
+        self._device = model.layout.device
         functions = model.row_functions()
         self._layers = [RowModule(function, model.ops, page_size, enforce_eager) for function in functions]
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -69,11 +70,13 @@ class BlockRows:
             Hidden states ``[N, K, H]`` of all slots, and logits ``[R, draft_vocab_size]``.
 
         """
-        model, k = self._model, self._model.num_slots
+        model = self._model
+        k = self._model.num_slots
         tokens = to_device([token for token in token_ids for _ in range(k)], self._device)
         batch = lay_out(pool, blocks, tokens, trees=trees)
         factors = model.factors(to_device(bases, self._device), batch.max_seqlen_k)
-        inputs, last = model.first_inputs(conditions, factors), len(self._layers) - 1
+        inputs = model.first_inputs(conditions, factors)
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             logit_rows = self._no_rows if index < last or wanted is None else wanted
             logits, hidden = layer(pool, batch, inputs, logit_rows)

@@ -15,7 +15,8 @@ from specdec_fast.drafters.specblock.checkpoint import read_config
 from specdec_fast.drafters.specblock.module import SpecBlockModule
 
 NUM_SLOTS = 4
-_NUM_LAYERS, _NOISE = 2, 0.02
+_NUM_LAYERS = 2
+_NOISE = 0.02
 
 
 def new_blocks(
@@ -67,7 +68,8 @@ def load_blocks(folder: Path, target: PreTrainedModel) -> tuple[SpecBlockModule,
         The module; and the checkpoint's other tensors, the maps between the ids of drafter and target.
 
     """
-    config, weights = read_config(folder), read_weights(folder)
+    config = read_config(folder)
+    weights = read_weights(folder)
     draft_ids = target_ids(config, weights)
     feature_size = weights["input_layer.condition_proj.weight"].shape[1]
     module = SpecBlockModule(config.layer, feature_size, config.num_slots, config.draft_vocab_size, draft_ids)

@@ -58,7 +58,10 @@ class BlockTree:
     """
 
     def __init__(self, max_nodes: int, max_depth: int, is_chain: bool = False, continues: bool = False) -> None:
-        self._max_nodes, self.max_depth, self._is_chain, self._continues = max_nodes, max_depth, is_chain, continues
+        self._max_nodes = max_nodes
+        self.max_depth = max_depth
+        self._is_chain = is_chain
+        self._continues = continues
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._scores: list[float] = []
@@ -69,7 +72,8 @@ class BlockTree:
         """Add the candidates of a block that follows ``parent``: a chain of the best of each slot, and alternatives."""
         lowest = self._lowest_kept()
         score, depth = (0.0, 0) if parent == ROOT else (self._scores[parent], self._depths[parent])
-        branches, alternatives = not self._is_chain, []
+        branches = not self._is_chain
+        alternatives = []
         slots = slots[: self.max_depth - depth]
         for k, slot in enumerate(slots):
             if k > 0 and slot.rank_class == _BEYOND:
@@ -86,7 +90,8 @@ class BlockTree:
                     alternatives.append((node, k))
             if best == ROOT:
                 break
-            parent, score = best, self._scores[best]
+            parent = best
+            score = self._scores[best]
         for node, k in alternatives:
             above = node
             for slot in slots[k + 1 :]:

@@ -58,17 +58,21 @@ def _(op: RowOp, program: _C.Program, plan: Plan) -> None:
 @_add.register
 def _(step: Linear, program: _C.Program, plan: Plan) -> None:
     out_features, in_features = step.weight.shape
-    dtype, offset = step.weight.dtype, step.offset * step.weight.dtype.itemsize
+    dtype = step.weight.dtype
+    offset = step.offset * step.weight.dtype.itemsize
     bias = 0 if step.bias is None else step.bias.data_ptr()
-    sizes, weight = (step.num_vectors, in_features, out_features), step.weight
-    add, is_transposed = program.add_linear, not weight.is_contiguous()
+    sizes = (step.num_vectors, in_features, out_features)
+    weight = step.weight
+    add = program.add_linear
+    is_transposed = not weight.is_contiguous()
     add(DTYPE_CODES[dtype], step.source, step.out, offset, sizes, weight.data_ptr(), bias, is_transposed)
 
 
 @_add.register
 def _(step: GroupedLinear, program: _C.Program, plan: Plan) -> None:
     num_experts, out_features, in_features = step.weight.shape
-    dtype, weight = step.weight.dtype, step.weight
+    dtype = step.weight.dtype
+    weight = step.weight
     program.add_grouped_linear(
         DTYPE_CODES[dtype],
         (step.source, step.experts, step.out),
@@ -104,7 +108,8 @@ def _heads(heads: Heads, plan: Plan) -> tuple[int, int, int]:
 def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...], int]:
     """Return place, dtype, buffer, address, immediate, offset, strides, length, as csrc/bind_program.cpp takes them."""
     strides = (0,) * (MAX_RANK - len(operand.strides)) + operand.strides
-    code, source = DTYPE_CODES[operand.dtype], operand.source
+    code = DTYPE_CODES[operand.dtype]
+    source = operand.source
     if isinstance(source, Tensor):
         return 1, code, 0, source.data_ptr(), 0.0, operand.offset, strides, operand.length
     if isinstance(source, float):

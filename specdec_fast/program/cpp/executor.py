@@ -192,7 +192,8 @@ class Program(ForwardProgram):
             ValueError: the arguments do not fit together, or a parent does not come before its children.
         """
         width = self._plan.vocab_size
-        draft_tokens, parents = draft_tokens.contiguous(), spans.parents
+        draft_tokens = draft_tokens.contiguous()
+        parents = spans.parents
         logits = torch.empty(len(last_tokens) + len(draft_tokens), width, dtype=self._plan.logits_dtype, device="cpu")
         hidden_states = self._memory_of_taps(len(logits), hidden_states)
         emissions, paths, seconds = self._program.verify(
@@ -257,7 +258,8 @@ def _forward(
     token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor, memory: tuple[int, int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return addresses and sizes, in the order of csrc/bind_program.cpp."""
-    tree_mask, table = batch.tree_mask, batch.block_table
+    tree_mask = batch.tree_mask
+    table = batch.block_table
     addresses = (
         token_ids.data_ptr(),
         batch.positions.data_ptr(),
@@ -277,5 +279,6 @@ def _forward(
 
 def _pages(spans: Spans) -> tuple[int, ...]:
     """Return addresses and sizes, in the order of csrc/bind_program.cpp."""
-    tables, pages = spans.tables, spans.pages
+    tables = spans.tables
+    pages = spans.pages
     return tables.data_ptr(), *tables.shape, pages.addresses.data_ptr(), pages.num_pages, pages.page_size

@@ -29,7 +29,9 @@ OF_ROW = {"token_ids": "token_id", "positions": "position"}  # operations withou
 ROW_CODES = (*UNARY, *BINARY, *COMPARISONS, "where", *OVER_VECTORS, *OF_ROW.values(), "embedding")
 MAX_RANK = 4
 
-ROWS, LOGIT_ROWS = 0, 1  # domains: the rows of the batch, or those whose logits are wanted
+# Domains: the rows of the batch, or those whose logits are wanted.
+ROWS = 0
+LOGIT_ROWS = 1
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ class Life(NamedTuple):
 
 def without_unread(instructions: Sequence[Instruction], outputs: Collection[int]) -> list[Instruction]:
     """Drop instructions whose results are not read; the results of a forward are ``outputs`` and the KV entries."""
-    needed, kept = set(outputs), []
+    needed = set(outputs)
+    kept = []
     for instruction in reversed(instructions):
         if isinstance(instruction, Append) or not needed.isdisjoint(instruction.writes):
             needed.update(instruction.reads)
@@ -99,7 +100,8 @@ def placed(
         own.
     """
     steps = _steps(instructions, buffers)
-    by_step, by_operation = _lives(instructions, steps.__getitem__), _lives(instructions, lambda i: i)
+    by_step = _lives(instructions, steps.__getitem__)
+    by_operation = _lives(instructions, lambda i: i)
     others = {n for i in instructions if not isinstance(i, RowOp) for n in (*i.reads, *i.writes)}
     is_local = {n: life.first == life.last and n not in others for n, life in by_step.items()}
     places = [Placed(LOGITS, buffer.domain, 0, buffer.size * buffer.dtype.itemsize) for buffer in buffers]
@@ -107,7 +109,8 @@ def placed(
     for number in sorted(by_step, key=lambda n: by_operation[n].first):
         if number in (logits, inputs) or number in taps:
             continue
-        buffer, row_bytes = buffers[number], places[number].row_bytes
+        buffer = buffers[number]
+        row_bytes = places[number].row_bytes
         place, life = (SCRATCH, by_operation[number]) if is_local[number] else (ARENA, by_step[number])
         space = spaces[place, 0 if place == SCRATCH else buffer.domain]
         places[number] = Placed(place, buffer.domain, space.take(row_bytes, life), row_bytes)

@@ -9,7 +9,9 @@ from specdec_fast.program.plan.ir import LOGIT_ROWS, Attend, GroupedLinear, Inst
 
 # Of one task of attention (csrc/kernels/attention_task.h): positions of a tile, the most pairs of a row and a head, and
 # the largest number of lanes to which a value's size is rounded up.
-_TILE, _MOST_VECTORS, _LANES = 64, 256, 16
+_TILE = 64
+_MOST_VECTORS = 256
+_LANES = 16
 _FEWEST_ROWS = 16  # of a task, whatever the number of heads
 
 

@@ -39,10 +39,15 @@ class ExpertLoop:
     """The loop over ``num_experts`` experts, among which the numbers at ``ids`` ``[T, num_choices]`` choose."""
 
     def __init__(self, tape: Tape, ids: RowView, num_experts: int) -> None:
-        self.ids, self.num_experts, self.num_choices = ids, num_experts, ids.sizes[1]
+        self.ids = ids
+        self.num_experts = num_experts
+        self.num_choices = ids.sizes[1]
         self._tape = tape
         self._groups: list[tuple[int, _Visit]] = []  # with the first expert of each
-        self._next, self._start, self._first, self._end = 0, -1, 0, 0
+        self._next = 0
+        self._start = -1
+        self._first = 0
+        self._end = 0
         self._weights: dict[int, int] = {}
 
     @property
@@ -56,7 +61,9 @@ class ExpertLoop:
             raise NotLowerableError("a loop that does not visit expert after expert")
         if expert and len(self._tape.instructions) != self._end:  # groups are recorded after the last visit
             raise NotLowerableError("a loop that computes between its visits")
-        self._start, self._first, self._weights = len(self._tape.instructions), len(self._tape.buffers), {}
+        self._start = len(self._tape.instructions)
+        self._first = len(self._tape.buffers)
+        self._weights = {}
 
     def expect_visit(self, expert: int) -> None:
         """Refuse what is not part of the visit of an expert."""
@@ -70,7 +77,8 @@ class ExpertLoop:
 
     def end(self, states: RowView) -> bool:
         """End a visit that adds ``states`` ``[T, ...]`` to the result; return whether it was the last one."""
-        tape, expert = self._tape, self._next
+        tape = self._tape
+        expert = self._next
         visit = _Visit(tape.instructions[self._start :], self._first, states, self._weights)
         del tape.instructions[self._start :]
         for buffer in range(self._first, len(tape.buffers)):
@@ -80,7 +88,9 @@ class ExpertLoop:
             self._groups.append((expert, visit))
         if len(self._groups) > _MOST_GROUPS:
             raise NotLowerableError("experts that are computed in too many different ways")
-        self._next, self._start, self._end = expert + 1, -1, len(tape.instructions)
+        self._next = expert + 1
+        self._start = -1
+        self._end = len(tape.instructions)
         return self._next == self.num_experts
 
     def added_to(self, target: RowView) -> RowView:
@@ -103,7 +113,8 @@ class ExpertLoop:
 
     def _of_all_choices(self, visit: _Visit, first: int, count: int) -> RowView:
         """Record a visit for every choice; return ``[T, num_choices, ...]``, 0 for experts of other groups."""
-        tape, ids = self._tape, self.ids
+        tape = self._tape
+        ids = self.ids
         is_all = count == self.num_experts
         if not is_all:
             shifted, bounded, chosen = (self._fresh(ids.sizes, torch.float32) for _ in range(3))
@@ -115,7 +126,8 @@ class ExpertLoop:
         states = _Repeated(tape, visit, chosen, count).states()
         if is_all:
             return states
-        inside, masked = self._fresh(ids.sizes, torch.bool), self._fresh(states.sizes, states.dtype)
+        inside = self._fresh(ids.sizes, torch.bool)
+        masked = self._fresh(states.sizes, states.dtype)
         tape.row_op("eq", [shifted, chosen], inside)
         sizes = (*inside.sizes, *[1] * (len(states.sizes) - 2))
         is_own = replace(inside, sizes=sizes, strides=(*inside.strides, *[0] * (len(states.sizes) - 2)))
@@ -144,7 +156,10 @@ class _Repeated:
     """The instructions of a visit, for all choices of a row: every buffer of it becomes one per choice."""
 
     def __init__(self, tape: Tape, visit: _Visit, chosen: RowView, count: int) -> None:
-        self._tape, self._visit, self._chosen, self._count = tape, visit, chosen, count
+        self._tape = tape
+        self._visit = visit
+        self._chosen = chosen
+        self._count = count
         self._num_choices = chosen.sizes[1]
         self._buffers: dict[int, int] = {}
 
@@ -158,7 +173,8 @@ class _Repeated:
                 raise NotLowerableError("experts that are more than row operations and linear layers")
         view = self._visit.states
         buffer, stride = self._placed(view.buffer)
-        sizes, strides = (1, self._num_choices, *view.sizes[1:]), (0, stride, *view.strides[1:])
+        sizes = (1, self._num_choices, *view.sizes[1:])
+        strides = (0, stride, *view.strides[1:])
         return replace(view, buffer=buffer, sizes=sizes, strides=strides)
 
     def _placed(self, buffer: int) -> tuple[int, int]:
@@ -177,14 +193,16 @@ class _Repeated:
             raise NotLowerableError(f"experts that compute {step.code} over {MAX_RANK} axes")
 
         def of_all(operand: Operand, distance: int | None = None) -> Operand:
-            source, stride = operand.source, 0
+            source = operand.source
+            stride = 0
             if isinstance(source, int):
                 source, stride = self._placed(source)
             return replace(operand, source=source, strides=(distance or stride, *operand.strides))
 
         if isinstance(step.out.source, int) and step.out.source < self._visit.first:
             raise NotLowerableError("experts that change tensors in place")
-        inputs, out = tuple(of_all(each, distance) for each in step.inputs), of_all(step.out)
+        inputs = tuple(of_all(each, distance) for each in step.inputs)
+        out = of_all(step.out)
         self._tape.instructions.append(replace(step, shape=(self._num_choices, *step.shape), inputs=inputs, out=out))
 
     def _linear(self, step: Linear) -> None:

@@ -101,7 +101,8 @@ def _index_put(
 
 @LOWERED.entry("clamp.default", "clamp.Tensor")
 def _clamp(tape: Tape, result: Tensor, source: Tensor, least: Any = None, most: Any = None, **bounds: Any) -> None:
-    least, most = bounds.get("min", least), bounds.get("max", most)
+    least = bounds.get("min", least)
+    most = bounds.get("max", most)
     if least is not None:
         elementwise(tape, result, "maximum", source, least)
     if most is not None:

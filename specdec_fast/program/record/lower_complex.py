@@ -29,7 +29,8 @@ def _view_as_real(tape: Tape, result: Tensor, source: Tensor) -> None:
 
 @LOWERED.entry("polar.default")
 def _polar(tape: Tape, result: Tensor, radius: Tensor, angle: Tensor) -> None:
-    radii, angles = tape.row_view(radius), tape.row_view(angle)
+    radii = tape.row_view(radius)
+    angles = tape.row_view(angle)
     out = _fresh(tape, result, angles)
     for part, code in enumerate(("cos", "sin")):
         unit = tape.fresh(angles.domain, angles.axis, angles.sizes, torch.float32)

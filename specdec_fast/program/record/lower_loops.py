@@ -116,7 +116,8 @@ def _index(tape: Tape, result: Tensor, source: Tensor, indices: Sequence[Any], *
         otherwise(tape, result, source, indices)
         return
     assert isinstance(values[0], OfLoop)
-    loop, view = values[0].loop, tape.row_view(source)
+    loop = values[0].loop
+    view = tape.row_view(source)
     loop.expect_visit(values[0].expert)
     if (view.axis, view.domain) != (0, loop.ids.domain):
         raise NotLowerableError("rows of an expert that are not the first axis")
@@ -135,7 +136,8 @@ def _index_add(
     tape: Tape, result: Tensor, target: Tensor, axis: int, index: Tensor, states: Tensor, **kwargs: Any
 ) -> None:
     """End the visit of an expert; the last one records them all."""
-    value, before = tape.value(index), tape.value(target)
+    value = tape.value(index)
+    before = tape.value(target)
     if not isinstance(value, OfLoop) or value.kind != "rows" or axis % target.dim() or kwargs:
         raise NotLowerableError("rows are added to others")
     value.loop.expect_visit(value.expert)

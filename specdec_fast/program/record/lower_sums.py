@@ -109,7 +109,10 @@ def _deviation(
     view, order = _columns_of(tape, "a deviation", source, axes)
     wide = lambda sizes: tape.fresh(view.domain, view.axis, sizes, torch.float32)  # noqa: E731
     sizes = (*view.sizes[:-1], 1)
-    mean, distances, squares, total = wide(sizes), wide(view.sizes), wide(view.sizes), wide(sizes)
+    mean = wide(sizes)
+    distances = wide(view.sizes)
+    squares = wide(view.sizes)
+    total = wide(sizes)
     tape.row_op("mean", [view], mean)
     tape.row_op("sub", [view, mean], distances)
     tape.row_op("square", [distances], squares)

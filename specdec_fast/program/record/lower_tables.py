@@ -72,16 +72,20 @@ def _rows_of_table(tape: Tape, table: Tensor, indices: Tensor) -> RowView:
         raise NotLowerableError("an embedding by a table that is not plain")
     table = _as_floats(table)
     computed: tuple[Operand, ...] = ()
-    axis, width, added = 0, table.shape[1], 0
+    axis = 0
+    width = table.shape[1]
+    added = 0
     if isinstance(value, Index) and (value.kind, value.added != 0) != ("token_ids", True):
-        axis, added = tape.index_axis(indices), value.added
+        axis = tape.index_axis(indices)
+        added = value.added
         if value.kind == "logit_rows":
             raise NotLowerableError("an embedding by the rows whose logits are wanted")
     else:
         view = tape.numbers(indices)
         if view.size != 1 or view.domain != ROWS or indices.dtype == torch.bool or len(table) > LARGEST_WHOLE:
             raise NotLowerableError("an embedding by anything but one integer for each row")
-        axis, computed = view.axis, (Operand(view.buffer, view.dtype, view.offset, (0,), 1),)
+        axis = view.axis
+        computed = (Operand(view.buffer, view.dtype, view.offset, (0,), 1),)
     out = tape.fresh(ROWS, axis, (*[1] * indices.dim(), width), table.dtype)
     places = Operand(kept(table), table.dtype, 0, (1,), width), Operand(out.buffer, out.dtype, 0, (1,), width)
     by_position = not computed and value == Index("positions", added)

@@ -64,7 +64,8 @@ def _view(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any)
     value = tape.value(source)
     if isinstance(value, Index):
         rows = tape.index_axis(source)
-        before, after = prod(source.shape[:rows]), prod(source.shape[rows + 1 :])
+        before = prod(source.shape[:rows])
+        after = prod(source.shape[rows + 1 :])
         row_axis(result.shape, before, after, source.shape[rows])
         tape.bind(result, value)
     else:
@@ -151,7 +152,8 @@ def _slice(
 
 @LOWERED.entry("split.Tensor", "split_with_sizes.default", "chunk.default")
 def _split(tape: Tape, result: Sequence[Tensor], source: Tensor, how: Any, axis: int = 0) -> None:
-    view, start = tape.row_view(source), 0
+    view = tape.row_view(source)
+    start = 0
     if axis % source.dim() == view.axis:
         raise NotLowerableError("the batch is split between rows")
     for piece in result:
@@ -168,7 +170,8 @@ def _unbind(tape: Tape, result: Sequence[Tensor], source: Tensor, axis: int = 0)
 @LOWERED.entry("cat.default", "concat.default", "concatenate.default")
 def _cat(tape: Tape, result: Tensor, sources: Sequence[Tensor], axis: int = 0) -> None:
     rows = next(source for source in sources if tape.value(source) is not None)
-    view, start = tape.row_view(rows), 0
+    view = tape.row_view(rows)
+    start = 0
     if axis % result.dim() == view.axis:
         raise NotLowerableError("rows are appended to the batch")
     out = tape.fresh_like(result, view.axis, view.domain)

@@ -30,7 +30,8 @@ def recording_ops(recorder: Recorder, ops: Ops, pool: PagePool, batch: RaggedBat
 class _RecordedCalls:
     def __init__(self, recorder: Recorder, ops: Ops, pool: PagePool, batch: RaggedBatch) -> None:
         self.ops = ops
-        self._recorder, self._batch = recorder, batch
+        self._recorder = recorder
+        self._batch = batch
         self._layers = {keys.data_ptr(): layer for layer, (keys, _) in reversed(list(enumerate(pool.layers)))}
 
     def append_kv_(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

@@ -48,8 +48,10 @@ class RowView:
     def narrowed(self, axis: int, start: int, size: int, step: int = 1) -> RowView:
         """Return ``size`` numbers of an axis, every ``step``-th from ``start`` on."""
         axis %= len(self.sizes)
-        sizes, strides = list(self.sizes), list(self.strides)
-        sizes[axis], strides[axis] = size, strides[axis] * step
+        sizes = list(self.sizes)
+        strides = list(self.strides)
+        sizes[axis] = size
+        strides[axis] = strides[axis] * step
         offset = self.offset + start * self.strides[axis]
         return replace(self, sizes=tuple(sizes), strides=tuple(strides), offset=offset)
 
@@ -84,7 +86,8 @@ class RowView:
 
 def dense(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of contiguous numbers."""
-    strides, step = [], 1
+    strides = []
+    step = 1
     for size in reversed(sizes):
         strides.append(step)
         step *= size

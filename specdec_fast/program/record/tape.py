@@ -47,7 +47,8 @@ class Tape:
     def __init__(
         self, num_rows: int, num_logit_rows: int, kv_dtype: torch.dtype, max_positions: int | None = None
     ) -> None:
-        self.kv_dtype, self.max_positions = kv_dtype, max_positions
+        self.kv_dtype = kv_dtype
+        self.max_positions = max_positions
         self.counts = {ROWS: num_rows, LOGIT_ROWS: num_logit_rows}
         self.instructions: list[Instruction] = []
         self.buffers: list[Buffer] = []
@@ -208,7 +209,8 @@ class Tape:
         self, rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor
     ) -> None:
         """Record the op ``grouped_linear``."""
-        view, chosen = self.row_view(rows), self.row_view(expert_ids)
+        view = self.row_view(rows)
+        chosen = self.row_view(expert_ids)
         is_plain = (weight.is_contiguous() or weight.mT.is_contiguous()) and (bias is None or bias.is_contiguous())
         dtypes = {view.dtype, weight.dtype, view.dtype if bias is None else bias.dtype}
         if not is_plain or len(dtypes) > 1 or (view.axis, chosen.axis) != (0, 0) or view.domain != chosen.domain:
@@ -236,7 +238,8 @@ class Tape:
 
     def attend(self, layer: int, query: Tensor, params: AttentionParams, result: Tensor) -> None:
         """Record attention, from ``[T, num_heads, key_head_dim]`` queries to ``[T, num_heads, value_head_dim]``."""
-        heads, out = self._heads(query), self.fresh_like(result, 0, ROWS)
+        heads = self._heads(query)
+        out = self.fresh_like(result, 0, ROWS)
         sinks = None if params.sinks is None else self._constant(params.sinks)
         rule = (params.scale, params.sliding_window, params.softcap, sinks)
         self.instructions.append(Attend(layer, query.shape[1], heads, out.buffer, *rule))

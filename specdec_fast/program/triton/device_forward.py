@@ -26,12 +26,16 @@ class DeviceForward:
         hidden_states: Tensor | None,
         inputs: Tensor | None = None,
     ) -> None:
-        self._plan, self.batch, self.pool, self.logit_rows = plan, batch, pool, logit_rows
+        self._plan = plan
+        self.batch = batch
+        self.pool = pool
+        self.logit_rows = logit_rows
         self._hidden_states = hidden_states
         self.num_rows = batch.token_ids.shape[0]
         self.num_logit_rows = self.num_rows if logit_rows is None else logit_rows.shape[0]
         self.memory: dict[int, Tensor] = {}
-        num_bytes, expected = 0 if inputs is None else inputs.nbytes, self.num_rows * plan.input_bytes
+        num_bytes = 0 if inputs is None else inputs.nbytes
+        expected = self.num_rows * plan.input_bytes
         if num_bytes != expected:
             raise ValueError(f"{self.num_rows} rows take {expected} bytes besides their tokens, not {num_bytes}.")
         if inputs is not None:
@@ -54,7 +58,8 @@ class DeviceForward:
 
     def vectors(self, step: Linear) -> Tensor:
         """Return the input of a linear, ``[T * num_vectors, in_features]``."""
-        in_features, rows = step.weight.shape[1], self.memory[step.source]
+        in_features = step.weight.shape[1]
+        rows = self.memory[step.source]
         return rows[:, step.offset : step.offset + step.num_vectors * in_features].reshape(-1, in_features)
 
     def count(self, step: Linear) -> int:

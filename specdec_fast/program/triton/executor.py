@@ -86,7 +86,8 @@ class TritonProgram:
     """
 
     def __init__(self, plan: Plan, ops: Ops, fuses_linears: bool = False, merges_attention: bool = False) -> None:
-        self._plan, self._ops = plan, ops if ops.unchecked is None else ops.unchecked
+        self._plan = plan
+        self._ops = ops if ops.unchecked is None else ops.unchecked
         self._dtypes = dtypes_of(plan)
         device = next((step.weight.device for step in plan.instructions if isinstance(step, Linear)), None)
         self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device) if merges_attention else None
@@ -132,7 +133,8 @@ class TritonProgram:
         return make[type(launch)](launch)
 
     def _row_fusion(self, fusion: RowFusion, kernel: RowKernel) -> Callable[[DeviceForward], None]:
-        function, is_logits = compiled(kernel.source), fusion.domain == LOGIT_ROWS
+        function = compiled(kernel.source)
+        is_logits = fusion.domain == LOGIT_ROWS
         options = launch_of(kernel).options | OPTIONS
 
         def launch(forward: DeviceForward) -> None:
@@ -159,7 +161,8 @@ class TritonProgram:
         return launch
 
     def _linear(self, step: Linear) -> Callable[[DeviceForward], None]:
-        weight, bias = step.weight, step.bias
+        weight = step.weight
+        bias = step.bias
 
         def launch(forward: DeviceForward) -> None:
             wide = forward.vectors(step)
@@ -190,7 +193,8 @@ class TritonProgram:
         in_features = step.weight.shape[2]
 
         def launch(forward: DeviceForward) -> None:
-            rows, chosen = forward.memory[step.source], forward.memory[step.experts]
+            rows = forward.memory[step.source]
+            chosen = forward.memory[step.experts]
             wide = rows[:, step.offset : step.offset + step.num_vectors * in_features].unflatten(1, (-1, in_features))
             ids = chosen[:, step.experts_offset : step.experts_offset + step.choices].long()
             forward.memory[step.out] = self._ops.grouped_linear(wide, ids, step.weight, step.bias).flatten(1)
@@ -199,11 +203,13 @@ class TritonProgram:
 
     def _attend(self, step: Attend) -> Callable[[DeviceForward], None]:
         params = AttentionParams(step.scale, step.sliding_window, step.softcap, step.sinks)
-        heads, head_dim = step.query, self._plan.kv_shapes[step.layer].key_head_dim
+        heads = step.query
+        head_dim = self._plan.kv_shapes[step.layer].key_head_dim
 
         def launch(forward: DeviceForward) -> None:
             rows = forward.memory[heads.buffer]
-            shape, strides = (len(rows), step.num_heads, head_dim), (rows.stride(0), heads.stride, 1)
+            shape = (len(rows), step.num_heads, head_dim)
+            strides = (rows.stride(0), heads.stride, 1)
             query = rows.as_strided(shape, strides, rows.storage_offset() + heads.offset)
             kv = forward.pool.layers[step.layer]
             if self._counters is None:
@@ -217,7 +223,8 @@ class TritonProgram:
     @staticmethod
     def _gather(step: Gather) -> Callable[[DeviceForward], None]:
         def launch(forward: DeviceForward) -> None:
-            rows, chosen = forward.memory[step.source], forward.logit_rows
+            rows = forward.memory[step.source]
+            chosen = forward.logit_rows
             forward.memory[step.out] = rows if chosen is None else rows[chosen]
 
         return launch

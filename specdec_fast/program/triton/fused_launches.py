@@ -37,7 +37,8 @@ def fused_launches_of(plan: Plan) -> list[FusedLaunch]:
 
 
 def _with_ends(plan: Plan, launches: list[PlannedLaunch], readers: _Readers) -> list[PlannedLaunch | FusedLinear]:
-    waiting, result = launches[::-1], list[PlannedLaunch | FusedLinear]()
+    waiting = launches[::-1]
+    result = list[PlannedLaunch | FusedLinear]()
     while waiting:
         launch = waiting.pop()
         fusion = waiting[-1] if waiting else None
@@ -87,7 +88,8 @@ def _is_internal(plan: Plan, buffer: int, readers: _Readers) -> bool:
 def _split(plan: Plan, fusion: RowFusion, length: int, readers: _Readers) -> tuple[RowFusion, RowFusion | None]:
     if length == len(fusion.steps):
         return fusion, None
-    prefix, rest = fusion.steps[:length], fusion.steps[length:]
+    prefix = fusion.steps[:length]
+    rest = fusion.steps[length:]
     return fusion_of(plan, fusion.domain, prefix, readers), fusion_of(plan, fusion.domain, rest, readers)
 
 

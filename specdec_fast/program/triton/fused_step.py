@@ -29,7 +29,8 @@ def launch_of_rows(fused: FusedLinear, num_rows: int) -> Launch:
 
 def fused_step(plan: Plan, fused: FusedLinear, dtypes: dict[int, torch.dtype]) -> Callable[[DeviceForward], None]:
     """Return a function that launches fused linears; ``dtypes`` are those of buffers that row operations store."""
-    gathered, kernel_of_all = linear_kernel(plan, fused), linear_kernel(plan, fused, all_rows=True)
+    gathered = linear_kernel(plan, fused)
+    kernel_of_all = linear_kernel(plan, fused, all_rows=True)
     matrices = fused.matrices()
     weights = [weight for weight, _, _, _ in matrices]
     biases = [bias for _, bias, _, _ in matrices if bias is not None]

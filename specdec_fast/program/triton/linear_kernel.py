@@ -80,10 +80,12 @@ def _loaded_vectors(fused: FusedLinear) -> _Code:
 
 def _computed_vectors(plan: Plan, fused: FusedLinear, pointers: Pointers, all_rows: bool) -> _Code:
     """Write statistics of the rows, and then the loop, which computes the vectors from them part by part."""
-    fusion, step = fused.before, fused.steps[0]
+    fusion = fused.before
+    step = fused.steps[0]
     assert fusion is not None
     _expect(fusion, WITH_STATISTICS)
-    axis, is_gathered = Axis(fused.in_features), fused.gather is not None and not all_rows
+    axis = Axis(fused.in_features)
+    is_gathered = fused.gather is not None and not all_rows
     pieces = _pieces(plan, fusion, axis.size)
     inside = "" if axis.size == padded(axis) else f"(columns < {axis.size})"
     names = TileNames("some_source" if is_gathered else "some", "among", "columns", inside)
@@ -101,7 +103,8 @@ def _pieces(plan: Plan, fusion: RowFusion, size: int) -> tuple[int, int, int, in
 
     There a warp has 32 threads, and each loads 16 bytes, or less if the row is shorter than that.
     """
-    warps, length = row_kernel(plan, fusion).num_warps, padded(Axis(size))
+    warps = row_kernel(plan, fusion).num_warps
+    length = padded(Axis(size))
     written = {buffer for step in fusion.steps for buffer in step.writes}
     sizes = {
         operand.dtype.itemsize
@@ -180,7 +183,8 @@ def _end(plan: Plan, fused: FusedLinear, fusion: RowFusion, pointers: Pointers) 
             if [size for size in shape if size != 1] != [axis.size]:
                 raise NotEmittableError(-1, "what is stored has another shape than the outputs")
             place = Place(step.out.offset).plus(of_axis(axis).times(step.out.strides[shape.index(axis.size)]))
-            pointer, value = pointers.name(buffer), values.read(buffer, place, len(fusion.steps))
+            pointer = pointers.name(buffer)
+            value = values.read(buffer, place, len(fusion.steps))
             address = f"{pointer} + row * {sizes[buffer]} + ({values.index(place).text})"
             stores.append(f"tl.store({address}, {value.text}.to({pointer}.dtype.element_ty), mask=inside & within_out)")
     return _Code([*_outputs(fused, axis.size), *values.lines, *stores], values.loaded)
@@ -232,8 +236,10 @@ def _matrices(fused: FusedLinear) -> list[str]:
 
 
 def _source(fused: FusedLinear, pointers: Pointers, beginning: list[str], end: list[str]) -> str:
-    size, matrices = fused.in_features, range(len(fused.matrices()))
-    has_bias, is_pair = fused.steps[0].bias is not None, fused.after is not None and len(matrices) == 2
+    size = fused.in_features
+    matrices = range(len(fused.matrices()))
+    has_bias = fused.steps[0].bias is not None
+    is_pair = fused.after is not None and len(matrices) == 2
     names = [f"p{i}" for i in range(len(pointers.tensors))]
     batch = [name for name, tensor in zip(names, pointers.tensors, strict=True) if isinstance(tensor, str)]
     arguments = [

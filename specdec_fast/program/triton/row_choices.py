@@ -21,7 +21,8 @@ def _topk(code: RowCode, number: int, step: RowOp, at: tuple[Place, ...]) -> Exp
     if axis.size == 1:
         return code.line("tl.full([], 0.0, tl.float32)")
     kept = tuple(each for each in wide if each is not axis)
-    along, places = code.axis(axis, wide), []
+    along = code.axis(axis, wide)
+    places = []
     order = f"order_of({code.aligned(numbers, wide)})"
     mask = code.mask((axis,))
     left = code.line(f"tl.where({along} < {axis.size}, {order}, {_CHOSEN})" if mask else order, wide)
@@ -48,7 +49,8 @@ def _gather(code: RowCode, number: int, step: RowOp, at: tuple[Place, ...]) -> E
     numbers, _, axis = code.vector(number, source, at[:-1], own_axis=True)
     if axis.size == 1:
         return numbers
-    wanted, along = code.at(index, at, number), _numbers(code, of_axis(axis))
+    wanted = code.at(index, at, number)
+    along = _numbers(code, of_axis(axis))
     picked = code.combined("tl.where({0} == {1}, {2}, 0.0)", [along, wanted, numbers])
     return code.over(axis, "sum", picked, picked.axes)
 

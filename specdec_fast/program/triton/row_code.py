@@ -73,7 +73,10 @@ class RowCode:
         row_sizes: dict[int, int],
         tile: tuple[Axis, int] | None = None,
     ) -> None:
-        self.steps, self.pointers, self.row_sizes, self._tile = steps, pointers, row_sizes, tile
+        self.steps = steps
+        self.pointers = pointers
+        self.row_sizes = row_sizes
+        self._tile = tile
         self.lines: list[str] = []
         self.reduced: dict[int, list[tuple[Axis, ...]]] = {}
         self.widest = 1
@@ -116,7 +119,8 @@ class RowCode:
 
     def load(self, source: int | Tensor, place: Place) -> Expression:
         """Return numbers in memory, as fp32."""
-        pointer, index = self.pointers.name(source), self.index(place)
+        pointer = self.pointers.name(source)
+        index = self.index(place)
         base = f"{pointer} + row * {self.row_sizes[source]}" if isinstance(source, int) else pointer
         mask = self.mask(index.axes)
         masked = f", mask={mask}, other=0.0" if mask else ""

@@ -33,7 +33,8 @@ class SplitError(Exception):
 
     def __init__(self, axis: Axis, inner: int) -> None:
         super().__init__()
-        self.axis, self.inner = axis, inner
+        self.axis = axis
+        self.inner = inner
 
     def parts(self) -> list[Place]:
         """Return what takes the place of the axis."""
@@ -46,7 +47,8 @@ class CutError(Exception):
 
     def __init__(self, axis: Axis, at: int) -> None:
         super().__init__()
-        self.axis, self.at = axis, at
+        self.axis = axis
+        self.at = at
 
     def parts(self) -> list[Place]:
         """Return what takes the place of the axis in each of two copies; parts of one size share their axis."""

@@ -61,7 +61,10 @@ def row_kernel(plan: Plan, fusion: RowFusion) -> RowKernel:
         NotEmittableError: a step of the fusion must read memory that the fusion has written; see ``launches.halves``.
     """
     row_sizes = row_sizes_of(plan, fusion)
-    pointers, body, num_tiles, widest = Pointers(), "", 0, 1
+    pointers = Pointers()
+    body = ""
+    num_tiles = 0
+    widest = 1
     units = _units(plan, fusion, row_sizes)
     for unit in units:
         values, stores = _evaluated(fusion, pointers, row_sizes, unit.stores)
@@ -70,7 +73,8 @@ def row_kernel(plan: Plan, fusion: RowFusion) -> RowKernel:
             values, stores = _evaluated(fusion, pointers, row_sizes, stores, tile)
         tiles = 1 if tile is None else -(-tile[0].size // tile[1])
         body += _block(values, tile, num_tiles, tiles, len(units) > 1 or tiles > 1)
-        num_tiles, widest = num_tiles + tiles, max(widest, values.widest)
+        num_tiles = num_tiles + tiles
+        widest = max(widest, values.widest)
     warps = max(1, min(_MOST_WARPS, widest // _PER_WARP))
     return RowKernel(_source(pointers, body, fusion.domain), tuple(pointers.tensors), num_tiles, warps)
 
@@ -133,7 +137,8 @@ def _targets(plan: Plan, fusion: RowFusion) -> list[list[_Store]]:
                 (step.value, shape.value_head_dim, "values"),
             ):
                 at = coordinates((shape.num_kv_heads, size))
-                place, target = place_of(heads.offset, (heads.stride, 1), at), place_of(0, (size, 1), at)
+                place = place_of(heads.offset, (heads.stride, 1), at)
+                target = place_of(0, (size, 1), at)
                 store = _Store(heads.buffer, place, f"{name} {step.layer}", target, shape.num_kv_heads * size)
                 targets.append([store])
     return targets
@@ -162,8 +167,10 @@ def _evaluated(
 
 
 def _written(values: Values, pointers: Pointers, row_sizes: dict[int, int], store: _Store, end: int) -> str:
-    value, index = values.read(store.buffer, store.place, end), values.index(store.target_place)
-    pointer, mask = pointers.name(store.target), values.mask(index.axes)
+    value = values.read(store.buffer, store.place, end)
+    index = values.index(store.target_place)
+    pointer = pointers.name(store.target)
+    mask = values.mask(index.axes)
     if isinstance(store.target, str):
         slot = values.line(f"tl.load({pointers.name('slot_mapping')} + row).to(tl.int64)")
         base = f"{pointer} + {slot.text} * {store.numbers_per_slot}"

@@ -57,7 +57,9 @@ class TileValues(Values):
         registers: Mapping[tuple[int, int], str] | None = None,
     ) -> None:
         super().__init__(steps, pointers, row_sizes)
-        self.own, self.names, self._registers = axis, names, registers or {}
+        self.own = axis
+        self.names = names
+        self._registers = registers or {}
         self.loaded: set[int] = set()
         self.share(axis)
 

@@ -97,14 +97,17 @@ class Limits:
         each = 1 if most_rows == 1 else rows_each
         sequences = min(1 << (batch_size - 1).bit_length(), self.sequences)
         one_each, most = (n + row_padding.padding(n) for n in (sequences, sequences * each))
-        below, rows = 0, one_each
+        below = 0
+        rows = one_each
         while rows < num_rows:
-            below, rows = rows, min(2 * rows, most)
+            below = rows
+            rows = min(2 * rows, most)
         if rows > row_padding.largest:
             return None
         # Places for the sequences of padding rows are added: a sequence has `each` of the most possible padding rows.
         more = -(-(rows - below - 1) // each) if each > 1 else 0
-        pages, needed = -(-_SHORTEST_CONTEXT // page_size), -(-(each + num_forwards) // page_size)
+        pages = -(-_SHORTEST_CONTEXT // page_size)
+        needed = -(-(each + num_forwards) // page_size)
         while pages < max(needed, num_pages):
             pages *= 2
         return Bucket(rows, max(one_each, sequences + more), each, pages, one_each)

@@ -67,14 +67,17 @@ class Graphs(GraphStore):
 
     def __init__(self, model: nn.Module, forward: Forward, capture: Capture, limits: Limits, choices: Choices) -> None:
         super().__init__(capture, limits, _why_not(model))
-        self._model, self._forward, self._choices = model, forward, choices
+        self._model = model
+        self._forward = forward
+        self._choices = choices
         self._watch = Watch(model, ())
 
     def expect_same_weights(self) -> None:
         """Destroy the graphs if the model has changed since they were recorded in a way that they do not see."""
         if self._watch.change() is not None:
             self._graphs.clear()
-            self._watch, self.why_not = Watch(self._model, ()), _why_not(self._model)
+            self._watch = Watch(self._model, ())
+            self.why_not = _why_not(self._model)
 
     @torch.inference_mode()
     def forward(
@@ -134,7 +137,10 @@ class Graphs(GraphStore):
         if graph is None:
             return None
         logits, found = _replayed(graph, hidden_states)
-        num_rows, batch_size, rows, places = len(layout.positions), len(last), bucket.num_rows, bucket.num_sequences
+        num_rows = len(layout.positions)
+        batch_size = len(last)
+        rows = bucket.num_rows
+        places = bucket.num_sequences
         sizes = ((0, num_rows), (rows, batch_size), (rows + places, batch_size), (rows + 2 * places, num_rows))
         parts = tuple(slice(start, start + count) for start, count in sizes[: 4 if has_trees else 3])
         return logits[:num_rows], Joined(found, parts)

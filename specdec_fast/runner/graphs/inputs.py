@@ -47,7 +47,8 @@ class _Padding(NamedTuple):
 @lru_cache(maxsize=256)
 def _padding(bucket: Bucket, num_rows: int, batch_size: int, page_size: int) -> _Padding:
     """Make the padding once, because a run needs the same few again and again. Batches copy it."""
-    missing, places = bucket.num_rows - num_rows, bucket.num_sequences - batch_size
+    missing = bucket.num_rows - num_rows
+    places = bucket.num_sequences - batch_size
     ends = np.minimum(bucket.max_seqlen_q * np.arange(1, places + 1), missing)
     positions = np.arange(missing) % bucket.max_seqlen_q
     return _Padding(
@@ -95,10 +96,13 @@ class Inputs:
     """
 
     def __init__(self, bucket: Bucket, page_size: int, device: torch.device, has_trees: bool = False) -> None:
-        rows, places = (bucket.num_rows,), (bucket.num_sequences,)
+        rows = (bucket.num_rows,)
+        places = (bucket.num_sequences,)
         self._num_words = -(-bucket.max_seqlen_q // TREE_MASK_BITS)
         trees = {"parents": (np.int32, rows), "tree_mask": (np.int32, (bucket.num_rows, self._num_words))}
-        self._bucket, self._page_size, self.one_each = bucket, page_size, bucket.one_each
+        self._bucket = bucket
+        self._page_size = page_size
+        self.one_each = bucket.one_each
         self._packed = PackedArrays(
             {
                 "token_ids": (np.int64, rows),
@@ -159,7 +163,9 @@ class Inputs:
 
     def fill(self, batch: RaggedBatch) -> None:
         """Copy a batch that is on the device, without its own padding, and fill the rest of the bucket."""
-        own, num_rows, batch_size = self.batch, batch.token_ids.shape[0], batch.cu_seqlens.shape[0] - 1
+        own = self.batch
+        num_rows = batch.token_ids.shape[0]
+        batch_size = batch.cu_seqlens.shape[0] - 1
         token_ids, positions, slot_mapping, cu_seqlens, used = _padding_on_device(
             self._bucket, num_rows, batch_size, self._page_size, own.token_ids.device
         )
@@ -189,8 +195,10 @@ class Inputs:
             trees: the shape of the rows, if they are trees.
 
         """
-        arrays, counts = self._packed.arrays(), layout.counts
-        num_rows, batch_size = len(layout.positions), len(layout.end)
+        arrays = self._packed.arrays()
+        counts = layout.counts
+        num_rows = len(layout.positions)
+        batch_size = len(layout.end)
         padding = _padding(self._bucket, num_rows, batch_size, self._page_size)
         if is_verified:
             arrays["token_ids"][counts.cu_seqlens[:-1]] = token_ids
@@ -199,23 +207,31 @@ class Inputs:
         else:
             arrays["token_ids"][:num_rows] = token_ids
         arrays["token_ids"][num_rows:] = 0
-        arrays["positions"][:num_rows], arrays["positions"][num_rows:] = layout.positions, padding.positions
-        arrays["slot_mapping"][:num_rows], arrays["slot_mapping"][num_rows:] = layout.slots, padding.slot_mapping
+        arrays["positions"][:num_rows] = layout.positions
+        arrays["positions"][num_rows:] = padding.positions
+        arrays["slot_mapping"][:num_rows] = layout.slots
+        arrays["slot_mapping"][num_rows:] = padding.slot_mapping
         arrays["cu_seqlens_q"][: batch_size + 1] = counts.cu_seqlens
         arrays["cu_seqlens_q"][batch_size + 1 :] = padding.cu_seqlens_q
-        arrays["seqused_k"][:batch_size], arrays["seqused_k"][batch_size:] = layout.end, padding.seqused_k
+        arrays["seqused_k"][:batch_size] = layout.end
+        arrays["seqused_k"][batch_size:] = padding.seqused_k
         table = arrays["block_table"]
-        table[batch_size:], table[:batch_size, layout.table.shape[1] :] = 0, 0
+        table[batch_size:] = 0
+        table[:batch_size, layout.table.shape[1] :] = 0
         table[:batch_size, : layout.table.shape[1]] = layout.table
         if trees is not None:
             starts = layout.positions[counts.cu_seqlens[:-1]]
             arrays["positions"][:num_rows] = starts[counts.sequence] + trees.depths
-            padding_trees, words = _chains(padding.positions.tobytes(), self._num_words), trees.mask.shape[1]
-            arrays["parents"][:num_rows], arrays["parents"][num_rows:] = trees.parents, padding_trees.parents
+            padding_trees = _chains(padding.positions.tobytes(), self._num_words)
+            words = trees.mask.shape[1]
+            arrays["parents"][:num_rows] = trees.parents
+            arrays["parents"][num_rows:] = padding_trees.parents
             mask = arrays["tree_mask"]
-            mask[:num_rows, :words], mask[:num_rows, words:] = trees.mask, 0
+            mask[:num_rows, :words] = trees.mask
+            mask[:num_rows, words:] = 0
             mask[num_rows:] = padding_trees.mask
         for name, column in sampling.items():
             own = arrays["chosen_positions" if name == "positions" else name]
-            own[:batch_size], own[batch_size:] = column, 0
+            own[:batch_size] = column
+            own[batch_size:] = 0
         self._packed.send()

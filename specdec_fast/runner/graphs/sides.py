@@ -83,7 +83,8 @@ def drafting_loop(
         ``[one_each, K]`` int64, the tokens chosen after each forward.
 
     """
-    first, (num_forwards, page_size) = inputs.batch, size
+    first = inputs.batch
+    (num_forwards, page_size) = size
     sampling = sampling and first_of(sampling, inputs.one_each)
     last_rows = (first.cu_seqlens_q[1 : inputs.one_each + 1] - 1).long()
     one_each = torch.arange(inputs.one_each + 1, dtype=torch.int32, device=last_rows.device)
@@ -153,13 +154,16 @@ def later_batches(
 
     """
     num_rows = len(one_each) - 1
-    table, missing = first.block_table[:num_rows], -num_rows % _ALIGNED
+    table = first.block_table[:num_rows]
+    missing = -num_rows % _ALIGNED
     # Padding rows repeat the last sequence. They only align the rows of the next forward, and no forward reads them.
     used = torch.cat([first.seqused_k[:num_rows], first.seqused_k[num_rows - 1 : num_rows].expand(missing)])
     tables = torch.cat([table, table[-1:].expand(missing, -1)])
     positions = used + torch.arange(num_forwards, dtype=torch.int32, device=used.device)[:, None]
     pages = tables.gather(1, (positions // page_size).long().T).T
-    slots, wide, lengths = (pages * page_size + positions % page_size).contiguous(), positions.long(), positions + 1
+    slots = (pages * page_size + positions % page_size).contiguous()
+    wide = positions.long()
+    lengths = positions + 1
     return [
         partial(
             replace,

@@ -65,7 +65,9 @@ class GraphStore:
     """
 
     def __init__(self, capture: Capture, limits: Limits, why_not: str | None = None) -> None:
-        self._capture, self._limits, self.why_not = capture, limits, why_not
+        self._capture = capture
+        self._limits = limits
+        self.why_not = why_not
         self._graphs: dict[Hashable, Recorded] = {}
         self._asked: set[Hashable] = set()
         # No reference to the pool itself, so that its memory is free before another pool is allocated.

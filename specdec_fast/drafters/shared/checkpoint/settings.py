@@ -207,10 +207,10 @@ class Settings:
             self.positive_integer(name, given[name])
         self.positive_integer("num_hidden_layers", num_layers, MOST_PARTS)
         self.positive_number("rms_norm_eps", 1.0)
-        ropes = [given, given.get("rope_scaling"), given.get("rope_parameters")]
-        for place in [Settings(self.folder, entries) for entries in ropes if isinstance(entries, dict)]:
-            for name in _ROPE_NUMBERS:
-                place.positive_number(name, 1.0)
+        for entries in (given, given.get("rope_scaling"), given.get("rope_parameters")):
+            if isinstance(entries, dict):
+                for name in _ROPE_NUMBERS:
+                    Settings(self.folder, entries).positive_number(name, 1.0)
         act = given.get("hidden_act", "silu")
         if not isinstance(act, str) or act not in ACT2FN:
             raise self._wrong("hidden_act", act, "the name of an activation function of transformers, such as 'silu'")

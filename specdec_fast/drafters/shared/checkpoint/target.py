@@ -23,7 +23,8 @@ def check_target(config: LayerConfig, target: RaggedModel) -> None:
         ConfigError, VocabularyMismatchError: it was made for another one, or the target is sharded.
 
     """
-    where, name = repr(str(config.folder)), type(target.model).__name__
+    where = repr(str(config.folder))
+    name = type(target.model).__name__
     check_whole(target)
     if config.verifiers and name not in config.verifiers:
         raise ConfigError(f"{where} was made for {', '.join(config.verifiers)}; the target is a {name}.")

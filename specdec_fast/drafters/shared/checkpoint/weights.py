@@ -196,7 +196,8 @@ def target_ids(config: LayerConfig, weights: dict[str, Tensor]) -> Tensor | None
         ConfigError: an id is outside the vocabulary or comes twice, or ``t2d`` says something else.
 
     """
-    size, vocab_size = config.draft_vocab_size, config.layer.vocab_size
+    size = config.draft_vocab_size
+    vocab_size = config.layer.vocab_size
     if "d2t" not in weights:
         return None
     ids = torch.arange(size, device="cpu") + weights["d2t"].long()
