@@ -246,7 +246,7 @@ class TestErrors:
         with monkeypatch.context() as patch:
             patch.setattr(chat, "TEMPLATE_SECONDS", 0.01)
             bad, good = engine.generate([HELLO, [5, 6]], PARAMS, **options)
-        with pytest.raises(sd.ChatTemplateError, match=r"longer than 0.01 s; correct the messages or chat_template_kw"):
+        with pytest.raises(sd.ChatTemplateError, match=r"longer than 0.01 s; correct the messages, chat_template_kw"):
             bad.raise_for_error()
         assert good.error is None
         assert engine.encode(HELLO, chat_template=LOOP + TEMPLATE) == templated
