@@ -54,7 +54,7 @@ def test_too_many_choices_are_refused_before_any_is_made(app, monkeypatch):
     assert "320000 choices in one request; the server takes" in exchange.json["error"]["message"]
 
 
-def test_a_chat_without_a_template_is_told_what_the_server_can_do(make_engine, chat_tokens, monkeypatch):
+def test_the_answer_to_a_chat_without_a_template_names_the_option_of_the_server(make_engine, chat_tokens, monkeypatch):
     """Not to pass ``chat_template``, which the server refuses."""
     monkeypatch.setattr(chat_tokens, "chat_template", None)
     body = {"messages": [{"role": "user", "content": "Hi"}]}
