@@ -14,12 +14,16 @@
 #include "kernels/philox.h"
 #include "ops/append_kv.h"
 #include "ops/compact_kv.h"
+#include "ops/conv_rows.h"
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
+#include "ops/linear_attention_rows.h"
 #include "ops/linear_transposed.h"
 #include "ops/noise_words.h"
 #include "ops/paged_attention.h"
 #include "ops/realign_kv.h"
+#include "ops/recurrent_rows.h"
+#include "ops/selective_scan_rows.h"
 #include "ops/verify_chain.h"
 
 namespace {
@@ -119,6 +123,62 @@ void realign_kv(const std::vector<std::uintptr_t>& addresses, std::array<std::in
                        pointer<const std::int32_t>(moves[2]), num_threads});
 }
 
+// Numbers of rows and sequences, and the addresses of the arrays in the order of RecurrentRows.
+using Recurrent = std::pair<std::array<std::int64_t, 2>, std::array<std::uintptr_t, 5>>;
+
+specdec::RecurrentRows recurrent_rows(const Recurrent& batch) {
+  const auto& [sizes, arrays] = batch;
+  const auto array = [&](int i) { return pointer<const std::int32_t>(arrays[static_cast<std::size_t>(i)]); };
+  return {sizes[0], sizes[1], array(0), array(1), array(2), array(3), array(4)};
+}
+
+// `rows` and `weight`: address, and stride of a row or size of the kernel. `state`: slots, places and channels.
+void conv_rows(int dtype, std::pair<std::uintptr_t, std::int64_t> rows, std::uintptr_t state,
+               std::array<std::int64_t, 3> shape, std::pair<std::uintptr_t, std::int64_t> weight, std::uintptr_t bias,
+               bool silu, const Recurrent& batch, std::uintptr_t out, int num_threads) {
+  specdec::conv_rows({static_cast<specdec::DType>(dtype), pointer<const void>(rows.first), rows.second,
+                      pointer<void>(state), shape[0], shape[1], shape[2], pointer<const void>(weight.first),
+                      weight.second, pointer<const void>(bias), silu, recurrent_rows(batch), pointer<void>(out),
+                      num_threads});
+}
+
+// Address, stride of a row, stride of a head.
+using Heads = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
+
+template <typename Number>
+specdec::HeadRows<Number> head_rows(const Heads& rows) {
+  const auto& [address, stride_row, stride_head] = rows;
+  return {pointer<const Number>(address), stride_row, stride_head};
+}
+
+// `rows`: query, key, value, log_decay, beta. `shape`: slots, places for kept rows, key heads, value heads, key_dim,
+// value_dim. `flags`: whether decays are per channel, there are betas, and the delta rule holds. `params`: scale, and the
+// epsilon of the normalisation or a negative number.
+void linear_attention_rows(int dtype, const std::array<Heads, 5>& rows, std::array<bool, 3> flags,
+                           std::array<std::uintptr_t, 2> pools, std::array<std::int64_t, 6> shape,
+                           const Recurrent& batch, std::array<double, 2> params, std::uintptr_t skip, std::uintptr_t out,
+                           int num_threads) {
+  specdec::linear_attention_rows(
+      {static_cast<specdec::DType>(dtype), head_rows<void>(rows[0]), head_rows<void>(rows[1]), head_rows<void>(rows[2]),
+       head_rows<float>(rows[3]), head_rows<float>(rows[4]), flags[0], flags[1], pointer<float>(pools[0]),
+       pointer<float>(pools[1]), shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], recurrent_rows(batch),
+       static_cast<float>(params[0]), flags[2], static_cast<float>(params[1]), pointer<const float>(skip),
+       pointer<void>(out), num_threads});
+}
+
+// `in`: x, dt, A, B, C, skip. `strides`: rows of x and dt; channels and states of A; rows and groups of B and C. `shape`:
+// slots, places for kept rows, channels, state_dim, groups.
+void selective_scan_rows(int dtype, std::array<std::uintptr_t, 6> in, std::array<std::int64_t, 8> strides,
+                         std::array<std::uintptr_t, 2> pools, std::array<std::int64_t, 5> shape, const Recurrent& batch,
+                         std::uintptr_t out, int num_threads) {
+  specdec::selective_scan_rows(
+      {static_cast<specdec::DType>(dtype), pointer<const void>(in[0]), pointer<const float>(in[1]),
+       pointer<const float>(in[2]), pointer<const void>(in[3]), pointer<const void>(in[4]), strides[0], strides[1],
+       strides[2], strides[3], strides[4], strides[5], strides[6], strides[7], pointer<const float>(in[5]),
+       pointer<float>(pools[0]), pointer<float>(pools[1]), shape[0], shape[1], shape[2], shape[3], shape[4],
+       recurrent_rows(batch), pointer<void>(out), num_threads});
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -127,8 +187,10 @@ PYBIND11_MODULE(_C, m) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   m.def("append_kv", &append_kv, ReleaseGil());
   m.def("compact_kv", &compact_kv, ReleaseGil());
+  m.def("conv_rows", &conv_rows, ReleaseGil());
   m.def("grouped_linear", &grouped_linear, ReleaseGil());
   m.def("linear", &linear, ReleaseGil());
+  m.def("linear_attention_rows", &linear_attention_rows, ReleaseGil());
   m.def("linear_bytes", &linear_bytes);
   m.def("linear_versions", &specdec::linear_versions);
   m.def("choose_linear_version", &specdec::choose_linear_version);
@@ -140,6 +202,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("choose_attention_version", &specdec::choose_attention_version);
   m.def("philox4x32", &philox4x32);
   m.def("realign_kv", &realign_kv, ReleaseGil());
+  m.def("recurrent_versions", &specdec::recurrent_versions);
+  m.def("choose_recurrent_version", &specdec::choose_recurrent_version);
+  m.def("selective_scan_rows", &selective_scan_rows, ReleaseGil());
   m.def("verify_chain", &verify_chain, ReleaseGil());
   specdec::bind_program(m);
 }

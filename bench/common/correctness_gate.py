@@ -10,20 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.common import recurrences
 from bench.common.references import attention_in_float64, grouped_linear_in_float64, linear_in_float64
 from specdec_fast.ops import Op
 
 BASELINE = "torch"  # the backend of the oracle, which runs anywhere
 # For every op that is not exact: its definition in fp64, and the number of terms of its longest sum.
-TRUTH: Mapping[str, Callable[..., Tensor]] = {
+# For an op that also changes arguments within rounding: its result, and these arguments afterwards.
+TRUTH: Mapping[str, Callable[..., Any]] = {
     "paged_attention": attention_in_float64,
     "linear": linear_in_float64,
     "grouped_linear": grouped_linear_in_float64,
+    "conv_rows_": recurrences.conv_in_float64,
+    "linear_attention_rows_": recurrences.linear_attention_in_float64,
+    "selective_scan_rows_": recurrences.scan_in_float64,
 }
 LONGEST_SUM: Mapping[str, Callable[[dict[str, Any]], int]] = {
     "paged_attention": lambda args: args["batch"].max_seqlen_k,
     "linear": lambda args: args["rows"].shape[1],
     "grouped_linear": lambda args: args["rows"].shape[2],
+    "conv_rows_": recurrences.conv_terms,
+    "linear_attention_rows_": recurrences.linear_attention_terms,
+    "selective_scan_rows_": recurrences.scan_terms,
 }
 
 
@@ -65,11 +73,23 @@ def disagreement(op: Op, backend: str, make: Callable[[], dict[str, Any]]) -> st
     """
     args, baseline_args = make(), make()
     got, baseline = op.load(backend)(**args), op.load(BASELINE)(**baseline_args)
-    if not same_bits(args, baseline_args):
+    if not same_bits(exact_part(op, args), exact_part(op, baseline_args)):
         return "its arguments, changed in place, differ from those of the baseline"
     if op.exact:
         return None if same_bits(got, baseline) else "its results differ from those of the baseline"
-    return too_far(errors(op, got, baseline, baseline_args), op, baseline_args)
+    truth_args = make() if op.rounded else baseline_args
+    found = errors(op, rounded_part(op, got, args), rounded_part(op, baseline, baseline_args), truth_args)
+    return too_far(found, op, truth_args)
+
+
+def exact_part(op: Op, args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that must have the same bits after every implementation."""
+    return {name: value for name, value in args.items() if name not in op.rounded}
+
+
+def rounded_part(op: Op, result: Tensor, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return what may differ within rounding: the result of an op that is not exact, and arguments that it changed."""
+    return (result, *_tensors([args[name] for name in op.rounded]))
 
 
 def too_far(found: Errors, op: Op, args: dict[str, Any]) -> str | None:
@@ -78,11 +98,18 @@ def too_far(found: Errors, op: Op, args: dict[str, Any]) -> str | None:
     return None if found.error <= allowed else f"its largest error is {found.error:.3g}; {allowed:.3g} are allowed"
 
 
-def errors(op: Op, got: Tensor, baseline: Tensor, args: dict[str, Any]) -> Errors:
-    """Compare a result and the baseline with the definition of the op in fp64."""
-    truth = TRUTH[op.name](**args)
-    distances = (_largest(x.to(truth.device).double() - truth) for x in (got, baseline))
-    return Errors(*distances, _largest(truth), torch.finfo(baseline.dtype).eps)
+def errors(op: Op, got: tuple[Tensor, ...], baseline: tuple[Tensor, ...], args: dict[str, Any]) -> Errors:
+    """Compare the ``rounded_part`` of an implementation and of the baseline with the definition of the op in fp64.
+
+    Returns:
+        The errors of the tensor that exceeds most what is allowed, or is nearest to it.
+
+    """
+    found = []
+    for truth, *results in zip(_tensors(TRUTH[op.name](**args)), got, baseline, strict=True):
+        distances = (_largest(x.to(truth.device).double() - truth) for x in results)
+        found.append(Errors(*distances, _largest(truth), torch.finfo(results[1].dtype).eps))
+    return max(found, key=lambda one: math.inf if math.isnan(one.error) else one.error - one.allowed())
 
 
 def _largest(tensor: Tensor) -> float:

@@ -138,7 +138,7 @@ def _flash_call(subject: Subject, name: str) -> tuple[Call, str | None]:
     call = FLASH_REFERENCES[name](**args)
     result: Tensor = call()
     baseline = subject.op.load(BASELINE)(**args)
-    return call, too_far(errors(subject.op, result, baseline, args), subject.op, args)
+    return call, too_far(errors(subject.op, (result,), (baseline,), args), subject.op, args)
 
 
 def _time_one(

@@ -12,20 +12,6 @@
 namespace specdec {
 namespace {
 
-// exp(x) within 2 units in the last place. 2^n is multiplied in two factors, so that no exponent overflows. A NaN stays a
-// NaN.
-SPECDEC_INLINE float exp_of(float x) {
-  float bounded = x < -104.0f ? -104.0f : x;  // beyond these bounds exp is 0 or infinity in fp32
-  bounded = bounded > 89.0f ? 89.0f : bounded;
-  float shifted;
-  const float e = exp_remainder(bounded, shifted);
-  const std::int32_t whole = static_cast<std::int32_t>(bit_cast<std::uint32_t>(shifted) - 0x4b400000u);
-  const std::int32_t half = whole >> 1;
-  const float first = bit_cast<float>(static_cast<std::uint32_t>(half + 127) << 23);
-  const float second = bit_cast<float>(static_cast<std::uint32_t>(whole - half + 127) << 23);
-  return e * first * second;
-}
-
 // tanh(x) within 2 units in the last place: near 0 by a polynomial (least squares on [0, 0.625^2], reweighted to equal
 // errors), elsewhere by exp.
 SPECDEC_INLINE float tanh_of(float x) {

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
+from specdec_fast.batch.recurrent_batch import LinearAttentionParams, RecurrentBatch
 from specdec_fast.batch.sampling_batch import Sampling, addresses_of
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/kernels/dtype.h
@@ -165,3 +166,89 @@ def verify_chain(
     )
     outputs = (target_tokens, num_accepted, next_tokens)
     return outputs if accepted_rows is None else (*outputs, accepted_rows)
+
+
+def conv_rows_(
+    rows: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, batch: RecurrentBatch
+) -> Tensor:
+    """Run ``csrc/ops/conv_rows.cpp``; the contract is the oracle's."""
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    _C.conv_rows(
+        DTYPE_CODES[rows.dtype],
+        (rows.data_ptr(), rows.stride(0)),
+        state.data_ptr(),
+        tuple(state.shape),
+        (weight.data_ptr(), weight.shape[1]),
+        0 if bias is None else bias.data_ptr(),
+        activation == "silu",
+        _recurrent(batch, rows.shape[0]),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def linear_attention_rows_(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    pools: tuple[Tensor, Tensor],
+    batch: RecurrentBatch,
+    params: LinearAttentionParams,
+) -> Tensor:
+    """Run ``csrc/ops/linear_attention_rows.cpp``; the contract is the oracle's."""
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    if log_decay.dim() == 3 and log_decay.stride(-1) != 1:
+        log_decay = log_decay.contiguous()
+    states, kept = pools
+    out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    _C.linear_attention_rows(
+        DTYPE_CODES[query.dtype],
+        [(0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.stride(1))
+         for x in (query, key, value, log_decay, beta)],
+        (log_decay.dim() == 3, beta is not None, params.delta_rule),
+        (states.data_ptr(), kept.data_ptr()),
+        (*kept.shape[:2], key.shape[1], *states.shape[1:]),
+        _recurrent(batch, query.shape[0]),
+        (params.scale, -1.0 if params.l2norm_eps is None else params.l2norm_eps),
+        0 if params.skip is None else params.skip.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def selective_scan_rows_(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    skip: Tensor | None,
+    pools: tuple[Tensor, Tensor],
+    batch: RecurrentBatch,
+) -> Tensor:
+    """Run ``csrc/ops/selective_scan_rows.cpp``; the contract is the oracle's."""
+    x, dt, B, C = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, dt, B, C))
+    states, kept = pools
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _C.selective_scan_rows(
+        DTYPE_CODES[x.dtype],
+        (*(each.data_ptr() for each in (x, dt, A, B, C)), 0 if skip is None else skip.data_ptr()),
+        (x.stride(0), dt.stride(0), *A.stride(), *B.stride()[:2], *C.stride()[:2]),
+        (states.data_ptr(), kept.data_ptr()),
+        (*kept.shape[:2], *A.shape, B.shape[1]),
+        _recurrent(batch, x.shape[0]),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _recurrent(batch: RecurrentBatch, num_rows: int) -> tuple[tuple[int, int], tuple[int, ...]]:
+    arrays = (batch.cu_seqlens, batch.slots, batch.state_lengths, batch.num_replayed, batch.num_committed)
+    return (num_rows, batch.slots.shape[0]), tuple(array.data_ptr() for array in arrays)

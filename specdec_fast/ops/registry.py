@@ -22,7 +22,8 @@ from specdec_fast.errors import BackendError, ConfigError
 
 AUTO = "auto"
 _DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "noise_words",
-                 "linear", "grouped_linear", "compact_kv", "realign_kv")  # fmt: skip
+                 "linear", "grouped_linear", "compact_kv", "realign_kv",
+                 "conv_rows", "linear_attention_rows", "selective_scan_rows")  # fmt: skip
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then run on the CPU, as NumPy
 # The backends that "auto" chooses from, best first; "torch" runs anywhere. "auto" never chooses FlashAttention: it
 # supports neither fp32 nor most page sizes, and does not document the order of its sums.
@@ -61,6 +62,8 @@ class Op:
     benchmarks: Callable[[], Iterable[Case]]  # argument sets of the sizes of real models, for python -m bench.ops
     bytes_moved: Callable[..., int]  # returns the least number of bytes to read and write, for given arguments
     exact: bool = True  # whether implementations must agree bit for bit (integers, copies) or within rounding
+    # arguments that an op which is not exact changes in place within rounding; what it changes of others is exact
+    rounded: tuple[str, ...] = ()
     # device type, and dtype if there is one, to the backends that "auto" chooses from, where the general order does not
     # hold
     preference: Mapping[tuple[str, torch.dtype | None], tuple[str, ...]] = field(default_factory=dict)

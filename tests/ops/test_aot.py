@@ -19,11 +19,12 @@ triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.timeout(3600)  # the first test waits for the compiler
 # ``make test`` compiles every kernel for one target and one type of numbers, and slow ones in few variants.
-SLOW = r"paged_attention\.|sampling\.threshold_|linear\.|fused_linears\."
+SLOW = r"paged_attention\.|sampling\.threshold_|linear\.|fused_linears\.|linear_attention_rows\."
 FEW_LINEARS = r"linear\.bf16_(1024x151936_64x16|unaligned)$"
 SLICE = rf"(?!{SLOW}|.*(fp16|fp32|32bit)_)|paged_attention\.bf16_dim128_group4$|sampling\.threshold_bf16_32_"
+SLICE += r"|linear_attention_rows\.bf16_(gated_delta_128x128|mamba_128x64)"
 SLICE += rf"|{FEW_LINEARS}|fused_linears\.0\.6b_1024x3072_3072_begin_end"
-DISASSEMBLED = r"paged_attention\.|linear\.bf16_1024x"  # takes half a second for each
+DISASSEMBLED = r"paged_attention\.|linear\.bf16_1024x|.*_rows\."  # takes half a second for each
 REPORTS = [
     pytest.param((("sm_90",), SLICE, DISASSEMBLED), id="slice"),
     pytest.param((("sm_80", "sm_90", "sm_100", "gfx942"), "", ""), id="all", marks=pytest.mark.grid),

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec_fast.batch.recurrent_batch import RecurrentBatch
 from specdec_fast.ops import all_ops
+from support.op_cases import with_tensors
 from support.op_checks import device_for, same_bits
 
 RIM = 67  # numbers on either side; odd, so that nothing is aligned (in test_ops.py everything is)
@@ -55,11 +57,34 @@ def named_by_realign(args: dict[str, Any], masks: list[Tensor]) -> None:
                 mask[row, :, start + shift : start + shift + length] = True
 
 
+def places_of_rows(batch: RecurrentBatch, num_places: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield of each row its slot, the place of its position in a ring, and whether it is a draft row."""
+    for b, slot in enumerate(batch.slots.tolist()):
+        first, count = int(batch.state_lengths[b] + batch.num_replayed[b]), int(batch.cu_seqlens.diff()[b])
+        for j in range(count):
+            yield slot, (first + j) % num_places, j >= int(batch.num_committed[b])
+
+
+def named_by_conv(args: dict[str, Any], masks: list[Tensor]) -> None:
+    for slot, place, _ in places_of_rows(args["batch"], masks[0].shape[1]):
+        masks[0][slot, place] = True
+
+
+def named_by_state(args: dict[str, Any], masks: list[Tensor]) -> None:
+    states, kept = masks
+    states[args["batch"].slots.long()] = True
+    for slot, place, is_draft in places_of_rows(args["batch"], kept.shape[1]):
+        kept[slot, place] |= is_draft
+
+
 # Which arguments an op changes, and what of them its contract lets it write.
 NAMED: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any], list[Tensor]], None]]] = {
     "append_kv_": (("key_cache", "value_cache"), named_by_append),
     "compact_kv_": (("kv_cache",), named_by_compact),
     "realign_kv_": (("layers",), named_by_realign),
+    "conv_rows_": (("state",), named_by_conv),
+    "linear_attention_rows_": (("pools",), named_by_state),
+    "selective_scan_rows_": (("pools",), named_by_state),
 }
 SWEEP = [
     pytest.param(op, backend, case, id=f"{op.name}-{backend}-{case.name}")
@@ -95,7 +120,7 @@ def may_be_written(op: str, args: dict[str, Any], copies: list[Tensor], buffers:
 def assert_writes_only_what_is_named(op: str, function: Callable[..., None], args: dict[str, Any]) -> None:
     args, copies, buffers = with_guards(op, args)
     others = {name: value for name, value in args.items() if name not in NAMED[op][0]}
-    before, others_before = [b.clone() for b in buffers], {name: value.clone() for name, value in others.items()}
+    before, others_before = [b.clone() for b in buffers], with_tensors(others, lambda _, tensor: tensor.clone())
     function(**args)
     assert same_bits(others, others_before), "an argument that is only read was written"
     masks = may_be_written(op, args, copies, buffers)
@@ -115,12 +140,18 @@ def test_every_op_in_place_is_guarded():
 
 
 CASE = {"append_kv_": "verify", "compact_kv_": "both_directions", "realign_kv_": "step"}
+CASE |= {"conv_rows_": "mixed", "linear_attention_rows_": "gated_delta", "selective_scan_rows_": "mixed"}
+INPUT = {"append_kv_": "key", "compact_kv_": "sources", "realign_kv_": "shifts"}
+INPUT |= {"conv_rows_": "rows", "linear_attention_rows_": "beta", "selective_scan_rows_": "dt"}
 
 
 def first_cache(args: dict[str, Any]) -> Tensor:
-    """Return four axes of the first buffer: pages first, rows of a dense cache."""
+    """Return four axes of the first buffer: pages or slots first, rows of a dense cache."""
     if "layers" in args:
         return args["layers"][0][0]
+    if "batch" in args:
+        states = args["state"] if "state" in args else args["pools"][0]
+        return states if states.dim() == 4 else states[:, None]
     return args["key_cache"] if "key_cache" in args else args["kv_cache"][0, 0]
 
 
@@ -139,7 +170,7 @@ def after_the_cache(args: dict[str, Any]) -> None:
 
 
 def another_page(args: dict[str, Any]) -> None:
-    """The scratch page; of a dense cache, the row that does not move."""
+    """The scratch page or slot; of a dense cache, the row that does not move."""
     first_cache(args)[2 if "layers" in args else 0, 0, 0, 0] = 0
 
 
@@ -170,7 +201,7 @@ def test_guard_rejects_a_written_input(op):
     args = case.make(torch.Generator().manual_seed(0), torch.float32, torch.device("cpu"))
 
     def forgets(**args: Any) -> None:
-        args[{"append_kv_": "key", "compact_kv_": "sources", "realign_kv_": "shifts"}[op]].zero_()
+        args[INPUT[op]].zero_()
 
     with pytest.raises(AssertionError, match="only read"):
         assert_writes_only_what_is_named(op, forgets, args)

@@ -71,6 +71,18 @@ def grouped_args(in_features: int, choices: tuple[int, int], layout: str, dtype:
     }
 
 
+def conv_args(kernel: int, has_bias: bool, activation: str | None, dtype: torch.dtype) -> dict[str, Any]:
+    args = make("conv_rows_", "mixed", dtype)
+    weight = torch.empty(24, kernel, dtype=dtype)
+    return {**args, "weight": weight, "bias": args["bias"] if has_bias else None, "activation": activation}
+
+
+def attention_args(case: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    args = make("linear_attention_rows_", case, dtype)
+    states, kept = args["pools"]
+    return {**args, "pools": (torch.empty(*states.shape[:2], key_dim, value_dim), kept)}
+
+
 # The sizes that the kernels' variants() name, where the sizes are part of a compilation.
 LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
     "append_kv_": [
@@ -104,6 +116,24 @@ LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
     "compact_kv_": [lambda dtype: compact_args(16, 8, 128, dtype), lambda dtype: compact_args(4, 3, 20, dtype)],
     "realign_kv_": [
         lambda dtype, d=d, o=o: realign_args(d, o, dtype) for d, o in ((128, 0), (64, 0), (20, 0), (128, 1))
+    ],
+    "conv_rows_": [
+        lambda dtype, sizes=sizes: conv_args(*sizes, dtype)
+        for sizes in ((4, False, "silu"), (4, True, "silu"), (3, False, None), (4, True, None))
+    ],
+    "linear_attention_rows_": [
+        lambda dtype, sizes=sizes: attention_args(*sizes, dtype)
+        for sizes in (
+            ("gated_delta", 128, 128),
+            ("delta_per_channel", 128, 128),
+            ("mamba", 128, 64),
+            ("mamba", 256, 64),
+            ("lightning", 128, 128),
+            ("gated_delta", 96, 192),
+        )
+    ],
+    "selective_scan_rows_": [
+        lambda dtype, case=case: make("selective_scan_rows_", case, dtype) for case in ("mixed", "wide")
     ],
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from specdec_fast.ops import all_ops
 from support.lazy_signs import negative_view
 from support.op_cases import CASES, make, named_tensors, with_tensors
-from support.op_checks import assert_agrees, device_for, same_bits
+from support.op_checks import assert_implementation_agrees, device_for, same_bits
 
 # Their tensors take long to make, or are many of a kind that other cases have.
 LEFT_OUT = ("large_vocabulary", "many_layers")
@@ -122,10 +123,10 @@ def test_expanded_tensors_are_read_or_refused(name, path):
     """With a stride of 0, a tensor has less memory than numbers."""
     device_for(all_ops()[name], "cpp")
     op = all_ops()[name]
-    args = with_one(name, path, lambda tensor: tensor[:1].expand_as(tensor))
-    plain = with_one(name, path, lambda tensor: torch.cat([tensor[:1]] * len(tensor)))
+    make_args = partial(with_one, name, path, lambda tensor: tensor[:1].expand_as(tensor))
+    make_plain = partial(with_one, name, path, lambda tensor: torch.cat([tensor[:1]] * len(tensor)))
     try:
-        op.check(**args)
+        op.check(**make_args())
     except ValueError:
         return
-    assert_agrees(op, op.load("cpp")(**args), op.load("torch")(**plain), plain)
+    assert_implementation_agrees(op, op.load("cpp"), make_args, make_plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
-from specdec_fast.ops import BACKENDS, Op, all_ops
+from specdec_fast.ops import BACKENDS, Case, Op, all_ops
 from support.grids import grid
 from support.op_cases import CASES, DTYPES, attention_by_hand, changed, each_dtype, make, with_tensors
 from support.op_checks import (
     INTERPRETED,
     REFERENCES,
     assert_agrees,
+    assert_implementation_agrees,
     assert_rows_independent,
     device_for,
     long_prefill,
@@ -47,16 +49,18 @@ SWEEP = [
 ]  # fmt: skip
 
 
+def make_from_seed(case: Case, seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    return case.make(torch.Generator().manual_seed(seed), dtype, device)
+
+
 @pytest.mark.parametrize(("op", "backend", "case", "dtype"), SWEEP)
 def test_backend_agrees_with_the_oracle(op, backend, case, dtype):
     device = device_for(op, backend)
     if backend in INTERPRETED and op.name in REFERENCES and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies bf16 matrices wrongly; copies and comparisons it does right")
     for seed in SEEDS[:1] if backend in INTERPRETED else SEEDS:
-        args, oracle_args = (case.make(torch.Generator().manual_seed(seed), dtype, device) for _ in range(2))
-        got, oracle = op.load(backend)(**args), op.load("torch")(**oracle_args)
-        assert_agrees(op, got, oracle, oracle_args)
-        assert same_bits(args, oracle_args), "the arguments were changed in another way"
+        make_args = partial(make_from_seed, case, seed, dtype, device)
+        assert_implementation_agrees(op, op.load(backend), make_args)
 
 
 def swapped(append: Callable[..., None], **args: Any) -> None:

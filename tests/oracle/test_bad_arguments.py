@@ -31,6 +31,14 @@ def layer(index: int, change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any
     return lambda layers: [(k, change(v) if i == index else v) for i, (k, v) in enumerate(layers)]
 
 
+def first(change: Callable[[Tensor], Tensor]) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    return lambda pools: (change(pools[0]), pools[1])
+
+
+def second(change: Callable[[Tensor], Tensor]) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    return lambda pools: (pools[0], change(pools[1]))
+
+
 def element(index: int, value: int) -> Callable[[Tensor], Tensor]:
     return lambda x: x.index_fill(0, torch.tensor([index]), value)
 
@@ -216,6 +224,82 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "sinks_dtype": ("params.sinks", lambda _: torch.zeros(4).half(), "sinks is torch.float16; expected float32"),
         "sinks_strided": ("params.sinks", lambda _: torch.zeros(8)[::2], "sinks must be contiguous"),
         "softcap_zero": ("params.softcap", lambda _: 0.0, r"softcap=0\.0; expected None or > 0"),
+    },
+    ("conv_rows_", "mixed"): {  # 25 rows of 9 sequences, 24 channels, a kernel of 4, 8 places for inputs
+        "rows_rank": ("rows", lambda x: x[None], r"rows has shape \[1, 25, 24\]; expected \[any, any\]"),
+        "rows_dtype": ("rows", Tensor.double, "rows is torch.float64; expected float32 or float16"),
+        "state_channels": ("state", lambda x: x[..., 1:], r"state has shape .* expected \[any, any, 24\]"),
+        "state_dtype": ("state", Tensor.half, "state is torch.float16; expected float32"),
+        "state_strided": ("state", strided, "contiguous"),
+        "state_places": (
+            "state",
+            lambda x: x[:, :6].contiguous(),
+            "state has 6 places .* at least 7: 3 .* 4 draft rows",
+        ),
+        "weight_channels": ("weight", lambda x: x[1:], r"weight has shape \[23, 4\]; expected \[24, any\]"),
+        "weight_dtype": ("weight", Tensor.half, "weight is torch.float16; expected float32"),
+        "weight_strided": ("weight", strided, "contiguous"),
+        "weight_empty": ("weight", lambda x: x[:, :0].contiguous(), "weight has no places for inputs"),
+        "bias_short": ("bias", lambda x: x[1:], r"bias has shape \[23\]; expected \[24\]"),
+        "bias_strided": ("bias", strided, "contiguous"),
+        "activation": ("activation", lambda _: "gelu", "activation is 'gelu'; expected 'silu' or None"),
+        "slots_dtype": ("batch.slots", Tensor.long, "slots is torch.int64; expected int32"),
+        "slots_strided": ("batch.slots", strided, "contiguous"),
+        "slots_beyond": ("batch.slots", element(3, 11), r"slots is .* from 0 to 10, and each but slot 0 once"),
+        "slots_negative": ("batch.slots", element(3, -1), r"slots is .* from 0 to 10"),
+        "slots_twice": ("batch.slots", lambda x: x[:1].expand(9).contiguous(), "each but slot 0 once"),
+        "cu_length": ("batch.cu_seqlens", lambda x: x[1:], r"cu_seqlens has shape \[9\]; expected \[10\]"),
+        "cu_ends_beyond": ("batch.cu_seqlens", lambda x: x + (x == x[-1]), "rise from 0 to the 25 rows"),
+        "lengths_dtype": ("batch.state_lengths", Tensor.long, "state_lengths is torch.int64; expected int32"),
+        "lengths_negative": ("batch.state_lengths", element(1, -1), "state_lengths is .* no number below 0"),
+        "replayed_short": ("batch.num_replayed", lambda x: x[1:], r"num_replayed has shape \[8\]; expected \[9\]"),
+        "replayed_negative": ("batch.num_replayed", element(1, -1), "num_replayed is .* no number below 0"),
+        "committed_beyond": ("batch.num_committed", element(2, 2), r"num_committed is .* the rows .*\[5, 3, 1, "),
+        "committed_negative": ("batch.num_committed", element(2, -1), "num_committed is .* at most the rows"),
+    },
+    ("linear_attention_rows_", "gated_delta"): {  # 25 rows, 1 key head of 16, 2 value heads of 24, 8 kept rows
+        "query_rank": ("query", lambda x: x[0], "query has shape"),
+        "query_dtype": ("query", Tensor.double, "query is torch.float64; expected float32 or float16"),
+        "key_heads": ("key", lambda x: x[:, :0], r"key has shape \[25, 0, 16\]; expected \[25, 1, 16\]"),
+        "value_rows": ("value", lambda x: x[1:], r"value has shape \[24, 2, 24\]; expected \[25, any, any\]"),
+        "value_dtype": ("value", Tensor.half, "value is torch.float16; expected float32"),
+        "decay_dtype": ("log_decay", Tensor.half, "log_decay is torch.float16; expected float32"),
+        "decay_channels": ("log_decay", lambda x: x[..., None], r"log_decay has shape .* expected \[25, 2, 16\]"),
+        "beta_heads": ("beta", lambda x: x[:, :1], r"beta has shape \[25, 1\]; expected \[25, 2\]"),
+        "states_dtype": ("pools", first(Tensor.half), "states is torch.float16; expected float32"),
+        "states_mixed_up": ("pools", first(lambda x: x.mT), r"states has shape .* expected \[any, 2, 16, 24\]"),
+        "states_strided": ("pools", first(strided), "contiguous"),
+        "kept_width": ("pools", second(lambda x: x[..., 1:]), r"kept rows has shape .* expected \[11, any, 68\]"),
+        "kept_strided": ("pools", second(strided), "contiguous"),
+        "kept_places": (
+            "pools",
+            second(lambda x: x[:, :5].contiguous()),
+            "sequence 4 replays 3 rows and has 3 of its own, 2 of them to keep; 5 places .* at least 6",
+        ),
+        "skip_short": ("params.skip", lambda _: torch.zeros(1), r"skip has shape \[1\]; expected \[2\]"),
+        "skip_strided": ("params.skip", lambda _: torch.zeros(4)[::2], "skip must be contiguous"),
+        "slots_beyond": ("batch.slots", element(3, 11), r"slots is .* from 0 to 10, and each but slot 0 once"),
+    },
+    ("linear_attention_rows_", "mamba"): {  # 2 key heads, 4 value heads
+        "heads": ("value", lambda x: x[:, 1:], "3 value heads are not a multiple of 2 key heads"),
+    },
+    ("selective_scan_rows_", "groups"): {  # 25 rows, 40 channels, state_dim 8, 2 groups, 8 kept rows
+        "x_rank": ("x", lambda x: x[0], "x has shape"),
+        "x_dtype": ("x", Tensor.double, "x is torch.float64; expected float32 or float16"),
+        "dt_dtype": ("dt", Tensor.half, "dt is torch.float16; expected float32"),
+        "dt_channels": ("dt", lambda x: x[:, 1:], r"dt has shape \[25, 39\]; expected \[25, 40\]"),
+        "A_channels": ("A", lambda x: x[1:], r"A has shape \[39, 8\]; expected \[40, any\]"),
+        "A_dtype": ("A", Tensor.half, "A is torch.float16; expected float32"),
+        "B_states": ("B", lambda x: x[..., 1:], r"B has shape \[25, 2, 7\]; expected \[25, any, 8\]"),
+        "B_groups": ("B", lambda x: x[:, [0, 1, 1]], r"C has shape \[25, 2, 8\]; expected \[25, 3, 8\]"),
+        "C_dtype": ("C", Tensor.half, "C is torch.float16; expected float32"),
+        "skip_short": ("skip", lambda x: x[1:], r"skip has shape \[39\]; expected \[40\]"),
+        "skip_strided": ("skip", strided, "skip must be contiguous"),
+        "states_mixed_up": ("pools", first(lambda x: x.mT), r"states has shape .* expected \[any, 8, 40\]"),
+        "states_strided": ("pools", first(strided), "contiguous"),
+        "kept_width": ("pools", second(lambda x: x[..., 1:]), r"kept rows has shape .* expected \[11, any, 96\]"),
+        "kept_places": ("pools", second(lambda x: x[:, :5].contiguous()), "sequence 4 replays 3 rows .* at least 6"),
+        "slots_beyond": ("batch.slots", element(3, 11), r"slots is .* from 0 to 10, and each but slot 0 once"),
     },
 }
 

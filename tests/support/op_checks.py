@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench.common import recurrences
+from bench.common.correctness_gate import exact_part, rounded_part
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
-from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import BACKENDS, Op, all_ops, registry
 from support.op_cases import attention_in_fp64
 
@@ -35,7 +37,7 @@ def device_for(op: Op, backend: str) -> torch.device:
 def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (PagedBatch, Sampling)):
+    elif is_dataclass(value):
         yield from tensors(list(vars(value).values()))
     elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
@@ -66,11 +68,31 @@ def grouped_linear_in_float64(rows: Tensor, expert_ids: Tensor, weight: Tensor, 
     return products if bias is None else products + bias.cpu().double()[ids]
 
 
-REFERENCES: dict[str, Callable[..., Tensor]] = {
+REFERENCES: dict[str, Callable[..., Any]] = {
     "paged_attention": attention_in_fp64,
     "linear": linear_in_float64,
     "grouped_linear": grouped_linear_in_float64,
+    "conv_rows_": recurrences.conv_in_float64,
+    "linear_attention_rows_": recurrences.linear_attention_in_float64,
+    "selective_scan_rows_": recurrences.scan_in_float64,
 }
+
+
+Make = Callable[[], dict[str, Any]]
+
+
+def assert_implementation_agrees(op: Op, run: Callable[..., Any], make: Make, make_plain: Make | None = None) -> None:
+    """``run`` agrees with the oracle on the arguments of ``make``, also in what it writes to them.
+
+    ``make_plain`` makes the same numbers for the oracle, if they have another layout for ``run``.
+    """
+    make_plain = make_plain or make
+    args, oracle_args = make(), make_plain()
+    got, oracle = run(**args), op.load("torch")(**oracle_args)
+    assert same_bits(exact_part(op, args), exact_part(op, oracle_args)), "the arguments were changed in another way"
+    if not op.exact:
+        got, oracle, oracle_args = rounded_part(op, got, args), rounded_part(op, oracle, oracle_args), make_plain()
+    assert_agrees(op, got, oracle, oracle_args)
 
 
 def assert_agrees(op: Op, got: Any, oracle: Any, args: dict[str, Any]) -> None:
@@ -78,10 +100,10 @@ def assert_agrees(op: Op, got: Any, oracle: Any, args: dict[str, Any]) -> None:
     if op.exact:
         assert same_bits(got, oracle)
         return
-    assert (got.dtype, got.shape) == (oracle.dtype, oracle.shape)
-    truth = REFERENCES[op.name](**args)
-    error, oracle_error, largest = map(largest_of, (got.cpu() - truth, oracle.cpu() - truth, truth))
-    assert error <= 2 * oracle_error + torch.finfo(oracle.dtype).eps * largest
+    for own, other, truth in zip(*map(tensors, (got, oracle, REFERENCES[op.name](**args))), strict=True):
+        assert (own.dtype, own.shape) == (other.dtype, other.shape)
+        error, oracle_error, largest = map(largest_of, (own.cpu() - truth, other.cpu() - truth, truth))
+        assert error <= 2 * oracle_error + torch.finfo(other.dtype).eps * largest
 
 
 def largest_of(tensor: Tensor) -> float:

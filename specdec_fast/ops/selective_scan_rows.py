@@ -1,0 +1,186 @@
+"""The op ``selective_scan_rows_``: the state space of Mamba-1, over ragged rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_fast.batch.recurrent_batch import RecurrentBatch
+from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
+from specdec_fast.ops.recurrent_rows import MIXED, advance_rows_, check_batch, check_kept, make_batch
+from specdec_fast.ops.registry import Case, Op
+
+
+def selective_scan_rows_(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    skip: Tensor | None,
+    pools: tuple[Tensor, Tensor],
+    batch: RecurrentBatch,
+) -> Tensor:
+    """Advance each channel's state ``S [state_dim]`` row after row (Mamba, arXiv 2312.00752), and read it.
+
+    For channel c, with its group's B and C::
+
+        S = exp(dt * A[c]) * S + dt * x * B
+        y = sum of S * C + skip[c] * x
+
+    All sums are in fp32.
+
+    Args:
+        x: ``[T, channels]`` of fp32, fp16 or bf16, any strides.
+        dt: ``[T, channels]`` fp32, the time step, after its bias and softplus.
+        A: ``[channels, state_dim]`` fp32, any strides; fastest if its channels are contiguous.
+        B: ``[T, num_groups, state_dim]`` of the dtype of ``x``; channel c belongs to group
+            ``c // (channels // num_groups)``.
+        C: ``[T, num_groups, state_dim]`` of the dtype of ``x``.
+        skip: ``[channels]`` fp32, contiguous, or None.
+        pools: the states ``[num_slots, state_dim, channels]`` fp32, and the kept rows ``[num_slots, num_kept, width]``
+            fp32, both contiguous. ``width`` is that of x, dt and B of a row, which are kept in this order. Where a
+            sequence has draft rows, ``num_kept`` is at least its replayed rows plus its rows.
+        batch: whose rows they are.
+
+    Returns:
+        ``[T, channels]`` in the dtype of ``x``.
+    """
+    channels, state_dim = A.shape
+    group = channels // B.shape[1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    def advance(state: Tensor, row_inputs: Tensor, row: int | None) -> Tensor:
+        own, step, keys = row_inputs.split([channels, channels, B.shape[1] * state_dim])
+        keys = keys.view(-1, state_dim).T.repeat_interleave(group, dim=1)  # [state_dim, channels]
+        state = torch.exp(A.T * step) * state + (step * own) * keys
+        if row is not None:
+            read = (state * C[row].float().T.repeat_interleave(group, dim=1)).sum(dim=0)
+            out[row] = read if skip is None else read + skip * own
+        return state
+
+    inputs = torch.cat([x.float(), dt, B.flatten(1).float()], dim=1)
+    advance_rows_(inputs, pools, batch, advance)
+    return out
+
+
+def _check(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    skip: Tensor | None,
+    pools: tuple[Tensor, Tensor],
+    batch: RecurrentBatch,
+) -> None:
+    device = x.device
+    fp32 = (torch.float32,)
+    expect_tensor("x", x, (None, None), FLOATS, device)
+    num_rows, channels = x.shape
+    expect_tensor("dt", dt, (num_rows, channels), fp32, device)
+    expect_tensor("A", A, (channels, None), fp32, device)
+    state_dim = A.shape[1]
+    expect_tensor("B", B, (num_rows, None, state_dim), (x.dtype,), device)
+    num_groups = B.shape[1]
+    expect_tensor("C", C, (num_rows, num_groups, state_dim), (x.dtype,), device)
+    expect(
+        num_groups > 0 and channels % num_groups == 0,
+        f"{channels} channels are not a multiple of {num_groups} groups.",
+    )
+    if skip is not None:
+        expect_tensor("skip", skip, (channels,), fp32, device)
+        expect(skip.is_contiguous(), "skip must be contiguous.")
+    states, kept = pools
+    expect_tensor("states", states, (None, state_dim, channels), fp32, device)
+    width = 2 * channels + num_groups * state_dim
+    expect_tensor("kept rows", kept, (states.shape[0], None, width), fp32, device)
+    expect(states.is_contiguous() and kept.is_contiguous(), "states and kept rows must be contiguous.")
+    check_batch(batch, num_rows, states.shape[0], device)
+    check_kept(batch, kept.shape[1])
+
+
+def _make(
+    sequences: tuple[tuple[int, int, int, int], ...],
+    shape: tuple[int, int, int],
+    has_skip: bool,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Make normal inputs and time steps as models compute them; ``shape``: channels, state_dim and groups."""
+    channels, state_dim, num_groups = shape
+    num_slots = len(sequences) + 2
+    batch = make_batch(sequences, num_slots, generator, device)
+    num_rows = int(batch.cu_seqlens[-1])
+    normal = partial(torch.randn, generator=generator, device="cpu")
+    width = num_groups * state_dim
+    projected = normal(num_rows, 4 + 2 * width).to(dtype).to(device)
+    widths = (channels, channels, width)
+    own, steps, keys = (normal(num_slots, 8, size) for size in widths)
+    kept = torch.cat([own, torch.nn.functional.softplus(steps - 2), keys], dim=2)
+    scales = torch.arange(1, state_dim + 1, device="cpu").float().expand(channels, -1)
+    return {
+        "x": normal(channels, num_rows).T.to(dtype).to(device),  # as a convolution over time returns it
+        "dt": torch.nn.functional.softplus(normal(num_rows, channels) - 2).to(device),
+        "A": -(scales * (1 + 0.1 * normal(channels, state_dim))).to(device),
+        "B": projected[:, 4 : 4 + width].unflatten(1, (num_groups, state_dim)),
+        "C": projected[:, 4 + width :].unflatten(1, (num_groups, state_dim)),
+        "skip": normal(channels).contiguous().to(device) if has_skip else None,
+        "pools": (normal(num_slots, state_dim, channels).contiguous().to(device), kept.to(device)),
+        "batch": batch,
+    }
+
+
+def _cases() -> Iterator[Case]:
+    grid: tuple[tuple[str, str, tuple[tuple[int, int, int, int], ...], tuple[int, int, int], bool], ...] = (
+        ("mixed", "chunks, decoding and verifications in one batch", MIXED, (24, 16, 1), True),
+        ("groups", "heads with B and C of their own, as in Zamba", MIXED, (40, 8, 2), True),
+        ("odd_sizes", "no multiple of a vector", MIXED[3:6], (67, 5, 1), False),
+        ("wide", "several blocks of channels", MIXED[3:6], (200, 16, 1), True),
+        ("chunk", "a longer prompt", ((0, 0, 40, 0), (3, 0, 2, 0)), (16, 4, 1), True),
+        ("empty", "no sequences", (), (16, 16, 1), True),
+    )
+    for name, why, sequences, shape, has_skip in grid:
+        yield Case(name, why, partial(_make, sequences, shape, has_skip))
+
+
+def _benchmarks() -> Iterator[Case]:
+    falcon_mamba = (8192, 16, 1)  # channels, state_dim and groups of Falcon-Mamba-7B: one layer
+    grid = (
+        ("decode", "plain decoding, batch 8", ((900, 0, 1, 0),) * 8),
+        ("verify", "batch 8, K 5, 2 accepted", ((900, 2, 1, 5),) * 8),
+        ("prefill", "a prompt of 512 tokens", ((0, 0, 512, 0),)),
+    )
+    for name, why, sequences in grid:
+        yield Case(name, why, partial(_make, sequences, falcon_mamba, True))
+
+
+def _bytes_moved(
+    x: Tensor, A: Tensor, B: Tensor, pools: tuple[Tensor, Tensor], batch: RecurrentBatch, **others: Any
+) -> int:
+    states, kept = pools
+    inputs = 2 * (x.numel() + B.numel()) * x.element_size() + 4 * (x.numel() + A.numel())
+    moved = int(batch.num_replayed.sum()) + int(batch.cu_seqlens[-1] - batch.num_committed.sum())  # read or written
+    return inputs + 4 * (2 * batch.slots.numel() * states[0].numel() + moved * kept.shape[2])
+
+
+OP = Op(
+    name="selective_scan_rows_",
+    implementations={
+        "torch": "specdec_fast.ops.selective_scan_rows:selective_scan_rows_",
+        "cpp": "specdec_fast.ops.cpp:selective_scan_rows_",
+        "triton": "specdec_fast.triton_kernels.selective_scan_rows:selective_scan_rows_",
+    },
+    check=_check,
+    cases=_cases,
+    benchmarks=_benchmarks,
+    bytes_moved=_bytes_moved,
+    exact=False,
+    rounded=("pools",),
+    invariant=frozenset({"cpp", "torch", "triton"}),
+)
