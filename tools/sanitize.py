@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "sanitize"
 TESTS = (
     *("oracle/test_oracle_ops", "ops/test_ops", "ops/test_guard_zones", "ops/test_instruction_sets", "ops/test_fuzz"),
+    "ops/test_recurrent_rows",
     *("ops/test_fuzz_attention", "program/test_models", "program/test_changed_models", "program/test_operations"),
     *("program/test_drafting", "models/test_tree_drafting", "drafters/learned/test_eagle3_trees_in_one_call"),
     "engine/test_verify",

@@ -9,6 +9,7 @@ namespace specdec {
 namespace SPECDEC_ISA {
 
 const RecurrentKernel kKernel{
+    kConvBlock,
     kBlock,
     {conv_task<Float32>, conv_task<Float16>, conv_task<BFloat16>},
     {linear_attention_task<Float32>, linear_attention_task<Float16>, linear_attention_task<BFloat16>},

@@ -62,13 +62,16 @@ class ChannelSums {
   Vector run_[kVectors], total_[kVectors] = {};
 };
 
-// Advances the state by one row, and reads it with the query.
+// Advances the state by one row, and reads it with the query. Pointers and factors are copied, because a store to the state
+// might change them as far as the compiler knows.
 SPECDEC_INLINE void advance(const AttentionScratch& own, std::int64_t key_dim, bool delta_rule, float* out) {
+  float* const state = own.state;
+  const float *const weights = own.weight, *const decays = own.decay, *const keys = own.key, *const queries = own.query;
   ChannelSums before, read;
   for (std::int64_t first = 0; delta_rule && first < key_dim; first += ChannelSums::kRun) {
     before.begin_run();
     for (std::int64_t k = first; k < std::min(key_dim, first + ChannelSums::kRun); ++k) {
-      for (int v = 0; v < kVectors; ++v) before.add(v, load_vector(own.state + k * kBlock + v * kLanes), own.weight[k]);
+      for (int v = 0; v < kVectors; ++v) before.add(v, load_vector(state + k * kBlock + v * kLanes), weights[k]);
     }
     before.end_run();
   }
@@ -77,11 +80,12 @@ SPECDEC_INLINE void advance(const AttentionScratch& own, std::int64_t key_dim, b
   for (std::int64_t first = 0; first < key_dim; first += ChannelSums::kRun) {
     read.begin_run();
     for (std::int64_t k = first; k < std::min(key_dim, first + ChannelSums::kRun); ++k) {
+      const float decay = decays[k], key = keys[k], query = queries[k];
       for (int v = 0; v < kVectors; ++v) {
-        float* place = own.state + k * kBlock + v * kLanes;
-        const Vector state = own.decay[k] * load_vector(place) + own.key[k] * change[v];
-        store_as(place, state);
-        read.add(v, state, own.query[k]);
+        float* place = state + k * kBlock + v * kLanes;
+        const Vector next = decay * load_vector(place) + key * change[v];
+        store_as(place, next);
+        read.add(v, next, query);
       }
     }
     read.end_run();

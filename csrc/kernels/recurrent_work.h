@@ -18,21 +18,22 @@ struct ChannelBlock {
   std::int64_t sequence;
   std::int64_t part;  // head or group; 0 for convolutions
   std::int64_t first;  // in the head or group
-  std::int64_t width;  // at most RecurrentKernel::block
+  std::int64_t width;  // at most a block
 };
 
 template <typename Args>
 using RecurrentTask = void (*)(const Args&, const ChannelBlock&, float* scratch);
 
 struct RecurrentKernel {
-  std::int64_t block;  // channels of a task
+  std::int64_t conv_block;  // channels of a task of conv
+  std::int64_t block;       // of the others
   std::array<RecurrentTask<ConvRowsArgs>, 3> conv;  // by DType
   std::array<RecurrentTask<LinearAttentionRowsArgs>, 3> linear_attention;
   std::array<RecurrentTask<SelectiveScanRowsArgs>, 3> selective_scan;
 };
 
 // Floats of working memory of a task. A matrix of state has a whole block of channels.
-inline std::int64_t scratch_of(const ConvRowsArgs& args, std::int64_t block) { return 2 * args.kernel * block; }
+inline std::int64_t scratch_of(const ConvRowsArgs& args, std::int64_t block) { return 2 * (args.kernel + 1) * block; }
 inline std::int64_t scratch_of(const LinearAttentionRowsArgs& args, std::int64_t block) {
   return args.key_dim * (block + 4);
 }

@@ -8,8 +8,10 @@ namespace specdec {
 
 void linear_attention_rows(const LinearAttentionRowsArgs& args) {
   check_recurrent_rows(args.batch, args.num_slots, args.num_kept);
-  const auto task = recurrent_kernel().linear_attention[static_cast<std::size_t>(args.dtype)];
-  run_recurrent_tasks(args, task, args.value_heads, args.value_dim, args.value_heads * args.key_dim * args.value_dim);
+  const RecurrentKernel& kernel = recurrent_kernel();
+  run_recurrent_tasks(args, kernel.linear_attention[static_cast<std::size_t>(args.dtype)],
+                      {args.value_heads, args.value_dim, kernel.block},
+                      args.value_heads * args.key_dim * args.value_dim);
 }
 
 }  // namespace specdec

@@ -13,12 +13,17 @@ namespace specdec {
 // The kernel in use.
 const RecurrentKernel& recurrent_kernel();
 
-// Runs `task` for every block of `channels` channels, in each of `parts` heads or groups of each sequence. `row_products`:
-// products of one row in all parts.
+// The channels of a sequence: `parts` heads or groups with `channels` channels each, in blocks of `block`.
+struct Channels {
+  std::int64_t parts;
+  std::int64_t channels;
+  std::int64_t block;
+};
+
+// Runs `task` for every block of channels of every sequence. `row_products`: products of one row in all channels.
 template <typename Args>
-void run_recurrent_tasks(const Args& args, RecurrentTask<Args> task, std::int64_t parts, std::int64_t channels,
-                         std::int64_t row_products) {
-  const std::int64_t block = recurrent_kernel().block, blocks = (channels + block - 1) / block;
+void run_recurrent_tasks(const Args& args, RecurrentTask<Args> task, const Channels& of, std::int64_t row_products) {
+  const std::int64_t block = of.block, channels = of.channels, parts = of.parts, blocks = (channels + block - 1) / block;
   const std::int64_t num_tasks = args.batch.batch_size * parts * blocks;
   // Waking a thread takes some microseconds, in which a core multiplies about 64K numbers.
   const bool worth_threads = total_rows(args.batch) * row_products > (1 << 17);
