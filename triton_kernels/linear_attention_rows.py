@@ -23,7 +23,7 @@ from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 _TILE = 1024  # numbers of a state that one program holds
 _INPUTS = ("query", "key", "value")
 _NUMBERS = ("log_decay", "beta", "kept", "skip")
-_ARRAYS = ("cu_seqlens", "slots", "state_lengths", "num_replayed", "num_committed")
+_ARRAYS = ("cu_seqlens", "slots", "state_lengths", "num_replayed", "num_stored")
 _STRIDES = tuple(f"stride_{name}_row" for name in (*_INPUTS, "decay", "beta"))
 _SIZES = ("num_kept", "key_heads")
 _UNSPECIALISED = (*_INPUTS, *_NUMBERS, "out", *_ARRAYS, *_STRIDES, *_SIZES, "scale", "l2norm_eps")
@@ -60,7 +60,7 @@ def _linear_attention_kernel(
     slots,  # [B] int32
     state_lengths,  # [B] int32
     num_replayed,  # [B] int32
-    num_committed,  # [B] int32
+    num_stored,  # [B] int32
     stride_query_row,
     stride_key_row,
     stride_value_row,
@@ -91,7 +91,7 @@ def _linear_attention_kernel(
     betas_at = decays_at + value_heads * DECAY_DIM
     width = betas_at + HAS_BETA * value_heads
     slot, position, count, replayed, stored, start = rows_of(
-        tl.program_id(0), cu_seqlens, slots, state_lengths, num_replayed, num_committed
+        tl.program_id(0), cu_seqlens, slots, state_lengths, num_replayed, num_stored
     )
     own_state = states + ((slot * value_heads + head) * KEY_DIM + k_place[:, None]) * VALUE_DIM + v_place[None, :]
     inside = (k_place < KEY_DIM)[:, None] & (v_place < VALUE_DIM)[None, :]
@@ -100,7 +100,7 @@ def _linear_attention_kernel(
         tl.store(own_state, state, mask=inside)
     for i in range(count):
         is_own = tl.where(i >= replayed, 1, 0)
-        to_keep = tl.where(i >= stored, 1, 0)
+        to_keep = tl.where(i >= tl.maximum(stored, replayed), 1, 0)
         to_keep_once = tl.where(tl.program_id(2) == 0, to_keep, 0)  # numbers that blocks of a head share
         to_keep_keys = tl.where(head * key_heads % value_heads == 0, to_keep_once, 0)
         row = start + i
@@ -165,7 +165,7 @@ def linear_attention_rows_(
     grid = (batch_size, value_heads, triton.cdiv(value_dim, launch.constexprs["BLOCK_VALUE"]))
     _linear_attention_kernel[grid](
         *(*rows, states, kept, kept if params.skip is None else params.skip, out),
-        *(batch.cu_seqlens, batch.slots, batch.state_lengths, batch.num_replayed, batch.num_committed),
+        *(batch.cu_seqlens, batch.slots, batch.state_lengths, batch.num_replayed, batch.num_stored),
         *(x.stride(0) for x in rows),
         kept.shape[1],
         key.shape[1],

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def rows_of(sequence, cu_seqlens, slots, state_lengths, num_replayed, num_committed):
+def rows_of(sequence, cu_seqlens, slots, state_lengths, num_replayed, num_stored):
     """Return of a sequence its slot, the position and the number of its rows, and what these are.
 
     The rows are the kept ones, then those of the forward; ``stored`` of them advance the stored state. The last number
@@ -17,7 +17,7 @@ def rows_of(sequence, cu_seqlens, slots, state_lengths, num_replayed, num_commit
     position = tl.load(state_lengths + sequence)
     replayed = tl.load(num_replayed + sequence)
     first = tl.load(cu_seqlens + sequence)
-    stored = replayed + tl.load(num_committed + sequence)
+    stored = tl.load(num_stored + sequence)
     count = replayed + tl.load(cu_seqlens + sequence + 1) - first
     return slot, position, count, replayed, stored, first.to(tl.int64) - replayed
 

@@ -23,7 +23,7 @@ from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 _TILE = 512  # numbers of a state that one program holds, and as many of A
 _INPUTS = ("x", "B", "C", "out")
 _NUMBERS = ("dt", "A", "skip", "kept")
-_ARRAYS = ("cu_seqlens", "slots", "state_lengths", "num_replayed", "num_committed")
+_ARRAYS = ("cu_seqlens", "slots", "state_lengths", "num_replayed", "num_stored")
 _STRIDES = ("stride_x_row", "stride_dt_row", "stride_A_channel", "stride_A_state",
             "stride_B_row", "stride_B_group", "stride_C_row", "stride_C_group")  # fmt: skip
 _SIZES = ("num_kept", "channels")
@@ -45,7 +45,7 @@ def _selective_scan_kernel(
     slots,  # [B] int32
     state_lengths,  # [B] int32
     num_replayed,  # [B] int32
-    num_committed,  # [B] int32
+    num_stored,  # [B] int32
     stride_x_row,
     stride_dt_row,
     stride_A_channel,
@@ -70,7 +70,7 @@ def _selective_scan_kernel(
     inside = (s_place < STATE_DIM)[:, None] & (c_place < of_group)[None, :]
     width = 2 * channels + groups * STATE_DIM
     slot, position, count, replayed, stored, start = rows_of(
-        tl.program_id(0), cu_seqlens, slots, state_lengths, num_replayed, num_committed
+        tl.program_id(0), cu_seqlens, slots, state_lengths, num_replayed, num_stored
     )
     channel = (from_first + c_place).to(tl.int64)
     own_state = states + (slot * STATE_DIM + s_place[:, None]) * channels + channel[None, :]
@@ -84,7 +84,7 @@ def _selective_scan_kernel(
         tl.store(own_state, state, mask=inside)
     for i in range(count):
         is_own = tl.where(i >= replayed, 1, 0)
-        to_keep = tl.where(i >= stored, 1, 0)
+        to_keep = tl.where(i >= tl.maximum(stored, replayed), 1, 0)
         row = start + i
         entry = kept + (slot * num_kept + (position + i) % tl.maximum(num_kept, 1)) * width
         kept_x = entry + from_first
@@ -133,7 +133,7 @@ def selective_scan_rows_(
     grid = (batch_size, groups, triton.cdiv(channels // groups, launch.constexprs["BLOCK_CHANNELS"]))
     _selective_scan_kernel[grid](
         *(x, dt, A, B, C, kept if skip is None else skip, states, kept, out),
-        *(batch.cu_seqlens, batch.slots, batch.state_lengths, batch.num_replayed, batch.num_committed),
+        *(batch.cu_seqlens, batch.slots, batch.state_lengths, batch.num_replayed, batch.num_stored),
         *(x.stride(0), dt.stride(0), *A.stride(), *B.stride()[:2], *C.stride()[:2]),
         kept.shape[1],
         channels,

@@ -111,19 +111,18 @@ def _sequences(states: Tensor, kept: Tensor, batch: RecurrentBatch) -> Iterator[
     """
     for b, (first, stop) in enumerate(_spans(batch)):
         slot, length = int(batch.slots[b]), int(batch.state_lengths[b])
-        replayed, committed = int(batch.num_replayed[b]), int(batch.num_committed[b])
+        replayed, num_stored = int(batch.num_replayed[b]), int(batch.num_stored[b])
         if length == 0:
             states[slot] = 0
 
         def steps(inputs: Tensor, first=first, stop=stop, slot=slot, length=length, replayed=replayed,
-                  committed=committed) -> Iterator[tuple[bool, Tensor, int | None]]:  # fmt: skip
+                  num_stored=num_stored) -> Iterator[tuple[bool, Tensor, int | None]]:  # fmt: skip
             for i in range(replayed):
-                yield True, kept[slot, (length + i) % kept.shape[1]].clone(), None
-            for row in range(first, stop):
-                is_draft = row - first >= committed
-                if is_draft:
-                    kept[slot, (length + replayed + row - first) % kept.shape[1]] = inputs[row]
-                yield not is_draft, inputs[row], row
+                yield i < num_stored, kept[slot, (length + i) % kept.shape[1]].clone(), None
+            for i, row in enumerate(range(first, stop), start=replayed):
+                if i >= num_stored:
+                    kept[slot, (length + i) % kept.shape[1]] = inputs[row]
+                yield i < num_stored, inputs[row], row
 
         yield slot, states[slot].clone(), steps
 

@@ -38,7 +38,7 @@ std::int64_t total_rows(const RecurrentRows& rows) {
 void check_recurrent_rows(const RecurrentRows& rows, std::int64_t num_slots, std::int64_t num_kept) {
   for (std::int64_t b = 0; b < rows.batch_size; ++b) {
     const SequenceRows own = sequence_rows(rows, b);
-    const std::int64_t num_own = own.count - own.num_replayed, committed = own.num_stored - own.num_replayed;
+    const std::int64_t num_own = own.count - own.num_replayed;
     const std::string sequence = "sequence " + std::to_string(b);
     if (own.slot < 0 || own.slot >= num_slots) {
       throw std::out_of_range(sequence + " has slot " + std::to_string(own.slot) + "; there are " +
@@ -49,12 +49,12 @@ void check_recurrent_rows(const RecurrentRows& rows, std::int64_t num_slots, std
                               std::to_string(own.first + num_own) + "; there are " + std::to_string(rows.num_rows) +
                               " rows");
     }
-    if (own.position < 0 || own.num_replayed < 0 || committed < 0 || committed > num_own) {
+    if (own.position < 0 || own.num_replayed < 0 || own.num_stored < 0 || own.num_stored > own.count) {
       throw std::out_of_range(sequence + " has a state of length " + std::to_string(own.position) + ", replays " +
-                              std::to_string(own.num_replayed) + " rows and commits " + std::to_string(committed) +
-                              " of " + std::to_string(num_own) + " rows");
+                              std::to_string(own.num_replayed) + " rows and stores " + std::to_string(own.num_stored) +
+                              " of " + std::to_string(own.count) + " rows");
     }
-    const std::int64_t needed = own.num_replayed + (num_own > committed ? num_own : 0);
+    const std::int64_t needed = own.num_replayed + (own.count > own.num_stored ? num_own : 0);
     if (num_kept >= 0 && needed > num_kept) {
       throw std::out_of_range(sequence + " needs " + std::to_string(needed) + " places for kept rows; there are " +
                               std::to_string(num_kept));

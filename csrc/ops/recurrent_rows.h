@@ -15,22 +15,22 @@ struct RecurrentRows {
   const std::int32_t* slots;          // [batch_size]
   const std::int32_t* state_lengths;  // [batch_size]
   const std::int32_t* num_replayed;   // [batch_size]
-  const std::int32_t* num_committed;  // [batch_size]
+  const std::int32_t* num_stored;     // [batch_size]
 };
 
-// The rows of one sequence, in the order in which they advance its state: kept ones, committed ones, draft rows.
+// The rows of one sequence, in the order in which they advance its state: kept ones, then its own.
 struct SequenceRows {
   std::int64_t slot;
   std::int64_t position;      // of the first of them; 0: the state is zero
   std::int64_t num_replayed;
-  std::int64_t num_stored;    // of all, how many advance the stored state: the kept and the committed ones
+  std::int64_t num_stored;    // how many of all advance the stored state
   std::int64_t count;         // all of them
   std::int64_t first;         // row of the forward that follows the kept ones
 };
 
 inline SequenceRows sequence_rows(const RecurrentRows& rows, std::int64_t b) {
   const std::int64_t first = rows.cu_seqlens[b], replayed = rows.num_replayed[b];
-  return {rows.slots[b], rows.state_lengths[b], replayed, replayed + rows.num_committed[b],
+  return {rows.slots[b], rows.state_lengths[b], replayed, rows.num_stored[b],
           replayed + rows.cu_seqlens[b + 1] - first, first};
 }
 

@@ -12,10 +12,14 @@ class RecurrentBatch:
     """The rows of one forward and the state slots that they start from; ``B`` sequences, ``T`` rows.
 
     A slot holds the state of one sequence after its first ``state_lengths[b]`` positions, and the inputs of later
-    positions (*kept rows*): draft rows, which may be rejected. A forward advances the state over the kept rows that
-    were accepted, then over the sequence's committed rows, and stores it. The other rows are draft rows: they start
-    from that state, leave it as it is, and are kept. So rejecting rows copies nothing. Afterwards the state's length is
-    ``state_lengths[b] + num_replayed[b] + num_committed[b]``.
+    positions (*kept rows*): draft rows, which may be rejected. A forward takes the state over the kept rows that are
+    replayed and then over the sequence's own rows. After ``num_stored[b]`` of them it stores the state, whose length is
+    then ``state_lengths[b] + num_stored[b]``. Own rows after that are draft rows: they leave the stored state as it is,
+    and are kept. So rejecting rows copies nothing.
+
+    A chunk of a prompt stores all its rows. A verification replays the rows that the last one has accepted and stores
+    them and its first row, a committed token. A drafter that computes one row after the other from its own tokens
+    replays all rows since its last committed token, and stores none.
 
     Rows advance one after the other, always by the same arithmetic. So the bits of a row depend on its sequence alone,
     not on how the rows before it were divided among forwards.
@@ -26,8 +30,8 @@ class RecurrentBatch:
     # most once.
     slots: Tensor
     state_lengths: Tensor  # [B] int32, positions that the stored state has seen; 0: it is zero, whatever the slot holds
-    num_replayed: Tensor  # [B] int32, kept rows of the slot that were accepted, from position ``state_lengths[b]`` on
-    num_committed: Tensor  # [B] int32, leading rows of the sequence that advance the stored state
+    num_replayed: Tensor  # [B] int32, kept rows of the slot that come first, from position ``state_lengths[b]`` on
+    num_stored: Tensor  # [B] int32, how many rows, replayed ones first, advance the stored state
 
 
 @dataclass(frozen=True, eq=False)

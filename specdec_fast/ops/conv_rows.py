@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec_fast.batch.recurrent_batch import RecurrentBatch
 from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
-from specdec_fast.ops.recurrent_rows import MIXED, check_batch, make_batch
+from specdec_fast.ops.recurrent_rows import MIXED, Shape, check_batch, make_batch
 from specdec_fast.ops.registry import Case, Op
 
 ACTIVATIONS = (None, "silu")
@@ -33,7 +33,7 @@ def conv_rows_(
     Args:
         rows: ``[T, channels]`` of fp32, fp16 or bf16, any strides.
         state: ``[num_slots, num_places, channels]`` of the same dtype, contiguous. ``num_places`` is at least
-            ``kernel - 1`` plus the draft rows of a sequence.
+            ``kernel - 1`` plus the rows of a sequence that are not stored.
         weight: ``[channels, kernel]`` of the same dtype, contiguous.
         bias: ``[channels]`` of the same dtype, contiguous, or None.
         activation: ``"silu"`` or None.
@@ -85,17 +85,17 @@ def _check(
     expect(kernel > 0, "weight has no places for inputs.")
     num_drafts = 0
     if device.type == "cpu" and batch.slots.numel():
-        num_drafts = int((batch.cu_seqlens.diff() - batch.num_committed).max())
+        num_drafts = int((batch.num_replayed + batch.cu_seqlens.diff() - batch.num_stored).max())
     needed = max(1, kernel - 1 + num_drafts)
     expect(
         state.shape[1] >= needed,
         f"state has {state.shape[1]} places for inputs; expected at least {needed}: {kernel - 1} for a kernel of "
-        f"{kernel}, and one for each of {num_drafts} draft rows.",
+        f"{kernel}, and one for each of {num_drafts} rows that are not stored.",
     )
 
 
 def _make(
-    sequences: tuple[tuple[int, int, int, int], ...],
+    sequences: Shape,
     shape: tuple[int, int],
     has_bias: bool,
     activation: str | None,
@@ -106,7 +106,7 @@ def _make(
     """Make normal numbers; ``shape``: channels and kernel. The rows are columns of a wider projection."""
     channels, kernel = shape
     batch = make_batch(sequences, len(sequences) + 2, generator, device)
-    drafts = max((drafts for *_, drafts in sequences), default=0)
+    drafts = max((replayed + rows - stored for _, replayed, stored, rows in sequences), default=0)
     num_rows = int(batch.cu_seqlens[-1])
     normal = partial(torch.randn, generator=generator, device="cpu")
     projected = normal(num_rows, channels + 8).to(dtype).to(device)
@@ -121,8 +121,8 @@ def _make(
 
 
 def _cases() -> Iterator[Case]:
-    odd = tuple((length, 0, rows, 0) for length, rows in ((0, 17), (1, 1), (2, 40), (3, 2)))
-    grid: tuple[tuple[str, str, tuple[tuple[int, int, int, int], ...], tuple[int, int], bool, str | None], ...] = (
+    odd = tuple((length, 0, rows, rows) for length, rows in ((0, 17), (1, 1), (2, 40), (3, 2)))
+    grid: tuple[tuple[str, str, Shape, tuple[int, int], bool, str | None], ...] = (
         ("mixed", "chunks, decoding and verifications in one batch", MIXED, (24, 4), True, "silu"),
         ("plain", "no bias and no activation", MIXED, (16, 3), False, None),
         ("odd_channels", "channels that are no multiple of a vector", MIXED, (67, 4), True, "silu"),
@@ -138,9 +138,9 @@ def _cases() -> Iterator[Case]:
 def _benchmarks() -> Iterator[Case]:
     qwen3_5 = (6144, 4)  # channels and kernel of Qwen3.5-0.8B: one layer
     grid = (
-        ("decode", "plain decoding, batch 8", ((900, 0, 1, 0),) * 8),
-        ("verify", "batch 8, K 5, 3 accepted", ((900, 3, 1, 5),) * 8),
-        ("prefill", "a prompt of 512 tokens", ((0, 0, 512, 0),)),
+        ("decode", "plain decoding, batch 8", ((900, 0, 1, 1),) * 8),
+        ("verify", "batch 8, K 5, 3 accepted", ((900, 3, 4, 6),) * 8),
+        ("prefill", "a prompt of 512 tokens", ((0, 0, 512, 512),)),
     )
     for name, why, sequences in grid:
         yield Case(name, why, partial(_make, sequences, qwen3_5, False, "silu"))

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from specdec_fast.batch.recurrent_batch import LinearAttentionParams, RecurrentBatch
 from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
-from specdec_fast.ops.recurrent_rows import MIXED, advance_rows_, check_batch, check_kept, make_batch
+from specdec_fast.ops.recurrent_rows import (
+    MIXED,
+    Shape,
+    advance_rows_,
+    check_batch,
+    check_kept,
+    make_batch,
+    num_kept_rows,
+)
 from specdec_fast.ops.registry import Case, Op
 
 
@@ -128,7 +136,7 @@ def _check(
 
 @dataclass(frozen=True)
 class _Shape:
-    sequences: tuple[tuple[int, int, int, int], ...]
+    sequences: Shape
     key_heads: int = 1
     value_heads: int = 2
     key_dim: int = 16
@@ -185,7 +193,7 @@ def _cases() -> Iterator[Case]:
         ("wide_values", "several blocks of value channels", small(value_heads=1, key_dim=20, value_dim=70)),
         ("wide_keys", "several runs of a sum", small(value_heads=1, key_dim=128, value_dim=8)),
         ("one_channel", "the smallest state", small(value_heads=1, key_dim=1, value_dim=1)),
-        ("chunk", "a longer prompt", _Shape(((0, 0, 30, 0), (3, 0, 2, 0)))),
+        ("chunk", "a longer prompt", _Shape(((0, 0, 30, 30), (3, 0, 2, 2)))),
         ("empty", "no sequences", _Shape(())),
     )
     for name, why, shape in grid:
@@ -195,10 +203,10 @@ def _cases() -> Iterator[Case]:
 def _benchmarks() -> Iterator[Case]:
     qwen3_5 = partial(_Shape, key_heads=16, value_heads=16, key_dim=128, value_dim=128)  # Qwen3.5-0.8B: one layer
     grid = (
-        ("decode", "plain decoding, batch 8", ((900, 0, 1, 0),) * 8),
-        ("decode_alone", "plain decoding, batch 1", ((900, 0, 1, 0),)),
-        ("verify", "batch 8, K 5, 2 accepted", ((900, 2, 1, 5),) * 8),
-        ("prefill", "a prompt of 512 tokens", ((0, 0, 512, 0),)),
+        ("decode", "plain decoding, batch 8", ((900, 0, 1, 1),) * 8),
+        ("decode_alone", "plain decoding, batch 1", ((900, 0, 1, 1),)),
+        ("verify", "batch 8, K 5, 2 accepted", ((900, 2, 3, 6),) * 8),
+        ("prefill", "a prompt of 512 tokens", ((0, 0, 512, 512),)),
     )
     for name, why, sequences in grid:
         yield Case(name, why, partial(_make, qwen3_5(sequences)))
@@ -209,8 +217,7 @@ def _bytes_moved(
 ) -> int:
     states, kept = pools
     inputs = (query.numel() + key.numel() + 2 * value.numel()) * query.element_size()
-    replayed = int(batch.num_replayed.sum()) + int(batch.cu_seqlens[-1] - batch.num_committed.sum())  # or written
-    return inputs + 4 * (2 * batch.slots.numel() * states[0].numel() + replayed * kept.shape[2])
+    return inputs + 4 * (2 * batch.slots.numel() * states[0].numel() + num_kept_rows(batch) * kept.shape[2])
 
 
 OP = Op(

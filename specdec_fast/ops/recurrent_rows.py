@@ -29,18 +29,18 @@ def advance_rows_(inputs: Tensor, pools: tuple[Tensor, Tensor], batch: Recurrent
     starts = batch.cu_seqlens.tolist()
     for b, slot in enumerate(batch.slots.tolist()):
         first, stop = starts[b : b + 2]
-        position = int(batch.state_lengths[b])
-        state = states[slot].clone() if position > 0 else torch.zeros_like(states[slot])
-        for _ in range(int(batch.num_replayed[b])):
-            state = advance(state, kept[slot, position % num_kept], None)
-            position += 1
-        first_draft = first + int(batch.num_committed[b])
-        for row in range(first, first_draft):
-            state = advance(state, inputs[row], row)
-        states[slot] = state
-        for row in range(first_draft, stop):
-            state = advance(state, inputs[row], row)
-            kept[slot, (position + row - first) % num_kept] = inputs[row]
+        length, replayed, stored = (int(x[b]) for x in (batch.state_lengths, batch.num_replayed, batch.num_stored))
+        state = states[slot].clone() if length > 0 else torch.zeros_like(states[slot])
+        if stored == 0:
+            states[slot] = state
+        for i in range(replayed + stop - first):
+            row = first + i - replayed if i >= replayed else None
+            given = kept[slot, (length + i) % num_kept] if row is None else inputs[row]
+            state = advance(state, given, row)
+            if i + 1 == stored:
+                states[slot] = state
+            if row is not None and i >= stored:
+                kept[slot, (length + i) % num_kept] = given
 
 
 def check_batch(batch: RecurrentBatch, num_rows: int, num_slots: int, device: torch.device) -> None:
@@ -52,7 +52,7 @@ def check_batch(batch: RecurrentBatch, num_rows: int, num_slots: int, device: to
     expect_tensor("slots", batch.slots, (None,), (torch.int32,), device)
     size = batch.slots.shape[0]
     expect_tensor("cu_seqlens", batch.cu_seqlens, (size + 1,), (torch.int32,), device)
-    for name in ("state_lengths", "num_replayed", "num_committed"):
+    for name in ("state_lengths", "num_replayed", "num_stored"):
         expect_tensor(name, getattr(batch, name), (size,), (torch.int32,), device)
     expect(all(x.is_contiguous() for x in vars(batch).values()), "the arrays of the batch must be contiguous.")
     expect_offsets("cu_seqlens", batch.cu_seqlens, num_rows, strictly=False)
@@ -64,15 +64,15 @@ def check_batch(batch: RecurrentBatch, num_rows: int, num_slots: int, device: to
         all(0 <= slot < num_slots for slot in slots) and len(set(owned)) == len(owned),
         f"slots is {slots}; expected slots from 0 to {num_slots - 1}, and each but slot 0 once.",
     )
-    counts = batch.cu_seqlens.diff().tolist()
-    committed = batch.num_committed.tolist()
-    expect(
-        all(0 <= own <= count for own, count in zip(committed, counts, strict=True)),
-        f"num_committed is {committed}; expected at most the rows of each sequence, {counts}.",
-    )
     for name in ("state_lengths", "num_replayed"):
         values = getattr(batch, name).tolist()
         expect(all(value >= 0 for value in values), f"{name} is {values}; expected no number below 0.")
+    counts = (batch.num_replayed + batch.cu_seqlens.diff()).tolist()
+    stored = batch.num_stored.tolist()
+    expect(
+        all(0 <= own <= count for own, count in zip(stored, counts, strict=True)),
+        f"num_stored is {stored}; expected at most the replayed and own rows of each sequence, {counts}.",
+    )
 
 
 def check_kept(batch: RecurrentBatch, num_kept: int) -> None:
@@ -86,13 +86,13 @@ def check_kept(batch: RecurrentBatch, num_kept: int) -> None:
     if batch.slots.device.type != "cpu":
         return
     counts = batch.cu_seqlens.diff().tolist()
-    committed = batch.num_committed.tolist()
+    stored = batch.num_stored.tolist()
     for b, replayed in enumerate(batch.num_replayed.tolist()):
-        needed = replayed + (counts[b] if counts[b] > committed[b] else 0)
+        needed = replayed + (counts[b] if replayed + counts[b] > stored[b] else 0)
         expect(
             needed <= num_kept,
-            f"sequence {b} replays {replayed} rows and has {counts[b]} of its own, {counts[b] - committed[b]} of them "
-            f"to keep; {num_kept} places for kept rows are too few, expected at least {needed}.",
+            f"sequence {b} replays {replayed} rows and has {counts[b]} of its own, and not all are stored; "
+            f"{num_kept} places for kept rows are too few, expected at least {needed}.",
         )
 
 
@@ -102,33 +102,39 @@ def make_batch(
     """Make a batch of sequences in random slots, for tests and benchmarks.
 
     Args:
-        rows: of each sequence the state's length, and the numbers of replayed, committed and draft rows.
+        rows: of each sequence the state's length, and the numbers of replayed, stored and own rows.
         num_slots: slots of the pool; more than there are sequences.
         generator: chooses the slots.
         device: of the arrays.
     """
     columns = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
-    counts = [own + drafts for _, _, own, drafts in rows]
     slots = 1 + torch.randperm(num_slots - 1, generator=generator, device="cpu")[: len(rows)]
     arrays = {
-        "cu_seqlens": torch.tensor([0, *counts], device="cpu").cumsum(0),
+        "cu_seqlens": torch.tensor([0, *columns[3]], device="cpu").cumsum(0),
         "slots": slots,
         "state_lengths": torch.tensor(columns[0], device="cpu"),
         "num_replayed": torch.tensor(columns[1], device="cpu"),
-        "num_committed": torch.tensor(columns[2], device="cpu"),
+        "num_stored": torch.tensor(columns[2], device="cpu"),
     }
     return RecurrentBatch(**{name: array.to(torch.int32).to(device) for name, array in arrays.items()})
 
 
-# Rows of a batch with all that may happen to a sequence: its state's length, replayed, committed and draft rows.
+# Rows of a batch with all that may happen to a sequence: its state's length, and its replayed, stored and own rows.
 MIXED = (
-    (0, 0, 5, 0),  # the first chunk of a prompt
-    (4, 0, 3, 0),  # another chunk
-    (9, 0, 1, 0),  # plain decoding
-    (7, 0, 1, 4),  # a verification after none
-    (11, 3, 1, 2),  # a verification after one
-    (0, 0, 1, 3),  # a prompt of one token
-    (6, 2, 0, 0),  # accepted rows alone
-    (8, 1, 0, 2),  # no committed row
-    (0, 2, 1, 1),  # nothing but draft rows so far
+    (0, 0, 5, 5),  # the first chunk of a prompt
+    (4, 0, 3, 3),  # another chunk
+    (9, 0, 1, 1),  # plain decoding
+    (7, 0, 1, 5),  # a verification after none
+    (11, 3, 4, 3),  # a verification after one
+    (0, 0, 1, 4),  # a prompt of one token
+    (6, 2, 2, 0),  # accepted rows alone
+    (8, 3, 1, 2),  # draft rows after draft rows
+    (0, 2, 3, 2),  # nothing but draft rows so far
 )
+Shape = tuple[tuple[int, int, int, int], ...]  # of a batch, as above
+
+
+def num_kept_rows(batch: RecurrentBatch) -> int:
+    """Return how many kept rows a forward reads or writes."""
+    written = batch.cu_seqlens.diff() - (batch.num_stored - batch.num_replayed).clamp(min=0)
+    return int(batch.num_replayed.sum() + written.sum())

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from specdec_fast.batch.recurrent_batch import RecurrentBatch
 from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
-from specdec_fast.ops.recurrent_rows import MIXED, advance_rows_, check_batch, check_kept, make_batch
+from specdec_fast.ops.recurrent_rows import (
+    MIXED,
+    Shape,
+    advance_rows_,
+    check_batch,
+    check_kept,
+    make_batch,
+    num_kept_rows,
+)
 from specdec_fast.ops.registry import Case, Op
 
 
@@ -105,7 +113,7 @@ def _check(
 
 
 def _make(
-    sequences: tuple[tuple[int, int, int, int], ...],
+    sequences: Shape,
     shape: tuple[int, int, int],
     has_skip: bool,
     generator: torch.Generator,
@@ -137,12 +145,12 @@ def _make(
 
 
 def _cases() -> Iterator[Case]:
-    grid: tuple[tuple[str, str, tuple[tuple[int, int, int, int], ...], tuple[int, int, int], bool], ...] = (
+    grid: tuple[tuple[str, str, Shape, tuple[int, int, int], bool], ...] = (
         ("mixed", "chunks, decoding and verifications in one batch", MIXED, (24, 16, 1), True),
         ("groups", "heads with B and C of their own, as in Zamba", MIXED, (40, 8, 2), True),
         ("odd_sizes", "no multiple of a vector", MIXED[3:6], (67, 5, 1), False),
         ("wide", "several blocks of channels", MIXED[3:6], (200, 16, 1), True),
-        ("chunk", "a longer prompt", ((0, 0, 40, 0), (3, 0, 2, 0)), (16, 4, 1), True),
+        ("chunk", "a longer prompt", ((0, 0, 40, 40), (3, 0, 2, 2)), (16, 4, 1), True),
         ("empty", "no sequences", (), (16, 16, 1), True),
     )
     for name, why, sequences, shape, has_skip in grid:
@@ -152,9 +160,9 @@ def _cases() -> Iterator[Case]:
 def _benchmarks() -> Iterator[Case]:
     falcon_mamba = (8192, 16, 1)  # channels, state_dim and groups of Falcon-Mamba-7B: one layer
     grid = (
-        ("decode", "plain decoding, batch 8", ((900, 0, 1, 0),) * 8),
-        ("verify", "batch 8, K 5, 2 accepted", ((900, 2, 1, 5),) * 8),
-        ("prefill", "a prompt of 512 tokens", ((0, 0, 512, 0),)),
+        ("decode", "plain decoding, batch 8", ((900, 0, 1, 1),) * 8),
+        ("verify", "batch 8, K 5, 2 accepted", ((900, 2, 3, 6),) * 8),
+        ("prefill", "a prompt of 512 tokens", ((0, 0, 512, 512),)),
     )
     for name, why, sequences in grid:
         yield Case(name, why, partial(_make, sequences, falcon_mamba, True))
@@ -165,8 +173,7 @@ def _bytes_moved(
 ) -> int:
     states, kept = pools
     inputs = 2 * (x.numel() + B.numel()) * x.element_size() + 4 * (x.numel() + A.numel())
-    moved = int(batch.num_replayed.sum()) + int(batch.cu_seqlens[-1] - batch.num_committed.sum())  # read or written
-    return inputs + 4 * (2 * batch.slots.numel() * states[0].numel() + moved * kept.shape[2])
+    return inputs + 4 * (2 * batch.slots.numel() * states[0].numel() + num_kept_rows(batch) * kept.shape[2])
 
 
 OP = Op(

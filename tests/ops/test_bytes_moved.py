@@ -33,16 +33,16 @@ def arguments(op, case, dtype):
         # 25 rows of 24 channels, read, written and stored; 3 earlier inputs of 9 sequences; 24 x 4 weights
         ("conv_rows_", "mixed", torch.float16, ((3 * 25 + 9 * 3) * 24 + 24 * 4) * 2),
         # 25 rows of a query and key of 16 and of values and outputs of 2 heads x 24; 9 states of 2 x 16 x 24, read and
-        # written; 8 kept rows read and 12 written, of a key, two values, two decays and two betas
+        # written; 10 kept rows read and 12 written, of a key, two values, two decays and two betas
         (
             *("linear_attention_rows_", "gated_delta", torch.float16),
-            25 * (2 * 16 + 2 * 48) * 2 + (2 * 9 * 2 * 16 * 24 + 20 * (16 + 48 + 4)) * 4,
+            25 * (2 * 16 + 2 * 48) * 2 + (2 * 9 * 2 * 16 * 24 + 22 * (16 + 48 + 4)) * 4,
         ),
         # 25 rows of x and y of 24 channels, of B and C of 16, and of 24 steps; 24 x 16 of A; 9 states, read and
-        # written; 20 kept rows of x, dt and B
+        # written; 22 kept rows of x, dt and B
         (
             *("selective_scan_rows_", "mixed", torch.float16),
-            25 * 2 * (24 + 16) * 2 + (25 * 24 + 24 * 16 + 2 * 9 * 16 * 24 + 20 * (2 * 24 + 16)) * 4,
+            25 * 2 * (24 + 16) * 2 + (25 * 24 + 24 * 16 + 2 * 9 * 16 * 24 + 22 * (2 * 24 + 16)) * 4,
         ),
     ],
     ids=[

@@ -60,9 +60,9 @@ def named_by_realign(args: dict[str, Any], masks: list[Tensor]) -> None:
 def places_of_rows(batch: RecurrentBatch, num_places: int) -> Iterator[tuple[int, int, bool]]:
     """Yield of each row its slot, the place of its position in a ring, and whether it is a draft row."""
     for b, slot in enumerate(batch.slots.tolist()):
-        first, count = int(batch.state_lengths[b] + batch.num_replayed[b]), int(batch.cu_seqlens.diff()[b])
-        for j in range(count):
-            yield slot, (first + j) % num_places, j >= int(batch.num_committed[b])
+        replayed, count = int(batch.num_replayed[b]), int(batch.cu_seqlens.diff()[b])
+        for i in range(replayed, replayed + count):
+            yield slot, (int(batch.state_lengths[b]) + i) % num_places, i >= int(batch.num_stored[b])
 
 
 def named_by_conv(args: dict[str, Any], masks: list[Tensor]) -> None:

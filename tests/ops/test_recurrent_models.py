@@ -28,7 +28,7 @@ def one_sequence(length: int, rows: int) -> RecurrentBatch:
     one = torch.ones(1, dtype=torch.int32)
     return RecurrentBatch(
         cu_seqlens=torch.tensor([0, rows], dtype=torch.int32), slots=one, state_lengths=length * one,
-        num_replayed=0 * one, num_committed=rows * one,
+        num_replayed=0 * one, num_stored=rows * one,
     )  # fmt: skip
 
 

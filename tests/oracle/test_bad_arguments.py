@@ -234,7 +234,7 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "state_places": (
             "state",
             lambda x: x[:, :6].contiguous(),
-            "state has 6 places .* at least 7: 3 .* 4 draft rows",
+            "state has 6 places .* at least 7: 3 .* 4 rows that",
         ),
         "weight_channels": ("weight", lambda x: x[1:], r"weight has shape \[23, 4\]; expected \[24, any\]"),
         "weight_dtype": ("weight", Tensor.half, "weight is torch.float16; expected float32"),
@@ -254,8 +254,8 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "lengths_negative": ("batch.state_lengths", element(1, -1), "state_lengths is .* no number below 0"),
         "replayed_short": ("batch.num_replayed", lambda x: x[1:], r"num_replayed has shape \[8\]; expected \[9\]"),
         "replayed_negative": ("batch.num_replayed", element(1, -1), "num_replayed is .* no number below 0"),
-        "committed_beyond": ("batch.num_committed", element(2, 2), r"num_committed is .* the rows .*\[5, 3, 1, "),
-        "committed_negative": ("batch.num_committed", element(2, -1), "num_committed is .* at most the rows"),
+        "stored_beyond": ("batch.num_stored", element(2, 2), r"num_stored is .* and own rows .*\[5, 3, 1, 5, 6, "),
+        "stored_negative": ("batch.num_stored", element(2, -1), "num_stored is .* at most the replayed and own rows"),
     },
     ("linear_attention_rows_", "gated_delta"): {  # 25 rows, 1 key head of 16, 2 value heads of 24, 8 kept rows
         "query_rank": ("query", lambda x: x[0], "query has shape"),
@@ -274,7 +274,7 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "kept_places": (
             "pools",
             second(lambda x: x[:, :5].contiguous()),
-            "sequence 4 replays 3 rows and has 3 of its own, 2 of them to keep; 5 places .* at least 6",
+            "sequence 4 replays 3 rows and has 3 of its own, and not all are stored; 5 .* at least 6",
         ),
         "skip_short": ("params.skip", lambda _: torch.zeros(1), r"skip has shape \[1\]; expected \[2\]"),
         "skip_strided": ("params.skip", lambda _: torch.zeros(4)[::2], "skip must be contiguous"),

@@ -19,7 +19,8 @@ ROWS = {
     "selective_scan_rows_": ("x", "dt", "B", "C"),
 }
 POOLS = {"conv_rows_": "state", "linear_attention_rows_": "pools", "selective_scan_rows_": "pools"}
-MOST_KEPT = 11  # places for kept rows: twice the draft rows of a call, and one
+MOST_DRAFTS = 5  # draft rows of a call, and rows that it replays
+MOST_KEPT = 2 * MOST_DRAFTS + 1  # places for kept rows
 
 Run = Callable[..., Tensor]
 
@@ -31,6 +32,7 @@ class Step:
     committed: int
     drafts: int = 0
     accepted: int = 0
+    unstored: int = 0  # of the replayed and the committed rows, how many are not stored
 
 
 @dataclass
@@ -59,12 +61,13 @@ class Layer:
 
     def call(self, sequences: list[Sequence], steps: list[Step], wrong: list[int]) -> None:
         """Compute one step of each sequence; rejected draft rows are those of ``wrong``, of the material."""
-        rows, counts = [], []
+        rows, counts, stored = [], [], []
         for sequence, step in zip(sequences, steps, strict=True):
             first = sequence.length + sequence.replayed
             true = sequence.rows[first : first + step.committed + step.accepted]
             rows += true + wrong[: step.drafts - step.accepted]
             counts.append(step.committed + step.drafts)
+            stored.append(max(0, sequence.replayed + step.committed - step.unstored))
         columns = [[s.slot for s in sequences], [s.length for s in sequences], [s.replayed for s in sequences]]
         slots, lengths, replayed = (torch.tensor(column, dtype=torch.int32) for column in columns)
         batch = RecurrentBatch(
@@ -72,18 +75,18 @@ class Layer:
             slots=slots,
             state_lengths=lengths,
             num_replayed=replayed,
-            num_committed=torch.tensor([step.committed for step in steps], dtype=torch.int32),
+            num_stored=torch.tensor(stored, dtype=torch.int32),
         )
         args = {**self.material, **{name: self.material[name][rows] for name in ROWS[self.op]}, "batch": batch}
         args[POOLS[self.op]] = self.pools[0] if len(self.pools) == 1 else tuple(self.pools)
         outs = self.run(**args).split(counts)
-        for sequence, step, out in zip(sequences, steps, outs, strict=True):
+        for sequence, step, out, count in zip(sequences, steps, outs, stored, strict=True):
             first = sequence.length + sequence.replayed
             for j in range(step.committed + step.accepted):
                 assert first + j not in sequence.outputs
                 sequence.outputs[first + j] = out[j]
-            sequence.length = first + step.committed
-            sequence.replayed = step.accepted
+            sequence.length += count
+            sequence.replayed = first + step.committed + step.accepted - sequence.length
 
     def state(self, sequence: Sequence) -> Tensor:
         """The stored state; of a convolution the last inputs."""
@@ -94,7 +97,10 @@ class Layer:
 
 
 def random_steps(num_rows: int, generator: torch.Generator) -> Iterator[Step]:
-    """A prompt in chunks, then decoding and verifications, until ``num_rows`` positions are committed or accepted."""
+    """A prompt in chunks, then decoding and verifications, until ``num_rows`` positions are committed or accepted.
+
+    Between verifications are chains of draft rows that are computed one by one, and accepted.
+    """
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
@@ -106,7 +112,11 @@ def random_steps(num_rows: int, generator: torch.Generator) -> Iterator[Step]:
         yield Step(chunk)
         prompt -= chunk
     while left:
-        drafts = draw(0, 5)
+        drafts = draw(0, MOST_DRAFTS)
         accepted = draw(0, min(drafts, left - 1))
-        yield Step(1, drafts, accepted)
+        unstored = min(draw(0, 2), MOST_DRAFTS - accepted)
+        yield Step(1, drafts, accepted, unstored)
         left -= 1 + accepted
+        for _ in range(min(draw(0, 2), left, MOST_DRAFTS - accepted - unstored)):
+            yield Step(0, drafts=1, accepted=1, unstored=num_rows)
+            left -= 1
