@@ -119,8 +119,12 @@ def _make(
     generator: torch.Generator,
     dtype: torch.dtype,
     device: torch.device,
+    by_channel: bool = False,
 ) -> dict[str, Any]:
-    """Make normal inputs and time steps as models compute them; ``shape``: channels, state_dim and groups."""
+    """Make normal inputs and time steps as models compute them.
+
+    ``shape``: channels, state_dim and groups. With ``by_channel``, the rows of a channel are contiguous.
+    """
     channels, state_dim, num_groups = shape
     num_slots = len(sequences) + 2
     batch = make_batch(sequences, num_slots, generator, device)
@@ -132,8 +136,9 @@ def _make(
     own, steps, keys = (normal(num_slots, 8, size) for size in widths)
     kept = torch.cat([own, torch.nn.functional.softplus(steps - 2), keys], dim=2)
     scales = torch.arange(1, state_dim + 1, device="cpu").float().expand(channels, -1)
+    x = normal(channels, num_rows).T if by_channel else normal(num_rows, channels)
     return {
-        "x": normal(channels, num_rows).T.to(dtype).to(device),  # as a convolution over time returns it
+        "x": x.to(dtype).to(device),
         "dt": torch.nn.functional.softplus(normal(num_rows, channels) - 2).to(device),
         "A": -(scales * (1 + 0.1 * normal(channels, state_dim))).to(device),
         "B": projected[:, 4 : 4 + width].unflatten(1, (num_groups, state_dim)),
@@ -155,6 +160,8 @@ def _cases() -> Iterator[Case]:
     )
     for name, why, sequences, shape, has_skip in grid:
         yield Case(name, why, partial(_make, sequences, shape, has_skip))
+    why = "inputs as a convolution over time returns them"
+    yield Case("by_channel", why, partial(_make, MIXED[3:6], (24, 4, 1), True, by_channel=True))
 
 
 def _benchmarks() -> Iterator[Case]:
