@@ -8,7 +8,7 @@ import pytest
 
 import specdec_fast as sd
 from specdec_fast.drafters import is_draft_model
-from specdec_fast.drafters.clover.checkpoint import read_clover
+from specdec_fast.drafters.clover.checkpoint import read_config as read_clover
 from specdec_fast.drafters.dflash.checkpoint import read_config as read_dflash
 from specdec_fast.drafters.eagle3.checkpoint import read_config as read_eagle3
 from specdec_fast.drafters.specblock.checkpoint import read_config as read_specblock

@@ -15,11 +15,7 @@ from specdec_fast.drafters.shared.new_drafter import DrafterSize, copy_ends, lay
 def new_module(
     target: PreTrainedModel, size: DrafterSize, num_draft_ids: int, draft_ids: Tensor | None
 ) -> Eagle3Module:
-    """Return a drafter to be trained, on the target's device, in fp32.
-
-    Embedding and output layer begin as the target's. A narrower drafter gets their projections onto the directions in
-    which the target's embeddings differ most, and trains its embedding too; otherwise the embedding is the target's
-    and stays as it is.
+    """Return a drafter to be trained, on the target's device, in fp32; ``copy_ends`` says how its ends begin.
 
     Args:
         target: the model that it will draft for.
@@ -31,9 +27,7 @@ def new_module(
         ConfigError: the sizes do not go together.
 
     """
-    config = target.config.get_text_config(decoder=True)
-    layer = layer_config(config, size)
-    module = Eagle3Module(layer, len(size.taps(config.num_hidden_layers)) * config.hidden_size, num_draft_ids)
+    module = Eagle3Module(layer_config(target, size), size.feature_size(target), num_draft_ids)
     copy_ends(target, module.embed_tokens, module.lm_head, draft_ids)
     return module.to(target.device)
 

@@ -40,7 +40,8 @@ class MtpModel:
         page_size: of its pages.
 
     Attributes:
-        ragged: computes its rows; one of its layers' KV entries has ``ragged.layout``.
+        ragged: computes its rows.
+        layout: shapes of its KV entries.
 
     Raises:
         ConfigError: a weight is missing, unknown, or has another shape.
@@ -69,6 +70,7 @@ class MtpModel:
         model.config.get_text_config(decoder=True).vocab_size = target.hf.config.vocab_size
         self.ragged = RaggedModel(model, target.ops, page_size, enforce_eager=True)
         self.ragged.use_taps((FINAL,))
+        self.layout = self.ragged.layout
 
     def weights(self) -> list[Tensor]:
         """Return all its tensors; embedding and output layer are the target's."""

@@ -12,7 +12,6 @@ slots 0 to k of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.drafters.specblock.candidates import Candidates
-from specdec_fast.drafters.specblock.checkpoint import check_weights
+from specdec_fast.drafters.specblock.checkpoint import weight_table
 from specdec_fast.drafters.specblock.model import SpecBlockModel, load_specblock
 from specdec_fast.drafters.specblock.rows import BlockRows
 from specdec_fast.drafters.specblock.tree import BEAM, ROOT, BlockTree, Node
@@ -53,6 +52,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
     """
 
     settings = ("tap_layers", "draft_tree")
+    model: SpecBlockModel
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder = folder
@@ -64,19 +64,19 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
                 "or None."
             )
         with torch.inference_mode():
-            self.model: SpecBlockModel = load_specblock(Path(folder), context.target, context.config.tap_layers)
-        self.taps = self.model.taps
-        self._num_slots = self.model.num_slots
-        super().__init__(self.model.layout, context)
+            model = load_specblock(Path(folder), context.target, context.config.tap_layers)
+        self.taps = model.taps
+        self._num_slots = model.num_slots
+        super().__init__(model, context)
         if isinstance(wanted, int):
             context.target.expect_trees()
         self._is_chain = wanted == "chain" or context.target.why_no_trees() is not None
         # The second call is a forward over a tree, whatever is drafted, so it needs attention that serves trees.
         self._most_depth = None if context.target.ops.has_trees("paged_attention") else self._num_slots
-        num_nodes = wanted if isinstance(wanted, int) else self.model.config.tree_nodes
+        num_nodes = wanted if isinstance(wanted, int) else model.config.tree_nodes
         self.max_nodes = 0 if self._is_chain else num_nodes
-        self._candidates = Candidates(self.model, self._device)
-        self.rows = BlockRows(self.model, context.config.page_size, context.config.enforce_eager)
+        self._candidates = Candidates(model, self._device)
+        self.rows = BlockRows(model, context.config.page_size, context.config.enforce_eager)
 
     def replace_weights(self, weights: dict[str, Tensor]) -> None:
         """Take other weights, of the same shapes. They change drafts, and no output.
@@ -95,17 +95,15 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             )
         config = self.model.config
         taps = self.model.taps
-        check_weights(config, len(taps), weights)
+        weight_table(config, len(taps)).check(config.folder, weights)
         with torch.inference_mode():
             self.model.assign(SpecBlockModel(config, taps, weights, self._target))
 
     @property
     def name(self) -> str:
-        """The kind and the checkpoint."""
         return f"specblock:{self._folder}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the taps, the tokens of a block, the tree, the number of ids, and whether programs run its layers."""
         return {
             "tap_layers": self.taps,
             "num_slots": self._num_slots,
@@ -115,17 +113,11 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             "why_no_program": self.rows.why_no_program,
         }
 
-    def weights(self) -> Iterable[Tensor]:
-        """Return the checkpoint's weights, and the target's embedding if the checkpoint has none."""
-        return self.model.weights()
-
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of its KV entries of one position, one per slot."""
+    def bytes_per_token(self) -> int:  # a position has an entry per slot
         return self._num_slots * super().bytes_per_token
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Estimate what its forwards need, its logits, and the features that wait."""
         model = self.model
         itemsize = self.model.layout.dtype.itemsize
         # Blocks with logits. Where memory is counted, a tree has as many nodes as a chain, so the second call expands
@@ -149,7 +141,6 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
 
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
-        """Draft in one call for all sequences, and in a second one behind the nodes that these have found."""
         chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
         counts = [0] * len(sequences)
         tokens = []
@@ -159,10 +150,10 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             trees = [self._new_tree(limits[i], node_limits[i]) for i in chosen]
             self._first_call(drafting, trees)
             for i, tree in zip(chosen, trees, strict=True):
-                own = tree.nodes()
-                tokens += own[0]
-                parents += own[1]
-                counts[i] = len(own[0])
+                of_tree = tree.nodes()
+                tokens += of_tree[0]
+                parents += of_tree[1]
+                counts[i] = len(of_tree[0])
         above = torch.tensor(parents, dtype=torch.int32, device="cpu")
         return Draft(torch.tensor(tokens, dtype=torch.int64, device="cpu"), counts, above)
 
@@ -175,7 +166,6 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         return self.model.project(hidden_states)
 
     def _compute(self, rows: list[Rows]) -> None:
-        """Compute the blocks of queued features, one each."""
         self._computed(rows, None)
 
     def _computed(self, rows: list[Rows], wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,15 +195,15 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         if sum(map(self._num_queued, drafting)) > max(self._most_rows, 2 * len(drafting)):
             self._catch_up(drafting)
         queued = self._queued_rows(drafting)
-        ends = [end - 1 for end in accumulate(own.count for own in queued)]
+        ends = [end - 1 for end in accumulate(span.count for span in queued)]
         conditions, hidden, logits = self._computed(queued, self._slots_of(ends))
         if len(hidden) > len(drafting):
             last = to_device(ends, self._device)
             conditions = conditions[last]
             hidden = hidden[last]
         slots = self._candidates.of(hidden, logits, drafting, [0] * len(drafting), [s.token_ids[-1] for s in drafting])
-        for tree, own in zip(trees, slots, strict=True):
-            tree.add_block(ROOT, own)
+        for tree, block in zip(trees, slots, strict=True):
+            tree.add_block(ROOT, block)
         expanded = [tree.to_expand(BEAM) if tree.max_depth > self._num_slots else [] for tree in trees]
         if any(expanded):
             self._second_call(drafting, trees, expanded, conditions, hidden)
@@ -261,10 +251,10 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         ends = [block for _, _, block in new]
         wanted = self._slots_of(ends)
         above = rows_of_trees(parents, counts)
-        found, logits = self.rows(self._pool(), spans, inputs, bases, tokens, wanted, above)
-        behind = found[to_device(ends, self._device)]
+        results, logits = self.rows(self._pool(), spans, inputs, bases, tokens, wanted, above)
+        behind = results[to_device(ends, self._device)]
         owners = [drafting[i] for i, _, _ in new]
         depths = [node.depth for _, node, _ in new]
         slots = self._candidates.of(behind, logits, owners, depths, [node.token_id for _, node, _ in new])
-        for (i, node, _), own in zip(new, slots, strict=True):
-            trees[i].add_block(node.place, own)
+        for (i, node, _), block in zip(new, slots, strict=True):
+            trees[i].add_block(node.place, block)

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdec_fast.drafters.shared.trainable import MLP, DrafterModule
+from specdec_fast.drafters.shared.trainable import DecoderLayer, DrafterModule
+from specdec_fast.drafters.specblock.checkpoint import NUM_CLASSES, RANK_FEATURES, RANK_HIDDEN
 
-_RANK_FEATURES = 15
-_RANK_HIDDEN = 256
-_NUM_CLASSES = 4
 KeyValues = list[tuple[Tensor, Tensor]]  # per layer, ``[B, heads, rows, head_dim]`` each
 
 
@@ -36,40 +34,6 @@ class _InputLayer(nn.Module):
         condition, token, query = self.fuse.weight.chunk(3, dim=1)
         blocks = self.condition_norm(conditions) @ condition.T + self.token_norm(self.embed_tokens(token_ids)) @ token.T
         return blocks[:, :, None] + self.query_norm(self.position_queries.weight) @ query.T
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        size = config.num_attention_heads * self.head_dim
-        kv_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(size, config.hidden_size, bias=False)
-
-    def project(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries ``[B, heads, rows, head_dim]``, and keys and values repeated to as many heads."""
-        shape = (*rows.shape[:2], -1, self.head_dim)
-        layers = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (layer(rows).view(shape).transpose(1, 2) for layer in layers)
-        query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        return query, key.repeat_interleave(self.groups, dim=1), value.repeat_interleave(self.groups, dim=1)
-
-
-class DecoderLayer(nn.Module):
-    """The modules of one layer."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        epsilon = config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, epsilon)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, epsilon)
-        self.self_attn = _Attention(config)
-        self.mlp = MLP(config)
 
 
 class SpecBlockModule(DrafterModule):
@@ -104,9 +68,9 @@ class SpecBlockModule(DrafterModule):
         self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, draft_vocab_size, bias=False)
         self.rank_head = nn.Sequential(
-            nn.Linear(hidden + _RANK_FEATURES, _RANK_HIDDEN, bias=False),
+            nn.Linear(hidden + RANK_FEATURES, RANK_HIDDEN, bias=False),
             nn.SiLU(),
-            nn.Linear(_RANK_HIDDEN, _NUM_CLASSES, bias=False),
+            nn.Linear(RANK_HIDDEN, NUM_CLASSES, bias=False),
         )
         self._rotary = LlamaRotaryEmbedding(config)
 
@@ -164,35 +128,37 @@ class SpecBlockModule(DrafterModule):
         self, conditions: Tensor, token_ids: Tensor, positions: Tensor, above: tuple[KeyValues, Tensor] | None
     ) -> tuple[Tensor, KeyValues]:
         slots = torch.arange(1, self.num_slots + 1, device=positions.device)
-        cos, sin = self._rotary(conditions, (positions[:, None] + slots).flatten()[None])
+        factors = self._rotary(conditions, (positions[:, None] + slots).flatten()[None])
         hidden = self.input_layer(conditions, token_ids)
-        found: KeyValues = []
+        key_values: KeyValues = []
         for index, layer in enumerate(self.decoder_layers()):
             if index > 0:
                 before = torch.cat([hidden[:, :, :1], hidden[:, :, :-1]], dim=2)
                 hidden = self.shift_proj[index - 1](torch.cat([hidden, before], dim=-1))
             rows = hidden.flatten(1, 2)
-            query, key, value = layer.self_attn.project(layer.input_layernorm(rows), cos, sin)
-            found.append((key, value))
-            if above is None:  # all slots of earlier positions, and the own ones so far
+            normed = layer.input_layernorm(rows)
+            query = layer.self_attn.queries(normed, factors)
+            key, value = layer.self_attn.entries(normed, factors)
+            key_values.append((key, value))
+            if above is None:  # all slots of earlier positions, and those of its block so far
                 attended = scaled_dot_product_attention(query, key, value, is_causal=True)
             else:
                 attended = self._attended_behind(query, (key, value), above[0][index], above[1])
             rows = rows + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
             rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
             hidden = rows.view_as(hidden)
-        return hidden, found
+        return hidden, key_values
 
     def _attended_behind(
-        self, query: Tensor, own: tuple[Tensor, Tensor], above: tuple[Tensor, Tensor], seen: Tensor
+        self, query: Tensor, within: tuple[Tensor, Tensor], above: tuple[Tensor, Tensor], seen: Tensor
     ) -> Tensor:
-        """Attend from blocks to the first ``seen`` slots of true blocks, and to the own slots so far."""
+        """Attend from blocks to the first ``seen`` slots of true blocks, and to the slots ``within`` them so far."""
         shape = (-1, self.num_slots)
         scale = query.shape[-1] ** -0.5
         columns = torch.arange(above[0].shape[2], device=query.device)
         hidden = (columns >= seen[:, None]).repeat_interleave(self.num_slots, dim=0)
         scores = (query @ above[0].mT * scale).masked_fill(hidden, float("-inf"))
-        grouped, key, value = (part.unflatten(2, shape) for part in (query, *own))
+        grouped, key, value = (part.unflatten(2, shape) for part in (query, *within))
         later = torch.ones(self.num_slots, self.num_slots, dtype=torch.bool, device=query.device).triu(1)
         near = (grouped @ key.mT * scale).masked_fill(later, float("-inf")).flatten(2, 3)
         weights = torch.cat([scores, near], dim=-1).softmax(-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext, StepResult, make_drafter
 from specdec_fast.drafters.clover.drafter import CloverDrafter
-from specdec_fast.drafters.clover.model import output_layer
 from specdec_fast.ops.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from support.clover import HIDDEN, augmented, behind, logits_of, random_clover, write_clover
@@ -281,8 +279,11 @@ def test_other_folders_and_targets_are_refused(tmp_path, target, folder):
     with pytest.raises(sd.ConfigError, match="expected the folder of a Clover drafter"):
         load(target, tmp_path)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(sd.ConfigError, match=r"cannot read the weights in .*model\.safetensors"):
+    with pytest.raises(sd.ConfigError, match=r"has no weights; expected one of .*model\.safetensors"):
         load(target, folder)
-    quantised = SimpleNamespace(get_output_embeddings=lambda: nn.Embedding(4, 5))
+
+
+def test_a_target_without_a_linear_output_layer_is_refused(target, model, folder, monkeypatch):
+    monkeypatch.setattr(model, "get_output_embeddings", lambda: nn.Embedding(4, 5))
     with pytest.raises(sd.ConfigError, match="is a Embedding; Clover's heads share a linear layer"):
-        output_layer(quantised)
+        load(target, folder)

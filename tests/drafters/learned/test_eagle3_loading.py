@@ -26,17 +26,6 @@ from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model
 OPTIONS = {"draft_vocab_size": 30, "norm_before_residual": True, "fc_norm": True, "norm_output": True, "num_layers": 2}
 
 
-def tensors_of(value):
-    """Every tensor of a loaded drafter, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in tensors_of(v)]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in tensors_of(v)]
-    return tensors_of(vars(value)) if type(value).__name__ in ("Eagle3Model", "_Layer", "AttentionParams") else []
-
-
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_format_loads_alike(tmp_path, model, target, kind, shards):
@@ -44,8 +33,8 @@ def test_every_format_loads_alike(tmp_path, model, target, kind, shards):
     write_checkpoint(tmp_path / "other", model, kind, (1, 2, 3), **OPTIONS, shards=shards)
     one, other = (load_eagle3(tmp_path / name, target) for name in ("one", "other"))
     assert one.taps == other.taps == (1, 2, 3), "ids count from 1 in one format, and from 0 in the others"
-    assert len(tensors_of(one)) == len(tensors_of(other)) > 20
-    assert all(map(torch.equal, tensors_of(one), tensors_of(other)))
+    assert len(one.weights()) == len(other.weights()) > 20
+    assert all(map(torch.equal, one.weights(), other.weights()))
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size")
     assert [getattr(one.config, name) for name in flags] == [getattr(other.config, name) for name in flags]
     assert other.target_ids.tolist() == (torch.arange(30) + load_weights(tmp_path / "one")["d2t"]).tolist()
@@ -60,7 +49,7 @@ def test_weights_get_the_targets_dtype(tmp_path):
     target = RaggedModel(model, resolve(torch.device("cpu")))
     write_checkpoint(tmp_path, model)
     loaded = load_eagle3(tmp_path, target)
-    assert {t.dtype for t in tensors_of(loaded)} == {torch.bfloat16}
+    assert {t.dtype for t in loaded.weights()} == {torch.bfloat16}
     assert loaded.layout.dtype == torch.bfloat16
 
 
@@ -68,8 +57,8 @@ def test_the_targets_embedding_is_shared(tmp_path, monkeypatch):
     model = type(tiny_model("llama"))(type(tiny_model("llama").config)(**TINY_GROUPED | {"hidden_size": HIDDEN})).eval()
     target = RaggedModel(model, resolve(torch.device("cpu")))
     write_checkpoint(tmp_path, model, shares_embedding=True)
-    loaded = load_eagle3(tmp_path, target)
-    assert loaded._embedding.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    embedding = model.get_input_embeddings().weight.data_ptr()
+    assert embedding in {weight.data_ptr() for weight in load_eagle3(tmp_path, target).weights()}
 
 
 def test_default_taps_and_other_ones(tmp_path, model, target):
@@ -155,7 +144,7 @@ WEIGHTS = {
     "no map": ({"d2t": None}, "lacks the weights d2t"),
     "unknown": ({"midlayer__mlp__router__weight": torch.ones(2)}, "layers.0.mlp.router.weight"),
     "shape": ({"norm__weight": torch.ones(5)}, r"norm.weight has the shape \[5\]; expected \[24\]"),
-    "another width": ({"embed_tokens__weight": None}, "no embed_tokens, and the target's embedding is 32 wide"),
+    "another width": ({"embed_tokens__weight": None}, r"no embed_tokens, and the target's is \[\d+, 32\]"),
     "id twice": ({"d2t": -torch.arange(30)}, "d2t maps 30 draft ids to 1 ids"),
     "id outside": ({"d2t": torch.full((30,), 90)}, "d2t"),
     "maps differ": ({"t2d": torch.zeros(VOCAB_SIZE, dtype=torch.bool)}, "t2d and d2t"),
